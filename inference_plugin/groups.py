@@ -1,0 +1,582 @@
+"""The worker's dict of named weight-update groups, and what each request does to a group.
+
+                 begin            all bytes checked           commit
+    idle  ------------> receiving ----------------> sealed ----------> committing ---> idle (new version)
+      ^                     |                         |                    |
+      +---------------------+-------- abort, lease ---+      undo failed:  +---> torn (until a full update commits)
+
+Three threads meet here, under one lock: the REP thread (`handle`, `expire`), a group's stager thread (checks digests,
+prepares a standby), and the engine's own thread (`check_sealed`, `install`, `undo`, `finish`, `verify`), which alone
+touches the live model.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from inference_plugin.hooks import plugin_manager
+from inference_plugin.transports.base import Receiver, Staging
+from inference_plugin.transports.registry import transport_named
+from inference_plugin.wire.digest import digest_group
+from inference_plugin.wire.errors import (
+    CommitFailed,
+    ManifestMismatch,
+    ProtocolError,
+    TornReplica,
+    VersionConflict,
+    WeightwireError,
+)
+from inference_plugin.wire.manifest import Box, Manifest, Piece, check_exact_cover, intersect
+from inference_plugin.wire.messages import (
+    Abort,
+    Begin,
+    Begun,
+    Body,
+    BoxDigest,
+    Bucket,
+    CloseGroup,
+    Done,
+    GroupOpened,
+    GroupState,
+    GroupStatus,
+    OpenGroup,
+    RankCommit,
+    RankVerify,
+    Renew,
+    Seal,
+    Sealed,
+    Sender,
+)
+
+__all__ = ["Brake", "GroupTable", "Installer", "InstallTerms", "WeightUpdateGroup"]
+
+FINISHED_KEPT = 16
+"""How many finished transactions a group remembers, to answer a request that comes again."""
+
+
+@dataclass(frozen=True)
+class InstallTerms:
+    """What an installer answers to a manifest: the boxes it reads, and how it will install them."""
+
+    needs: tuple[Box, ...]
+    mechanism: str
+    install: str
+    why: str
+
+
+Brake = Callable[[int], None]
+"""Called between pieces of background work with the bytes just done; slows down, or raises to cancel."""
+
+
+class Installer(Protocol):
+    """Puts a checked segment into the live model of this worker. One per group; see `install.installer`."""
+
+    def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
+        """Agrees on a manifest, or raises `ManifestMismatch`. Never touches the live model."""
+
+    def prepare(self, segment: torch.Tensor, brake: Brake) -> int:
+        """Background half of an installation; returns the extra bytes it holds. Never touches the live model."""
+
+    def install(self, segment: torch.Tensor) -> None:
+        """Engine's thread, at a step boundary."""
+
+    def undo(self, previous: torch.Tensor | None) -> None:
+        """Engine's thread: back to what was served before `install`, complete or not. Raises if it can't be done."""
+
+    def finish(self) -> None:
+        """Engine's thread: the new version is confirmed on all ranks."""
+
+    def discard(self) -> None:
+        """Drops what `prepare` made."""
+
+    @property
+    def needs_previous(self) -> bool:
+        """Whether `undo` will need the previous version's segment."""
+
+    def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
+        """Engine's thread: digests of what the live parameters hold, or (parameter, why it can't be read)."""
+
+    def close(self) -> None:
+        """Frees everything but the live model."""
+
+
+@dataclass
+class Installed:
+    """The version that is served, and the way back to it while its bytes are kept."""
+
+    version: int
+    txn: str
+    digest: str
+    staging: Staging | None
+
+
+@dataclass
+class Transaction:
+    """One update on its way."""
+
+    txn: str
+    version: int
+    sender: Sender
+    lease_s: float
+    staging: Staging
+    expires_at_s: float
+    next_seq: dict[int, int] = field(default_factory=dict)
+    pieces: tuple[Piece, ...] | None = None
+    cancelled: bool = False
+    stager: threading.Thread | None = None
+    checked: threading.Event = field(default_factory=threading.Event)
+    error: WeightwireError | None = None
+    answer: Sealed | None = None
+
+
+class WeightUpdateGroup:
+    """One named group on one worker. Methods are called with the table's lock held unless they say otherwise."""
+
+    def __init__(self, name: str, rank: int, replica: str, lock: threading.RLock, installer: Installer) -> None:
+        self.name = name
+        self.rank = rank
+        self.replica = replica
+        self.installer = installer
+        self.manifest: Manifest | None = None
+        self.terms: InstallTerms | None = None
+        self.installed: Installed | None = None
+        self.transaction: Transaction | None = None
+        self.detail = ""
+        self._opened: OpenGroup | None = None
+        self._receiver: Receiver | None = None
+        self._lock = lock
+        self._state: GroupState = "idle"
+        self._finished: dict[str, RankCommit | WeightwireError] = {}
+
+    @property
+    def state(self) -> GroupState:
+        return self._state
+
+    # --- the REP thread ---------------------------------------------------------------------------------------------
+
+    def open(self, request: OpenGroup) -> GroupOpened:
+        """Agrees on terms. With the same terms again it changes nothing, else the group's terms are replaced."""
+        if self._opened != request:
+            if self._state == "committing":
+                raise VersionConflict("the group is being committed")
+            self._drop("the group was opened anew")
+            receiver = transport_named(request.transport).receiver()
+            try:
+                receiver.check_probe(request.probe)
+                terms = self.installer.open(request.manifest, request.install, partial=request.partial)
+            except BaseException:
+                receiver.close()
+                raise
+            if self._receiver is not None:
+                self._forget_previous()
+                self._receiver.close()
+            self.manifest, self.terms, self._receiver, self._opened = request.manifest, terms, receiver, request
+        assert self.terms is not None
+        return GroupOpened(
+            needs=self.terms.needs,
+            mechanism=self.terms.mechanism,  # type: ignore[arg-type]
+            install=self.terms.install,  # type: ignore[arg-type]
+            why=self.terms.why,
+            version=self.installed.version if self.installed else None,
+        )
+
+    def begin(self, request: Begin) -> Begun:
+        manifest, receiver = self._ready()
+        if request.fingerprint != manifest.fingerprint:
+            raise ManifestMismatch("the manifest changed since the group was opened", hint="open the group again")
+        current = self.transaction
+        if current is not None and current.txn == request.txn:
+            return Begun()
+        if self._state == "committing":
+            raise VersionConflict("the group is being committed")
+        if self.installed is not None and self._state != "torn":
+            if request.version == self.installed.version:
+                return Begun(already=True)
+            if request.version < self.installed.version:
+                raise VersionConflict(
+                    f"version {request.version} is not newer than the installed {self.installed.version}"
+                )
+        if current is not None and current.version > request.version:
+            raise VersionConflict(f"version {current.version} is on its way, {request.version} is older")
+        self._drop("another transaction overtook it")
+        assert self.terms is not None
+        staging = receiver.open(manifest, request.segment, self.terms.needs)
+        if self.installed and self.installed.staging and self.installed.staging.segment_id == staging.segment_id:
+            self.installed.staging = None  # the trainer writes over it: no way back from there
+        self.transaction = Transaction(
+            txn=request.txn,
+            version=request.version,
+            sender=request.sender,
+            lease_s=request.lease_s,
+            staging=staging,
+            expires_at_s=time.monotonic() + request.lease_s,
+        )
+        if self._state != "torn":
+            self._enter("receiving")
+        return Begun()
+
+    def bucket(self, request: Bucket, payload: memoryview) -> Done:
+        transaction = self._current(request.txn)
+        expected = transaction.next_seq.get(request.rank, 0)
+        if request.seq > expected:
+            raise ProtocolError(f"bucket {request.seq} of trainer rank {request.rank} came before bucket {expected}")
+        if request.seq == expected:
+            if transaction.pieces is not None:
+                raise ProtocolError("a new bucket after the seal")
+            transaction.staging.receive(request.pieces, payload)
+            transaction.next_seq[request.rank] = expected + 1
+        return Done()
+
+    def renew(self, txn: str) -> Done:
+        self._current(txn)
+        return Done()
+
+    def start_seal(self, request: Seal) -> Transaction:
+        """Checks that the pieces cover what this worker needs, and starts the stager; the caller waits for it."""
+        transaction = self._current(request.txn)
+        if transaction.pieces is None:
+            manifest, _ = self._ready()
+            assert self.terms is not None
+            check_exact_cover(
+                manifest, [(piece.box, "the trainer") for piece in request.pieces], within=self.terms.needs
+            )
+            transaction.pieces = request.pieces
+            transaction.stager = threading.Thread(
+                target=self._stage, args=(transaction,), name=f"weightwire-stage-{self.name}", daemon=True
+            )
+            transaction.stager.start()
+        elif transaction.pieces != request.pieces:
+            raise ProtocolError("another list of pieces than at the first seal of this transaction")
+        return transaction
+
+    def answer_seal(self, transaction: Transaction) -> Sealed:
+        """What to reply now."""
+        if transaction.error is not None:
+            raise transaction.error
+        return transaction.answer or Sealed(done=False)
+
+    def abort(self, txn: str, reason: str) -> Done:
+        if self.transaction is not None and self.transaction.txn == txn:
+            if self._state == "committing":
+                raise VersionConflict("too late to abort: the transaction is being committed")
+            self._drop(reason or "aborted by the trainer")
+        return Done()
+
+    def expire(self, now_s: float, sender_is_gone: Callable[[Sender], bool]) -> None:
+        """Drops a transaction whose trainer is gone or whose lease ran out."""
+        transaction = self.transaction
+        if transaction is None or self._state == "committing":
+            return
+        if sender_is_gone(transaction.sender):
+            self._drop("the trainer's process ended")
+        elif now_s >= transaction.expires_at_s:
+            self._drop(f"the trainer was silent for {transaction.lease_s:g} s")
+
+    def close(self) -> None:
+        """Frees all that the group holds; the live weights stay."""
+        self._drop("the group was closed")
+        self._forget_previous()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        self.installer.close()
+        self._opened = None
+
+    def status(self) -> GroupStatus:
+        transaction = self.transaction
+        return GroupStatus(
+            group=self.name,
+            state=self._state,
+            version=self.installed.version if self.installed else None,
+            txn=transaction.txn if transaction else "",
+            transport=self._opened.transport if self._opened else "",
+            install=self.terms.install if self.terms else "",
+            mechanism=self.terms.mechanism if self.terms else "",
+            digest=self.installed.digest if self.installed else "",
+            staged_bytes=self.manifest.nbytes if transaction and self.manifest else 0,
+            detail=self.detail,
+        )
+
+    # --- the engine's own thread ------------------------------------------------------------------------------------
+
+    def check_sealed(self, txn: str, version: int) -> RankCommit | None:
+        """First half of a commit: nothing is written. Returns the earlier answer if the transaction is committed.
+
+        Takes the lock itself, as do the methods below.
+        """
+        with self._lock:
+            finished = self._finished.get(txn)
+            if isinstance(finished, RankCommit):
+                return finished
+            transaction = self._current(txn)
+            if transaction.version != version:
+                raise ProtocolError(f"transaction {txn} is of version {transaction.version}, not {version}")
+            if transaction.error is not None:
+                raise transaction.error
+            if transaction.answer is None:
+                raise ProtocolError(f"transaction {txn} is not sealed")
+            self._before_commit = self._state
+            self._enter("committing")
+            return None
+
+    def release(self) -> None:
+        """Takes `check_sealed` back: another rank was not ready."""
+        with self._lock:
+            if self._state == "committing":
+                self._enter(self._before_commit)
+
+    def install(self, txn: str) -> None:
+        """Writes the live model. No lock is held meanwhile: the state keeps everybody else away."""
+        with self._lock:
+            if self._state != "committing" or self.transaction is None or self.transaction.txn != txn:
+                raise ProtocolError(f"transaction {txn} is not being committed")
+            transaction = self.transaction
+        plugin_manager().hook.weightwire_installing(
+            group=self.name, version=transaction.version, rank=self.rank, step="install"
+        )
+        self.installer.install(transaction.staging.segment)
+
+    def undo(self, reason: str) -> None:
+        """Back to the version before; raises `TornReplica`, and the state is `torn`, if that can't be done."""
+        with self._lock:
+            if self._state == "torn":
+                raise TornReplica(self.detail)
+            transaction, previous = self.transaction, self.installed
+        try:
+            plugin_manager().hook.weightwire_installing(
+                group=self.name, version=previous.version if previous else -1, rank=self.rank, step="undo"
+            )
+            self.installer.undo(previous.staging.segment if previous and previous.staging else None)
+        except Exception as error:
+            self.tear(f"{reason}; the way back failed: {error}")
+            raise TornReplica(self.detail) from error
+        with self._lock:
+            if transaction is not None:
+                self._finished[transaction.txn] = CommitFailed(reason)
+            self._enter("idle")
+            self._drop(reason)
+
+    def tear(self, reason: str) -> None:
+        """This rank no longer knows what it holds."""
+        with self._lock:
+            self.detail = reason
+            if self.transaction is not None:
+                transaction, self.transaction = self.transaction, None
+                transaction.cancelled = True
+                transaction.staging.close()
+            self._enter("torn")
+
+    def finish(self, txn: str, install_s: float) -> RankCommit:
+        """The new version is on all ranks: it becomes the installed one."""
+        with self._lock:
+            transaction = self.transaction
+            if transaction is None or transaction.txn != txn or transaction.answer is None:
+                raise ProtocolError(f"transaction {txn} is not being committed")
+            self.installer.finish()
+            self._forget_previous()
+            keep = self.installer.needs_previous
+            if not keep:
+                transaction.staging.close()
+            self.installed = Installed(
+                transaction.version, txn, transaction.answer.digest, transaction.staging if keep else None
+            )
+            self.transaction = None
+            self.detail = ""
+            self._enter("idle")
+            done = RankCommit(self.rank, transaction.version, install_s, releases_segment=not keep)
+            self._finished[txn] = done
+            while len(self._finished) > FINISHED_KEPT:
+                self._finished.pop(next(iter(self._finished)))
+            return done
+
+    def verify(self) -> RankVerify:
+        """Digests of what the live parameters hold."""
+        boxes: list[BoxDigest] = []
+        unreadable: dict[str, str] = {}
+        for found in self.installer.read_back():
+            if isinstance(found, BoxDigest):
+                boxes.append(found)
+            else:
+                unreadable[found[0]] = found[1]
+        with self._lock:
+            version = self.installed.version if self.installed else None
+        return RankVerify(self.rank, version, tuple(boxes), unreadable)
+
+    # --- the stager thread ------------------------------------------------------------------------------------------
+
+    def _stage(self, transaction: Transaction) -> None:
+        """Checks the digests of what this worker needs, then lets the installer prepare."""
+        try:
+            manifest, terms, pieces = self.manifest, self.terms, transaction.pieces
+            assert manifest is not None and terms is not None and pieces is not None
+
+            def between(nbytes: int) -> None:
+                if transaction.cancelled:
+                    raise VersionConflict("the transaction was dropped")
+
+            needs = {box.tensor: box for box in terms.needs}
+            started_s = time.perf_counter()
+            wanted = [p for p in pieces if (box := needs.get(p.box.tensor)) and intersect(p.box, box)]
+            checked_bytes = transaction.staging.check(manifest, wanted, between)
+            checked_s = time.perf_counter()
+            extra_bytes = self.installer.prepare(transaction.staging.segment, between)
+            answer = Sealed(
+                done=True,
+                digest=digest_group(manifest, pieces),
+                checked_bytes=checked_bytes,
+                verify_s=checked_s - started_s,
+                prepare_s=time.perf_counter() - checked_s,
+                extra_bytes=extra_bytes + transaction.staging.extra_bytes,
+            )
+            with self._lock:
+                if not transaction.cancelled:
+                    transaction.answer = answer
+                    transaction.expires_at_s = time.monotonic() + transaction.lease_s
+                    if self._state == "receiving":
+                        self._enter("sealed")
+        except Exception as error:
+            transaction.error = WeightwireError.wrap(error).at(phase="seal", version=transaction.version)
+            transaction.staging.close()
+        finally:
+            transaction.checked.set()
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _ready(self) -> tuple[Manifest, Receiver]:
+        if self.manifest is None or self._receiver is None:
+            raise ProtocolError("the group is not open", hint="send OpenGroup before Begin")
+        return self.manifest, self._receiver
+
+    def _current(self, txn: str) -> Transaction:
+        """The transaction of that id; asking for it renews its lease."""
+        if (finished := self._finished.get(txn)) is not None:
+            if isinstance(finished, WeightwireError):
+                raise finished
+            raise VersionConflict(f"transaction {txn} is committed already")
+        if self.transaction is None or self.transaction.txn != txn:
+            raise ProtocolError(f"no transaction {txn} is open", hint="send Begin first")
+        self.transaction.expires_at_s = time.monotonic() + self.transaction.lease_s
+        return self.transaction
+
+    def _drop(self, reason: str) -> None:
+        transaction, self.transaction = self.transaction, None
+        if transaction is None:
+            return
+        transaction.cancelled = True
+        self._finished.setdefault(transaction.txn, VersionConflict(f"the transaction was dropped: {reason}"))
+        if transaction.stager is not None and transaction.stager is not threading.current_thread():
+            self._lock.release()  # the stager takes it at its end
+            try:
+                transaction.stager.join()
+            finally:
+                self._lock.acquire()
+        self.installer.discard()
+        transaction.staging.close()
+        if self._state != "torn":
+            self._enter("idle")
+
+    def _forget_previous(self) -> None:
+        if self.installed is not None and self.installed.staging is not None:
+            self.installed.staging.close()
+            self.installed.staging = None
+
+    def _enter(self, state: GroupState) -> None:
+        if self._state != state:
+            self._state = state
+            plugin_manager().hook.weightwire_state_changed(
+                replica=self.replica, rank=self.rank, group=self.name, state=state
+            )
+
+
+class GroupTable:
+    """All groups of one worker: `dict[str, WeightUpdateGroup]`, and the dispatch of requests to them."""
+
+    def __init__(self, replica: str, rank: int, make_installer: Callable[[str], Installer]) -> None:
+        self.groups: dict[str, WeightUpdateGroup] = {}
+        self._replica = replica
+        self._rank = rank
+        self._make_installer = make_installer
+        self._lock = threading.RLock()
+
+    def handle(self, request: Body, payload: memoryview | None) -> Body:
+        """The reply to a group request. Raises typed errors; then nothing was applied."""
+        with self._lock:
+            if isinstance(request, OpenGroup):
+                return self._open(request)
+            if isinstance(request, CloseGroup):
+                if (closed := self.groups.pop(request.group, None)) is not None:
+                    closed.close()
+                return Done()
+            if isinstance(request, Abort) and request.group not in self.groups:
+                return Done()
+            if isinstance(request, Begin):
+                return self.named(request.group).begin(request)
+            if isinstance(request, Bucket):
+                if payload is None:
+                    raise ProtocolError("a bucket without its payload frame")
+                return self.named(request.group).bucket(request, payload)
+            if isinstance(request, Renew):
+                return self.named(request.group).renew(request.txn)
+            if isinstance(request, Abort):
+                return self.named(request.group).abort(request.txn, request.reason)
+            if not isinstance(request, Seal):
+                raise ProtocolError(f"a worker takes no {type(request).__name__}")
+            group = self.named(request.group)
+            transaction = group.start_seal(request)
+        transaction.checked.wait(request.wait_s)
+        with self._lock:
+            return group.answer_seal(transaction)
+
+    def named(self, name: str) -> WeightUpdateGroup:
+        """The group of that name. Raises `ProtocolError` that lists those there are."""
+        if (group := self.groups.get(name)) is None:
+            there = ", ".join(sorted(self.groups)) or "none"
+            raise ProtocolError(f"no weight-update group is named {name!r}; open: {there}", group=name)
+        return group
+
+    def statuses(self) -> tuple[GroupStatus, ...]:
+        with self._lock:
+            return tuple(group.status() for group in self.groups.values())
+
+    def senders(self) -> Sequence[Sender]:
+        """Whoever has a transaction open."""
+        with self._lock:
+            return [g.transaction.sender for g in self.groups.values() if g.transaction is not None]
+
+    def next_expiry_s(self) -> float | None:
+        """When the nearest lease runs out, on `time.monotonic()`'s clock."""
+        with self._lock:
+            return min((g.transaction.expires_at_s for g in self.groups.values() if g.transaction), default=None)
+
+    def expire(self, sender_is_gone: Callable[[Sender], bool]) -> None:
+        """Drops what nobody will finish."""
+        with self._lock:
+            for group in list(self.groups.values()):
+                group.expire(time.monotonic(), sender_is_gone)
+
+    def close(self) -> None:
+        """Closes every group."""
+        with self._lock:
+            while self.groups:
+                self.groups.popitem()[1].close()
+
+    def _open(self, request: OpenGroup) -> GroupOpened:
+        group = self.groups.get(request.group)
+        if group is not None:
+            return group.open(request)
+        group = WeightUpdateGroup(
+            request.group, self._rank, self._replica, self._lock, self._make_installer(request.group)
+        )
+        try:
+            opened = group.open(request)
+        except BaseException:
+            group.close()
+            raise
+        self.groups[request.group] = group
+        return opened

@@ -1,0 +1,73 @@
+"""Plug-in points for third parties, by pluggy: transports and listeners.
+
+A plug-in is found through the entry point group `weightwire`, or named as `module:object` in `WEIGHTWIRE_PLUGINS`
+(comma-separated; set it for the trainer and for the engine alike). One that can't be imported doesn't break anything:
+it is listed, with its reason, wherever something that it might have given is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from inference_plugin.transports.base import Transport
+
+__all__ = ["HookSpecs", "PluginManager", "hookimpl", "plugin_manager"]
+
+hookspec = pluggy.HookspecMarker("weightwire")
+hookimpl = pluggy.HookimplMarker("weightwire")
+
+
+class HookSpecs:
+    """What a plug-in may implement; each implementation may take any subset of the arguments."""
+
+    @hookspec
+    def weightwire_transports(self) -> Sequence[Transport]:
+        """Transports to add to the registry."""
+        raise AssertionError("a specification is never called")
+
+    @hookspec
+    def weightwire_installing(self, group: str, version: int, rank: int, step: str) -> None:
+        """On a worker, on the engine's own thread, before `step` ("install", "undo"). Raising makes that step fail."""
+
+    @hookspec
+    def weightwire_committed(self, replica: str, group: str, version: int, stopped_s: float) -> None:
+        """On a front, after all ranks serve `version`."""
+
+    @hookspec
+    def weightwire_state_changed(self, replica: str, rank: int, group: str, state: str) -> None:
+        """On a worker, when a group's state changed."""
+
+
+class PluginManager(pluggy.PluginManager):
+    """Knows the hook specifications; `broken` maps plug-ins that couldn't be loaded to the reason."""
+
+    def __init__(self) -> None:
+        super().__init__("weightwire")
+        self.broken: dict[str, str] = {}
+        self.add_hookspecs(HookSpecs)
+        for entry_point in metadata.entry_points(group="weightwire"):
+            self._add(entry_point)
+        for name in filter(None, os.environ.get("WEIGHTWIRE_PLUGINS", "").split(",")):
+            self._add(metadata.EntryPoint(name.strip(), name.strip(), "weightwire"))
+
+    def _add(self, entry_point: metadata.EntryPoint) -> None:
+        try:
+            plugin: Any = entry_point.load()
+            self.register(plugin, entry_point.name)
+        except Exception as error:  # a third party's import may raise anything; the reason is kept and shown
+            line = traceback.format_exception_only(error)[-1].strip()
+            self.broken[entry_point.name] = line
+
+
+@functools.cache
+def plugin_manager() -> PluginManager:
+    """This process's plug-ins, loaded at the first call."""
+    return PluginManager()

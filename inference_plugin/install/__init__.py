@@ -1,0 +1,1 @@
+"""How staged weights get into a live model: placement plans, their proof, installation and verification."""

@@ -1,0 +1,657 @@
+"""Puts a checked segment into the live model of one worker, and takes it back out again.
+
+The work is divided by what the engine does with a parameter after loading it:
+
+- *plain*: the live parameter is what `load_weights` wrote. Its bytes are copied from the segment by the placement plan.
+- *rebuilt*: the engine's post-processing made something else of it (packed it, say). The module is built anew aside,
+  from the segment, by the engine's own post-processing, and the result is moved into the live module.
+
+and by policy: `copy` writes the live parameters at the step boundary; `standby` prepares a second set in the
+background and swaps it in. Where no plan was proven, the engine's own `load_weights` fills the second set.
+
+Everything here that touches the live model runs on the engine's own thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from inference_plugin.groups import Brake, InstallTerms
+from inference_plugin.install.plan import (
+    PlacementPlan,
+    Replay,
+    TensorInfo,
+    read_back,
+    storage_views,
+    trace_plan,
+)
+from inference_plugin.install.proof import _materialised, _twin, prove_plan
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ManifestMismatch, TornReplica, first_few
+from inference_plugin.wire.manifest import Box, Manifest
+from inference_plugin.wire.messages import BoxDigest
+from inference_plugin.wire.tensors import box_view, bytes_view, dtype_name, torch_dtype
+
+__all__ = ["EngineModel", "ModelInstaller"]
+
+STANDBY_MEMORY_FACTOR = 2.0
+"""`auto` takes `standby` if the free memory is at least this many times the shard: packing needs room beside it."""
+
+
+class EngineModel(Protocol):
+    """What an engine file tells about its model; the only thing the installer knows of the engine."""
+
+    live: nn.Module
+    device: torch.device
+    lock: threading.Lock
+    """Held while the skeleton is in use."""
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """A second instance of the model's class on the meta device, as before `load_weights`."""
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """The engine's own loader on `model`. May be called on any thread, never on the live model."""
+
+    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
+        """The engine's post-processing after a load, by module name; called with a stand-in for that module."""
+
+    def unfinishable(self) -> str | None:
+        """Why the model's post-processing can't be repeated module by module; None if it can."""
+
+    def read_rebuilt(self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """The plain parameter that a rebuilt live module computes with, read through its packed form; None if it can't."""
+
+    def free_bytes(self) -> int:
+        """Memory of the model's device that is free."""
+
+    @property
+    def fixed_addresses(self) -> bool:
+        """Whether something (captured graphs) holds raw addresses of the live parameters."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """What must be set while the engine's post-processing runs (current configuration, no gradients)."""
+
+
+@dataclass
+class Aside:
+    """A rebuilt module's new parts: what differs from the live module's, attributes and tensors by name."""
+
+    module: str
+    attributes: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+@dataclass
+class Second:
+    """A complete second set, ready to be swapped in: storages of plain parameters, parts of rebuilt modules."""
+
+    storages: dict[str, torch.Tensor]
+    asides: list[Aside]
+
+
+class ModelInstaller:
+    """The installer of one group on one worker (see `groups.Installer` for who calls what on which thread)."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+        self._manifest: Manifest | None = None
+        self._plan: PlacementPlan | None = None
+        self._layout: _Layout | None = None
+        self._mechanism = "plan"
+        self._why_loader = ""
+        self._install = "copy"
+        self._replays: dict[tuple[int, str], Replay] = {}
+        self._prepared: Second | None = None
+        self._replaced: Second | None = None
+        self._spare: dict[str, torch.Tensor] = {}
+        self._touched = False
+
+    # --- agreeing ---------------------------------------------------------------------------------------------------
+
+    def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
+        """Traces and proves the placement plan for `manifest`, off the live model. Raises `ManifestMismatch`."""
+        if manifest != self._manifest:
+            with self._model.lock:
+                self._agree(manifest, partial)
+        assert self._plan is not None and self._layout is not None
+        self.discard()
+        self._install, why = self._choose(policy)
+        if self._install == "copy":
+            self._spare = {}
+        return InstallTerms(
+            needs=self._needs(manifest),
+            mechanism=self._mechanism,
+            install=self._install,
+            why="; ".join(filter(None, [self._why_loader, why])),
+        )
+
+    def _agree(self, manifest: Manifest, partial: bool) -> None:
+        tensors = _tensor_infos(manifest)
+        skeleton = self._model.skeleton
+        plan = trace_plan(skeleton, self._load_skeleton, tensors)
+        self._check(manifest, plan, tensors, partial)
+        why_loader = plan.refusal or (f"{first_few(list(plan.refused))} are computed while loading" if plan.refused else "")
+        if not why_loader:
+            proof = prove_plan(plan, skeleton, self._load_skeleton, tensors)
+            if not proof.ok:
+                why_loader = f"the placement plan failed its proof: {proof.reason}"
+        layout = _Layout(self._model, plan)
+        if unknown := layout.unaccounted:
+            raise EngineUnsupported(
+                f"the engine holds in a form of its own, and no post-processing accounts for it: {first_few(unknown)}",
+                phase="open",
+            )
+        if (why := self._model.unfinishable()) is not None:
+            raise EngineUnsupported(f"this model can't be updated in place: {why}", phase="open")
+        self._manifest, self._plan, self._layout = manifest, plan, layout
+        self._mechanism, self._why_loader = ("loader" if why_loader else "plan"), why_loader
+        self._replays.clear()
+
+    def _check(self, manifest: Manifest, plan: PlacementPlan, tensors: list[TensorInfo], partial: bool) -> None:
+        """Names, shapes and dtypes against what the loader does with them. Raises `ManifestMismatch`."""
+        if plan.refusal is not None:
+            # The loader gave up on the whole: ask it tensor by tensor, which ones it can't take.
+            if wrong := self._misfits(tensors):
+                raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
+            return
+        if wrong := [f"{name}: {why}" for name, why in plan.refused.items() if why.startswith("cast from")]:
+            raise ManifestMismatch(
+                f"dtypes differ: {first_few(wrong)}",
+                hint="give the trainer's adapter a dtype rule for these names; nothing is cast silently",
+                phase="open",
+            )
+        missing = [f"{name} ({count} elements)" for name, count in plan.uncovered.items() if name not in plan.padding]
+        if missing and not partial:
+            raise ManifestMismatch(f"parameters that nothing in the manifest fills: {first_few(missing)}", phase="open")
+        if plan.doubled:
+            raise ManifestMismatch(f"parameters filled twice: {first_few(list(plan.doubled))}", phase="open")
+
+    def _misfits(self, tensors: list[TensorInfo]) -> list[str]:
+        wrong = []
+        for info in tensors:
+            if (reason := trace_plan(self._model.skeleton, self._load_skeleton, [info]).refusal) is not None:
+                wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {reason}")
+        return wrong
+
+    def _choose(self, policy: str) -> tuple[str, str]:
+        assert self._layout is not None
+        if self._mechanism == "loader":
+            return "standby", "the engine's own loader fills a second set"
+        if policy != "auto":
+            if policy == "standby" and self._model.fixed_addresses:
+                return "copy", "captured graphs hold the parameters' addresses, which must stay"
+            return policy, ""
+        if self._model.fixed_addresses:
+            return "copy", "captured graphs hold the parameters' addresses, which must stay"
+        free, shard = self._model.free_bytes(), self._layout.nbytes
+        if free < STANDBY_MEMORY_FACTOR * shard:
+            return "copy", f"{free >> 20} MiB are free, too few for a second set of {shard >> 20} MiB"
+        return "standby", f"{free >> 20} MiB are free"
+
+    def _needs(self, manifest: Manifest) -> tuple[Box, ...]:
+        assert self._plan is not None
+        if self._mechanism == "loader":
+            return tuple(manifest.whole(i) for i in range(len(manifest.tensors)))
+        boxes: dict[int, Box] = {}
+        for name, (offsets, sizes) in self._plan.needs().items():
+            box = Box(manifest.index[manifest.tied.get(name, name)], offsets, sizes)
+            boxes[box.tensor] = _hull(boxes[box.tensor], box) if box.tensor in boxes else box
+        return tuple(boxes[i] for i in sorted(boxes))
+
+    # --- background ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, segment: torch.Tensor, brake: Brake) -> int:
+        """Under `standby`: fills the second set and rebuilds modules from it. Returns the bytes held in addition."""
+        assert self._layout is not None
+        if self._install == "copy":
+            self._replay(segment, "plain")  # bound now, so that the commit only copies
+            return 0
+        if self._mechanism == "loader":
+            storages, aside_storages = self._load_second(segment)
+        else:
+            storages = self._second_storages()
+            _spread(self._bind(segment, self._layout.plan_of("plain"), storages), brake)
+            aside_storages = None
+        asides = list(self._rebuild(segment, storages, brake, aside_storages))
+        self._prepared = Second(storages, asides)
+        return sum(t.nbytes for t in storages.values()) + self._layout.rebuilt_nbytes
+
+    def _second_storages(self) -> dict[str, torch.Tensor]:
+        """A storage per plain storage of the live model: the last ones swapped out, or new ones.
+
+        New ones start as copies, for bytes that no checkpoint tensor fills (padding).
+        """
+        assert self._layout is not None
+        spare, self._spare = self._spare, {}
+        if spare:
+            return spare
+        return {name: view.clone() for name, view in self._layout.live_storages().items()}
+
+    def _load_second(self, segment: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The whole skeleton in memory, filled by the engine's own loader from copies of the staged tensors."""
+        assert self._manifest is not None and self._layout is not None
+        manifest, skeleton = self._manifest, self._model.skeleton
+        sources = _sources(manifest, segment)
+        shapes = storage_views(skeleton)
+        with self._model.lock, _materialised(skeleton, set(shapes), self._model.device) as held:
+            real = dict(held.flats)
+            live = self._layout.live_storages()
+            for name, flat in real.items():
+                if name in live and live[name].numel() == flat.numel():
+                    flat.copy_(live[name])
+            self._model.load_weights(skeleton, ((name, view.clone()) for name, view in sources.items()))
+            plain = {name: flat for name, flat in real.items() if name in live}
+            return plain, {name: flat for name, flat in real.items() if name not in live}
+
+    def _rebuild(
+        self,
+        segment: torch.Tensor,
+        storages: Mapping[str, torch.Tensor],
+        brake: Brake,
+        loaded: Mapping[str, torch.Tensor] | None = None,
+    ) -> Iterator[Aside]:
+        """Every rebuilt module, one after the other, from the segment (or from what the loader filled)."""
+        assert self._layout is not None
+        for name in self._layout.rebuilt:
+            keys = self._layout.aside_keys(name)
+            if loaded is None:
+                memory = {key: self._layout.new_storage(key) for key in keys}
+                _spread(self._bind(segment, self._layout.plan_of(name), memory), brake)
+            else:
+                memory = {key: loaded[key] for key in keys}
+            yield self._layout.finish_aside(name, {**storages, **memory})
+            brake(sum(t.nbytes for t in memory.values()))
+
+    # --- the engine's thread ------------------------------------------------------------------------------------------
+
+    def install(self, segment: torch.Tensor) -> None:
+        """Swaps the prepared set in (`standby`), or writes the live parameters and rebuilds modules (`copy`)."""
+        assert self._layout is not None
+        self._touched = True
+        if self._install == "standby":
+            if self._prepared is None:
+                self._touched = False
+                raise CommitFailed("nothing was prepared for this transaction", phase="commit")
+            prepared, self._prepared = self._prepared, None
+            self._replaced = self._layout.swap(prepared, in_place=self._model.fixed_addresses)
+        else:
+            self._write(segment)
+
+    def undo(self, previous: torch.Tensor | None) -> None:
+        """Swaps back, or writes the previous version's segment again. Raises `TornReplica` if that is gone."""
+        assert self._layout is not None
+        if not self._touched:
+            return
+        if self._install == "standby":
+            if self._replaced is None:
+                raise TornReplica("the swap stopped half-way", phase="commit")
+            replaced, self._replaced = self._replaced, None
+            undone = self._layout.swap(replaced, in_place=self._model.fixed_addresses)
+            self._spare = undone.storages
+        elif previous is None:
+            raise TornReplica("the previous version's bytes are gone", phase="commit")
+        else:
+            self._write(previous)
+        self._touched = False
+
+    def finish(self) -> None:
+        """The replaced set becomes the next standby; what was packed goes."""
+        self._touched = False
+        if self._replaced is not None:
+            self._spare = self._replaced.storages if self._mechanism == "plan" else {}
+            had_asides = bool(self._replaced.asides)
+            self._replaced = None
+            if had_asides:
+                _trim()
+
+    def discard(self) -> None:
+        """Drops what was prepared; its plain storages stay as the next standby."""
+        if self._prepared is not None:
+            if self._mechanism == "plan":
+                self._spare = self._prepared.storages
+            self._prepared = None
+
+    def close(self) -> None:
+        """Frees the second set."""
+        self._prepared = self._replaced = None
+        self._spare = {}
+        self._replays.clear()
+        _trim()
+
+    @property
+    def needs_previous(self) -> bool:
+        return self._install == "copy"
+
+    def _write(self, segment: torch.Tensor) -> None:
+        assert self._layout is not None
+        with torch.no_grad():
+            self._replay(segment, "plain").run()
+        live = self._layout.live_storages()
+        for aside in self._rebuild(segment, live, lambda _: None):
+            self._layout.apply(aside, in_place=self._model.fixed_addresses)
+
+    # --- after the installation ---------------------------------------------------------------------------------------
+
+    def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
+        """Digests of what the live parameters hold, box by box of the checkpoint tensors."""
+        if self._layout is None or self._manifest is None or self._plan is None:
+            return
+        for name in ("plain", *self._layout.rebuilt):
+            exact = name == "plain"
+            storages = self._layout.live_storages() if exact else self._layout.read_rebuilt(name)
+            if isinstance(storages, str):
+                yield name, storages
+                continue
+            for source, offsets, sizes, tensor in read_back(self._layout.plan_of(name), storages, self._plan.shapes):
+                data = tensor if exact else _unsigned_zeros(tensor)
+                yield BoxDigest(
+                    name=self._manifest.tied.get(source, source),
+                    offsets=tuple(offsets),
+                    sizes=tuple(sizes),
+                    dtype=dtype_name(tensor.dtype),
+                    digest=digest_bytes(bytes_view(data.contiguous().cpu()).numpy()),
+                    signed_zeros=exact,
+                )
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _load_skeleton(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return self._model.load_weights(self._model.skeleton, tensors)
+
+    def _replay(self, segment: torch.Tensor, part: str) -> Replay:
+        """The bound replay into the live parameters, kept for the segments that are used in turn."""
+        assert self._layout is not None
+        key = (segment.data_ptr(), part)
+        replay = self._replays.get(key)
+        if replay is None:
+            replay = self._bind(segment, self._layout.plan_of(part), self._layout.live_storages())
+            while len(self._replays) >= 2:
+                self._replays.pop(next(iter(self._replays)))
+            self._replays[key] = replay
+        return replay
+
+    def _bind(self, segment: torch.Tensor, placements: Any, destinations: Mapping[str, torch.Tensor]) -> Replay:
+        assert self._manifest is not None and self._plan is not None
+        fills = [fill for fill in self._plan.fills if fill.dest.tensor in destinations]
+        return Replay(placements, _sources(self._manifest, segment), destinations, fills)
+
+
+class _Layout:
+    """How the live model's storages correspond to the skeleton's, which modules are rebuilt, and the swap."""
+
+    def __init__(self, model: EngineModel, plan: PlacementPlan) -> None:
+        self._model = model
+        self._plan = plan
+        self._finishers = dict(model.finishers())
+        self._skeleton_modules = dict(model.skeleton.named_modules())
+        self._live_modules = dict(model.live.named_modules())
+        self._shapes = storage_views(model.skeleton)
+        self._key_of = _keys_by_name(model.skeleton)
+        self.rebuilt: dict[str, frozenset[str]] = {}
+        trial: dict[Any, frozenset[str] | None] = {}
+        for name in self._finishers:
+            kind = self._kind(name)
+            if kind not in trial:
+                trial[kind] = self._try_finishing(name)
+            if (replaced := trial[kind]) is not None:
+                self.rebuilt[name] = replaced
+        own_form = {self._key_of[f"{m}.{p}"] for m, ps in self.rebuilt.items() for p in ps}
+        live = self._live_by_key()
+        self._plain = {key for key in self._shapes if key not in own_form and key in live}
+        self.unaccounted = sorted(
+            key for key in {p.dest.tensor for p in plan.placements} if key not in self._plain and key not in own_form
+        )
+        self._placements: dict[str, list[Any]] = {"plain": [], **{name: [] for name in self.rebuilt}}
+        owner = {key: name for name in self.rebuilt for key in self.aside_keys(name)}
+        for placement in plan.placements:
+            key = placement.dest.tensor
+            if key in self._plain or key in owner:
+                self._placements["plain" if key in self._plain else owner[key]].append(placement)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this worker's shard as the checkpoint has it."""
+        return sum(view.nbytes for view in self._shapes.values())
+
+    @property
+    def rebuilt_nbytes(self) -> int:
+        return sum(self._shapes[key].nbytes for name in self.rebuilt for key in self.aside_keys(name))
+
+    def plan_of(self, part: str) -> list[Any]:
+        """Placements into plain parameters ("plain") or into one rebuilt module's."""
+        return self._placements[part]
+
+    def aside_keys(self, module: str) -> list[str]:
+        """Storages that exist only aside, for building `module`."""
+        return sorted({self._key_of[f"{module}.{p}"] for p in self.rebuilt[module]} - self._plain)
+
+    def new_storage(self, key: str) -> torch.Tensor:
+        shape = self._shapes[key]
+        return torch.zeros(shape.shape, dtype=shape.dtype, device=self._device(key))
+
+    def live_storages(self) -> dict[str, torch.Tensor]:
+        """Each plain storage of the live model as a flat tensor, by its key."""
+        live = self._live_by_key()
+        return {key: live[key] for key in self._plain}
+
+    def finish_aside(self, module: str, storages: Mapping[str, torch.Tensor]) -> Aside:
+        """Runs the engine's post-processing on a stand-in for `module` that holds `storages`; what came of it."""
+        stand_in = self._stand_in(module, storages)
+        before = dict(stand_in.__dict__)
+        given = dict(stand_in._buffers)
+        with self._model.computing():
+            self._finishers[module](stand_in)
+        live = self._live_modules[module]
+        aside = Aside(module)
+        for name, value in stand_in.__dict__.items():
+            if name not in ("_parameters", "_buffers", "_modules") and before.get(name, _ABSENT) is not value:
+                aside.attributes[name] = value
+        for name, tensor in {**stand_in._parameters, **stand_in._buffers}.items():
+            untouched = name in stand_in._buffers and tensor is given[name]
+            if tensor is None or untouched or self._key_of.get(f"{module}.{name}") in self._plain:
+                continue
+            if name in {**live._parameters, **live._buffers}:
+                aside.tensors[name] = tensor.detach()
+        return aside
+
+    def apply(self, aside: Aside, *, in_place: bool) -> Aside:
+        """Moves a rebuilt module's parts into the live module; returns those it had."""
+        live = self._live_modules[aside.module]
+        old = Aside(aside.module)
+        for name, value in aside.attributes.items():
+            old.attributes[name] = live.__dict__.get(name)
+            live.__dict__[name] = value
+        for name, tensor in aside.tensors.items():
+            holder = live._parameters if name in live._parameters else live._buffers
+            held = holder[name]
+            assert held is not None
+            if in_place and held.shape == tensor.shape:
+                old.tensors[name] = held.detach().clone()
+                held.data.copy_(tensor)
+            else:
+                old.tensors[name] = held.data
+                held.data = tensor
+        return old
+
+    def swap(self, second: Second, *, in_place: bool) -> Second:
+        """Puts a second set in the place of the live one; returns what was there. No bytes move unless `in_place`."""
+        replaced = Second(self.live_storages(), [])
+        if in_place:
+            replaced.storages = {key: view.clone() for key, view in replaced.storages.items()}
+            live = self._live_by_key()
+            for key, flat in second.storages.items():
+                live[key].copy_(flat)
+        else:
+            for name, tensor in _named_tensors(self._model.live):
+                flat = second.storages.get(self._key_of.get(name, ""))
+                if flat is not None and name in self._key_of:
+                    tensor.data = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        for aside in second.asides:
+            replaced.asides.append(self.apply(aside, in_place=in_place))
+        return replaced
+
+    def read_rebuilt(self, module: str) -> dict[str, torch.Tensor] | str:
+        """The plain parameters that a rebuilt live module computes with; a reason if they can't be read."""
+        found: dict[str, torch.Tensor] = {}
+        for parameter in self.rebuilt[module]:
+            key = self._key_of[f"{module}.{parameter}"]
+            if key in self._plain:
+                continue
+            meta = self._skeleton_modules[module]._parameters[parameter]
+            assert meta is not None
+            with self._model.computing():
+                plain = self._model.read_rebuilt(
+                    self._live_modules[module], parameter, tuple(meta.shape), meta.dtype
+                )
+            if plain is None:
+                return f"the engine's form of {parameter} can't be read back"
+            found[key] = plain.reshape(-1)
+        return found
+
+    def _kind(self, module: str) -> Any:
+        stand_in = self._skeleton_modules[module]
+        return (
+            type(stand_in),
+            type(getattr(stand_in, "quant_method", None)),
+            tuple((n, tuple(p.shape), p.dtype) for n, p in stand_in._parameters.items() if p is not None),
+            tuple(sorted(n for n, p in self._live_modules[module]._parameters.items() if p is not None and p.numel() == 0)),
+        )
+
+    def _try_finishing(self, module: str) -> frozenset[str] | None:
+        """The parameters that post-processing makes something else of; None if it changes nothing at all."""
+        keys = {self._key_of[f"{module}.{n}"] for n, p in self._skeleton_modules[module]._parameters.items() if p is not None}
+        storages = {key: self.new_storage(key) for key in keys}
+        for flat in storages.values():
+            bytes_view(flat).random_(0, 64)
+        stand_in = self._stand_in(module, storages)
+        given = dict(stand_in._parameters)
+        before = {name: p.detach().clone() for name, p in given.items() if p is not None}
+        attributes = dict(stand_in.__dict__)
+        with self._model.computing():
+            self._finishers[module](stand_in)
+        live = self._live_modules[module]
+        replaced = {
+            name
+            for name, old in before.items()
+            if (now := stand_in._parameters.get(name)) is None
+            or now is not given[name]
+            or now.shape != old.shape
+            or now.dtype != old.dtype
+            or not torch.equal(bytes_view(now.detach().contiguous()), bytes_view(old.contiguous()))
+        }
+        changed = any(
+            attributes.get(name, _ABSENT) is not value and live.__dict__.get(name, _ABSENT) is not value
+            for name, value in stand_in.__dict__.items()
+            if name not in ("_parameters", "_buffers", "_modules")
+        )
+        return frozenset(replaced) if replaced or changed else None
+
+    def _stand_in(self, module: str, storages: Mapping[str, torch.Tensor]) -> nn.Module:
+        """A copy of the skeleton's module whose parameters are views of `storages`."""
+        original = self._skeleton_modules[module]
+        stand_in = copy.copy(original)
+        stand_in.__dict__ = dict(original.__dict__)
+        stand_in._parameters = {}
+        stand_in._buffers = dict(original._buffers)
+        for name, meta in original._parameters.items():
+            if meta is None:
+                stand_in._parameters[name] = None
+                continue
+            flat = storages[self._key_of[f"{module}.{name}"]]
+            stand_in._parameters[name] = _twin(meta, flat)
+        return stand_in
+
+    def _live_by_key(self) -> dict[str, torch.Tensor]:
+        """Live storages that have the skeleton's size and dtype, as flat tensors."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in _named_tensors(self._model.live):
+            key = self._key_of.get(name)
+            if key is None or key in found:
+                continue
+            flat = _flat(tensor)
+            if flat.dtype == self._shapes[key].dtype and flat.numel() == self._shapes[key].numel() and flat.numel():
+                found[key] = flat
+        return found
+
+    def _device(self, key: str) -> torch.device:
+        for name, tensor in _named_tensors(self._model.live):
+            if self._key_of.get(name) == key:
+                return tensor.device
+        return torch.device("cpu")
+
+
+_ABSENT = object()
+
+
+def _tensor_infos(manifest: Manifest) -> list[TensorInfo]:
+    """Every name the engine may ask for, tied ones included."""
+    infos = [(spec.name, spec.shape, torch_dtype(spec.dtype)) for spec in manifest.tensors]
+    for alias, name in manifest.tied.items():
+        spec = manifest.tensors[manifest.index[name]]
+        infos.append((alias, spec.shape, torch_dtype(spec.dtype)))
+    return infos
+
+
+def _sources(manifest: Manifest, segment: torch.Tensor) -> dict[str, torch.Tensor]:
+    sources = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
+    return sources | {alias: sources[name] for alias, name in manifest.tied.items()}
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _keys_by_name(model: nn.Module) -> dict[str, str]:
+    """The key (first name) of the storage that each parameter or buffer lies in."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(tensor.untyped_storage()._cdata, name) for name, tensor in _named_tensors(model)
+    }
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage, as a flat tensor of its dtype."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((count,), (1,), 0)
+
+
+def _hull(a: Box, b: Box) -> Box:
+    starts = tuple(map(min, a.offsets, b.offsets))
+    ends = tuple(
+        max(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+    return Box(a.tensor, starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+
+def _spread(replay: Replay, brake: Brake) -> None:
+    """A replay in pieces, with the brake between them."""
+    with torch.no_grad():
+        replay.run(between=brake)
+
+
+def _unsigned_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 0 if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+
+
+def _trim() -> None:
+    """Gives freed memory back to the system: without it the heap of a packed standby grows with every update."""
+    gc.collect(0)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,0 +1,384 @@
+"""The proof of a placement plan: the engine's own load of random bytes, against a replay of the plan, bit for
+bit.
+
+Nobody trusts a plan because it was recorded. `prove_plan` runs the real ``load_weights`` on the skeleton,
+part by part so that memory stays bounded, and replays the plan into a second set of tensors that started with
+the same scrambled bytes. They must then be equal over the whole of every storage: a region that only one of
+the two wrote differs. The loader must not have written anywhere else, nor to the checkpoint tensors.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inference_plugin.install.plan import (
+    Fill,
+    LoadWeights,
+    Placement,
+    PlacementPlan,
+    Replay,
+    TensorInfo,
+    named_tensors,
+    storage_id,
+    storage_views,
+    written_tensors,
+)
+
+__all__ = ["ProofResult", "prove_plan", "with_data"]
+
+_Write = TypeVar("_Write", Placement, Fill)
+
+
+@dataclass(frozen=True)
+class ProofResult:
+    """``failed``: destinations that the plan gets wrong; the caller moves them to the engine's own loader
+    (`PlacementPlan.without`) or drops the plan. ``nbytes``: checkpoint bytes that were loaded for the
+    proof."""
+
+    ok: bool
+    reason: str
+    seconds: float
+    nbytes: int
+    failed: tuple[str, ...]
+
+
+def prove_plan(
+    plan: PlacementPlan,
+    skeleton: nn.Module,
+    load_weights: LoadWeights,
+    tensors: Sequence[TensorInfo],
+    *,
+    device: str | torch.device = "cpu",
+    budget_bytes: int = 512 << 20,
+) -> ProofResult:
+    """Prove ``plan``, as traced from ``skeleton``, ``load_weights`` and ``tensors``, on ``device``.
+
+    About ``budget_bytes`` are used at a time; more where one set of tensors that belong together (the experts
+    of a layer) is larger, or where the loader can't take a part of the names. The skeleton is as before
+    afterwards, apart from what its loader notes in plain attributes. A bad plan never raises.
+    """
+    began = time.perf_counter()
+    if plan.refusal is not None:
+        return ProofResult(False, f"the plan is refused: {plan.refusal}", 0.0, 0, ())
+    trial = _Trial(plan, skeleton, load_weights, tensors, torch.device(device))
+    try:
+        parts = _parts(plan, tensors, trial.storage_bytes(), budget_bytes)
+        findings = trial.run_parts(parts)
+    except Exception as error:  # noqa: BLE001 - a plan that doesn't fit the skeleton at all
+        findings = dict.fromkeys(plan.extents, f"{type(error).__name__}: {error}")
+        findings = findings or {"": f"{type(error).__name__}: {error}"}
+    reason = "; ".join(f"{name}: {text}" if name else text for name, text in list(findings.items())[:3])
+    if len(findings) > 3:
+        reason += f"; and {len(findings) - 3} more"
+    failed = tuple(sorted(name for name in findings if name))
+    return ProofResult(not findings, reason, time.perf_counter() - began, trial.loaded_bytes, failed)
+
+
+def with_data(tensor: Tensor, data: Tensor) -> Tensor:
+    """A tensor over ``data`` of the class, and with the attributes, of ``tensor`` (a parameter class of an
+    engine, say).
+
+    ``tensor.data = data`` would keep the object, but torch refuses it when the one is on meta and the other
+    is not.
+    """
+    if type(tensor) is Tensor:
+        return data
+    twin: Tensor = Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    vars(twin).update(vars(tensor))
+    return twin
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Checkpoint names that are loaded together, and every destination that they reach."""
+
+    sources: tuple[str, ...]
+    planned: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+
+
+def _parts(
+    plan: PlacementPlan, tensors: Sequence[TensorInfo], storage_bytes: Mapping[str, int], budget_bytes: int
+) -> list[_Part]:
+    """Connected sets of sources and destinations, packed into parts that fit the budget, in checkpoint
+    order."""
+    groups = _Groups()
+    for placement in plan.placements:
+        groups.join(("source", placement.source.tensor), ("planned", placement.dest.tensor))
+    for dest, names in plan.refused_sources.items():
+        for name in names:
+            groups.join(("source", name), ("refused", dest))
+    for name in plan.unused:  # loaded too: the plan says that they write nothing
+        groups.join(("source", name), ("source", name))
+    components = [
+        c for c in groups.sets() if any(kind == "planned" for kind, _ in c) or c[0][1] in plan.unused
+    ]
+    source_bytes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors}
+    order = {name: i for i, (name, _, _) in enumerate(tensors)}
+    components.sort(key=lambda c: min(order[name] for kind, name in c if kind == "source"))
+    # A planned destination is there twice: loaded and replayed.
+    cost = {
+        "source": source_bytes,
+        "planned": {n: 2 * size for n, size in storage_bytes.items()},
+        "refused": storage_bytes,
+    }
+    packed: list[list[tuple[str, str]]] = []
+    room = 0
+    for component in components:
+        nbytes = sum(cost[kind].get(name, 0) for kind, name in component)
+        if not packed or nbytes > room:
+            packed.append([])
+            room = budget_bytes
+        packed[-1] += component
+        room -= nbytes
+    return [_part(members, order) for members in packed]
+
+
+def _part(members: Iterable[tuple[str, str]], order: Mapping[str, int]) -> _Part:
+    names: dict[str, list[str]] = defaultdict(list)
+    for kind, name in members:
+        names[kind].append(name)
+    return _Part(
+        tuple(sorted(names["source"], key=order.__getitem__)),
+        tuple(names["planned"]),
+        tuple(names["refused"]),
+    )
+
+
+class _Groups:
+    """Disjoint sets."""
+
+    def __init__(self) -> None:
+        self._parent: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def join(self, one: tuple[str, str], other: tuple[str, str]) -> None:
+        self._parent[self._root(one)] = self._root(other)
+
+    def sets(self) -> list[list[tuple[str, str]]]:
+        found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+        for member in self._parent:
+            found[self._root(member)].append(member)
+        return list(found.values())
+
+    def _root(self, member: tuple[str, str]) -> tuple[str, str]:
+        self._parent.setdefault(member, member)
+        while self._parent[member] != member:
+            self._parent[member] = member = self._parent[self._parent[member]]
+        return member
+
+
+class _LoaderRaised(Exception):
+    pass
+
+
+class _Trial:
+    """Runs parts of a proof; findings are destination -> what is wrong with it."""
+
+    def __init__(
+        self,
+        plan: PlacementPlan,
+        skeleton: nn.Module,
+        load_weights: LoadWeights,
+        tensors: Sequence[TensorInfo],
+        device: torch.device,
+    ) -> None:
+        self._plan, self._skeleton, self._load_weights, self._device = plan, skeleton, load_weights, device
+        self._infos = {name: (shape, dtype) for name, shape, dtype in tensors}
+        self._placements = _by_dest(plan.placements)
+        self._fills = _by_dest(plan.fills)
+        self._noise = _Noise(device)
+        self._originals = storage_views(skeleton)
+        self.loaded_bytes = 0
+
+    def storage_bytes(self) -> dict[str, int]:
+        return {name: flat.nbytes for name, flat in self._originals.items()}
+
+    def run_parts(self, parts: Sequence[_Part]) -> dict[str, str]:
+        findings: dict[str, str] = {}
+        try:
+            for part in parts:
+                findings |= self._run(part)
+        except _LoaderRaised as error:
+            # Some loaders insist on every name: once more with all of them.
+            everything = _Part(tuple(self._infos), tuple(self._plan.extents), tuple(self._plan.refused))
+            try:
+                return self._run(everything)
+            except _LoaderRaised as again:
+                return dict.fromkeys(self._plan.extents, str(again)) or {"": str(error)}
+        return findings
+
+    def _run(self, part: _Part) -> dict[str, str]:
+        sources = {name: self._noise.tensor(name, *self._infos[name]) for name in part.sources}
+        self.loaded_bytes += sum(tensor.nbytes for tensor in sources.values())
+        with _materialised(self._skeleton, {*part.planned, *part.refused}, self._device) as held:
+            for name, flat in held.flats.items():
+                self._noise.fill(flat, _scramble(name))
+            strays = self._load(sources)
+            findings = dict.fromkeys(strays, "written, though by the plan these tensors don't reach it")
+            for name in held.rebound(self._skeleton) & set(part.planned):
+                findings[name] = "the loader replaces it instead of writing to it"
+            findings |= self._mutated(part, sources)
+            for dest in part.planned:
+                wrong = "" if dest in findings else self._compare(dest, held.flats.get(dest), sources)
+                if wrong:
+                    findings[dest] = wrong
+        return findings
+
+    def _load(self, sources: Mapping[str, Tensor]) -> set[str]:
+        """The real load; returns the destinations that it wrote and that have no memory in this part."""
+        refused = self._plan.refused
+        watch = _Watch(
+            {storage_id(flat): name for name, flat in self._originals.items() if name not in refused}
+        )
+        try:
+            with torch.no_grad(), watch:
+                self._load_weights(iter(list(sources.items())))
+        except Exception as error:
+            raise _LoaderRaised(f"the real load raised {type(error).__name__}: {error}") from error
+        return watch.strays
+
+    def _mutated(self, part: _Part, sources: Mapping[str, Tensor]) -> dict[str, str]:
+        findings = {}
+        for name, tensor in sources.items():
+            if not _same_bytes(tensor, self._noise.tensor(name, *self._infos[name])):
+                for dest in part.planned:
+                    if any(p.source.tensor == name for p in self._placements[dest]):
+                        findings[dest] = f"the loader changes the checkpoint tensor {name}"
+        return findings
+
+    def _compare(self, dest: str, loaded: Tensor | None, sources: Mapping[str, Tensor]) -> str:
+        if loaded is None:
+            return "not in the skeleton"
+        replayed = torch.empty_like(loaded)
+        self._noise.fill(replayed, _scramble(dest))
+        try:
+            Replay(self._placements[dest], sources, {dest: replayed}, self._fills[dest]).run()
+        except (ValueError, RuntimeError) as error:
+            return f"the plan doesn't fit: {error}"
+        return "" if _same_bytes(loaded, replayed) else "the replay differs from the real load"
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+    """Notes which of some storages are written; a write to a meta tensor is silent otherwise."""
+
+    def __init__(self, storages: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = storages
+        self.strays: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in written_tensors(func, args, kwargs or {}):
+            if storage_id(tensor) in self._storages:
+                self.strays.add(self._storages[storage_id(tensor)])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Real memory of some destinations: canonical name -> flat tensor, and every name -> canonical name."""
+
+    flats: Mapping[str, Tensor]
+    canonical: Mapping[str, str]
+
+    def rebound(self, skeleton: nn.Module) -> set[str]:
+        """Destinations that a name no longer leads to."""
+        now = {name: storage_id(tensor) for name, tensor, _ in named_tensors(skeleton)}
+        return {
+            owner
+            for name, owner in self.canonical.items()
+            if owner in self.flats and now.get(name) != storage_id(self.flats[owner])
+        }
+
+
+@contextmanager
+def _materialised(skeleton: nn.Module, names: set[str], device: torch.device) -> Iterator[_Held]:
+    """Put twins with real memory in the place of these destinations, under all their names, for a while.
+
+    Twins, because ``param.data = real`` is refused by torch when the parameter is on meta.
+    """
+    owners: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    flats: dict[str, Tensor] = {}
+    twins: dict[int, Tensor] = {}
+    for name, tensor, _ in named_tensors(skeleton):
+        owner = canonical[name] = owners.setdefault(storage_id(tensor), name)
+        if owner not in names or id(tensor) in twins:
+            continue
+        if owner not in flats:
+            numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+            flats[owner] = torch.empty(numel, dtype=tensor.dtype, device=device)
+        twins[id(tensor)] = with_data(tensor, _like(tensor, flats[owner]))
+    tables: list[dict[str, Any]] = [
+        table for module in skeleton.modules() for table in (module._parameters, module._buffers)
+    ]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.update({key: twins[id(tensor)] for key, tensor in table.items() if id(tensor) in twins})
+    try:
+        yield _Held(flats, canonical)
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+
+
+def _like(tensor: Tensor, flat: Tensor) -> Tensor:
+    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class _Noise:
+    """Random bytes that can be made again: a pool of prime length, tiled from an offset that the label gives.
+
+    All bit patterns occur, NaN too; copies don't mind. Of booleans only the last bit is random.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._pool = torch.randint(0, 256, (_POOL_BYTES,), dtype=torch.uint8, generator=generator).to(device)
+
+    def tensor(self, label: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        flat = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=self._pool.device)
+        self.fill(flat, label)
+        return flat.view(shape)
+
+    def fill(self, flat: Tensor, label: str) -> None:
+        out = flat.view(torch.uint8)
+        first = zlib.crc32(label.encode()) % _POOL_BYTES
+        done = 0
+        while done < out.numel():
+            chunk = self._pool[first : first + out.numel() - done]
+            out[done : done + chunk.numel()].copy_(chunk)
+            done, first = done + chunk.numel(), 0
+        if flat.dtype == torch.bool:
+            out &= 1
+
+
+_POOL_BYTES = (1 << 20) - 3  # the largest prime below a megabyte: no row length of a weight divides it
+
+
+def _scramble(dest: str) -> str:
+    return f"scramble {dest}"
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    wide = torch.int64 if one.nbytes % 8 == 0 else torch.uint8
+    return torch.equal(one.reshape(-1).view(wide), other.reshape(-1).view(wide))
+
+
+def _by_dest(writes: Iterable[_Write]) -> defaultdict[str, list[_Write]]:
+    found: defaultdict[str, list[_Write]] = defaultdict(list)
+    for write in writes:
+        found[write.dest.tensor].append(write)
+    return found

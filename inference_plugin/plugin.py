@@ -1,0 +1,18 @@
+"""The entry points by which engines find the plug-in. The hook specifications for third parties are in `hooks`."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["register_vllm"]
+
+
+def register_vllm() -> None:
+    """Entry point of group `vllm.general_plugins`: vLLM calls it once in each of its processes, before the model.
+
+    Raises `EngineUnsupported` if this vLLM is not one that the plug-in knows. `WEIGHTWIRE_DISABLE=1` turns it off.
+    """
+    if os.environ.get("WEIGHTWIRE_DISABLE", "") in ("", "0"):
+        from inference_plugin.engines.vllm import register
+
+        register()

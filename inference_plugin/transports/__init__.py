@@ -1,0 +1,1 @@
+"""How a bucket's bytes get across: one file per transport, and the registry."""

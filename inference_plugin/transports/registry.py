@@ -1,0 +1,55 @@
+"""Which transports there are: ours, those that third parties add through pluggy, and why any of them can't be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference_plugin.hooks import plugin_manager
+from inference_plugin.transports import shm, zmq
+from inference_plugin.transports.base import Transport
+from inference_plugin.wire.errors import TransportUnavailable
+
+__all__ = ["available_transports", "transport_named", "transports"]
+
+
+def transports() -> dict[str, Transport]:
+    """All known transports by name, in order of preference.
+
+    Raises `TransportUnavailable` if two plug-ins give different transports one name.
+    """
+    known: dict[str, Transport] = {}
+    offered: Sequence[Sequence[Transport]] = plugin_manager().hook.weightwire_transports()
+    for transport in [shm.TRANSPORT, zmq.TRANSPORT, *(t for several in offered for t in several)]:
+        if transport.name == Transport.AUTO or known.setdefault(transport.name, transport) is not transport:
+            raise TransportUnavailable(
+                f"the transport name {transport.name!r} is taken", hint="rename the one that your plug-in adds"
+            )
+    return dict(sorted(known.items(), key=lambda entry: entry[1].preference))
+
+
+def transport_named(name: str) -> Transport:
+    """The transport of that name. Raises `TransportUnavailable`, listing what there is and why the others are not."""
+    known = transports()
+    transport = known.get(name)
+    if transport is None:
+        raise TransportUnavailable(f"no transport is named {name!r}", hint=_what_there_is(known))
+    if (why := transport.why_not()) is not None:
+        raise TransportUnavailable(f"transport {name!r} can't be used here: {why}", hint=_what_there_is(known))
+    return transport
+
+
+def available_transports() -> list[Transport]:
+    """What `auto` chooses from, in its order. Raises `TransportUnavailable` if there is none."""
+    known = transports()
+    usable = [transport for transport in known.values() if transport.why_not() is None]
+    if not usable:
+        raise TransportUnavailable("no transport can be used here", hint=_what_there_is(known))
+    return usable
+
+
+def _what_there_is(known: dict[str, Transport]) -> str:
+    usable = [name for name, transport in known.items() if transport.why_not() is None]
+    unusable = [f"{name}: {why}" for name, t in known.items() if (why := t.why_not()) is not None]
+    unusable += [f"plug-in {name}: {why}" for name, why in plugin_manager().broken.items()]
+    text = f"available: {', '.join(usable) or 'none'}"
+    return f"{text}; not available: {'; '.join(unusable)}" if unusable else text

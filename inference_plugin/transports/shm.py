@@ -1,0 +1,266 @@
+"""Same host, CPU memory: one shared segment per transaction, laid out by the manifest.
+
+1. the manager rank makes a memfd (or takes a spare one) and seals its size;
+2. every trainer rank maps it and copies its slices to their places; every worker of the host maps it read-only;
+3. digests are taken from the trainer's own memory and compared, in place, by the workers.
+
+A memfd has no name: when the last process that maps it is gone, killed or not, so is the memory. It doesn't count
+against the size of /dev/shm, and Python's resource tracker never sees it. Peers open it as `/proc/<pid>/fd/<fd>`,
+which the kernel allows to the same user only (ptrace access mode "read"), in the same pid namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from inference_plugin.transports.base import (
+    Receiver,
+    Sender,
+    Slice,
+    Staging,
+    Target,
+    Transport,
+    WriteStats,
+    pieces_of,
+)
+from inference_plugin.wire.addresses import boot_id
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import SyncTimeout, TransportUnavailable
+from inference_plugin.wire.manifest import Box, Manifest, Piece
+from inference_plugin.wire.tensors import box_view, bytes_view
+
+__all__ = ["TRANSPORT", "SharedSegment"]
+
+MIN_SEGMENT_BYTES = 4096
+
+
+class SegmentAddress(msgspec.Struct, frozen=True):
+    """Where a segment can be opened, and proof that it is the right one."""
+
+    segment_id: str
+    boot_id: str
+    pid: int
+    fd: int
+    nbytes: int
+    inode: int
+
+
+class SharedSegment:
+    """A mapped memfd. `tensor` is its bytes, uint8. Close it once nobody uses views of it; may be called twice."""
+
+    def __init__(self, fd: int, nbytes: int, segment_id: str, *, writable: bool) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.segment_id = segment_id
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch can't mark a tensor read-only and says so
+            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @staticmethod
+    def create(nbytes: int) -> SharedSegment:
+        """A new segment of at least `nbytes`, zero-filled, its size sealed. Raises `TransportUnavailable`."""
+        nbytes = max(nbytes, MIN_SEGMENT_BYTES)
+        try:
+            fd = os.memfd_create("weightwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except (OSError, AttributeError) as error:
+            raise TransportUnavailable(f"shm: memfd_create failed: {error}") from error
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return SharedSegment(fd, nbytes, secrets.token_hex(8), writable=True)
+        except OSError as error:
+            os.close(fd)
+            raise TransportUnavailable(f"shm: a segment of {nbytes} bytes can't be made: {error}") from error
+
+    @staticmethod
+    def attach(address: SegmentAddress, *, writable: bool) -> SharedSegment:
+        """The segment at `address`. Raises `TransportUnavailable` if this process can't reach it."""
+        if address.boot_id != boot_id():
+            raise TransportUnavailable("shm: the trainer is on another host", hint="use transport 'zmq'")
+        path = f"/proc/{address.pid}/fd/{address.fd}"
+        try:
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransportUnavailable(
+                f"shm: process {os.getpid()} can't open {path}: {error.strerror}",
+                hint="trainer and engine must run as one user in one pid namespace; else use transport 'zmq'",
+            ) from error
+        try:
+            status = os.fstat(fd)
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if status.st_ino != address.inode or status.st_size != address.nbytes or not seals & fcntl.F_SEAL_SHRINK:
+                raise TransportUnavailable(f"shm: {path} is not the segment that was announced")
+            return SharedSegment(fd, address.nbytes, address.segment_id, writable=writable)
+        except OSError as error:
+            os.close(fd)
+            raise TransportUnavailable(f"shm: {path} can't be mapped: {error}") from error
+        except TransportUnavailable:
+            os.close(fd)
+            raise
+
+    @property
+    def address(self) -> SegmentAddress:
+        """How other processes find it, as long as this one lives and keeps it open."""
+        return SegmentAddress(
+            self.segment_id, boot_id(), os.getpid(), self.fd, self.nbytes, os.fstat(self.fd).st_ino
+        )
+
+    def close(self) -> None:
+        """Unmaps it and closes the descriptor. Raises BufferError while somebody else holds a view of `tensor`."""
+        if self._map is None:
+            return
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        mapping, self._map = self._map, None
+        os.close(self.fd)
+        # A view that lives on keeps the mapping; it goes when the last view does.
+        with contextlib.suppress(BufferError):
+            mapping.close()
+
+
+class ShmStaging(Staging):
+    """The segment of one transaction, shared with the receiver that keeps it mapped for the next one."""
+
+    def __init__(self, segment: SharedSegment, nbytes: int) -> None:
+        self.segment = segment.tensor[:nbytes]
+        self.segment_id = segment.segment_id
+        self.extra_bytes = 0
+
+    def close(self) -> None:
+        self.segment = torch.empty(0, dtype=torch.uint8)
+
+
+class ShmReceiver(Receiver):
+    """Maps segments and keeps the last two mapped: page tables cost as much as a copy to build anew."""
+
+    KEPT = 2
+
+    def __init__(self) -> None:
+        self._segments: dict[str, SharedSegment] = {}
+
+    def check_probe(self, probe: bytes) -> None:
+        segment = SharedSegment.attach(decode_as(probe, SegmentAddress), writable=False)
+        segment.close()
+
+    def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
+        address = decode_as(description, SegmentAddress)
+        if address.nbytes < manifest.layout.nbytes:
+            raise TransportUnavailable(
+                f"shm: the segment has {address.nbytes} bytes, the manifest needs {manifest.layout.nbytes}"
+            )
+        segment = self._segments.pop(address.segment_id, None) or SharedSegment.attach(address, writable=False)
+        self._segments[address.segment_id] = segment
+        while len(self._segments) > self.KEPT:
+            self._segments.pop(next(iter(self._segments))).close()
+        return ShmStaging(segment, manifest.layout.nbytes)
+
+    def close(self) -> None:
+        while self._segments:
+            self._segments.popitem()[1].close()
+
+
+class ShmSender(Sender):
+    """Manager rank: owns at most two segments, used in turn. Every rank: keeps them mapped."""
+
+    def __init__(self) -> None:
+        self._owned: dict[str, SharedSegment] = {}
+        self._mapped: dict[str, SharedSegment] = {}
+        self._probe: SharedSegment | None = None
+
+    def probe(self) -> bytes:
+        if self._probe is None:
+            self._probe = SharedSegment.create(MIN_SEGMENT_BYTES)
+        return msgspec.msgpack.encode(self._probe.address)
+
+    def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
+        needed = max(manifest.layout.nbytes, MIN_SEGMENT_BYTES)
+        for segment in list(self._owned.values()):
+            if segment.nbytes != needed:
+                self._owned.pop(segment.segment_id).close()
+        spare = [s for s in self._owned.values() if s.segment_id not in busy]
+        segment = spare[0] if spare else SharedSegment.create(needed)
+        self._owned[segment.segment_id] = segment
+        for unused in spare[1:]:
+            self._owned.pop(unused.segment_id).close()
+        return msgspec.msgpack.encode(segment.address)
+
+    def write(
+        self,
+        txn: str,
+        group: str,
+        rank: int,
+        manifest: Manifest,
+        description: bytes,
+        slices: Iterator[Slice],
+        targets: Sequence[Target],
+        *,
+        deadline_s: float,
+    ) -> tuple[list[Piece], WriteStats]:
+        segment = self._segment(decode_as(description, SegmentAddress)).tensor
+        pieces: list[Piece] = []
+        stats = WriteStats()
+        for item in slices:
+            for box, part in pieces_of(manifest, item):
+                started_s = time.perf_counter()
+                digest = digest_bytes(bytes_view(part).numpy())
+                digested_s = time.perf_counter()
+                box_view(segment, manifest, box).copy_(part)
+                pieces.append(Piece(box, digest))
+                stats.nbytes += part.nbytes
+                stats.digest_s += digested_s - started_s
+                stats.move_s += time.perf_counter() - digested_s
+            if time.monotonic() > deadline_s:
+                raise SyncTimeout(f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline")
+        return pieces, stats
+
+    def close(self) -> None:
+        for segments in (self._mapped, self._owned):
+            while segments:
+                segments.popitem()[1].close()
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+    def _segment(self, address: SegmentAddress) -> SharedSegment:
+        if address.segment_id in self._owned:
+            return self._owned[address.segment_id]
+        segment = self._mapped.pop(address.segment_id, None) or SharedSegment.attach(address, writable=True)
+        self._mapped[address.segment_id] = segment
+        while len(self._mapped) > ShmReceiver.KEPT:
+            self._mapped.pop(next(iter(self._mapped))).close()
+        return segment
+
+
+def _why_not() -> str | None:
+    if not hasattr(os, "memfd_create"):
+        return "the operating system has no memfd_create (Linux 3.17 or later is needed)"
+    if not Path("/proc/self/fd").is_dir():
+        return "/proc is not mounted"
+    try:
+        SharedSegment.create(MIN_SEGMENT_BYTES).close()
+    except TransportUnavailable as error:
+        return error.message
+    return None
+
+
+TRANSPORT = Transport(
+    name="shm",
+    summary="same host: shared memory that trainer ranks write and workers read in place; 2 copies per byte",
+    preference=10,
+    why_not=_why_not,
+    sender=ShmSender,
+    receiver=ShmReceiver,
+)

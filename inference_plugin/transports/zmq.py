@@ -1,0 +1,239 @@
+"""Anywhere a socket goes: buckets of pieces as payload frames to each worker's REP socket (ipc or TCP).
+
+1. a rank cuts its slices into pieces and sends to each worker those that it needs, many to a bucket;
+2. two buffers per worker: bucket k+1 is packed while k is in flight, and filled again only after k was answered;
+3. the worker compares each piece with its digest as it arrives and copies what it needs into its staging memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from inference_plugin.transports.base import (
+    PIECE_BYTES,
+    Receiver,
+    Sender,
+    Slice,
+    Staging,
+    Target,
+    Transport,
+    WriteStats,
+    pieces_of,
+)
+from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
+from inference_plugin.wire.manifest import Box, Manifest, Piece, intersect
+from inference_plugin.wire.messages import Bucket, Done
+from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
+
+__all__ = ["BUCKET_BYTES", "TRANSPORT"]
+
+BUCKET_BYTES = 8 << 20
+"""Payload of one message: large enough that its round trip doesn't count, small enough to stay in the cache."""
+
+assert BUCKET_BYTES >= PIECE_BYTES
+
+
+class ZmqStaging(Staging):
+    """Private memory laid out by the manifest; only pages of what the worker needs are ever touched."""
+
+    def __init__(self, manifest: Manifest, needs: Sequence[Box]) -> None:
+        self._manifest = manifest
+        self._needs = {box.tensor: box for box in needs}
+        try:
+            self._map = mmap.mmap(
+                -1, max(manifest.layout.nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        except OSError as error:
+            raise TransportUnavailable(f"zmq: no memory to stage {manifest.layout.nbytes} bytes: {error}") from error
+        self.segment = torch.frombuffer(self._map, dtype=torch.uint8)[: manifest.layout.nbytes]
+        self.segment_id = secrets.token_hex(8)
+        self.extra_bytes = sum(manifest.box_nbytes(box) for box in needs)
+        self._received: dict[Box, int] = {}
+
+    def receive(self, pieces: Sequence[Piece], payload: memoryview) -> None:
+        manifest = self._manifest
+        starts = [0]
+        for piece in pieces:
+            starts.append(starts[-1] + manifest.box_nbytes(manifest.check_box(piece.box)))
+        if starts[-1] != len(payload):
+            named = ", ".join(manifest.describe(piece.box) for piece in pieces[:8])
+            raise ProtocolError(f"a bucket of {len(payload)} bytes whose pieces take {starts[-1]}: {named}")
+        for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
+            if digest_bytes(payload[start:end]) != piece.digest:
+                raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
+        for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
+            wanted = self._needs.get(piece.box.tensor)
+            if wanted is None or (part := intersect(piece.box, wanted)) is None:
+                continue
+            dtype = torch_dtype(manifest.tensors[piece.box.tensor].dtype)
+            source = torch.frombuffer(payload[start:end], dtype=torch.uint8).view(dtype).view(piece.box.sizes)
+            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+                source = source.narrow(dim, offset - piece.box.offsets[dim], size)
+            box_view(self.segment, manifest, part).copy_(source)
+            self._received[piece.box] = piece.digest
+
+    def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None]) -> int:
+        """Every needed piece arrived and was compared on arrival; the bytes are this process's own since then."""
+        checked = 0
+        for piece in pieces:
+            if (digest := self._received.get(piece.box)) is None:
+                raise DigestMismatch(f"{manifest.describe(piece.box)} did not arrive")
+            if digest != piece.digest:
+                raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sealed")
+            checked += manifest.box_nbytes(piece.box)
+            between(0)
+        return checked
+
+    def close(self) -> None:
+        self.segment = torch.empty(0, dtype=torch.uint8)
+        self._received.clear()
+
+
+class ZmqReceiver(Receiver):
+    def check_probe(self, probe: bytes) -> None:
+        """The probe arrived: that is all there is to test."""
+
+    def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
+        return ZmqStaging(manifest, needs)
+
+    def close(self) -> None:
+        """Nothing is kept between transactions."""
+
+
+class ZmqSender(Sender):
+    """Keeps one channel and two buffers per worker."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[str, _Lane] = {}
+
+    def probe(self) -> bytes:
+        return b""
+
+    def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
+        return b""
+
+    def write(
+        self,
+        txn: str,
+        group: str,
+        rank: int,
+        manifest: Manifest,
+        description: bytes,
+        slices: Iterator[Slice],
+        targets: Sequence[Target],
+        *,
+        deadline_s: float,
+    ) -> tuple[list[Piece], WriteStats]:
+        lanes = [self._lane(target) for target in targets]
+        for gone in set(self._lanes) - {target.address for target in targets}:
+            self._lanes.pop(gone).channel.close()
+        for lane, target in zip(lanes, targets, strict=True):
+            lane.begin(group, txn, rank, target, deadline_s)
+        pieces: list[Piece] = []
+        stats = WriteStats()
+        for item in slices:
+            for box, part in pieces_of(manifest, item):
+                started_s = time.perf_counter()
+                data = bytes_view(part)
+                piece = Piece(box, digest_bytes(data.numpy()))
+                digested_s = time.perf_counter()
+                pieces.append(piece)
+                for lane in lanes:
+                    lane.add(piece, data)
+                stats.nbytes += part.nbytes
+                stats.digest_s += digested_s - started_s
+                stats.move_s += time.perf_counter() - digested_s
+        started_s = time.perf_counter()
+        for lane in lanes:
+            lane.flush()
+        for lane in lanes:
+            lane.finish()
+        stats.move_s += time.perf_counter() - started_s
+        stats.messages = sum(lane.messages for lane in lanes)
+        return pieces, stats
+
+    def close(self) -> None:
+        while self._lanes:
+            self._lanes.popitem()[1].channel.close()
+
+    def _lane(self, target: Target) -> _Lane:
+        lane = self._lanes.get(target.address)
+        if lane is None:
+            lane = self._lanes[target.address] = _Lane(target)
+        return lane
+
+
+class _Lane:
+    """The way to one worker: a channel, two buffers, at most one bucket in flight."""
+
+    def __init__(self, target: Target) -> None:
+        self.channel = Channel(
+            target.address,
+            pid=target.pid,
+            peer_boot_id=target.boot_id,
+            side="trainer",
+            replica=target.replica,
+            rank=target.rank,
+            phase="stage",
+        )
+        self._buffers = [torch.empty(BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+
+    def begin(self, group: str, txn: str, rank: int, target: Target, deadline_s: float) -> None:
+        self._group, self._txn, self._rank, self._deadline_s = group, txn, rank, deadline_s
+        self._needs = {box.tensor: box for box in target.needs}
+        self._pieces: list[Piece] = []
+        self._used_bytes = 0
+        self._seq = 0
+        self._in_flight = False
+        self.messages = 0
+
+    def add(self, piece: Piece, data: torch.Tensor) -> None:
+        """Packs a piece if the worker needs any of it; sends the bucket when it is full."""
+        wanted = self._needs.get(piece.box.tensor)
+        if wanted is None or intersect(piece.box, wanted) is None:
+            return
+        if self._used_bytes + data.numel() > BUCKET_BYTES:
+            self.flush()
+        self._buffers[0][self._used_bytes : self._used_bytes + data.numel()].copy_(data)
+        self._used_bytes += data.numel()
+        self._pieces.append(piece)
+
+    def flush(self) -> None:
+        """Sends the bucket, once the one before it was answered, and turns to the other buffer."""
+        if not self._pieces:
+            return
+        self.finish()
+        bucket = Bucket(self._group, self._txn, self._rank, self._seq, tuple(self._pieces))
+        self.channel.send(bucket, payload=self._buffers[0].numpy()[: self._used_bytes].data)
+        self._in_flight = True
+        self.messages += 1
+        self._seq += 1
+        self._pieces = []
+        self._used_bytes = 0
+        self._buffers.reverse()
+
+    def finish(self) -> None:
+        """Waits for the answer to the bucket in flight."""
+        if self._in_flight:
+            self._in_flight = False
+            left_s = self._deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise SyncTimeout(f"bucket {self._seq} was not answered before the deadline", phase="stage")
+            self.channel.receive(Done, timeout_s=left_s)
+
+
+TRANSPORT = Transport(
+    name="zmq",
+    summary="anywhere a socket goes: buckets as ZMQ frames over ipc or TCP",
+    preference=90,
+    why_not=lambda: None,
+    sender=ZmqSender,
+    receiver=ZmqReceiver,
+)

@@ -1,0 +1,144 @@
+"""The runtime directory: where replicas of a job leave their sockets and cards, and how stale ones are told apart.
+
+    <runtime>/<job>/<replica>.card     what the replica's front wrote last (msgpack ReplicaCard)
+    <runtime>/<job>/<replica>.f        the front's socket
+    <runtime>/<job>/<replica>.<rank>   each worker's socket
+
+A second `bind` on one `ipc://` path silently takes the path over, so a replica's id is never used twice.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import AuthError, ProtocolError
+from inference_plugin.wire.messages import ReplicaCard
+
+__all__ = [
+    "boot_id",
+    "discover",
+    "ipc_address",
+    "job_name",
+    "new_replica_id",
+    "process_is_alive",
+    "remove_replica",
+    "runtime_dir",
+    "stale_replicas",
+    "write_card",
+]
+
+MAX_IPC_PATH_BYTES = 107
+"""Length of sockaddr_un.sun_path on Linux, without its terminating zero."""
+
+
+def job_name() -> str:
+    """`WEIGHTWIRE_JOB`, or "default". Replicas and trainers of one job find each other, those of another never."""
+    name = os.environ.get("WEIGHTWIRE_JOB", "default")
+    if not name or len(name) > 40 or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
+        raise AuthError(f"WEIGHTWIRE_JOB={name!r}: use up to 40 letters, digits, '.', '_' or '-'", phase="start")
+    return name
+
+
+def runtime_dir(job: str | None = None) -> Path:
+    """The job's directory, made with mode 0700 if it isn't there.
+
+    It lies in `WEIGHTWIRE_RUNTIME_DIR`, else `XDG_RUNTIME_DIR/weightwire`, else `/tmp/weightwire-<uid>`. Raises
+    `AuthError` if somebody else owns it or may enter it.
+    """
+    if base := os.environ.get("WEIGHTWIRE_RUNTIME_DIR"):
+        root = Path(base)
+    elif (xdg := os.environ.get("XDG_RUNTIME_DIR")) and os.access(xdg, os.W_OK):
+        root = Path(xdg) / "weightwire"
+    else:
+        root = Path(f"/tmp/weightwire-{os.getuid()}")
+    path = root / (job or job_name())
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for directory in (root, path):
+        status = directory.stat()
+        if status.st_uid != os.getuid():
+            raise AuthError(
+                f"{directory} belongs to user {status.st_uid}, not to {os.getuid()}",
+                hint="set WEIGHTWIRE_RUNTIME_DIR to a directory of your own",
+                phase="start",
+            )
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def new_replica_id(engine: str) -> str:
+    """A short id that no other replica has or had: engine, pid, 48 random bits."""
+    return f"{engine}-{os.getpid()}-{secrets.token_hex(6)}"
+
+
+def ipc_address(replica: str, endpoint: str, job: str | None = None) -> str:
+    """`ipc://` address of a replica's endpoint ("f" or a rank). Raises `AuthError` when the path is too long to bind."""
+    path = str(runtime_dir(job) / f"{replica}.{endpoint}")
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise AuthError(
+            f"{path} has more than {MAX_IPC_PATH_BYTES} bytes, too long for a socket",
+            hint="set WEIGHTWIRE_RUNTIME_DIR to a shorter directory",
+            phase="start",
+        )
+    return f"ipc://{path}"
+
+
+def write_card(card: ReplicaCard) -> None:
+    """Publishes a card; a reader sees the old one or the new one, never half of one."""
+    path = _card_path(card.replica, card.job)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.msgpack.encode(card))
+    temporary.replace(path)
+
+
+def discover(job: str | None = None) -> list[ReplicaCard]:
+    """Cards of all living replicas of the job, by id. Leftovers of dead ones are removed."""
+    for card in stale_replicas(job):
+        remove_replica(card.replica, card.job)
+    return sorted(_cards(job), key=lambda card: card.replica)
+
+
+def stale_replicas(job: str | None = None) -> list[ReplicaCard]:
+    """Cards whose process is gone (killed, or from before a reboot)."""
+    return [card for card in _cards(job) if card.boot_id != boot_id() or not process_is_alive(card.pid)]
+
+
+def remove_replica(replica: str, job: str | None = None) -> None:
+    """Removes a replica's card and sockets; nothing happens if they are gone already."""
+    for path in runtime_dir(job).glob(f"{replica}.*"):
+        path.unlink(missing_ok=True)
+
+
+def process_is_alive(pid: int) -> bool:
+    """Whether a process of this host runs: neither gone nor a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] not in ("Z", "X")
+
+
+def boot_id() -> str:
+    """This host's boot, so that a pid can be told from the same number on another host or before a reboot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _card_path(replica: str, job: str | None) -> Path:
+    return runtime_dir(job) / f"{replica}.card"
+
+
+def _cards(job: str | None) -> Iterator[ReplicaCard]:
+    for path in runtime_dir(job).glob("*.card"):
+        try:
+            yield decode_as(path.read_bytes(), ReplicaCard)
+        except FileNotFoundError:
+            continue
+        except ProtocolError as error:
+            raise error.at(phase="discover", side="trainer") from None

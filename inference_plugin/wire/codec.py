@@ -1,0 +1,73 @@
+"""Bytes to messages and back. Whatever a peer sends, the result is a message or a `ProtocolError`."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from inference_plugin.wire.errors import ManifestMismatch, ProtocolError
+from inference_plugin.wire.messages import PROTOCOL_VERSION, Body, Envelope, OpenGroup
+
+__all__ = ["MAX_CONTROL_BYTES", "MAX_PAYLOAD_BYTES", "decode", "decode_as", "encode"]
+
+MAX_CONTROL_BYTES = 256 << 20
+"""Largest frame 0 that is read: a manifest of a million tensors fits."""
+
+MAX_PAYLOAD_BYTES = 1 << 30
+"""Largest payload frame that is read."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+_version_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+
+T = TypeVar("T")
+
+
+def encode(body: Body, seq: int = 0) -> bytes:
+    """Frame 0 of a message."""
+    return _encoder.encode(Envelope(PROTOCOL_VERSION, seq, body))
+
+
+def decode(frame: bytes | memoryview) -> Envelope:
+    """The message in frame 0. Raises `ProtocolError` for anything that isn't one, another protocol version included."""
+    size = len(frame)
+    if size > MAX_CONTROL_BYTES:
+        raise ProtocolError(f"a control frame of {size} bytes is over the limit of {MAX_CONTROL_BYTES}")
+    try:
+        envelope = _decoder.decode(frame)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        _check_version(frame)
+        raise ProtocolError(f"not a message of this protocol: {error}") from error
+    if envelope.protocol != PROTOCOL_VERSION:
+        raise _other_version(envelope.protocol)
+    if isinstance(envelope.body, OpenGroup):
+        try:
+            envelope.body.manifest.check()
+        except ManifestMismatch as error:
+            raise error.at(group=envelope.body.group, phase="open") from None
+    return envelope
+
+
+def decode_as(frame: bytes | memoryview, kind: type[T]) -> T:
+    """A struct of type `kind` that was stored or sent alone. Raises `ProtocolError`."""
+    try:
+        return msgspec.msgpack.decode(frame, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a {kind.__name__}: {error}") from error
+
+
+def _check_version(frame: bytes | memoryview) -> None:
+    try:
+        version = msgspec.msgpack.decode(_version_decoder.decode(frame)["protocol"], type=int)
+    except (msgspec.DecodeError, msgspec.ValidationError, KeyError, RecursionError, UnicodeDecodeError):
+        return
+    if version != PROTOCOL_VERSION:
+        raise _other_version(version)
+
+
+def _other_version(version: int) -> ProtocolError:
+    return ProtocolError(
+        f"the peer speaks protocol {version}, this side {PROTOCOL_VERSION}",
+        hint="install the same weightwire version beside the trainer and beside the engine",
+    )

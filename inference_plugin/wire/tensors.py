@@ -1,0 +1,74 @@
+"""Tensors and the bytes of a segment: dtypes by name, a tensor's bytes, a box of a segment as a tensor. No
+copies."""
+
+from __future__ import annotations
+
+import torch
+
+from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.manifest import DTYPE_BYTES, Box, Manifest
+
+__all__ = ["box_view", "bytes_view", "dtype_name", "torch_dtype"]
+
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES if hasattr(torch, name)}
+_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that a manifest calls `name`. Raises `ManifestMismatch` for one that can't travel or that
+    this torch lacks."""
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ManifestMismatch(f"unknown dtype {name!r}; known: {', '.join(_DTYPES)}") from None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a manifest calls `dtype`. Raises `ManifestMismatch` for one that can't travel."""
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise ManifestMismatch(f"{dtype} can't travel; known: {', '.join(_DTYPES)}") from None
+
+
+def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, as a 1-D uint8 view of the same memory, detached from autograd.
+
+    Raises ValueError for a tensor whose bytes don't lie one after the other as its values say: strided,
+    lazily conjugated or negated.
+    """
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} and stride {list(tensor.stride())} has no plain bytes"
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def box_view(segment: torch.Tensor, manifest: Manifest, box: Box) -> torch.Tensor:
+    """`box` in a segment that is laid out by `manifest`: a view of the tensor's dtype, shaped `box.sizes`,
+    strided as the whole tensor is.
+
+    `segment` is 1-D uint8 and contiguous, of at least `manifest.layout.nbytes` bytes, and begins at an offset
+    of its own storage that is a multiple of the item size. Raises ValueError if it isn't, and
+    `ManifestMismatch` for a box that doesn't lie in its tensor.
+    """
+    if segment.dtype != torch.uint8 or segment.dim() != 1 or not segment.is_contiguous():
+        raise ValueError(
+            f"a segment is 1-D, contiguous and uint8, not {segment.dtype} of shape {list(segment.shape)}"
+        )
+    if segment.numel() < manifest.layout.nbytes:
+        raise ValueError(
+            f"the segment has {segment.numel()} bytes, its manifest needs {manifest.layout.nbytes}"
+        )
+    manifest.check_box(box)
+    spec = manifest.tensors[box.tensor]
+    start = manifest.layout.offsets[box.tensor]
+    dtype = torch_dtype(spec.dtype)
+    if segment.storage_offset() % dtype.itemsize:
+        raise ValueError(
+            f"the segment begins {segment.storage_offset()} bytes into its storage: {spec.dtype} is unaligned"
+        )
+    view = segment[start : start + spec.nbytes].view(dtype).view(spec.shape)
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        view = view.narrow(dim, offset, size)
+    return view

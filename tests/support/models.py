@@ -1,0 +1,98 @@
+"""Tiny, real Hugging Face checkpoints: a config, random weights and a tokenizer, on disk as any engine reads them.
+
+Two models of one architecture made with different seeds stand for two versions of one set of weights.
+The weights are drawn wide (``initializer_range`` 0.2) so that the best next token is far ahead of the second:
+greedy tokens then show a wrong weight, and do not show rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+EOS = "<|end|>"
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+
+
+def make_llama(
+    directory: str | Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+) -> Path:
+    """Write a Llama of a few hundred thousand parameters to ``directory`` and return it.
+
+    ``overrides`` replace entries of :data:`SHAPE` or add any other field of ``LlamaConfig``.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**(SHAPE | {"tie_word_embeddings": tied} | overrides))
+    return _save(LlamaForCausalLM, config, directory, seed=seed, dtype=dtype)
+
+
+def make_qwen3(
+    directory: str | Path, *, seed: int, tied: bool = True, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+) -> Path:
+    """The same for Qwen3: it differs from Llama by norms on queries and keys."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**(SHAPE | {"tie_word_embeddings": tied} | overrides))
+    return _save(Qwen3ForCausalLM, config, directory, seed=seed, dtype=dtype)
+
+
+def make_qwen3_moe(
+    directory: str | Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+) -> Path:
+    """A Qwen3 mixture of four experts of which two are active; written one expert per tensor, as published models are."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    config = Qwen3MoeConfig(**(SHAPE | experts | {"tie_word_embeddings": tied} | overrides))
+    return _save(Qwen3MoeForCausalLM, config, directory, seed=seed, dtype=dtype)
+
+
+def tiny_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with ``vocab_size`` entries: id 0 ends a text, 256 bytes follow, the rest is filler."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [EOS, *letters, *(f"<|filler{i}|>" for i in range(vocab_size - len(letters) - 1))]
+    backend = Tokenizer(BPE(vocab={word: i for i, word in enumerate(words[:vocab_size])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
+
+
+def _save(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    directory: str | Path,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+) -> Path:
+    path = Path(directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)
+        # One-dimensional weights start as ones or zeros in every seed; two versions must differ there as well.
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() == 1:
+                    weight.add_(torch.randn_like(weight) * 0.1)
+    model.to(dtype).save_pretrained(path)
+    tiny_tokenizer(config.get_text_config().vocab_size).save_pretrained(path)
+    return path

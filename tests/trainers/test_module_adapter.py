@@ -1,0 +1,527 @@
+"""Sources of whole tensors: what they call the tensors, what they refuse, and how data-parallel ranks divide
+the work."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.manifest import Manifest, TensorSpec, check_exact_cover
+from inference_plugin.wire.tensors import box_view
+from trainer_adapters import DtypeRules, LocalSlice, ModuleAdapter, WeightSource
+from trainer_adapters.source import MIN_CUT_BYTES, share_by_bytes
+
+
+def received(*sources: WeightSource) -> dict[str, torch.Tensor]:
+    """What arrives when these sources, one a rank, write into one segment; checks that they agree and cover
+    it."""
+    manifest = sources[0].manifest()
+    segment = torch.zeros(manifest.layout.nbytes, dtype=torch.uint8)
+    boxes = []
+    for rank, source in enumerate(sources):
+        assert source.manifest() == manifest
+        for piece in source.slices():
+            assert tuple(piece.tensor.shape) == piece.box.sizes
+            assert not piece.tensor.requires_grad
+            box_view(segment, manifest, piece.box).copy_(piece.tensor)
+            boxes.append((piece.box, f"rank {rank}"))
+    check_exact_cover(manifest, boxes)
+    return {
+        spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)
+    }
+
+
+def names(source: WeightSource) -> list[str]:
+    return [spec.name for spec in source.manifest().tensors]
+
+
+class Net(nn.Module):
+    """Two layers, one of them frozen, and one buffer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Linear(5, 2, bias=False).requires_grad_(False)
+        self.register_buffer("kept", torch.arange(4))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+        self.register_buffer("absent", None)
+
+
+# --- the contract ------------------------------------------------------------------------------------------
+
+
+def test_an_incomplete_source_cannot_be_made() -> None:
+    class Half(WeightSource):
+        def manifest(self) -> Manifest:
+            return Manifest(())
+
+    with pytest.raises(TypeError, match="slices"):
+        Half()  # type: ignore[abstract]
+
+
+def test_importing_the_package_loads_no_torch_no_engine_and_no_ray() -> None:
+    check = (
+        "import sys, trainer_adapters as t; assert 'ModuleAdapter' in dir(t);"
+        "print([m for m in ('torch', 'ray', 'vllm', 'sglang', 'transformers') if m in sys.modules]);"
+        "from trainer_adapters import ModuleAdapter, FSDPAdapter, WeightSource;"
+        "print([m for m in ('ray', 'vllm', 'sglang', 'transformers') if m in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert ran.stdout.split("\n")[:2] == ["[]", "[]"]
+    with pytest.raises(ImportError, match="Nonesuch"):
+        from trainer_adapters import Nonesuch  # noqa: F401
+
+
+# --- modules -----------------------------------------------------------------------------------------------
+
+
+def test_a_module_gives_parameters_frozen_ones_and_persistent_buffers_like_its_state_dict() -> None:
+    net = Net()
+    arrived = received(ModuleAdapter(net))
+    state = net.state_dict()
+    assert list(arrived) == list(state)
+    for name, tensor in state.items():
+        assert arrived[name].dtype == tensor.dtype
+        assert torch.equal(arrived[name], tensor)
+
+
+@pytest.mark.parametrize(("kind", "extra"), [("all", {"kept", "passing"}), ("none", set())])
+def test_buffers_can_be_all_or_none(kind: str, extra: set[str]) -> None:
+    weights = {"first.weight", "first.bias", "second.weight"}
+    assert set(names(ModuleAdapter(Net(), include_buffers=kind))) == weights | extra
+
+
+def test_slices_are_the_parameters_own_memory() -> None:
+    net = Net()
+    pieces = list(ModuleAdapter(net).slices())
+    assert {piece.tensor.data_ptr() for piece in pieces} == {t.data_ptr() for t in net.state_dict().values()}
+
+
+def test_a_tied_transformers_model_sends_the_name_that_its_checkpoints_have() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 20, "intermediate_size": 26, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=51, num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, **shape)
+    model = LlamaForCausalLM(config)
+    manifest = ModuleAdapter(model).manifest()
+    assert manifest.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert [spec.name for spec in manifest.tensors] == [name for name, _ in model.named_parameters()]
+
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(
+        ManifestMismatch, match=r"declared tied, but two tensors each.*lm_head.weight and model.embed"
+    ):
+        ModuleAdapter(model).manifest()
+    assert "lm_head.weight" not in names(ModuleAdapter(model, rename={"lm_head.weight": None}))
+
+
+def test_the_declared_copy_is_not_the_name_that_travels_even_if_it_comes_first() -> None:
+    class Tied(nn.Module):
+        _tied_weights_keys = ("head.weight",)  # as transformers 4 has it
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 5, bias=False)
+            self.embed = nn.Embedding(5, 3)
+            self.embed.weight = self.head.weight
+
+    for model in (Tied(), checkpoint_wrapper(Tied()), torch.compile(Tied())):
+        manifest = ModuleAdapter(model).manifest()
+        assert [spec.name for spec in manifest.tensors] == ["embed.weight"]
+        assert manifest.tied == {"head.weight": "embed.weight"}
+
+
+def test_weights_that_share_memory_but_not_the_parameter_object_are_tied() -> None:
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    net[1].weight = nn.Parameter(net[0].weight.data)
+    assert ModuleAdapter(net).manifest().tied == {"1.weight": "0.weight"}
+    assert ModuleAdapter(net.state_dict()).manifest().tied == {"1.weight": "0.weight"}
+
+
+def test_a_transposed_view_of_the_same_memory_is_another_tensor() -> None:
+    weight = torch.arange(9.0).view(3, 3)
+    arrived = received(ModuleAdapter({"a": weight, "b": weight.T}))
+    assert torch.equal(arrived["b"], weight.T)
+
+
+def test_a_shared_submodule_is_sent_once_under_its_first_name() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+            self.b = self.a
+
+    manifest = ModuleAdapter(Shared()).manifest()
+    assert manifest.tied == {"b.weight": "a.weight", "b.bias": "a.bias"}
+    assert manifest.nbytes == 4 * 6
+
+
+def test_wrappers_leave_no_trace_in_names() -> None:
+    plain = nn.Sequential(OrderedDict(block=nn.Linear(2, 3), out=nn.Linear(3, 1)))
+    expected = list(plain.state_dict())
+    wrapped = nn.Sequential(OrderedDict(block=checkpoint_wrapper(plain.block), out=torch.compile(plain.out)))
+    assert names(ModuleAdapter(wrapped)) == expected
+    assert names(ModuleAdapter(torch.compile(wrapped))) == expected
+    assert names(ModuleAdapter(nn.DataParallel(wrapped))) == expected
+    state = {f"_orig_mod.module.{name}": tensor for name, tensor in plain.state_dict().items()}
+    assert names(ModuleAdapter(state)) == expected
+
+
+def test_a_submodule_that_is_called_module_keeps_its_name() -> None:
+    net = nn.Module()
+    net.module = nn.Linear(2, 2)
+    net.head = nn.Linear(2, 1)
+    assert names(ModuleAdapter(net)) == ["module.weight", "module.bias", "head.weight", "head.bias"]
+
+
+def test_names_that_become_equal_without_their_wrappers_are_refused() -> None:
+    state = {"_orig_mod.w": torch.ones(2), "w": torch.zeros(2)}
+    with pytest.raises(ManifestMismatch, match=r"duplicate names: w \(from _orig_mod.w, w\)"):
+        ModuleAdapter(state).manifest()
+
+
+# --- renaming and dtypes -----------------------------------------------------------------------------------
+
+
+def test_renaming_by_mapping_and_by_function_and_leaving_out() -> None:
+    net = Net()
+    by_mapping = received(ModuleAdapter(net, rename={"first.weight": "model.w", "kept": None}))
+    assert set(by_mapping) == {"model.w", "first.bias", "second.weight"}
+    assert torch.equal(by_mapping["model.w"], net.first.weight)
+    by_function = ModuleAdapter(net, rename=lambda name: f"model.{name}" if "first" in name else None)
+    assert names(by_function) == ["model.first.weight", "model.first.bias"]
+
+
+def test_renaming_mistakes_are_refused() -> None:
+    with pytest.raises(ManifestMismatch, match="rename has names that the model doesn't: frist"):
+        ModuleAdapter(Net(), rename={"frist.weight": "x"}).manifest()
+    with pytest.raises(ManifestMismatch, match=r"duplicate names: x \(from first.weight, first.bias, second"):
+        ModuleAdapter(Net(), rename=lambda name: "x", include_buffers="none").manifest()
+    with pytest.raises(ManifestMismatch, match="empty or too long"):
+        ModuleAdapter(Net(), rename={"kept": ""}).manifest()
+
+
+def test_dtype_rules_say_what_travels_and_the_first_match_wins() -> None:
+    net = Net()
+    rules = {"first.bias": torch.float32, "kept": "int32", "*": torch.bfloat16}
+    source = ModuleAdapter(net, dtype_rules=rules)
+    assert {spec.name: spec.dtype for spec in source.manifest().tensors} == {
+        "first.weight": "bfloat16",
+        "first.bias": "float32",
+        "second.weight": "bfloat16",
+        "kept": "int32",
+    }
+    assert {piece.tensor.dtype for piece in source.slices()} == {torch.float32, torch.int64}, (
+        "the sender casts"
+    )
+    assert torch.equal(received(source)["first.weight"], net.first.weight.to(torch.bfloat16))
+
+
+def test_nothing_is_cast_without_a_rule() -> None:
+    state = {
+        "a": torch.ones(2, dtype=torch.float64),
+        "b": torch.ones(2, dtype=torch.float8_e4m3fn),
+        "c": torch.ones(2),
+    }
+    assert [spec.dtype for spec in ModuleAdapter(state).manifest().tensors] == [
+        "float64",
+        "float8_e4m3fn",
+        "float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"frist.*": torch.bfloat16}, r"decide nothing: 'frist.\*' \(matches no name\)"),
+        (
+            {"*": torch.bfloat16, "first.*": torch.float32},
+            r"'first.\*' \(hidden by '\*', which comes first\)",
+        ),
+        ({"first.*": "bf16"}, "unknown dtype 'bf16'"),
+        ({"first.*": torch.quint8}, "unknown dtype 'quint8'"),
+        ({"*": torch.bfloat16}, r"kind of numbers: kept is torch.int64, rule '\*' says torch.bfloat16"),
+    ],
+)
+def test_dtype_rules_that_cannot_be_meant_are_refused(rules: dict[str, torch.dtype], message: str) -> None:
+    with pytest.raises(ManifestMismatch, match=message):
+        ModuleAdapter(Net(), dtype_rules=rules).manifest()
+
+
+def test_a_dtype_rule_for_the_name_that_does_not_travel_says_which_one_does() -> None:
+    weight = torch.ones(2)
+    with pytest.raises(ManifestMismatch, match=r"'b' \(b is tied and travels as a\)"):
+        ModuleAdapter({"a": weight, "b": weight}, dtype_rules={"b": torch.bfloat16}).manifest()
+
+
+def test_dtype_rules_are_ordered_pairs_too_and_a_last_catch_all_may_be_idle() -> None:
+    rules = DtypeRules([("a*", torch.float16), ("*", torch.bfloat16)])
+    assert rules.resolve({"a": torch.float32, "ab": torch.float32}) == {
+        "a": torch.float16,
+        "ab": torch.float16,
+    }
+    assert DtypeRules(rules).rules == rules.rules
+    assert DtypeRules().resolve({"a": torch.int8}) == {"a": torch.int8}
+
+
+# --- tensors of every kind ---------------------------------------------------------------------------------
+
+
+def test_strided_scalar_and_empty_tensors_arrive_as_they_are() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    state = {
+        "transposed": base.T,
+        "strided": base[::2, 1::3],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 7),
+        "truth": torch.tensor([True, False]),
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+    }
+    arrived = received(ModuleAdapter(state))
+    for name, tensor in state.items():
+        assert arrived[name].shape == tensor.shape
+        assert torch.equal(arrived[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.ones(2, device="meta"), "w is on the meta device"),
+        (torch.ones(2, 2).to_sparse(), "w is torch.sparse_coo"),
+        (torch.ones((1,) * 9), "w has 9 dimensions, 8 can travel"),
+        (nn.UninitializedParameter(), "w is a UninitializedParameter, which has no values"),
+        (b"pickled", "w is a bytes, which has no values"),
+        (torch.ones(2, dtype=torch.uint16), "w: torch.uint16 can't travel"),
+    ],
+    ids=["meta", "sparse", "9-d", "lazy", "no tensor", "uint16"],
+)
+def test_tensors_that_cannot_be_sent_are_named(tensor: object, why: str) -> None:
+    state = {"fine": torch.ones(1), "w": tensor}
+    with pytest.raises(ManifestMismatch, match=why):
+        ModuleAdapter(state).manifest()
+    assert names(ModuleAdapter(state, rename={"w": None})) == ["fine"]
+
+
+def test_freed_memory_is_not_read() -> None:
+    net = nn.Linear(3, 3)
+    net.weight.untyped_storage().resize_(0)
+    with pytest.raises(ManifestMismatch, match="weight has no memory"):
+        ModuleAdapter(net).manifest()
+
+
+# --- mappings and iterables --------------------------------------------------------------------------------
+
+
+def test_lists_of_pairs_and_callables_work_again_and_again() -> None:
+    net = Net()
+    for source in (
+        ModuleAdapter(list(net.state_dict().items())),
+        ModuleAdapter(lambda: iter(net.state_dict().items())),
+        ModuleAdapter(net.state_dict),
+        ModuleAdapter(net.named_parameters),
+    ):
+        for _ in range(2):
+            with torch.no_grad():
+                net.first.weight.add_(1)
+            assert torch.equal(received(source)["first.weight"], net.first.weight)
+
+
+def test_an_iterator_that_can_be_read_once_is_refused_with_advice() -> None:
+    with pytest.raises(TypeError, match=r"a generator can be read only once.*pass a callable"):
+        ModuleAdapter(Net().named_parameters())
+    with pytest.raises(TypeError, match="not int"):
+        ModuleAdapter(3)  # type: ignore[arg-type]
+
+
+def test_a_callable_that_returns_its_iterator_twice_is_found_out() -> None:
+    once = iter([("a", torch.ones(2))])
+    source = ModuleAdapter(lambda: once)
+    with pytest.raises(
+        ManifestMismatch, match=r"0 tensors came, the manifest was made from 1.*fresh iterator"
+    ):
+        list(source.slices())
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(ManifestMismatch, match="duplicate names: a"):
+        ModuleAdapter([("a", torch.ones(1)), ("a", torch.ones(1))]).manifest()
+
+
+def test_a_producer_holds_one_tensor_at_a_time() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def produce() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for i in range(5):
+            most = max(most, sum(ref() is not None for ref in alive))
+            tensor = torch.full((3,), float(i))
+            alive.append(weakref.ref(tensor))
+            yield f"t{i}", tensor
+            del tensor
+
+    gc.collect()
+    total = 0.0
+    for piece in ModuleAdapter(produce).slices():
+        total += float(piece.tensor.sum())
+        del piece
+    assert total == 3 * (0 + 1 + 2 + 3 + 4)
+    assert most == 0
+
+
+def test_a_producer_that_reuses_one_buffer_is_not_taken_for_tied_weights() -> None:
+    buffer = torch.zeros(2)
+
+    class Lazy(Mapping[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            return buffer.fill_(float(name))
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(("1", "2"))
+
+        def __len__(self) -> int:
+            return 2
+
+    source = ModuleAdapter(Lazy())
+    assert source.manifest().tied == {}
+    assert {name: float(tensor[0]) for name, tensor in received(source).items()} == {"1": 1.0, "2": 2.0}
+
+
+def test_a_producer_that_changes_between_passes_is_an_error_and_the_next_update_works() -> None:
+    rows = 2
+
+    def produce() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(1)
+        yield "b", torch.ones(rows, 3)
+
+    source = ModuleAdapter(produce)
+    source.manifest()
+    rows = 4
+    with pytest.raises(
+        ManifestMismatch, match=r"b: torch.float32 \[4, 3\].*made from b: torch.float32 \[2, 3\]"
+    ):
+        list(source.slices())
+    assert received(source)["b"].shape == (4, 3)
+
+
+# --- changes between updates -------------------------------------------------------------------------------
+
+
+def test_the_manifest_is_the_same_object_while_the_model_keeps_its_shape() -> None:
+    net = Net()
+    source = ModuleAdapter(net)
+    manifest = source.manifest()
+    net.first.weight = nn.Parameter(torch.ones(5, 3))
+    assert source.manifest() is manifest
+    assert torch.equal(received(source)["first.weight"], torch.ones(5, 3))
+
+
+def test_the_manifest_follows_parameters_that_come_go_or_change() -> None:
+    net = Net()
+    source = ModuleAdapter(net)
+    source.manifest()
+    net.third = nn.Linear(1, 1)
+    del net.second
+    net.first.weight = nn.Parameter(torch.ones(5, 4))
+    with pytest.raises(ManifestMismatch) as caught:
+        source.slices()
+    for part in (
+        "third.weight appeared",
+        "second.weight vanished",
+        "[5, 3] is now first.weight: torch.float32 [5, 4]",
+    ):
+        assert part in str(caught.value)
+    assert "third.weight" in received(source)
+    assert "second.weight" not in names(source)
+
+
+# --- data parallel -----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["uint8", "float32"]), st.lists(st.integers(0, 40), max_size=3)),
+        max_size=12,
+    ),
+    st.integers(1, 9),
+    st.sampled_from([1, 64, 1 << 20]),
+)
+@settings(max_examples=200, deadline=None)
+def test_ranks_with_the_same_copy_divide_every_byte_and_send_none_twice(
+    tensors: list[tuple[str, list[int]]], world_size: int, cut: int
+) -> None:
+    import trainer_adapters.source as module
+
+    manifest = Manifest(tuple(TensorSpec(f"t{i}", d, tuple(s)) for i, (d, s) in enumerate(tensors)))
+    everything = range(len(manifest.tensors))
+    before, module.MIN_CUT_BYTES = module.MIN_CUT_BYTES, cut
+    try:
+        shares = [share_by_bytes(manifest, everything, rank, world_size) for rank in range(world_size)]
+    finally:
+        module.MIN_CUT_BYTES = before
+    boxes = [(box, f"rank {rank}") for rank, share in enumerate(shares) for box in share.values()]
+    check_exact_cover(manifest, boxes)
+    assert all(manifest.box_nbytes(box) for box, _ in boxes), "an empty share"
+
+
+def test_a_large_tensor_is_cut_so_that_ranks_send_about_the_same() -> None:
+    model = {"embed": torch.ones(251, 9000), "norm": torch.ones(100), "one": torch.ones(1, 600_000)}
+    sources = [ModuleAdapter(model, rank=rank, world_size=4) for rank in range(4)]
+    arrived = received(*sources)
+    assert all(bool((tensor == 1).all()) for tensor in arrived.values())
+    manifest = sources[0].manifest()
+    sent = [sum(manifest.box_nbytes(piece.box) for piece in source.slices()) for source in sources]
+    assert max(sent) - min(sent) <= 2 * 9000 * 4
+
+
+def test_small_tensors_stay_whole() -> None:
+    model = {f"t{i}": torch.full((100, 3), float(i)) for i in range(9)}
+    sources = [ModuleAdapter(model, rank=rank, world_size=4) for rank in range(4)]
+    received(*sources)
+    pieces = [piece for source in sources for piece in source.slices()]
+    assert len(pieces) == 9
+    assert MIN_CUT_BYTES > 100 * 3 * 4
+
+
+def test_rank_0_sends_everything_if_told() -> None:
+    model = Net()
+    sources = [ModuleAdapter(model, rank=rank, world_size=3, only_rank_0=True) for rank in range(3)]
+    received(*sources)
+    assert [len(list(source.slices())) for source in sources] == [4, 0, 0]
+
+
+def test_every_rank_runs_a_producer_to_its_end() -> None:
+    """A producer may talk to the other ranks, so none of them may stop when its share is done."""
+    ended = []
+
+    def produce() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(4):
+            yield f"t{i}", torch.ones(5)
+        ended.append(True)
+
+    sources = [ModuleAdapter(produce, rank=rank, world_size=2) for rank in range(2)]
+    pieces: list[list[LocalSlice]] = [list(source.slices()) for source in sources]
+    assert [len(part) for part in pieces] == [2, 2]
+    assert len(ended) == 4, "two passes, each by two ranks"
+
+
+def test_ranks_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rank must be in 0..1, not 2"):
+        ModuleAdapter(Net(), rank=2, world_size=2)
+    with pytest.raises(ValueError, match="together"):
+        ModuleAdapter(Net(), rank=0)

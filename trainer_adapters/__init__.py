@@ -1,0 +1,38 @@
+"""What runs in the trainer: sources that say what this rank holds of a model, and the manager that sends it.
+
+Importing this package is cheap: it needs no engine, no GPU and no Ray, and torch only when a name is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_adapters.fsdp import FSDPAdapter
+    from trainer_adapters.manager import SyncManager
+    from trainer_adapters.module import ModuleAdapter
+    from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
+
+__all__ = ["DtypeRules", "FSDPAdapter", "LocalSlice", "ModuleAdapter", "SyncManager", "WeightSource"]
+
+_HOMES = {
+    "DtypeRules": "source",
+    "FSDPAdapter": "fsdp",
+    "LocalSlice": "source",
+    "ModuleAdapter": "module",
+    "SyncManager": "manager",
+    "WeightSource": "source",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if (home := _HOMES.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,190 @@
+"""The contract of a source: what a model's tensors are called, and what this trainer rank holds of them.
+
+No transport, no engine and no communication in here; a source only describes memory that is there already.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
+from inference_plugin.wire.tensors import torch_dtype
+
+__all__ = ["DtypeRules", "LocalSlice", "WeightSource", "share_by_bytes"]
+
+MIN_CUT_BYTES = 1 << 20
+"""Smaller tensors are never divided between ranks that hold the same copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSlice:
+    """A box of one tensor of the manifest, and its values in this rank's memory.
+
+    `tensor` has shape `box.sizes`, any strides, any device, no gradient. Its dtype is the trainer's own;
+    where that isn't the manifest's, a dtype rule said so, and the sender casts while it copies.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+
+
+class WeightSource(ABC):
+    """One model of the trainer, as checkpoint tensors; one object on each trainer rank that holds part of it.
+
+    The contract:
+
+    - `manifest()` is the whole model. It is the same on all ranks, to the order, and asks nobody: no
+      transfer, no collective. It may be called before every update and follows what happened to the model
+      since.
+    - `slices()` is what this rank contributes to that manifest. The ranks' slices together cover every tensor
+      of it exactly once; empty slices are left out. It gathers nothing.
+    - The two agree element for element. A source that finds out that they don't (a parameter that came, went
+      or changed shape since `manifest()`) raises `ManifestMismatch`; one that doesn't find out is caught by
+      whoever receives the slices, and the update is aborted: the old version stays in service.
+    - Nobody changes the model between the first slice and the last. What does change is not noticed, and the
+      digests are then of that mixture.
+    """
+
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Names, shapes, dtypes and ties of the whole model. Raises `ManifestMismatch` for what can't be
+        sent."""
+
+    @abstractmethod
+    def slices(self) -> Iterator[LocalSlice]:
+        """This rank's slices of the manifest that `manifest()` returned last, in its order.
+
+        A slice's tensor is valid until the next one is asked for: the iterator may hold one tensor at a time.
+        Raises `ManifestMismatch`, at once or on the way, when the model is no longer what the manifest says.
+        """
+
+
+class DtypeRules:
+    """Which tensors travel in another dtype than the trainer's: ordered `(pattern, dtype)`, the first match
+    wins.
+
+    Patterns are those of `fnmatch`, case-sensitive, on the names of the manifest: `{"*norm.weight":
+    torch.float32, "*": torch.bfloat16}`. Tensors that no rule matches keep their dtype. A dtype may be given
+    by torch's name.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, torch.dtype | str]
+        | Iterable[tuple[str, torch.dtype | str]]
+        | DtypeRules
+        | None = None,
+    ) -> None:
+        if isinstance(rules, DtypeRules):
+            pairs: Iterable[tuple[str, torch.dtype | str]] = rules.rules
+        else:
+            pairs = rules.items() if isinstance(rules, Mapping) else rules or ()
+        self.rules: tuple[tuple[str, torch.dtype], ...] = tuple(
+            (pattern, torch_dtype(str(dtype).removeprefix("torch."))) for pattern, dtype in pairs
+        )
+
+    def resolve(
+        self, native: Mapping[str, torch.dtype], tied: Mapping[str, str] | None = None
+    ) -> dict[str, torch.dtype]:
+        """The dtype that each tensor of `native` (name to the trainer's dtype) travels in.
+
+        Raises `ManifestMismatch` for a rule that decides nothing (a typo, or hidden by an earlier rule; a
+        last "*" is allowed to) and for one that would turn whole numbers or booleans into floats or the
+        reverse. `tied` maps the names that don't travel to those that do, for the error's text.
+        """
+        decided_by = {name: self._first_match(name) for name in native}
+        self._check_used(set(decided_by.values()), native, tied or {})
+        dtypes = dict(native)
+        crossing = []
+        for name, index in decided_by.items():
+            if index is None:
+                continue
+            pattern, dtype = self.rules[index]
+            if _kind(dtype) != _kind(native[name]):
+                crossing.append(f"{name} is {native[name]}, rule {pattern!r} says {dtype}")
+            dtypes[name] = dtype
+        if crossing:
+            raise ManifestMismatch(
+                f"dtype rules that would change the kind of numbers: {first_few(crossing)}",
+                hint="put a rule of its own dtype for these names before the general one",
+                side="trainer",
+            )
+        return dtypes
+
+    def _first_match(self, name: str) -> int | None:
+        return next((i for i, (pattern, _) in enumerate(self.rules) if fnmatchcase(name, pattern)), None)
+
+    def _check_used(self, used: set[int | None], names: Iterable[str], tied: Mapping[str, str]) -> None:
+        idle = []
+        for index, (pattern, _) in enumerate(self.rules):
+            if index in used or (pattern == "*" and index == len(self.rules) - 1):
+                continue
+            hidden = next((name for name in names if fnmatchcase(name, pattern)), None)
+            alias = next((name for name in tied if fnmatchcase(name, pattern)), None)
+            if hidden is not None:
+                winner = self.rules[self._first_match(hidden) or 0][0]
+                idle.append(f"{pattern!r} (hidden by {winner!r}, which comes first)")
+            elif alias is not None:
+                idle.append(f"{pattern!r} ({alias} is tied and travels as {tied[alias]})")
+            else:
+                idle.append(f"{pattern!r} (matches no name)")
+        if idle:
+            raise ManifestMismatch(
+                f"dtype rules that decide nothing: {first_few(idle)}",
+                hint="rules are matched against the names of the manifest, in order; correct or remove these",
+                side="trainer",
+            )
+
+
+def share_by_bytes(manifest: Manifest, tensors: Sequence[int], rank: int, world_size: int) -> dict[int, Box]:
+    """What `rank` sends of tensors that `world_size` ranks all hold: by tensor index, nothing where it sends
+    nothing.
+
+    The tensors are laid end to end and the bytes are divided evenly; a tensor goes to the rank that its first
+    byte falls to, one of `MIN_CUT_BYTES` or more is cut between rows. A pure function: the ranks need not
+    talk.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in 0..{world_size - 1}, not {rank}")
+    total = sum(manifest.tensors[i].nbytes for i in tensors)
+    low, high = total * rank // world_size, total * (rank + 1) // world_size
+    shares = {}
+    start = 0
+    for i in tensors:
+        spec = manifest.tensors[i]
+        if (box := _rows_that_begin_in(i, spec, low - start, high - start)) is not None:
+            shares[i] = box
+        start += spec.nbytes
+    return shares
+
+
+def _rows_that_begin_in(tensor: int, spec: TensorSpec, low: int, high: int) -> Box | None:
+    """The rows of a tensor whose first byte lies in `[low, high)`, counted from the tensor's own first
+    byte."""
+    if not spec.nbytes:
+        return None
+    whole = Box(tensor, (0,) * len(spec.shape), spec.shape)
+    dim = next((d for d, size in enumerate(spec.shape) if size > 1), None)
+    if dim is None or spec.nbytes < MIN_CUT_BYTES:
+        return whole if low <= 0 < high else None
+    rows = spec.shape[dim]
+    row_bytes = spec.nbytes // rows
+    first, last = (min(max(-(-edge // row_bytes), 0), rows) for edge in (low, high))
+    if first >= last:
+        return None
+    offsets = tuple(first if d == dim else 0 for d in range(len(spec.shape)))
+    return Box(tensor, offsets, (*spec.shape[:dim], last - first, *spec.shape[dim + 1 :]))
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "floating point"
+    if dtype.is_complex:
+        return "complex"
+    return "boolean" if dtype == torch.bool else "whole"
