@@ -131,7 +131,9 @@ class Pip:
                 raise
         if process.returncode:
             tail = "\n".join(f"    {line}" for line in last[-CHATTY_LINES:])
-            raise SetupError(f"pip failed installing {what}.\n{tail}\n{_hint(last)}\nAll it said: {self._log.relative_to(ROOT)}")
+            raise SetupError(
+                f"pip failed installing {what}.\n{tail}\n{_hint(last)}\nAll it said: {self._log.relative_to(ROOT)}"
+            )
 
     def _follow(self, lines: queue.Queue[str | None]) -> list[str]:
         """Write pip's lines to the log, show where it is every :data:`HEARTBEAT_S`; return them when it ends."""
@@ -161,7 +163,10 @@ def _hint(lines: list[str]) -> str:
     text = "\n".join(lines)
     if "No space left on device" in text:
         return "The disk is full: free some space and run it again; it goes on where it stopped."
-    if any(sign in text for sign in ("Connection", "Retrying", "timed out", "Temporary failure", "ProxyError", "SSLError")):
+    if any(
+        sign in text
+        for sign in ("Connection", "Retrying", "timed out", "Temporary failure", "ProxyError", "SSLError")
+    ):
         return "pip could not reach its package index: check the network, the proxy and `pip config list`, then run it again."
     if "No matching distribution" in text:
         return "The package index has no such package for this Python and platform: check `pip config list` (another index?)."
@@ -183,7 +188,9 @@ def _check_machine(environment: Environment) -> None:
 def _check_disk(environment: Environment) -> None:
     free = shutil.disk_usage(VENVS).free / 1e9
     if free < environment.free_gb:
-        raise SetupError(f"{free:.1f} GB free on the disk of {ROOT.name}/.venvs, {environment.free_gb:g} GB are needed.")
+        raise SetupError(
+            f"{free:.1f} GB free on the disk of {ROOT.name}/.venvs, {environment.free_gb:g} GB are needed."
+        )
 
 
 def _make_venv(directory: Path, python: Path, environment: Environment) -> dict[str, str]:
@@ -198,7 +205,9 @@ def _make_venv(directory: Path, python: Path, environment: Environment) -> dict[
     present = _distributions(python, environment.python)
     if result.returncode or present is None:
         detail = (result.stdout + result.stderr).strip()
-        raise SetupError(f"python -m venv failed (on Debian: is python{environment.python}-venv installed?)\n{detail}")
+        raise SetupError(
+            f"python -m venv failed (on Debian: is python{environment.python}-venv installed?)\n{detail}"
+        )
     return present
 
 
@@ -284,7 +293,9 @@ def _read(path: Path) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make a virtual environment for development, once.")
-    parser.add_argument("names", nargs="+", choices=sorted(ENVIRONMENTS), metavar="NAME", help=", ".join(sorted(ENVIRONMENTS)))
+    parser.add_argument(
+        "names", nargs="+", choices=sorted(ENVIRONMENTS), metavar="NAME", help=", ".join(sorted(ENVIRONMENTS))
+    )
     try:
         for name in parser.parse_args().names:
             ensure(name)

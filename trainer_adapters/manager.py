@@ -20,7 +20,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     from trainer_adapters.source import LocalSlice, WeightSource
 
 __all__ = ["SyncManager"]
+
+Report = TypeVar("Report", UpdateReport, VerifyReport)
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +189,7 @@ class SyncManager:
             raise VersionConflict(f"a version is a non-negative int, not {version}", group=self.group)
         where = {"group": self.group, "version": version}
         return self._together(
-            f"update:{version}", source, where, lambda manifest: _Update(self, source, manifest, version).run(), UpdateReport
+            f"update:{version}", source, where, lambda m: _Update(self, source, m, version).run(), UpdateReport
         )
 
     def _verify(self, source: WeightSource) -> VerifyReport:
@@ -195,8 +197,8 @@ class SyncManager:
         return self._together("verify", source, where, lambda m: _Verification(self, source, m).run(), VerifyReport)
 
     def _together(
-        self, operation: str, source: WeightSource, where: dict[str, Any], lead: Callable[[Manifest], Any], kind: type
-    ) -> Any:
+        self, operation: str, source: WeightSource, where: dict[str, Any], lead: Callable[[Manifest], Report], kind: type[Report]
+    ) -> Report:
         """One collective operation: rank 0 leads, the others follow; an error on any rank is raised on all."""
         self._count += 1
         deadline_s = time.monotonic() + self.timeout_s
@@ -388,7 +390,8 @@ class _Update(_Operation):
         self.reports: dict[str, ReplicaReport] = {}
         self.active: dict[str, ReplicaSession] = {}
         self.segments: dict[str, str] = {}
-        self.messages = 0
+        self._sent_before: dict[str, int] = {}
+        self._sessions: dict[str, ReplicaSession] = {}
         self._renewed_s = time.monotonic()
 
     def run(self) -> UpdateReport:
@@ -415,7 +418,7 @@ class _Update(_Operation):
             bytes=self.manifest.nbytes,
             seconds=time.perf_counter() - started_s,
             phases=self.phases,
-            messages=self.messages + sum(w.messages for w in wrote) + 2 * (self.manager._crew.size - 1),
+            messages=self._sent() + sum(w.messages for w in wrote) + 2 * (self.manager._crew.size - 1),
             copies_per_byte=max((COPIES_PER_BYTE.get(way.name, 0.0) for way in ways), default=0.0),
             replicas=tuple(self.reports[name] for name in sorted(self.reports)),
         )
@@ -442,6 +445,8 @@ class _Update(_Operation):
         """Opens the group where it isn't and begins the transaction everywhere; where and to whom the ranks write."""
         manager = self.manager
         for session in self.connect():
+            self._sessions[session.card.replica] = session
+            self._sent_before[session.card.replica] = session.messages
             with self._replica(session):
                 session.agree(
                     manager.group, self.manifest, self.transports, manager.install, timeout_s=self.left_s
@@ -550,7 +555,6 @@ class _Update(_Operation):
     @contextlib.contextmanager
     def _replica(self, session: ReplicaSession) -> Iterator[None]:
         """What fails here fails this replica only, unless the trainer itself is wrong."""
-        before = session.messages
         try:
             yield
         except (ManifestMismatch, VersionConflict) as error:
@@ -564,8 +568,10 @@ class _Update(_Operation):
             if isinstance(error, PeerLost):
                 self.manager._replicas.pop(session.card.replica, None)
                 session.close()
-        finally:
-            self.messages += session.messages - before
+
+    def _sent(self) -> int:
+        """Requests that rank 0 sent in this update."""
+        return sum(s.messages - self._sent_before[name] for name, s in self._sessions.items())
 
     def _tell_abort(self, session: ReplicaSession, reason: str) -> None:
         requests = [Outgoing(c, Abort(self.manager.group, self.txn, reason[:4096])) for c in session.workers]
@@ -605,7 +611,7 @@ class _Verification(_Operation):
         super().__init__(manager, source, manifest, "verify")
 
     def run(self) -> VerifyReport:
-        from inference_plugin.transports.shm import SegmentAddress, SharedSegment
+        from inference_plugin.transports.shm import SharedSegment
 
         manager = self.manager
         self.gather_ready()
@@ -625,7 +631,6 @@ class _Verification(_Operation):
             )
         finally:
             scratch.close()
-            del SegmentAddress
 
     def _compare(self, session: ReplicaSession, reply: Verified | WeightwireError, segment: torch.Tensor) -> ReplicaVerify:
         if isinstance(reply, WeightwireError):

@@ -291,7 +291,8 @@ class VllmModel:
             set_default_torch_dtype(config.model_config.dtype),
             torch.device("meta"),
         ):
-            return initialize_model(vllm_config=config, model_config=config.model_config).eval()
+            model: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
+            return model.eval()
 
 
 # --- EngineCore ---------------------------------------------------------------------------------------------------------

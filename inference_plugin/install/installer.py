@@ -36,7 +36,7 @@ from inference_plugin.install.plan import (
     storage_views,
     trace_plan,
 )
-from inference_plugin.install.proof import _materialised, _twin, prove_plan
+from inference_plugin.install.proof import _materialised, prove_plan, with_data
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ManifestMismatch, TornReplica, first_few
 from inference_plugin.wire.manifest import Box, Manifest
@@ -170,7 +170,7 @@ class ModelInstaller:
             if wrong := self._misfits(tensors):
                 raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
             return
-        if wrong := [f"{name}: {why}" for name, why in plan.refused.items() if why.startswith("cast from")]:
+        if wrong := [f"{name}: {why}" for name, why in plan.dtype_conflicts.items()]:
             raise ManifestMismatch(
                 f"dtypes differ: {first_few(wrong)}",
                 hint="give the trainer's adapter a dtype rule for these names; nothing is cast silently",
@@ -350,7 +350,7 @@ class ModelInstaller:
 
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
         """Digests of what the live parameters hold, box by box of the checkpoint tensors."""
-        if self._layout is None or self._manifest is None or self._plan is None:
+        if self._layout is None or self._manifest is None:
             return
         for name in ("plain", *self._layout.rebuilt):
             exact = name == "plain"
@@ -358,7 +358,7 @@ class ModelInstaller:
             if isinstance(storages, str):
                 yield name, storages
                 continue
-            for source, offsets, sizes, tensor in read_back(self._layout.plan_of(name), storages, self._plan.shapes):
+            for source, offsets, sizes, tensor in read_back(self._layout.plan_of(name), storages):
                 data = tensor if exact else _unsigned_zeros(tensor)
                 yield BoxDigest(
                     name=self._manifest.tied.get(source, source),
@@ -462,12 +462,12 @@ class _Layout:
         for name, value in stand_in.__dict__.items():
             if name not in ("_parameters", "_buffers", "_modules") and before.get(name, _ABSENT) is not value:
                 aside.attributes[name] = value
-        for name, tensor in {**stand_in._parameters, **stand_in._buffers}.items():
-            untouched = name in stand_in._buffers and tensor is given[name]
-            if tensor is None or untouched or self._key_of.get(f"{module}.{name}") in self._plain:
+        made: dict[str, torch.Tensor | None] = {**stand_in._parameters, **stand_in._buffers}
+        for name, made_tensor in made.items():
+            if made_tensor is None or (name in given and made_tensor is given[name]):
                 continue
-            if name in {**live._parameters, **live._buffers}:
-                aside.tensors[name] = tensor.detach()
+            if self._key_of.get(f"{module}.{name}") not in self._plain and name in {**live._parameters, **live._buffers}:
+                aside.tensors[name] = made_tensor.detach()
         return aside
 
     def apply(self, aside: Aside, *, in_place: bool) -> Aside:
@@ -565,7 +565,7 @@ class _Layout:
     def _stand_in(self, module: str, storages: Mapping[str, torch.Tensor]) -> nn.Module:
         """A copy of the skeleton's module whose parameters are views of `storages`."""
         original = self._skeleton_modules[module]
-        stand_in = copy.copy(original)
+        stand_in: nn.Module = copy.copy(original)
         stand_in.__dict__ = dict(original.__dict__)
         stand_in._parameters = {}
         stand_in._buffers = dict(original._buffers)
@@ -574,7 +574,7 @@ class _Layout:
                 stand_in._parameters[name] = None
                 continue
             flat = storages[self._key_of[f"{module}.{name}"]]
-            stand_in._parameters[name] = _twin(meta, flat)
+            stand_in._parameters[name] = with_data(meta, flat.as_strided(meta.shape, meta.stride(), meta.storage_offset()))
         return stand_in
 
     def _live_by_key(self) -> dict[str, torch.Tensor]:

@@ -55,8 +55,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Region:
-    """A strided region, in elements, of a C-contiguous checkpoint tensor or of the whole storage of a
-    destination.
+    """A strided region, in elements, of a C-contiguous checkpoint tensor or of a destination's whole storage.
 
     Dimensions of size 1 are dropped and neighbours are merged where source and destination allow it, so that
     a whole tensor is one dimension. A stride of 0 (sources only) reads one element many times.
@@ -77,8 +76,7 @@ class Region:
         return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + 1
 
     def of(self, flat: Tensor) -> Tensor:
-        """The view of ``flat`` (any tensor that starts where the region's tensor starts) that the region
-        describes."""
+        """The region as a view of ``flat``, which is any tensor that starts where the region's tensor does."""
         return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
 
 
@@ -99,8 +97,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Fill:
-    """A constant that the loader writes whatever the checkpoint holds, such as zeros in a padded
-    vocabulary."""
+    """A constant that the loader writes whatever the checkpoint holds: zeros in a padded vocabulary, say."""
 
     dest: Region
     value: bool | int | float | complex
@@ -141,8 +138,7 @@ class PlacementPlan:
     extents: Mapping[str, int] = field(default_factory=dict)
 
     def needs(self) -> dict[str, Box]:
-        """Per checkpoint tensor that is read: the smallest box (offsets, sizes) that holds all that this rank
-        reads."""
+        """Per checkpoint tensor that is read: the smallest box (offsets, sizes) around all that is read."""
         boxes: dict[str, Box] = {}
         for placement in self.placements:
             name = placement.source.tensor
@@ -183,18 +179,14 @@ def trace_plan(model: nn.Module, load_weights: LoadWeights, tensors: Sequence[Te
         raise ValueError("a checkpoint name occurs twice in tensors")
     try:
         recorder = _Recorder(model, tensors)
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ) as error:  # sparse or wrapper tensors have no storage to key by
+    except (NotImplementedError, RuntimeError) as error:  # sparse or wrapper tensors have no storage
         return PlacementPlan(refusal=f"the model holds a tensor without a plain storage: {error}")
     recorder.record(load_weights)
     return recorder.plan()
 
 
 def storage_views(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical destination name -> flat 1-D tensor over the whole storage, for every parameter and
-    buffer."""
+    """Canonical destination name -> flat tensor over the whole storage, for every parameter and buffer."""
     views: dict[int, tuple[str, Tensor]] = {}
     for name, tensor, _ in named_tensors(model):
         if storage_id(tensor) not in views:
@@ -203,8 +195,7 @@ def storage_views(model: nn.Module) -> dict[str, Tensor]:
 
 
 def rebase(placements: Iterable[Placement], boxes: Mapping[str, Box]) -> tuple[Placement, ...]:
-    """The same placements for sources of which only ``boxes`` are there, each as a C-contiguous tensor of its
-    own.
+    """The same placements for sources of which only ``boxes`` are there, each C-contiguous by itself.
 
     ``boxes`` is `PlacementPlan.needs` or larger boxes; `ValueError` where a box doesn't hold what a placement
     reads.
@@ -253,9 +244,7 @@ class Replay:
         """
         if piece_bytes not in self._pieces:
             self._pieces[piece_bytes] = self._cut(piece_bytes)
-        with (
-            torch.inference_mode()
-        ):  # live parameters may be inference tensors, which only this mode lets us write
+        with torch.inference_mode():  # only so may live parameters that are inference tensors be written
             done = 0
             for view, value in self._fills:
                 view.fill_(value)
@@ -290,9 +279,9 @@ def read_back(
     """The inverse of a replay, to verify live parameters: (source name, offsets, sizes, C-contiguous copy)
     per box.
 
-    A placement that reads a box of its checkpoint tensor yields that
-    box; any other is cut into boxes, so every element that a placement wrote is yielded. Where destinations
-    are ``doubled``, the boxes hold what the last writer left.
+    A placement that reads a box of its checkpoint tensor yields that box; any other is cut into boxes, so every
+    element that a placement wrote is yielded. Where destinations are ``doubled``, the boxes hold what the last
+    writer left.
     """
     for placement in placements:
         for part in _boxes_of(placement):

@@ -236,16 +236,13 @@ class _Trial:
 
     def _load(self, sources: Mapping[str, Tensor]) -> set[str]:
         """The real load; returns the destinations that it wrote and that have no memory in this part."""
-        refused = self._plan.refused
-        watch = _Watch(
-            {storage_id(flat): name for name, flat in self._originals.items() if name not in refused}
-        )
+        watch = _Watch({storage_id(flat): name for name, flat in self._originals.items()})
         try:
             with torch.no_grad(), watch:
                 self._load_weights(iter(list(sources.items())))
         except Exception as error:
             raise _LoaderRaised(f"the real load raised {type(error).__name__}: {error}") from error
-        return watch.strays
+        return watch.strays - self._plan.refused.keys()
 
     def _mutated(self, part: _Part, sources: Mapping[str, Tensor]) -> dict[str, str]:
         findings = {}
@@ -269,7 +266,7 @@ class _Trial:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
-    """Notes which of some storages are written; a write to a meta tensor is silent otherwise."""
+    """Notes which of some storages are written: on meta, that is silent; in real memory, it is not done."""
 
     def __init__(self, storages: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -282,6 +279,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         for tensor in written_tensors(func, args, kwargs or {}):
             if storage_id(tensor) in self._storages:
                 self.strays.add(self._storages[storage_id(tensor)])
+                if not tensor.is_meta:
+                    return tensor
         return func(*args, **(kwargs or {}))
 
 

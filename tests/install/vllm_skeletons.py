@@ -1,7 +1,7 @@
-"""Run by `test_plan_vllm` in a process of its own: plans of real vLLM model classes, as JSON on the last line.
+"""Run by `test_plan_vllm` in a process of its own: plans of vLLM's model classes, JSON on the last line.
 
-No engine is started: one process that is all ranks, tiny checkpoints on disk, two instances of each model class
-(a skeleton on meta, and one in memory that stands for the live model).
+No engine is started: one process that is all ranks, tiny checkpoints on disk, three instances of each model
+class: a skeleton on meta, one in memory that the engine's loader fills, one that the plan fills.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.support.models import SHAPE, _save, make_llama, make_qwen3, make_qwen
 
 
 def build_skeleton(vllm_config: VllmConfig) -> nn.Module:
-    """A second instance of the model on meta, which shares nothing with the live one and leaves no trace in it.
+    """A second instance of the model on meta; it shares nothing with the live one and leaves no trace in it.
 
     On the engine's own thread only: the default dtype and the current config are the whole process's.
     """
@@ -61,7 +61,8 @@ def _registries_of_its_own(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
     compilation.enabled_custom_ops = Counter()
     compilation.disabled_custom_ops = Counter()
     compilation.mode = CompilationMode.NONE
-    # `get_rope` caches modules for the process: the skeleton would get the live ones, or later models ones on meta.
+    # `get_rope` caches modules for the whole process: the skeleton would get the live ones, and a model
+    # that is built later would get the skeleton's, on meta.
     ropes = dict(rotary_embedding._ROPE_DICT)
     rotary_embedding._ROPE_DICT.clear()
     try:
@@ -82,11 +83,11 @@ def make_qwen2(directory: str | Path, *, seed: int) -> Path:
 
 
 MODELS: dict[str, Callable[[str], Path]] = {
+    "qwen3-moe": lambda d: make_qwen3_moe(d, seed=1),  # first: the expert group is made for MoE models only
     "llama": lambda d: make_llama(d, seed=1, vocab_size=250 + 7),
     "llama-tied": lambda d: make_llama(d, seed=1, vocab_size=250 + 7, tied=True),
     "qwen2": lambda d: make_qwen2(d, seed=1),
     "qwen3": lambda d: make_qwen3(d, seed=1),
-    "qwen3-moe": lambda d: make_qwen3_moe(d, seed=1),
 }
 
 
@@ -94,7 +95,6 @@ def study(vllm_config: VllmConfig, checkpoint: Path) -> dict[str, Any]:
     """Everything the test asserts on, of one model."""
     weights = load_file(checkpoint / "model.safetensors")
     tensors: list[TensorInfo] = [(n, tuple(t.shape), t.dtype) for n, t in weights.items()]
-    context = dict(vllm_config.compilation_config.static_forward_context)
     began = time.perf_counter()
     skeleton = build_skeleton(vllm_config)
     built = time.perf_counter()
@@ -103,6 +103,7 @@ def study(vllm_config: VllmConfig, checkpoint: Path) -> dict[str, Any]:
     proof = prove_plan(plan, skeleton, skeleton.load_weights, tensors)
     small = prove_plan(plan, skeleton, skeleton.load_weights, tensors, budget_bytes=1 << 16)
     reversed_plan = trace_plan(skeleton, skeleton.load_weights, tensors[::-1])
+    untouched = not vllm_config.compilation_config.static_forward_context
     needs_no_memory = all(t.is_meta for t in storage_views(skeleton).values())
 
     with set_default_torch_dtype(vllm_config.model_config.dtype):
@@ -134,12 +135,13 @@ def study(vllm_config: VllmConfig, checkpoint: Path) -> dict[str, Any]:
         "same_plan_reversed": reversed_plan.placements == plan.placements
         and reversed_plan.fills == plan.fills,
         "skeleton_on_meta": needs_no_memory,
-        "context_untouched": context == {},
+        "context_untouched": untouched,
         "differs": [n for n in loaded if "cos_sin" not in n and not torch.equal(loaded[n], targets[n])],
         "names_agree": list(loaded) == list(storage_views(skeleton)),
         "read_back": [len(back), all(back)],
         "live_ropes_are_real": not any(b.is_meta for b in live.buffers()),
         "bad_plan": broken(plan, skeleton, tensors),
+        "tied_alias": tied_alias(plan, skeleton, tensors),
         "cast": casts(skeleton, tensors),
         "seconds": {
             "build": round(built - began, 3),
@@ -164,6 +166,21 @@ def broken(plan: PlacementPlan, skeleton: nn.Module, tensors: list[TensorInfo]) 
         extents=plan.extents,
     )
     return list(prove_plan(without, skeleton, skeleton.load_weights, tensors).failed)
+
+
+def tied_alias(plan: PlacementPlan, skeleton: nn.Module, tensors: list[TensorInfo]) -> dict[str, Any] | None:
+    """The plan of a tied model whose trainer sends the head under its own name as well."""
+    if any(name == "lm_head.weight" for name, _, _ in tensors):
+        return None
+    _, shape, dtype = next(info for info in tensors if info[0] == "model.embed_tokens.weight")
+    both = [("lm_head.weight", shape, dtype), *tensors]
+    found = trace_plan(skeleton, skeleton.load_weights, both)
+    return {
+        "unused": found.unused,
+        "doubled": found.doubled,
+        "same": found.placements == plan.placements,
+        "proof": prove_plan(found, skeleton, skeleton.load_weights, both).ok,
+    }
 
 
 def casts(skeleton: nn.Module, tensors: list[TensorInfo]) -> list[str]:

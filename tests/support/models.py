@@ -33,7 +33,12 @@ SHAPE: dict[str, Any] = {
 
 
 def make_llama(
-    directory: str | Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+    directory: str | Path,
+    *,
+    seed: int,
+    tied: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    **overrides: Any,
 ) -> Path:
     """Write a Llama of a few hundred thousand parameters to ``directory`` and return it.
 
@@ -46,7 +51,12 @@ def make_llama(
 
 
 def make_qwen3(
-    directory: str | Path, *, seed: int, tied: bool = True, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+    directory: str | Path,
+    *,
+    seed: int,
+    tied: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    **overrides: Any,
 ) -> Path:
     """The same for Qwen3: it differs from Llama by norms on queries and keys."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -56,12 +66,22 @@ def make_qwen3(
 
 
 def make_qwen3_moe(
-    directory: str | Path, *, seed: int, tied: bool = False, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+    directory: str | Path,
+    *,
+    seed: int,
+    tied: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    **overrides: Any,
 ) -> Path:
     """A Qwen3 mixture of four experts of which two are active; written one expert per tensor, as published models are."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+    }
     config = Qwen3MoeConfig(**(SHAPE | experts | {"tie_word_embeddings": tied} | overrides))
     return _save(Qwen3MoeForCausalLM, config, directory, seed=seed, dtype=dtype)
 

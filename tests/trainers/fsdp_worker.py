@@ -293,6 +293,13 @@ def refuse_tensor_parallel_below_fsdp() -> Result:
     return refused(FSDPAdapter(fully_shard(model, mesh=mesh["dp"])).manifest)
 
 
+def refuse_two_sharded_dimensions() -> Result:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+    return refused(FSDPAdapter(fully_shard(model, mesh=mesh["dp"])).manifest)
+
+
 def refuse_parameters_on_other_sets_of_ranks() -> Result:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -333,6 +340,7 @@ FOUR_RANKS = [
     copies_and_shards,
     one_model_on_each_half,
     refuse_tensor_parallel_below_fsdp,
+    refuse_two_sharded_dimensions,
     refuse_parameters_on_other_sets_of_ranks,
 ]
 

@@ -218,6 +218,7 @@ def test_unsharded_parameters_are_refused_until_they_are_resharded(ranks: Ranks)
         ("refuse_a_module_that_is_not_sharded", "TypeError", ["use ModuleAdapter"]),
         ("refuse_a_sharded_module_in_a_module_adapter", "TypeError", ["use FSDPAdapter"]),
         ("refuse_a_rank_outside_the_mesh", "ManifestMismatch", ["far lives on ranks [", "and this is rank"]),
+        ("refuse_two_sharded_dimensions", "ManifestMismatch", ["0.weight has placements", "DTensorAdapter"]),
         (
             "refuse_tensor_parallel_below_fsdp",
             "ManifestMismatch",

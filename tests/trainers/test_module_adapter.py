@@ -289,6 +289,7 @@ def test_strided_scalar_and_empty_tensors_arrive_as_they_are() -> None:
         "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
         "scalar": torch.tensor(3),
         "empty": torch.empty(0, 7),
+        "empty too": torch.empty(3, 0),
         "truth": torch.tensor([True, False]),
         "conjugated": torch.tensor([1 + 2j]).conj(),
     }
@@ -427,6 +428,9 @@ def test_the_manifest_is_the_same_object_while_the_model_keeps_its_shape() -> No
     source = ModuleAdapter(net)
     manifest = source.manifest()
     net.first.weight = nn.Parameter(torch.ones(5, 3))
+    assert source.manifest() is manifest
+    assert torch.equal(received(source)["first.weight"], torch.ones(5, 3))
+    net.first = torch.compile(net.first)
     assert source.manifest() is manifest
     assert torch.equal(received(source)["first.weight"], torch.ones(5, 3))
 
