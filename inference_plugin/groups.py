@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import torch
 
 from inference_plugin.hooks import plugin_manager
+from inference_plugin.install.contract import Brake, Installer, InstallTerms
 from inference_plugin.transports.base import Receiver, Staging
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire.digest import digest_group
@@ -54,56 +52,13 @@ from inference_plugin.wire.messages import (
     Sender,
 )
 
-__all__ = ["Brake", "GroupTable", "Installer", "InstallTerms", "WeightUpdateGroup"]
+__all__ = ["GroupTable", "WeightUpdateGroup"]
+
+BRAKE_SHARE = 0.5
+"""Share of its time that background work may take while the engine is decoding: memory bandwidth is shared."""
 
 FINISHED_KEPT = 16
 """How many finished transactions a group remembers, to answer a request that comes again."""
-
-
-@dataclass(frozen=True)
-class InstallTerms:
-    """What an installer answers to a manifest: the boxes it reads, and how it will install them."""
-
-    needs: tuple[Box, ...]
-    mechanism: str
-    install: str
-    why: str
-
-
-Brake = Callable[[int], None]
-"""Called between pieces of background work with the bytes just done; slows down, or raises to cancel."""
-
-
-class Installer(Protocol):
-    """Puts a checked segment into the live model of this worker. One per group; see `install.installer`."""
-
-    def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
-        """Agrees on a manifest, or raises `ManifestMismatch`. Never touches the live model."""
-
-    def prepare(self, segment: torch.Tensor, brake: Brake) -> int:
-        """Background half of an installation; returns the extra bytes it holds. Never touches the live model."""
-
-    def install(self, segment: torch.Tensor) -> None:
-        """Engine's thread, at a step boundary."""
-
-    def undo(self, previous: torch.Tensor | None) -> None:
-        """Engine's thread: back to what was served before `install`, complete or not. Raises if it can't be done."""
-
-    def finish(self) -> None:
-        """Engine's thread: the new version is confirmed on all ranks."""
-
-    def discard(self) -> None:
-        """Drops what `prepare` made."""
-
-    @property
-    def needs_previous(self) -> bool:
-        """Whether `undo` will need the previous version's segment."""
-
-    def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
-        """Engine's thread: digests of what the live parameters hold, or (parameter, why it can't be read)."""
-
-    def close(self) -> None:
-        """Frees everything but the live model."""
 
 
 @dataclass
@@ -128,7 +83,7 @@ class Transaction:
     expires_at_s: float
     next_seq: dict[int, int] = field(default_factory=dict)
     pieces: tuple[Piece, ...] | None = None
-    cancelled: bool = False
+    cancelled: threading.Event = field(default_factory=threading.Event)
     stager: threading.Thread | None = None
     checked: threading.Event = field(default_factory=threading.Event)
     error: WeightwireError | None = None
@@ -138,7 +93,16 @@ class Transaction:
 class WeightUpdateGroup:
     """One named group on one worker. Methods are called with the table's lock held unless they say otherwise."""
 
-    def __init__(self, name: str, rank: int, replica: str, lock: threading.RLock, installer: Installer) -> None:
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        replica: str,
+        lock: threading.RLock,
+        installer: Installer,
+        decoding: Callable[[], bool],
+    ) -> None:
+        self._decoding = decoding
         self.name = name
         self.rank = rank
         self.replica = replica
@@ -180,8 +144,8 @@ class WeightUpdateGroup:
         assert self.terms is not None
         return GroupOpened(
             needs=self.terms.needs,
-            mechanism=self.terms.mechanism,  # type: ignore[arg-type]
-            install=self.terms.install,  # type: ignore[arg-type]
+            mechanism=self.terms.mechanism,
+            install=self.terms.install,
             why=self.terms.why,
             version=self.installed.version if self.installed else None,
         )
@@ -368,7 +332,7 @@ class WeightUpdateGroup:
             self.detail = reason
             if self.transaction is not None:
                 transaction, self.transaction = self.transaction, None
-                transaction.cancelled = True
+                transaction.cancelled.set()
                 transaction.staging.close()
             self._enter("torn")
 
@@ -416,10 +380,7 @@ class WeightUpdateGroup:
             manifest, terms, pieces = self.manifest, self.terms, transaction.pieces
             assert manifest is not None and terms is not None and pieces is not None
 
-            def between(nbytes: int) -> None:
-                if transaction.cancelled:
-                    raise VersionConflict("the transaction was dropped")
-
+            between = self._brake(transaction)
             needs = {box.tensor: box for box in terms.needs}
             started_s = time.perf_counter()
             wanted = [p for p in pieces if (box := needs.get(p.box.tensor)) and intersect(p.box, box)]
@@ -435,7 +396,7 @@ class WeightUpdateGroup:
                 extra_bytes=extra_bytes + transaction.staging.extra_bytes,
             )
             with self._lock:
-                if not transaction.cancelled:
+                if not transaction.cancelled.is_set():
                     transaction.answer = answer
                     transaction.expires_at_s = time.monotonic() + transaction.lease_s
                     if self._state == "receiving":
@@ -445,6 +406,21 @@ class WeightUpdateGroup:
             transaction.staging.close()
         finally:
             transaction.checked.set()
+
+    def _brake(self, transaction: Transaction) -> Brake:
+        """Gives way to decoding: after each stretch of work, a rest as long as `BRAKE_SHARE` asks. Ends at a cancel."""
+        began_s = time.perf_counter()
+
+        def between(nbytes: int) -> None:
+            nonlocal began_s
+            rest_s = 0.0
+            if self._decoding():
+                rest_s = (time.perf_counter() - began_s) * (1 - BRAKE_SHARE) / BRAKE_SHARE
+            if transaction.cancelled.wait(rest_s) if rest_s else transaction.cancelled.is_set():
+                raise VersionConflict("the transaction was dropped")
+            began_s = time.perf_counter()
+
+        return between
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -468,7 +444,7 @@ class WeightUpdateGroup:
         transaction, self.transaction = self.transaction, None
         if transaction is None:
             return
-        transaction.cancelled = True
+        transaction.cancelled.set()
         self._finished.setdefault(transaction.txn, VersionConflict(f"the transaction was dropped: {reason}"))
         if transaction.stager is not None and transaction.stager is not threading.current_thread():
             self._lock.release()  # the stager takes it at its end
@@ -497,7 +473,14 @@ class WeightUpdateGroup:
 class GroupTable:
     """All groups of one worker: `dict[str, WeightUpdateGroup]`, and the dispatch of requests to them."""
 
-    def __init__(self, replica: str, rank: int, make_installer: Callable[[str], Installer]) -> None:
+    def __init__(
+        self,
+        replica: str,
+        rank: int,
+        make_installer: Callable[[str], Installer],
+        decoding: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._decoding = decoding
         self.groups: dict[str, WeightUpdateGroup] = {}
         self._replica = replica
         self._rank = rank
@@ -571,7 +554,12 @@ class GroupTable:
         if group is not None:
             return group.open(request)
         group = WeightUpdateGroup(
-            request.group, self._rank, self._replica, self._lock, self._make_installer(request.group)
+            request.group,
+            self._rank,
+            self._replica,
+            self._lock,
+            self._make_installer(request.group),
+            self._decoding,
         )
         try:
             opened = group.open(request)

@@ -1,9 +1,10 @@
 """Make the virtual environments that development needs, each once, under ``.venvs/``.
 
-    python3.11 tools/envs.py vllm          # vLLM on CPU, the development tools, and Weightwire itself (editable)
+    python3.11 tools/envs.py vllm     # vLLM on CPU, the development tools, and Weightwire itself (editable)
 
-An environment holds a stamp: a hash of everything it was made from. While the hash is the same there is nothing to do;
-when it is not, or when an earlier run was interrupted, the steps run again over what is there and pip adds what is missing.
+An environment holds a stamp: a hash of all it was made from. While the hash is the same there is nothing
+to do; when it is not, or when an earlier run was interrupted, the steps run again over what is there and pip
+adds what is missing.
 Standard library only: this runs before anything is installed.
 """
 
@@ -22,10 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venvs"
@@ -71,13 +72,13 @@ ENVIRONMENTS = {
 def ensure(name: str) -> Path:
     """Return the interpreter of environment ``name``, made or completed first. Raises :class:`SetupError`."""
     environment = ENVIRONMENTS[name]
+    _check_machine(environment)
     directory = VENVS / name
     python = directory / "bin" / "python"
     stamp = directory / ".weightwire-stamp"
     wanted = _fingerprint(environment)
-    if _read(stamp) == wanted:
+    if _read(stamp) == wanted and python.exists():
         return python
-    _check_machine(environment)
     VENVS.mkdir(exist_ok=True)
     with _one_at_a_time(VENVS / f".{name}.lock"):
         if _read(stamp) == wanted:
@@ -85,7 +86,7 @@ def ensure(name: str) -> Path:
         stamp.unlink(missing_ok=True)
         started = time.monotonic()
         present = _make_venv(directory, python, environment)
-        if environment.provides not in present and f"{environment.provides}-cpu" not in present:
+        if not {environment.provides, f"{environment.provides}-cpu"} & present.keys():
             _check_disk(environment)
         pip = Pip(python, VENVS / f"{name}-pip.log")
         with _stub_copies(environment, present) as stubs:
@@ -132,11 +133,12 @@ class Pip:
         if process.returncode:
             tail = "\n".join(f"    {line}" for line in last[-CHATTY_LINES:])
             raise SetupError(
-                f"pip failed installing {what}.\n{tail}\n{_hint(last)}\nAll it said: {self._log.relative_to(ROOT)}"
+                f"pip failed installing {what}.\n{tail}\n{_hint(last)}\n"
+                f"All it said: {self._log.relative_to(ROOT)}"
             )
 
     def _follow(self, lines: queue.Queue[str | None]) -> list[str]:
-        """Write pip's lines to the log, show where it is every :data:`HEARTBEAT_S`; return them when it ends."""
+        """Write pip's lines to the log, show now and then where it is; return them at its end."""
         seen: list[str] = []
         started = shown = time.monotonic()
         with self._log.open("a") as log:
@@ -167,9 +169,15 @@ def _hint(lines: list[str]) -> str:
         sign in text
         for sign in ("Connection", "Retrying", "timed out", "Temporary failure", "ProxyError", "SSLError")
     ):
-        return "pip could not reach its package index: check the network, the proxy and `pip config list`, then run it again."
+        return (
+            "pip could not reach its package index: check the network, the proxy and `pip config list`, "
+            "then run it again."
+        )
     if "No matching distribution" in text:
-        return "The package index has no such package for this Python and platform: check `pip config list` (another index?)."
+        return (
+            "The package index has no such package for this Python and platform: is another index set "
+            "(`pip config list`)?"
+        )
     return "Run it again when the cause is gone; it goes on where it stopped."
 
 
@@ -177,8 +185,9 @@ def _check_machine(environment: Environment) -> None:
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if running != environment.python:
         raise SetupError(
-            f"this environment needs Python {environment.python} (CPU builds of torch and vLLM exist for it only), and this is "
-            f"{running}. Run `python{environment.python} tools/envs.py ...` or `make PYTHON=/path/to/python{environment.python}`."
+            f"this environment needs Python {environment.python} (torch, vLLM: CPU builds for no other); "
+            f"this is {running}. Run `python{environment.python} tools/envs.py ...` or "
+            f"`make PYTHON=/path/to/python{environment.python}`."
         )
     found = f"{platform.system()} {platform.machine()}"
     if found != "Linux x86_64":
@@ -194,7 +203,7 @@ def _check_disk(environment: Environment) -> None:
 
 
 def _make_venv(directory: Path, python: Path, environment: Environment) -> dict[str, str]:
-    """Create the virtual environment unless a working one is there; return its distributions and their versions."""
+    """Create the virtual environment unless a working one is there; return its distributions."""
     present = _distributions(python, environment.python)
     if present is not None:
         say(f"completing {directory.relative_to(ROOT)}")
@@ -212,7 +221,7 @@ def _make_venv(directory: Path, python: Path, environment: Environment) -> dict[
 
 
 def _distributions(python: Path, version: str) -> dict[str, str] | None:
-    """What is installed for ``python``; None when it is missing, broken, without pip or of another version."""
+    """What is installed for ``python``; None when it is missing, broken, without pip or of other version."""
     code = (
         "import importlib.metadata as m, json, sys, pip; print(json.dumps(['%d.%d' % sys.version_info[:2], "
         "{d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}]))"
@@ -227,12 +236,12 @@ def _distributions(python: Path, version: str) -> dict[str, str] | None:
 
 @contextlib.contextmanager
 def _stub_copies(environment: Environment, present: dict[str, str]) -> Iterator[list[str]]:
-    """Copies of the stubs that are still to be installed: building leaves files behind, and not in our tree."""
+    """Copies of the stubs still to be installed: building leaves files behind, and not in our tree."""
     with tempfile.TemporaryDirectory() as scratch:
         paths = []
         for name in environment.stubs:
-            project = tomllib.loads((STUBS / name / "pyproject.toml").read_text())["project"]
-            if present.get(project["name"]) != project["version"]:
+            version = _toml(STUBS / name / "pyproject.toml")["project"]["version"]
+            if present.get(name) != version:
                 copy = Path(scratch) / name
                 copy.mkdir()
                 shutil.copy(STUBS / name / "pyproject.toml", copy)
@@ -241,19 +250,20 @@ def _stub_copies(environment: Environment, present: dict[str, str]) -> Iterator[
 
 
 def _project_requirements(environment: Environment) -> list[str]:
-    project = _pyproject()["project"]
-    assert isinstance(project, dict)
+    project = _toml(ROOT / "pyproject.toml")["project"]
     extras = project["optional-dependencies"]
     return sorted({*project["dependencies"], *(one for extra in environment.extras for one in extras[extra])})
 
 
-def _pyproject() -> dict[str, object]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+def _toml(path: Path) -> dict[str, Any]:
+    import tomllib  # new in 3.11: an older Python must get as far as saying that it is too old
+
+    return tomllib.loads(path.read_text())
 
 
 def _fingerprint(environment: Environment) -> str:
     """A hash of what decides the content of the environment."""
-    pyproject = _pyproject()
+    pyproject = _toml(ROOT / "pyproject.toml")
     inputs = {
         "environment": asdict(environment),
         "project": pyproject["project"],

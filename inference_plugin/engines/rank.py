@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from inference_plugin.groups import GroupTable, Installer
+from inference_plugin.groups import GroupTable
+from inference_plugin.install.contract import Installer
 from inference_plugin.server import WorkerServer
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ErrorInfo, WeightwireError
@@ -67,12 +68,13 @@ class RankRuntime:
         listen: str,
         make_installer: Callable[[str], Installer],
         free_bytes: Callable[[], int],
+        decoding: Callable[[], bool] = lambda: False,
         after_undo: Callable[[], None] = lambda: None,
     ) -> None:
         self.identity = identity
         self._free_bytes = free_bytes
         self._after_undo = after_undo
-        self._table = GroupTable(identity.replica, identity.rank, make_installer)
+        self._table = GroupTable(identity.replica, identity.rank, make_installer, decoding)
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._where = where
         self._server = WorkerServer(self._table, listen, self.card, where)

@@ -39,7 +39,11 @@ def resolve(place: str) -> Any:
     module, _, path = place.partition(":")
     found: Any = importlib.import_module(module)
     for name in filter(None, path.split(".")):
-        found = inspect.getattr_static(found, name) if inspect.isclass(found) else getattr(found, name)
+        fields = getattr(found, "__dataclass_fields__", {})  # a field without a plain default is no attribute
+        if name in fields:
+            found = fields[name]
+        else:
+            found = inspect.getattr_static(found, name) if inspect.isclass(found) else getattr(found, name)
     return found
 
 

@@ -15,6 +15,7 @@ Two ways lead here, and both together do no harm: vLLM finds the entry point `vl
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -63,6 +64,9 @@ TOUCHES = (
     Touch("vllm.model_executor.model_loader.utils:initialize_model", ("vllm_config", "model_config"), "called: the skeleton"),
     Touch("vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading", ("layer",), "called on stand-ins: what the engine does to a module after a load"),
     Touch("vllm.model_executor.layers.attention:MLAAttention", why="recognised: derives weights after loading, refused"),
+    Touch("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", why="saved and restored around the skeleton's construction"),
+    Touch("vllm.config:CompilationConfig.static_forward_context", why="replaced in the skeleton's copy of the configuration"),
+    Touch("vllm.config:CompilationMode.NONE", why="set in that copy"),
     Touch("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
     # EngineCore
     Touch(_CORE + "EngineCore._initialize_kv_caches", ("vllm_config",), "wrapped: model and executor are there, the front starts"),
@@ -167,6 +171,7 @@ def _worker_start(worker: Any, request: bytes) -> bytes:
             start.listen.format(rank=identity.rank),
             lambda _group: ModelInstaller(model),
             model.free_bytes,
+            model.decoding,
             after_undo=model.zero_kv_caches,
         )
         worker._weightwire_model = model
@@ -267,7 +272,7 @@ class VllmModel:
         with set_current_vllm_config(self._config), torch.no_grad():
             yield
 
-    def stepping(self) -> bool:
+    def decoding(self) -> bool:
         """Whether a decoding step ran within the last tenth of a second."""
         return time.monotonic() - self.stepped_at_s < 0.1
 
@@ -278,21 +283,33 @@ class VllmModel:
                 tensor.zero_()
 
     def _make_skeleton(self) -> nn.Module:
-        """The model's class once more, on the meta device: no memory, and none of its layers is in the engine's tables."""
-        from vllm.config import set_current_vllm_config
+        """The model's class once more, on the meta device: no memory, and nothing of it in the engine's own tables.
+
+        On the engine's thread only: the default dtype, the current configuration and the table of rotary embeddings
+        are the process's.
+        """
+        from vllm.config import CompilationMode
+        from vllm.model_executor.layers import rotary_embedding
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         config = copy.copy(self._config)
-        config.compilation_config = copy.copy(config.compilation_config)
-        config.compilation_config.static_forward_context = {}
-        with (
-            set_current_vllm_config(config),
-            set_default_torch_dtype(config.model_config.dtype),
-            torch.device("meta"),
-        ):
-            model: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
-            return model.eval()
+        compilation = config.compilation_config = copy.copy(config.compilation_config)
+        compilation.static_forward_context = {}
+        compilation.static_all_moe_layers = []
+        compilation.enabled_custom_ops = collections.Counter()
+        compilation.disabled_custom_ops = collections.Counter()
+        compilation.mode = CompilationMode.NONE
+        ropes = dict(rotary_embedding._ROPE_DICT)
+        rotary_embedding._ROPE_DICT.clear()
+        try:
+            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+                model: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
+                torch.empty(1).copy_(torch.empty(1))  # the first operation on meta takes a second of imports: now
+        finally:
+            rotary_embedding._ROPE_DICT.clear()
+            rotary_embedding._ROPE_DICT.update(ropes)
+        return model.eval()
 
 
 # --- EngineCore ---------------------------------------------------------------------------------------------------------

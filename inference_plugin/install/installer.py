@@ -22,12 +22,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
 
-from inference_plugin.groups import Brake, InstallTerms
+from inference_plugin.install.contract import Brake, InstallTerms
 from inference_plugin.install.plan import (
     PlacementPlan,
     Replay,
@@ -113,9 +113,9 @@ class ModelInstaller:
         self._manifest: Manifest | None = None
         self._plan: PlacementPlan | None = None
         self._layout: _Layout | None = None
-        self._mechanism = "plan"
+        self._mechanism: Literal["plan", "loader"] = "plan"
         self._why_loader = ""
-        self._install = "copy"
+        self._install: Literal["copy", "standby"] = "copy"
         self._replays: dict[tuple[int, str], Replay] = {}
         self._prepared: Second | None = None
         self._replaced: Second | None = None
@@ -189,14 +189,14 @@ class ModelInstaller:
                 wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {reason}")
         return wrong
 
-    def _choose(self, policy: str) -> tuple[str, str]:
+    def _choose(self, policy: str) -> tuple[Literal["copy", "standby"], str]:
         assert self._layout is not None
         if self._mechanism == "loader":
             return "standby", "the engine's own loader fills a second set"
         if policy != "auto":
             if policy == "standby" and self._model.fixed_addresses:
                 return "copy", "captured graphs hold the parameters' addresses, which must stay"
-            return policy, ""
+            return ("standby" if policy == "standby" else "copy"), ""
         if self._model.fixed_addresses:
             return "copy", "captured graphs hold the parameters' addresses, which must stay"
         free, shard = self._model.free_bytes(), self._layout.nbytes
@@ -499,9 +499,9 @@ class _Layout:
                 live[key].copy_(flat)
         else:
             for name, tensor in _named_tensors(self._model.live):
-                flat = second.storages.get(self._key_of.get(name, ""))
-                if flat is not None and name in self._key_of:
-                    tensor.data = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                other = second.storages.get(self._key_of.get(name, ""))
+                if other is not None:
+                    tensor.data = other.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         for aside in second.asides:
             replaced.asides.append(self.apply(aside, in_place=in_place))
         return replaced
@@ -574,7 +574,8 @@ class _Layout:
                 stand_in._parameters[name] = None
                 continue
             flat = storages[self._key_of[f"{module}.{name}"]]
-            stand_in._parameters[name] = with_data(meta, flat.as_strided(meta.shape, meta.stride(), meta.storage_offset()))
+            data = flat.as_strided(meta.shape, meta.stride(), meta.storage_offset())
+            stand_in._parameters[name] = cast(nn.Parameter, with_data(meta, data))
         return stand_in
 
     def _live_by_key(self) -> dict[str, torch.Tensor]:

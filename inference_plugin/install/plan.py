@@ -76,7 +76,7 @@ class Region:
         return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + 1
 
     def of(self, flat: Tensor) -> Tensor:
-        """The region as a view of ``flat``, which is any tensor that starts where the region's tensor does."""
+        """The region as a view of ``flat``, any tensor that starts where the region's tensor does."""
         return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
 
 
@@ -279,9 +279,9 @@ def read_back(
     """The inverse of a replay, to verify live parameters: (source name, offsets, sizes, C-contiguous copy)
     per box.
 
-    A placement that reads a box of its checkpoint tensor yields that box; any other is cut into boxes, so every
-    element that a placement wrote is yielded. Where destinations are ``doubled``, the boxes hold what the last
-    writer left.
+    A placement that reads a box of its checkpoint tensor yields that box; any other is cut into boxes, so
+    every element that a placement wrote is yielded. Where destinations are ``doubled``, the boxes hold what
+    the last writer left.
     """
     for placement in placements:
         for part in _boxes_of(placement):

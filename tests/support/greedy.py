@@ -9,7 +9,7 @@ import torch
 
 
 def greedy_tokens(directory: str | Path, prompt_ids: Sequence[int], max_tokens: int = 16) -> list[int]:
-    """The ``max_tokens`` most likely tokens after ``prompt_ids``, computed in float32 without stopping at an end token."""
+    """The ``max_tokens`` tokens after ``prompt_ids``, computed in float32, not stopping at an end token."""
     return greedy_batch(directory, [prompt_ids], max_tokens)[0]
 
 

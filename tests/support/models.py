@@ -1,4 +1,4 @@
-"""Tiny, real Hugging Face checkpoints: a config, random weights and a tokenizer, on disk as any engine reads them.
+"""Tiny, real Hugging Face checkpoints: config, random weights and tokenizer, as any engine reads them.
 
 Two models of one architecture made with different seeds stand for two versions of one set of weights.
 The weights are drawn wide (``initializer_range`` 0.2) so that the best next token is far ahead of the second:
@@ -73,7 +73,7 @@ def make_qwen3_moe(
     dtype: torch.dtype = torch.bfloat16,
     **overrides: Any,
 ) -> Path:
-    """A Qwen3 mixture of four experts of which two are active; written one expert per tensor, as published models are."""
+    """A Qwen3 mixture of four experts, two of them active; one tensor per expert, as in published models."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {
@@ -87,7 +87,7 @@ def make_qwen3_moe(
 
 
 def tiny_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with ``vocab_size`` entries: id 0 ends a text, 256 bytes follow, the rest is filler."""
+    """A byte-level tokenizer of ``vocab_size`` entries: id 0 ends a text, then 256 bytes, then filler."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [EOS, *letters, *(f"<|filler{i}|>" for i in range(vocab_size - len(letters) - 1))]
     backend = Tokenizer(BPE(vocab={word: i for i, word in enumerate(words[:vocab_size])}, merges=[]))
@@ -108,7 +108,7 @@ def _save(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
-        # One-dimensional weights start as ones or zeros in every seed; two versions must differ there as well.
+        # One-dimensional weights start equal in every seed; two versions must differ there as well.
         with torch.no_grad():
             for weight in model.parameters():
                 if weight.dim() == 1:
