@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def make_model(layers: int) -> Path:
-    path = ROOT / ".models" / f"bench-qwen3-{layers}"
+    path = ROOT / ".models" / f"bench-qwen3-{layers}-layers"
     if not (path / "model.safetensors").exists():
         console.print(f"making a random Qwen3 of {layers} layers ...")
         import torch
@@ -112,7 +112,7 @@ def make_model(layers: int) -> Path:
             num_attention_heads=16,
             num_key_value_heads=8,
             head_dim=64,
-            vocab_size=64000,
+            vocab_size=150000,
             tie_word_embeddings=True,
             max_position_embeddings=2048,
         )

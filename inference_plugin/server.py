@@ -88,7 +88,10 @@ class WorkerServer:
             self._table.expire(self._is_gone)
 
     def _answer(self) -> None:
-        frames = self._socket.recv_multipart(copy=False)
+        try:
+            frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return  # it polls as readable for a message without a REQ envelope, and then drops it
         seq = 0
         try:
             envelope = self._decode(frames)

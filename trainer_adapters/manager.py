@@ -47,6 +47,7 @@ from inference_plugin.wire.messages import (
     Begun,
     Commit,
     Committed,
+    Describe,
     Done,
     Go,
     GoTransport,
@@ -61,6 +62,7 @@ from inference_plugin.wire.messages import (
     Sender,
     Verified,
     Verify,
+    WorkerCard,
     Wrote,
 )
 from inference_plugin.wire.reports import (
@@ -170,6 +172,10 @@ class SyncManager:
         """The living replicas of the job, from the runtime directory."""
         return addresses.discover()
 
+    def versions(self) -> dict[str, int | None]:
+        """The version that each living replica serves, by replica id; None before its first update. Not collective."""
+        return self._thread.submit(self._versions).result()
+
     def close(self) -> None:
         """Closes sockets and frees segments; may be called twice."""
         with contextlib.suppress(RuntimeError):
@@ -275,6 +281,19 @@ class SyncManager:
             total.digest_s,
             time.perf_counter() - started_s,
         )
+
+    def _versions(self) -> dict[str, int | None]:
+        found: dict[str, int | None] = {}
+        for card in addresses.discover():
+            session = self._replicas.get(card.replica) or ReplicaSession.connect(card)
+            try:
+                workers: list[WorkerCard] = session.ask_workers(Describe(), WorkerCard, timeout_s=CONTROL_TIMEOUT_S)
+            finally:
+                if card.replica not in self._replicas:
+                    session.close()
+            held = {group.version for worker in workers for group in worker.groups if group.group == self.group}
+            found[card.replica] = held.pop() if len(held) == 1 else None
+        return found
 
     def _sender(self, transport: Transport) -> TransportSender:
         if transport.name not in self._senders:

@@ -226,7 +226,7 @@ class VllmModel:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         return {
-            name: quant_method.process_weights_after_loading
+            name: functools.partial(_finish, quant_method)
             for name, module in self.skeleton.named_modules()
             if isinstance(quant_method := getattr(module, "quant_method", None), QuantizeMethodBase)
         }
@@ -663,6 +663,14 @@ class TornReplicaMiddleware:
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------------
+
+
+def _finish(quant_method: Any, module: nn.Module) -> None:
+    """The engine's post-processing of one module, by a method as it was before any load.
+
+    The method of a mixture of experts remembers that it has packed once, and from then on packs no more.
+    """
+    copy.copy(quant_method).process_weights_after_loading(module)
 
 
 def _wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -131,6 +131,7 @@ class ModelInstaller:
                 self._agree(manifest, partial)
         assert self._plan is not None and self._layout is not None
         self.discard()
+        self._replays.clear()  # bound to segments of before, and to storages that a swap may have replaced
         self._install, why = self._choose(policy)
         if self._install == "copy":
             self._spare = {}
@@ -314,11 +315,13 @@ class ModelInstaller:
         """The replaced set becomes the next standby; what was packed goes."""
         self._touched = False
         if self._replaced is not None:
-            self._spare = self._replaced.storages if self._mechanism == "plan" else {}
-            had_asides = bool(self._replaced.asides)
-            self._replaced = None
-            if had_asides:
-                _trim()
+            replaced, self._replaced = self._replaced, None
+            if self._mechanism == "plan":
+                self._spare, replaced.storages = replaced.storages, {}
+            if replaced.asides or replaced.storages:
+                # Giving back a packed model's memory takes tens of milliseconds, in which the engine can decode.
+                threading.Thread(target=_free, args=([replaced],), name="weightwire-free", daemon=True).start()
+                del replaced
 
     def discard(self) -> None:
         """Drops what was prepared; its plain storages stay as the next standby."""
@@ -649,6 +652,12 @@ def _spread(replay: Replay, brake: Brake) -> None:
 
 def _unsigned_zeros(tensor: torch.Tensor) -> torch.Tensor:
     return tensor + 0 if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+
+
+def _free(owned: list[Second]) -> None:
+    """Drops the only reference to what `owned` holds."""
+    owned.clear()
+    _trim()
 
 
 def _trim() -> None:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from inference_plugin.transports.base import (
@@ -33,13 +34,13 @@ from inference_plugin.transports.base import (
     Transport,
     WriteStats,
     pieces_of,
+    place_piece,
 )
 from inference_plugin.wire.addresses import boot_id
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import SyncTimeout, TransportUnavailable
 from inference_plugin.wire.manifest import Box, Manifest, Piece
-from inference_plugin.wire.tensors import box_view, bytes_view
 
 __all__ = ["TRANSPORT", "SharedSegment"]
 
@@ -68,7 +69,8 @@ class SharedSegment:
         self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch can't mark a tensor read-only and says so
-            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+            # By way of numpy: its array keeps the mapping as long as a view lives, `torch.frombuffer` does not.
+            self.tensor = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
 
     @staticmethod
     def create(nbytes: int) -> SharedSegment:
@@ -215,9 +217,9 @@ class ShmSender(Sender):
         for item in slices:
             for box, part in pieces_of(manifest, item):
                 started_s = time.perf_counter()
-                digest = digest_bytes(bytes_view(part).numpy())
+                digest = digest_bytes(part.numpy())
                 digested_s = time.perf_counter()
-                box_view(segment, manifest, box).copy_(part)
+                place_piece(segment, manifest, box, part)
                 pieces.append(Piece(box, digest))
                 stats.nbytes += part.nbytes
                 stats.digest_s += digested_s - started_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -24,13 +25,14 @@ from inference_plugin.transports.base import (
     Transport,
     WriteStats,
     pieces_of,
+    place_piece,
 )
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
 from inference_plugin.wire.manifest import Box, Manifest, Piece, intersect
 from inference_plugin.wire.messages import Bucket, Done
-from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
+from inference_plugin.wire.tensors import box_view, torch_dtype
 
 __all__ = ["BUCKET_BYTES", "TRANSPORT"]
 
@@ -41,18 +43,19 @@ assert BUCKET_BYTES >= PIECE_BYTES
 
 
 class ZmqStaging(Staging):
-    """Private memory laid out by the manifest; only pages of what the worker needs are ever touched."""
+    """Private memory laid out by the manifest; only pages of what the worker needs are ever touched.
 
-    def __init__(self, manifest: Manifest, needs: Sequence[Box]) -> None:
+    `release` takes the memory back when it is closed.
+    """
+
+    def __init__(
+        self, manifest: Manifest, needs: Sequence[Box], memory: torch.Tensor, release: Callable[[torch.Tensor], None]
+    ) -> None:
         self._manifest = manifest
         self._needs = {box.tensor: box for box in needs}
-        try:
-            self._map = mmap.mmap(
-                -1, max(manifest.layout.nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-        except OSError as error:
-            raise TransportUnavailable(f"zmq: no memory to stage {manifest.layout.nbytes} bytes: {error}") from error
-        self.segment = torch.frombuffer(self._map, dtype=torch.uint8)[: manifest.layout.nbytes]
+        self._memory: torch.Tensor | None = memory
+        self._release = release
+        self.segment = memory[: manifest.layout.nbytes]
         self.segment_id = secrets.token_hex(8)
         self.extra_bytes = sum(manifest.box_nbytes(box) for box in needs)
         self._received: dict[Box, int] = {}
@@ -65,19 +68,27 @@ class ZmqStaging(Staging):
         if starts[-1] != len(payload):
             named = ", ".join(manifest.describe(piece.box) for piece in pieces[:8])
             raise ProtocolError(f"a bucket of {len(payload)} bytes whose pieces take {starts[-1]}: {named}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch can't mark a tensor read-only and says so
+            data = torch.frombuffer(payload, dtype=torch.uint8)
         for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
             if digest_bytes(payload[start:end]) != piece.digest:
                 raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
-        for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
-            wanted = self._needs.get(piece.box.tensor)
-            if wanted is None or (part := intersect(piece.box, wanted)) is None:
-                continue
-            dtype = torch_dtype(manifest.tensors[piece.box.tensor].dtype)
-            source = torch.frombuffer(payload[start:end], dtype=torch.uint8).view(dtype).view(piece.box.sizes)
-            for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-                source = source.narrow(dim, offset - piece.box.offsets[dim], size)
-            box_view(self.segment, manifest, part).copy_(source)
+            self._place(piece.box, data[start:end])
             self._received[piece.box] = piece.digest
+
+    def _place(self, box: Box, data: torch.Tensor) -> None:
+        """Copies what the worker needs of a piece to its place."""
+        wanted = self._needs.get(box.tensor)
+        if wanted is None or (part := intersect(box, wanted)) is None:
+            return
+        if part == box:
+            place_piece(self.segment, self._manifest, box, data)
+            return
+        source = data.view(torch_dtype(self._manifest.tensors[box.tensor].dtype)).view(box.sizes)
+        for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+            source = source.narrow(dim, offset - box.offsets[dim], size)
+        box_view(self.segment, self._manifest, part).copy_(source)
 
     def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None]) -> int:
         """Every needed piece arrived and was compared on arrival; the bytes are this process's own since then."""
@@ -94,17 +105,39 @@ class ZmqStaging(Staging):
     def close(self) -> None:
         self.segment = torch.empty(0, dtype=torch.uint8)
         self._received.clear()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            self._release(memory)
 
 
 class ZmqReceiver(Receiver):
+    """Keeps the memory of the last transaction for the next one: fresh pages cost more than the copy into them."""
+
+    def __init__(self) -> None:
+        self._spare: torch.Tensor | None = None
+        self._closed = False
+
     def check_probe(self, probe: bytes) -> None:
         """The probe arrived: that is all there is to test."""
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
-        return ZmqStaging(manifest, needs)
+        nbytes = max(manifest.layout.nbytes, mmap.PAGESIZE)
+        memory, self._spare = self._spare, None
+        if memory is None or memory.numel() != nbytes:
+            try:
+                anonymous = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise TransportUnavailable(f"zmq: no memory to stage {nbytes} bytes: {error}") from error
+            memory = torch.frombuffer(anonymous, dtype=torch.uint8)
+        return ZmqStaging(manifest, needs, memory, self._take_back)
 
     def close(self) -> None:
-        """Nothing is kept between transactions."""
+        self._closed = True
+        self._spare = None
+
+    def _take_back(self, memory: torch.Tensor) -> None:
+        if not self._closed:
+            self._spare = memory
 
 
 class ZmqSender(Sender):
@@ -141,12 +174,11 @@ class ZmqSender(Sender):
         for item in slices:
             for box, part in pieces_of(manifest, item):
                 started_s = time.perf_counter()
-                data = bytes_view(part)
-                piece = Piece(box, digest_bytes(data.numpy()))
+                piece = Piece(box, digest_bytes(part.numpy()))
                 digested_s = time.perf_counter()
                 pieces.append(piece)
                 for lane in lanes:
-                    lane.add(piece, data)
+                    lane.add(piece, part)
                 stats.nbytes += part.nbytes
                 stats.digest_s += digested_s - started_s
                 stats.move_s += time.perf_counter() - digested_s

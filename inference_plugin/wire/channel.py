@@ -130,8 +130,14 @@ class Channel:
         return any(source is self._socket for source, _ in ready)
 
     def _take(self) -> Body | None:
-        """The reply that is there; None for one of an earlier request."""
-        frames = self._socket.recv_multipart(copy=True)
+        """The reply that is there; None for one of an earlier request.
+
+        A REQ socket polls as readable for a reply that it then drops: only a receive that doesn't wait is safe.
+        """
+        try:
+            frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=True)
+        except zmq.Again:
+            return None
         envelope = codec.decode(frames[0])
         return envelope.body if envelope.seq == self._seq else None
 

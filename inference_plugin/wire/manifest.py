@@ -146,6 +146,23 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def box_nbytes(self, box: Box) -> int:
         return box_volume(box) * DTYPE_BYTES[self.tensors[box.tensor].dtype]
 
+    def byte_range(self, box: Box) -> tuple[int, int] | None:
+        """Where the box's bytes begin and end in the segment, if they lie there one after the other; else None."""
+        shape = self.tensors[box.tensor].shape
+        item_bytes = DTYPE_BYTES[self.tensors[box.tensor].dtype]
+        start = 0
+        whole_from_here = True
+        row_bytes = item_bytes
+        for dim in range(len(shape) - 1, -1, -1):
+            size = box.sizes[dim]
+            if not whole_from_here and size != 1:
+                return None
+            start += box.offsets[dim] * row_bytes
+            row_bytes *= shape[dim]
+            whole_from_here = whole_from_here and size == shape[dim]
+        start += self.layout.offsets[box.tensor]
+        return start, start + box_volume(box) * item_bytes
+
     def check_box(self, box: Box) -> Box:
         """Returns `box`; raises `ManifestMismatch` if it isn't a box of one of the tensors."""
         if box.tensor >= len(self.tensors):

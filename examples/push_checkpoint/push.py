@@ -1,0 +1,107 @@
+"""Pushes a safetensors checkpoint into every running engine of the job, with a progress bar.
+
+    python examples/push_checkpoint/push.py CHECKPOINT_DIR [--version N] [--dtype bfloat16]
+
+The engines only need the weightwire plug-in installed; nothing is restarted. Files are read tensor by tensor while they
+are written, so that no second copy of the checkpoint is in memory here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from safetensors import safe_open
+
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.manifest import Manifest
+from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager, WeightSource
+
+console = Console()
+
+
+class Checkpoint(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint directory, read when they are asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise SystemExit(f"{directory} has no *.safetensors file")
+        handles: list[Any] = [safe_open(file, framework="pt") for file in files]
+        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118: no dict
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+class WithProgress(WeightSource):
+    """A source that advances a progress bar by the bytes that were taken from it."""
+
+    def __init__(self, source: WeightSource, advance: Any) -> None:
+        self._source = source
+        self._advance = advance
+
+    def manifest(self) -> Manifest:
+        return self._source.manifest()
+
+    def slices(self) -> Iterator[LocalSlice]:
+        manifest = self.manifest()
+        for item in self._source.slices():
+            yield item
+            self._advance(manifest.box_nbytes(item.box))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--version", type=int, help="default: one more than the engines serve")
+    parser.add_argument("--group", default="policy")
+    parser.add_argument("--dtype", help="send every tensor as this torch dtype, e.g. bfloat16; default: as it is stored")
+    parser.add_argument("--in-flight", default="keep", choices=("keep", "recompute", "abort", "drain"))
+    parser.add_argument("--verify", action="store_true", help="compare the live parameters with the checkpoint afterwards")
+    arguments = parser.parse_args()
+    rules = {"*": getattr(torch, arguments.dtype)} if arguments.dtype else None
+    source = ModuleAdapter(Checkpoint(arguments.checkpoint), dtype_rules=rules)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    try:
+        with SyncManager(arguments.group, in_flight=arguments.in_flight) as manager, Progress(*columns, console=console) as bar:
+            version = arguments.version if arguments.version is not None else next_version(manager, arguments.group)
+            task = bar.add_task(f"version {version}", total=source.manifest().nbytes)
+            watched = WithProgress(source, lambda nbytes: bar.advance(task, nbytes))
+            report = manager.update(watched, version)
+            bar.stop()
+            for replica in report.replicas:
+                console.print(
+                    f"{replica.replica}: {replica.status}, version {replica.version}, "
+                    f"generation stopped {replica.stopped_s * 1000:.1f} ms"
+                )
+            if arguments.verify and not (verified := manager.verify(source)).ok:
+                console.print(f"NOT EQUAL: {json.dumps([str(r) for r in verified.replicas], indent=2)}")
+                return 1
+            return 1 if report.failed else 0
+    except WeightwireError as error:
+        console.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        return 2
+
+
+def next_version(manager: SyncManager, group: str) -> int:
+    """One more than the highest version that any replica of the job serves."""
+    return 1 + max((version for version in manager.versions().values() if version is not None), default=-1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""Real vLLM engines, updated while they live: their greedy tokens are those of a fresh engine with the new weights.
+
+The reference is `transformers` in float32 on the checkpoint that the update was made of; the engine's own start is held
+against it as well, so "equal to transformers" and "equal to a fresh engine" are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from inference_plugin.wire.errors import ManifestMismatch, VersionConflict
+from tests.engines.conftest import Checkpoint
+from tests.support.engines import Driver, Server
+from tests.support.greedy import greedy_batch
+from trainer_adapters import ModuleAdapter, SyncManager
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SHORT = [1, 5, 9]
+"""Fewer than five tokens: an engine whose first forward is that short once died of it."""
+LONG = [(7 * i) % 500 + 1 for i in range(160)]
+"""Longer than a block of the prefix cache."""
+PROMPTS = [SHORT, [11, 23, 42, 99, 100, 7, 8, 250, 251, 300], LONG]
+COUNT = 10
+
+
+@functools.cache
+def reference(model: Path) -> list[list[int]]:
+    """What `transformers` says to `PROMPTS`."""
+    return greedy_batch(model, PROMPTS, COUNT)
+
+
+def weights(model: Path) -> dict[str, torch.Tensor]:
+    return dict(load_file(model / "model.safetensors"))
+
+
+def source(model: Path) -> ModuleAdapter:
+    return ModuleAdapter(weights(model))
+
+
+def check_life(
+    tokens: Callable[[Sequence[Sequence[int]], int], list[list[int]]], model_a: Path, model_b: Path, replicas: int = 1
+) -> None:
+    """From the start to B and back, by both policies and both transports, at every stop verified and compared."""
+    assert tokens([SHORT], COUNT) == reference(model_a)[:1]
+    assert tokens(PROMPTS, COUNT) == reference(model_a)
+    assert reference(model_a) != reference(model_b)
+    version = 0
+    for install, transport in (("copy", "shm"), ("standby", "zmq"), ("standby", "shm"), ("copy", "zmq")):
+        with SyncManager(install=install, transport=transport, timeout_s=180) as manager:  # type: ignore[arg-type]
+            for model in (model_b, model_a):
+                version += 1
+                report = manager.update(source(model), version)
+                assert [(r.status, r.version, r.install, r.transport) for r in report.replicas] == [
+                    ("committed", version, install, transport)
+                ] * replicas
+                assert tokens(PROMPTS, COUNT) == reference(model), (install, transport, model)
+                assert manager.verify(source(model)).ok
+            wrong = manager.verify(source(model_b))
+            assert not wrong.ok and all(r.differ for r in wrong.replicas)
+
+
+# --- one process, many engines ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def house(runtime: Path) -> Iterator[Driver]:
+    with Driver(runtime, in_process=True) as driver:
+        yield driver
+    assert driver.leftovers() == [] and driver.family() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "plain"),
+    [
+        ("llama", False, False),
+        ("llama", True, True),
+        ("qwen3", True, False),
+        ("qwen3", False, True),
+        ("qwen3_moe", False, True),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_an_updated_engine_is_a_fresh_engine_for_every_architecture_tie_and_layout(
+    house: Driver, checkpoint: Checkpoint, kind: str, tied: bool, plain: bool
+) -> None:
+    model_a, model_b = (checkpoint(kind, tied=tied, seed=seed) for seed in (1, 2))
+    try:
+        (about,) = house.open(model_a, plain=plain)
+        assert about["plain"] is plain
+        check_life(house.tokens, model_a, model_b)
+    finally:
+        house.call("close")
+    try:
+        house.open(model_b, plain=plain)
+        assert house.tokens(PROMPTS, COUNT) == reference(model_b), "a fresh engine with B"
+    finally:
+        house.call("close")
+    assert house.leftovers() == []
+
+
+# --- engines with processes of their own ----------------------------------------------------------------------------------
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "tp1": {"kind": "qwen3", "tied": True, "plain": False, "kwargs": {}},
+    "tp2": {"kind": "llama", "tied": False, "plain": False, "kwargs": {"tensor_parallel_size": 2}},
+    "tp2-plain": {"kind": "qwen3", "tied": True, "plain": True, "kwargs": {"tensor_parallel_size": 2}},
+    "pp2": {"kind": "llama", "tied": False, "plain": False, "kwargs": {"pipeline_parallel_size": 2}},
+}
+
+
+class Live:
+    """An engine of `ENGINES`, its two models, and the version that it serves."""
+
+    def __init__(self, driver: Driver, ranks: int, model_a: Path, model_b: Path) -> None:
+        self.driver = driver
+        self.ranks = ranks
+        self.models = {"A": model_a, "B": model_b}
+        self.version = 0
+        self.serves = "A"
+
+    def update(self, which: str, **options: Any) -> Any:
+        self.version += 1
+        with SyncManager(timeout_s=180, **options) as manager:
+            report = manager.update(source(self.models[which]), self.version)
+        self.serves = which
+        return report
+
+    def source(self, which: str) -> ModuleAdapter:
+        return source(self.models[which])
+
+    def assert_serves(self, which: str) -> None:
+        done = self.driver.generate(PROMPTS, COUNT)
+        assert [r["tokens"] for r in done] == reference(self.models[which]), f"{which}, version {self.version}: {done}"
+
+
+@pytest.fixture(scope="module")
+def live(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Live]:
+    case = ENGINES[request.param]
+    model_a, model_b = (checkpoint(case["kind"], tied=case["tied"], seed=seed) for seed in (1, 2))
+    with Driver(runtime) as driver:
+        about = driver.open(model_a, plain=case["plain"], max_model_len=1024, **case["kwargs"])
+        assert [a["plain"] for a in about] == [case["plain"]] * len(about)
+        yield Live(driver, len(about), model_a, model_b)
+    assert driver.leftovers() == [] and driver.family() == []
+
+
+@pytest.mark.parametrize("live", list(ENGINES), indirect=True)
+def test_updates_through_every_policy_and_transport_and_back_again(live: Live) -> None:
+    (card,) = live.driver.cards
+    assert [w.rank for w in card.workers] == list(range(live.ranks))
+    check_life(live.driver.tokens, live.models["A"], live.models["B"])
+    live.version, live.serves = 8, "A"
+
+
+@pytest.mark.parametrize("live", ["tp1", "tp2"], indirect=True)
+def test_the_same_version_again_changes_nothing(live: Live) -> None:
+    live.update("B")
+    with SyncManager() as manager:
+        report = manager.update(live.source("A"), live.version)
+    assert [(r.status, r.version) for r in report.replicas] == [("already", live.version)]
+    live.assert_serves("B")
+
+
+@pytest.mark.parametrize("live", ["tp1", "tp2"], indirect=True)
+def test_an_older_version_is_refused_and_changes_nothing(live: Live) -> None:
+    live.update("B")
+    with SyncManager() as manager, pytest.raises(VersionConflict, match=str(live.version)) as caught:
+        manager.update(live.source("A"), live.version - 1)
+    assert caught.value.group == "policy" and caught.value.hint
+    live.assert_serves("B")
+
+
+@pytest.mark.parametrize("install", ["copy", "standby"])
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort", "drain"])
+@pytest.mark.parametrize("live", ["tp1"], indirect=True)
+def test_a_cached_prefix_of_the_old_weights_is_not_used_after_an_idle_update(
+    live: Live, in_flight: str, install: str
+) -> None:
+    live.update("A", install=install, in_flight=in_flight)
+    for which in ("B", "A"):
+        live.driver.tokens([LONG, LONG], COUNT)
+        live.update(which, install=install, in_flight=in_flight)
+        live.assert_serves(which)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort", "drain"])
+@pytest.mark.parametrize("live", ["tp1", "pp2"], indirect=True)
+def test_requests_in_flight_follow_the_policy_and_their_blocks_serve_no_new_request(live: Live, in_flight: str) -> None:
+    driver = live.driver
+    live.update("A", in_flight="keep")
+    old = str(live.version)
+    running = driver.submit([LONG, PROMPTS[1]], max_tokens=700)
+    driver.wait_for_tokens(running, 3)
+    late = []
+    live.update("B", in_flight=in_flight)
+    late = driver.submit(PROMPTS, COUNT)  # while the others still hold the blocks of this very prefix, if they do
+    new = str(live.version)
+    assert [r["tokens"] for r in driver.wait(late)] == reference(live.models["B"])
+    assert [set(r["versions"]) for r in driver.look(late)] == [{new}] * len(late)
+    ended = driver.wait(running)
+    if in_flight == "abort":
+        assert [r["finish_reason"] for r in ended] == ["abort"] * 2
+        assert all(0 < len(r["tokens"]) < 700 and set(r["versions"]) == {old} for r in ended)
+    else:
+        assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", 700)] * 2
+        expected = {old} if in_flight == "drain" else {old, new}
+        assert [set(r["versions"]) for r in ended] == [expected] * 2
+    for request, whole in zip(ended, greedy_batch(live.models["A"], [LONG, PROMPTS[1]], 40), strict=True):
+        before = request["versions"].count(old)
+        assert request["tokens"][: min(before, 40)] == whole[:before], "what the old weights had to say"
+    live.assert_serves("B")
+
+
+@pytest.mark.parametrize("live", ["tp1", "tp2", "tp2-plain", "pp2"], indirect=True)
+def test_verify_tells_when_one_element_of_one_rank_was_altered_behind_our_back(live: Live) -> None:
+    live.update("B")
+    with SyncManager() as manager:
+        assert manager.verify(live.source("B")).ok
+        for rank in range(live.ranks):
+            altered = [answer["altered"] for answer in live.driver.rpc("ext_alter", rank, "layernorm.weight") if answer]
+            assert len(altered) == 1
+            report = manager.verify(live.source("B"))
+            assert not report.ok
+            (replica,) = report.replicas
+            assert [words for words in replica.differ if altered[0] in words and words.startswith(f"rank {rank}:")]
+            live.update("B")
+            assert manager.verify(live.source("B")).ok
+    live.assert_serves("B")
+
+
+def _without(tensors: dict[str, torch.Tensor]) -> Any:
+    del tensors["model.layers.1.mlp.down_proj.weight"], tensors["model.layers.0.self_attn.k_proj.weight"]
+    return tensors
+
+
+def _extra(tensors: dict[str, torch.Tensor]) -> Any:
+    return tensors | {f"model.layers.{i}.nonsense": torch.zeros(3) for i in range(20)}
+
+
+def _shape(tensors: dict[str, torch.Tensor]) -> Any:
+    name = "model.layers.1.mlp.down_proj.weight"
+    return tensors | {name: tensors[name][:, :-1].contiguous()}
+
+
+def _dtype(tensors: dict[str, torch.Tensor]) -> Any:
+    name = "model.layers.1.mlp.down_proj.weight"
+    return tensors | {name: tensors[name].to(torch.bfloat16)}
+
+
+def _twice(tensors: dict[str, torch.Tensor]) -> Any:
+    name = "model.layers.1.mlp.down_proj.weight"
+    return [*tensors.items(), (name, tensors[name].clone())]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (_without, "down_proj"),
+        (_without, "qkv_proj"),
+        (_extra, "nonsense.*20 in all|20 in all.*nonsense"),
+        (_shape, "down_proj"),
+        (_dtype, "down_proj"),
+        (_twice, "down_proj"),
+    ],
+    ids=["missing", "missing-part-of-a-fused-one", "unknown", "shape", "dtype", "duplicate"],
+)
+@pytest.mark.parametrize("live", ["tp1", "tp2"], indirect=True)
+def test_a_manifest_that_does_not_fit_is_refused_with_names_before_anything_changes(
+    live: Live, change: Callable[[dict[str, torch.Tensor]], Any], expected: str
+) -> None:
+    live.update("A")
+    with SyncManager() as manager:
+        with pytest.raises(ManifestMismatch, match=expected) as caught:
+            manager.update(ModuleAdapter(change(weights(live.models["B"]))), live.version + 1)
+        assert "in all" in str(caught.value) or "twice" in str(caught.value)
+        live.assert_serves("A")
+        live.version += 1
+        manager.update(live.source("B"), live.version)
+    live.assert_serves("B")
+
+
+# --- the server, data parallel ---------------------------------------------------------------------------------------------
+
+
+def test_every_data_parallel_rank_of_a_server_is_a_replica_and_takes_the_update(
+    runtime: Path, checkpoint: Checkpoint
+) -> None:
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    with Server(runtime, model_a, arguments=["--data-parallel-size", "2"]) as server:
+        assert sorted(card.dp_rank for card in server.cards) == [0, 1]
+
+        def tokens(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+            by_rank = [[server.tokens(prompt, count, dp_rank=rank) for prompt in prompts] for rank in (0, 1)]
+            assert by_rank[0] == by_rank[1]
+            return by_rank[0]
+
+        check_life(tokens, model_a, model_b, replicas=2)
+    assert server.leftovers() == [] and server.family() == []

@@ -1,0 +1,154 @@
+"""Runs in a process of its own: holds one vLLM `LLM` and does what the test asks, step by step.
+
+Usage: engine_driver.py FD. FD is a stream socket of JSON lines, `{"id", "do", ...}`; each is answered by one line with
+the same id and either `result` or `error`. Between two commands the engine steps while it has work, so that a test can
+ask, update and look while requests are running.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+
+class Driver:
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.llm: Any = None
+        self.dead = ""
+        self.requests: dict[str, dict[str, Any]] = {}
+        self.waiting: list[tuple[int, list[str]]] = []
+        self.commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self) -> None:
+        for line in self.stream:
+            self.commands.put(json.loads(line))
+        self.commands.put(None)
+
+    def answer(self, number: int, **fields: Any) -> None:
+        self.stream.write(json.dumps({"id": number, **fields}) + "\n")
+        self.stream.flush()
+
+    def run(self) -> None:
+        while True:
+            busy = self.busy()
+            try:
+                command = self.commands.get(block=not busy)
+            except queue.Empty:
+                self.step()
+                continue
+            if command is None or command["do"] == "stop":
+                self.close()
+                if command is not None:
+                    self.answer(command["id"], result=None)
+                return
+            number, do = command.pop("id"), command.pop("do")
+            try:
+                result = getattr(self, "do_" + do)(**command, **({"number": number} if do == "wait" else {}))
+                if do != "wait":
+                    self.answer(number, result=result)
+            except Exception as error:  # whatever it is, the test gets it
+                traceback.print_exc()
+                self.answer(number, error=f"{type(error).__name__}: {error}")
+
+    def busy(self) -> bool:
+        return self.llm is not None and not self.dead and any(not r["finished"] for r in self.requests.values())
+
+    def step(self) -> None:
+        try:
+            outputs = self.llm.llm_engine.step()
+        except Exception as error:  # a dead engine is what some tests are about
+            traceback.print_exc()
+            self.dead = f"{type(error).__name__}: {error}"
+            outputs = []
+            for request in self.requests.values():
+                if not request["finished"]:
+                    request.update(finished=True, finish_reason="dead", reason=self.dead)
+        for output in outputs:
+            if output.request_id not in self.requests:
+                continue
+            one = output.outputs[0]
+            self.requests[output.request_id].update(
+                tokens=list(one.token_ids),
+                versions=_per_token(one.weight_versions, len(one.token_ids)),
+                finished=output.finished,
+                finish_reason=one.finish_reason,
+                reason=one.stop_reason,
+            )
+        self.tell_waiting()
+
+    def tell_waiting(self) -> None:
+        for number, ids in list(self.waiting):
+            if all(self.requests[i]["finished"] for i in ids):
+                self.waiting.remove((number, ids))
+                self.answer(number, result=[self.requests[i] for i in ids])
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def do_open(self, kwargs: dict[str, Any], env: dict[str, str]) -> list[str]:
+        os.environ.update(env)
+        from vllm import LLM
+
+        self.llm = LLM(**kwargs)
+        if kwargs.get("pipeline_parallel_size", 1) > 1:
+            self.llm.collective_rpc("ext_fix_pipeline")
+        return list(self.llm.collective_rpc("ext_about"))
+
+    def do_close(self) -> None:
+        self.close()
+
+    def do_submit(self, requests: list[dict[str, Any]]) -> None:
+        from vllm import SamplingParams
+
+        for request in requests:
+            params = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True)
+            name = request["name"]
+            self.requests[name] = {
+                "name": name,
+                "tokens": [],
+                "versions": [],
+                "finished": False,
+                "finish_reason": None,
+                "reason": None,
+            }
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+
+    def do_wait(self, names: list[str], number: int) -> None:
+        self.waiting.append((number, names))
+        self.tell_waiting()
+
+    def do_look(self, names: list[str]) -> list[dict[str, Any]]:
+        return [self.requests[name] for name in names]
+
+    def do_rpc(self, method: str, args: list[Any]) -> list[Any]:
+        return [json.loads(text) for text in self.llm.collective_rpc(method, args=tuple(args))]
+
+    def close(self) -> None:
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        self.requests.clear()
+        gc.collect()
+
+
+def _per_token(spans: Any, count: int) -> list[str]:
+    """The version of each token; "" before the first update."""
+    versions = [""] * count
+    for span in spans or ():
+        for i in range(span.start, min(span.end if span.end is not None else count, count)):
+            versions[i] = str(span.version)
+    return versions
+
+
+if __name__ == "__main__":
+    Driver(socket.socket(fileno=int(sys.argv[1])).makefile("rw")).run()
+    sys.stdout.flush()
+    os._exit(0)

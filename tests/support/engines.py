@@ -1,0 +1,363 @@
+"""Real vLLM engines in processes of their own, for tests: started with a deadline, ended whatever happens.
+
+Every engine gets a job name of its own in one short runtime directory, and a log that is shown when something fails.
+While one is open, `WEIGHTWIRE_RUNTIME_DIR` and `WEIGHTWIRE_JOB` of the test process point to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from inference_plugin.wire.addresses import discover
+from inference_plugin.wire.messages import ReplicaCard
+
+__all__ = ["ROOT", "Driver", "Engine", "Server", "eventually", "segments_of", "session_directory"]
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 180.0
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONPATH": str(ROOT),
+    "PYTHONUNBUFFERED": "1",
+}
+ENGINE_ARGUMENTS: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "dtype": "float32",
+    "seed": 0,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+EXTENSION = "tests.support.vllm_extension.Extension"
+
+T = TypeVar("T")
+_numbers = itertools.count()
+
+
+def eventually(look: Callable[[], T], *, timeout_s: float = 60.0, what: str = "") -> T:
+    """The first true value of `look`. Fails the test, saying `what`, when there is none in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := look()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what or look}"
+        time.sleep(0.02)
+    return found
+
+
+@contextlib.contextmanager
+def session_directory() -> Iterator[Path]:
+    """A runtime directory with a path short enough for sockets; at the end nothing may be left in it but reports."""
+    path = Path(tempfile.mkdtemp(prefix="ww-", dir="/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class Engine:
+    """One engine and all processes it started. Use it as a context manager."""
+
+    def __init__(self, runtime: Path, **environment: str) -> None:
+        self.job = f"t{os.getpid()}-{next(_numbers)}"
+        self.runtime = runtime
+        self.log = runtime / f"{self.job}.log"
+        self.environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "WEIGHTWIRE_RUNTIME_DIR": str(runtime),
+            "WEIGHTWIRE_JOB": self.job,
+            **environment,
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+        self._family: dict[int, psutil.Process] = {}
+        self._before: dict[str, str | None] = {}
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Asks it to end; `__exit__` kills what is left."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        self.use()
+        try:
+            self.start()
+        except BaseException:
+            self._kill()
+            self._leave()
+            print(self.log_tail(), file=sys.stderr)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.family()
+        try:
+            if kind is None:
+                self.stop()
+        finally:
+            self._kill()
+            self._leave()
+
+    def use(self) -> None:
+        """From now on managers of this process find this engine."""
+        for name in ("WEIGHTWIRE_RUNTIME_DIR", "WEIGHTWIRE_JOB"):
+            self._before.setdefault(name, os.environ.get(name))
+            os.environ[name] = self.environment[name]
+
+    def family(self) -> list[psutil.Process]:
+        """Every living process that this engine started, as far as it was ever seen."""
+        if self.process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(self.process.pid)
+                for process in (root, *root.children(recursive=True)):
+                    self._family.setdefault(process.pid, process)
+        return [process for process in self._family.values() if _alive(process)]
+
+    @property
+    def cards(self) -> list[ReplicaCard]:
+        return discover(self.job)
+
+    def leftovers(self) -> list[str]:
+        """Sockets and cards of this engine's job that are still there."""
+        directory = self.runtime / self.job
+        return sorted(p.name for p in directory.glob("*") if p.suffix != ".report") if directory.exists() else []
+
+    def log_tail(self, lines: int = 60) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join([f"--- the end of {self.log.name}", *text.splitlines()[-lines:]])
+
+    def _spawn(self, command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                **kwargs,
+            )
+
+    def _kill(self) -> None:
+        family = self.family()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait(30)
+        psutil.wait_procs(family, timeout=30)
+
+    def _leave(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before.clear()
+
+
+class Driver(Engine):
+    """An `LLM` held by `engine_driver.py`. `in_process`: everything in that one process, one engine after another."""
+
+    def __init__(self, runtime: Path, *, in_process: bool = False, **environment: str) -> None:
+        super().__init__(runtime, VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", **environment)
+        self._ours, self._theirs = socket.socketpair()
+        self._ids = itertools.count()
+        self._names = itertools.count()
+        self._buffer = b""
+        self._replies: dict[int, dict[str, Any]] = {}
+
+    def start(self) -> None:
+        fd = self._theirs.fileno()
+        self.process = self._spawn([sys.executable, "-m", "tests.support.engine_driver", str(fd)], pass_fds=(fd,))
+        self._theirs.close()
+
+    def stop(self) -> None:
+        self.call("stop", timeout_s=60)
+        assert self.process is not None
+        self.process.wait(60)
+
+    def open(self, model: Path, *, plain: bool = False, **kwargs: Any) -> list[dict[str, Any]]:
+        """Starts an engine on `model`; what each worker's extension says of itself."""
+        arguments = {"model": str(model), "worker_extension_cls": EXTENSION, **ENGINE_ARGUMENTS, **kwargs}
+        layout = {"WEIGHTWIRE_TEST_LAYOUT": "plain" if plain else "packed"}
+        about = self.call("open", timeout_s=START_TIMEOUT_S, kwargs=arguments, env=layout)
+        self.family()
+        return [json.loads(text) for text in about]
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[dict[str, Any]]:
+        """All prompts at once, to the end."""
+        return self.wait(self.submit(prompts, max_tokens))
+
+    def tokens(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[list[int]]:
+        """As `generate`; every request must have ended well."""
+        done = self.generate(prompts, max_tokens)
+        assert [r["finish_reason"] for r in done] == ["length"] * len(prompts), done
+        return [r["tokens"] for r in done]
+
+    def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[str]:
+        """Starts requests and returns their names."""
+        names = [f"r{next(self._names)}" for _ in prompts]
+        requests = [
+            {"name": name, "prompt": list(prompt), "max_tokens": max_tokens}
+            for name, prompt in zip(names, prompts, strict=True)
+        ]
+        self.call("submit", requests=requests)
+        return names
+
+    def wait(self, names: list[str], timeout_s: float = ANSWER_TIMEOUT_S) -> list[dict[str, Any]]:
+        result: list[dict[str, Any]] = self.call("wait", names=names, timeout_s=timeout_s)
+        return result
+
+    def look(self, names: list[str]) -> list[dict[str, Any]]:
+        """How far requests are."""
+        result: list[dict[str, Any]] = self.call("look", names=names)
+        return result
+
+    def wait_for_tokens(self, names: list[str], count: int) -> None:
+        """Until every one of these requests has at least `count` tokens."""
+        eventually(
+            lambda: all(len(r["tokens"]) >= count for r in self.look(names)),
+            timeout_s=ANSWER_TIMEOUT_S,
+            what=f"{count} tokens of each of {names}",
+        )
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        result: list[Any] = self.call("rpc", method=method, args=list(args))
+        return result
+
+    def call(self, do: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **fields: Any) -> Any:
+        """One command. Raises RuntimeError with the driver's error, AssertionError with the log when it is late or dead."""
+        number = next(self._ids)
+        self._ours.sendall(json.dumps({"id": number, "do": do, **fields}).encode() + b"\n")
+        deadline_s = time.monotonic() + timeout_s
+        while number not in self._replies:
+            self._ours.settimeout(max(0.01, deadline_s - time.monotonic()))
+            try:
+                received = self._ours.recv(1 << 16)
+            except (TimeoutError, ConnectionError) as error:
+                raise AssertionError(f"{do!r}: {error!r} after {timeout_s:g} s\n{self.log_tail()}") from None
+            assert received, f"the driver ended in {do!r}\n{self.log_tail()}"
+            *lines, self._buffer = (self._buffer + received).split(b"\n")
+            for line in lines:
+                reply = json.loads(line)
+                self._replies[reply["id"]] = reply
+        reply = self._replies.pop(number)
+        if "error" in reply:
+            raise RuntimeError(f"{reply['error']}\n{self.log_tail()}")
+        return reply["result"]
+
+
+class Server(Engine):
+    """vLLM's OpenAI-compatible API server on a port of its own."""
+
+    def __init__(self, runtime: Path, model: Path, *, plain: bool = False, arguments: Sequence[str] = (), **environment: str):
+        super().__init__(runtime, WEIGHTWIRE_TEST_LAYOUT="plain" if plain else "packed", **environment)
+        self.model = model
+        self.arguments = list(arguments)
+        self.port = 0
+
+    def start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--worker-extension-cls", EXTENSION]
+        for name, value in ENGINE_ARGUMENTS.items():
+            flag = "--" + name.replace("_", "-")
+            command += [flag] if value is True else [flag, str(value)]
+        self.process = self._spawn([*command, *self.arguments])
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            assert self.process.poll() is None, "the server ended while it started"
+            assert time.monotonic() < deadline_s, f"the server was not healthy within {START_TIMEOUT_S:g} s"
+            with contextlib.suppress(OSError):
+                if self.request("GET", "/health")[0] == 200:
+                    break
+            time.sleep(0.3)
+        self.family()
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait(60)
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 16, dp_rank: int | None = None) -> tuple[int, dict[str, Any]]:
+        """HTTP status and answer of `/v1/completions`; `dp_rank` names the replica that is to answer."""
+        body = {
+            "model": str(self.model),
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        headers = {} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}
+        return self.request("POST", "/v1/completions", body, headers)
+
+    def tokens(self, prompt: Sequence[int], max_tokens: int = 16, dp_rank: int | None = None) -> list[int]:
+        status, answer = self.complete(prompt, max_tokens, dp_rank)
+        assert status == 200, answer
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", **(headers or {})},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
+                status, text = response.status, response.read()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read()
+        return status, json.loads(text) if text else {}
+
+
+def segments_of(process: psutil.Process) -> list[int]:
+    """Inodes of Weightwire's shared segments that a process has open or mapped."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if "memfd:weightwire" in os.readlink(fd):
+                    found.add(fd.stat().st_ino)
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            if "memfd:weightwire" in line:
+                found.add(int(line.split()[4]))
+    return sorted(found)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,371 @@
+"""An engine without an engine: the real front, worker server, groups and installer around a plain torch module.
+
+It is the test rig for faults of the protocol: worker processes whose "engine's own thread" is a loop over a pipe, and a
+front process whose "steps" are the turns of a loop, so that a test can hold a step boundary back, make an installation
+fail, look at the live parameters, and kill any process. Real engines are tested in `tests/engines`.
+
+    front process:   Front (control thread)  +  the loop: commands between two steps
+    worker process:  RankRuntime (REP thread, stager)  +  the loop: operations, in order
+
+A test talks to the loop through a Unix socket (`Rig` in `rig.py`), one JSON line each way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from inference_plugin.engines.front import Front, replica_card
+from inference_plugin.engines.rank import RankIdentity, RankReply, RankRuntime
+from inference_plugin.hooks import hookimpl, plugin_manager
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire import addresses
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
+from inference_plugin.wire.messages import InFlight
+from inference_plugin.wire.tensors import bytes_view, dtype_name
+from trainer_adapters.source import LocalSlice, WeightSource
+
+TIED = {"head.weight": "embed.weight"}
+VOCABULARY, WIDTH = 48, 16
+
+
+# --- the checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def checkpoint(seed: int, layers: int = 2) -> dict[str, torch.Tensor]:
+    """A version of the weights: 6 tensors per layer and 2 more, bf16 beside float32 norms. The head is tied."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, generator=random).to(dtype)
+
+    tensors = {"embed.weight": draw(VOCABULARY, WIDTH)}
+    for i in range(layers):
+        for name in ("q", "k", "v", "out"):
+            tensors[f"layers.{i}.{name}.weight"] = draw(WIDTH, WIDTH)
+        tensors[f"layers.{i}.out.bias"] = draw(WIDTH)
+        tensors[f"layers.{i}.norm.weight"] = draw(WIDTH, dtype=torch.float32)
+    tensors["norm.weight"] = draw(WIDTH, dtype=torch.float32)
+    return tensors
+
+
+def manifest_of(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str] | None = None) -> Manifest:
+    specs = tuple(TensorSpec(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items())
+    return Manifest(specs, dict(tied or {})).check()
+
+
+class ShardSource(WeightSource):
+    """Each of `world` ranks holds the rows that are its own of every tensor whose rows divide, and every
+    `world`-th of the others."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], rank: int = 0, world: int = 1) -> None:
+        self.tensors = tensors
+        self.rank = rank
+        self.world = world
+        self.tied = TIED if "embed.weight" in tensors else {}
+
+    def manifest(self) -> Manifest:
+        return manifest_of(self.tensors, self.tied)
+
+    def slices(self) -> Iterator[LocalSlice]:
+        for i, tensor in enumerate(self.tensors.values()):
+            if tensor.dim() and tensor.shape[0] and tensor.shape[0] % self.world == 0:
+                rows = tensor.shape[0] // self.world
+                offsets = (self.rank * rows, *(0,) * (tensor.dim() - 1))
+                part = tensor.narrow(0, self.rank * rows, rows)
+                yield LocalSlice(Box(i, offsets, tuple(part.shape)), part)
+            elif i % self.world == self.rank:
+                yield LocalSlice(Box(i, (0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class PlainModel(nn.Module):
+    """One tensor-parallel rank: rows of the embedding and of the fused qkv, columns of `out`, norms and biases whole."""
+
+    def __init__(self, layers: int, rank: int, tp: int) -> None:
+        super().__init__()
+        self.rank, self.tp = rank, tp
+        self.embed = nn.Embedding(VOCABULARY // tp, WIDTH, dtype=torch.bfloat16)
+        self.layers = nn.ModuleList(_Layer(tp) for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY // tp, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.embed.weight
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in tensors:
+            if name == "head.weight":
+                continue
+            stem, _, last = name.rpartition(".")
+            fused, _, part = stem.rpartition(".")
+            if part in ("q", "k", "v"):
+                rows = WIDTH // self.tp
+                target = parameters[f"{fused}.qkv.{last}"].narrow(0, "qkv".index(part) * rows, rows)
+                tensor = tensor.narrow(0, self.rank * rows, rows)
+            else:
+                target = parameters[name]
+                for dim in range(tensor.dim()):
+                    if target.shape[dim] != tensor.shape[dim]:
+                        tensor = tensor.narrow(dim, self.rank * target.shape[dim], target.shape[dim])
+            target.data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+class _Layer(nn.Module):
+    def __init__(self, tp: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH // tp, bias=False, dtype=torch.bfloat16)
+        self.out = nn.Linear(WIDTH // tp, WIDTH, bias=True, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+
+
+def live_digests(model: nn.Module) -> dict[str, int]:
+    """xxh3-64 of every parameter's bytes."""
+    return {
+        name: digest_bytes(bytes_view(parameter.detach().contiguous()).numpy())
+        for name, parameter in model.named_parameters()
+    }
+
+
+def digests_expected(tensors: Mapping[str, torch.Tensor], tp: int = 1, layers: int = 2) -> list[dict[str, int]]:
+    """What the live parameters of every rank hold once `tensors` are loaded the engine's own way."""
+    expected = []
+    for rank in range(tp):
+        model = PlainModel(layers, rank, tp)
+        model.load_weights(tensors.items())
+        expected.append(live_digests(model))
+    return expected
+
+
+class PlainEngineModel:
+    """What the installer knows of this engine (`EngineModel`)."""
+
+    device = torch.device("cpu")
+    fixed_addresses = False
+
+    def __init__(self, layers: int, rank: int, tp: int) -> None:
+        self.lock = threading.Lock()
+        self.live: nn.Module = PlainModel(layers, rank, tp)
+        self.live.load_weights(checkpoint(0, layers).items())  # type: ignore[operator]
+        with torch.device("meta"):
+            self.skeleton: nn.Module = PlainModel(layers, rank, tp)
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        assert isinstance(model, PlainModel)
+        return model.load_weights(tensors)
+
+    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
+        return {}
+
+    def unfinishable(self) -> str | None:
+        return None
+
+    def read_rebuilt(self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        return None
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+# --- a worker process -------------------------------------------------------------------------------------------------
+
+
+class Faults:
+    """A plug-in that makes a step of an installation fail on this rank, once."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    @hookimpl
+    def weightwire_installing(self, step: str) -> None:
+        if step in self.steps:
+            self.steps.remove(step)
+            raise RuntimeError(f"the test lets {step!r} fail")
+
+
+def run_worker(pipe: Connection, replica: str, rank: int, tp: int, layers: int, listen: str) -> None:
+    """The worker's own thread: one operation after the other until the pipe ends."""
+    torch.set_num_threads(1)
+    faults = Faults()
+    plugin_manager().register(faults)
+    model = PlainEngineModel(layers, rank, tp)
+    runtime = RankRuntime(
+        RankIdentity(replica, rank, tp_rank=rank, pp_rank=0, device="cpu"),
+        listen,
+        lambda _group: ModelInstaller(model),
+        model.free_bytes,
+    )
+    pipe.send_bytes(msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card())))
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = pipe.recv_bytes()
+            kind, content = request[:1], request[1:]
+            if kind == b"C":
+                pipe.send_bytes(runtime.call(content))
+            elif kind == b"P":
+                pipe.send_bytes(json.dumps(live_digests(model.live)).encode())
+            else:
+                faults.steps.append(content.decode())
+                pipe.send_bytes(b"")
+    runtime.close()
+
+
+# --- the front process ------------------------------------------------------------------------------------------------
+
+
+class PlainControl:
+    """`EngineControl` over the loop's queue. `held` keeps the loop from its next step boundary."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.open_boundary = threading.Event()
+        self.open_boundary.set()
+        self.log: list[str] = []
+        self.refusal: str | None = None
+        self._pipes = pipes
+        self._drained: list[Callable[[BaseException | None], None]] = []
+
+    def submit(self, command: Callable[[], None]) -> None:
+        self.commands.put(command)
+
+    def ask(self, kind: bytes, content: bytes = b"", rank: int | None = None) -> list[bytes]:
+        pipes = self._pipes if rank is None else [self._pipes[rank]]
+        for pipe in pipes:
+            pipe.send_bytes(kind + content)
+        return [pipe.recv_bytes() for pipe in pipes]
+
+    def call_ranks(self, request: bytes) -> list[bytes]:
+        return self.ask(b"C", request)
+
+    def pause(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+        self.log.append(f"pause:{in_flight}")
+        if in_flight == "drain":
+            self._drained.append(paused)  # until the test says that the requests in flight have ended
+        else:
+            paused(None)
+
+    def drained(self) -> None:
+        while self._drained:
+            self._drained.pop()(None)
+
+    def resume(self) -> None:
+        self.log.append("resume")
+
+    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+        self.log.append(f"installed:{group}:{version}")
+
+    def refuse(self, reason: str | None) -> None:
+        self.refusal = reason
+
+
+def run_front(directory: str, tp: int, layers: int, listen: str, control_path: str) -> None:
+    """A replica: forks its workers, publishes its card, and turns its loop until it is told to stop."""
+    torch.set_num_threads(1)
+    os.environ["WEIGHTWIRE_RUNTIME_DIR"] = directory
+    replica = addresses.new_replica_id("plain")
+    pipes = []
+    for rank in range(tp):
+        ours, theirs = Pipe()
+        if os.fork() == 0:
+            die_with_parent()
+            ours.close()
+            for other in pipes:
+                other.close()
+            address = addresses.ipc_address(replica, str(rank)) if listen == "ipc" else listen
+            run_worker(theirs, replica, rank, tp, layers, address)
+            os._exit(0)
+        theirs.close()
+        pipes.append(ours)
+    replies = [msgspec.msgpack.decode(pipe.recv_bytes(), type=RankReply) for pipe in pipes]
+    control = PlainControl(pipes)
+    front = Front(control, addresses.ipc_address(replica, "f"), {"side": "front", "replica": replica})
+    stop = threading.Event()
+    threading.Thread(target=_serve_tests, args=(control_path, control, stop), daemon=True).start()
+    workers = tuple(reply.card for reply in replies if reply.card is not None)
+    front.publish(
+        replica_card(
+            replica=replica,
+            engine="plain",
+            engine_version="0",
+            model="plain",
+            address=front.address,
+            workers=workers,
+            tp=tp,
+        )
+    )
+    while True:
+        command = control.commands.get()
+        control.open_boundary.wait()
+        if command is None:
+            break
+        command()
+    front.close()
+    for pipe in pipes:
+        pipe.close()
+
+
+def _serve_tests(path: str, control: PlainControl, stop: threading.Event) -> None:
+    """One JSON line each way. What looks at a rank runs in the loop, between two steps, like everything else."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    connection, _ = listener.accept()
+    stream = connection.makefile("rw")
+    for line in stream:
+        stream.write(json.dumps(_answer_test(json.loads(line), control)) + "\n")
+        stream.flush()
+
+
+def _answer_test(request: dict[str, Any], control: PlainControl) -> Any:
+    what = request["do"]
+    if what == "hold":
+        control.open_boundary.clear()
+    elif what == "go on":
+        control.open_boundary.set()
+    elif what == "stop":
+        control.open_boundary.set()
+        control.submit(None)  # type: ignore[arg-type]
+    elif what == "drained":
+        control.submit(control.drained)
+    elif what == "state":
+        return {"log": control.log, "refusal": control.refusal, "waiting": control.commands.qsize()}
+    else:
+        answers: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+        kind, content = (b"P", b"") if what == "peek" else (b"F", request["step"].encode())
+        control.submit(lambda: answers.put(control.ask(kind, content, request.get("rank"))))
+        found = answers.get(timeout=30)
+        return [json.loads(answer) for answer in found] if what == "peek" else None
+    return None
+
+
+def die_with_parent() -> None:
+    """This process is killed when the one that forked it ends: no test leaves one behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)
+
+
+def socket_path(directory: Path, name: str) -> str:
+    return str(directory / name)

@@ -1,0 +1,127 @@
+"""Starting, asking and killing the processes of `plain_engine`, from a test."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from inference_plugin.wire import addresses
+from inference_plugin.wire.messages import ReplicaCard
+
+ROOT = Path(__file__).parents[2]
+LONG_S = 60.0
+"""For what must happen, on a machine as slow as it likes; never a promise."""
+
+
+@functools.cache
+def _nursery() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.nursery"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def fork(call: str, environment: dict[str, str] | None = None, **arguments: Any) -> int:
+    """Runs `module:function(**arguments)` in a process of its own; returns its pid. It may be killed at will."""
+    nursery = _nursery()
+    assert nursery.stdin is not None and nursery.stdout is not None
+    request = {"call": call, "arguments": arguments, "environment": environment or {}}
+    nursery.stdin.write(json.dumps(request) + "\n")
+    nursery.stdin.flush()
+    pid: int = json.loads(nursery.stdout.readline())["pid"]
+    return pid
+
+
+def eventually(condition: Callable[[], Any], what: str) -> Any:
+    """Waits for a state to be seen, and returns what was seen."""
+    deadline_s = time.monotonic() + LONG_S
+    while not (seen := condition()):
+        assert time.monotonic() < deadline_s, f"never seen: {what}"
+        time.sleep(0.005)
+    return seen
+
+
+def gone(pid: int) -> bool:
+    return not addresses.process_is_alive(pid)
+
+
+def kill(pid: int) -> None:
+    """kill -9, and waits until the process is gone."""
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: gone(pid), f"the end of process {pid}")
+
+
+class Rig:
+    """One replica of `plain_engine`."""
+
+    def __init__(self, directory: Path, *, tp: int = 1, layers: int = 2, listen: str = "ipc") -> None:
+        known = {card.replica for card in addresses.discover()}
+        self.tp, self.layers = tp, layers
+        self._control = str(Path(directory) / f"rig-{time.monotonic_ns()}.control")
+        self.pid = fork(
+            "tests.support.plain_engine:run_front",
+            directory=str(directory),
+            tp=tp,
+            layers=layers,
+            listen=listen,
+            control_path=self._control,
+        )
+        self.card: ReplicaCard = eventually(
+            lambda: next((c for c in addresses.discover() if c.replica not in known and c.pid == self.pid), None),
+            "the replica's card",
+        )
+        self.replica = self.card.replica
+        connection = socket.socket(socket.AF_UNIX)
+        eventually(lambda: _connects(connection, self._control), "the control socket")
+        self._stream = connection.makefile("rw")
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        self._stream.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._stream.flush()
+        return json.loads(self._stream.readline())
+
+    def peek(self) -> list[dict[str, int]]:
+        """Digests of every live parameter, per rank, as of one step boundary."""
+        found: list[dict[str, int]] = self.ask("peek")
+        return found
+
+    def worker_pid(self, rank: int = 0) -> int:
+        return self.card.workers[rank].pid
+
+    def end(self) -> None:
+        if not gone(self.pid):
+            kill(self.pid)
+        for worker in self.card.workers:
+            eventually(lambda pid=worker.pid: gone(pid), "the end of a worker")  # type: ignore[misc]
+
+
+def _connects(connection: socket.socket, path: str) -> bool:
+    try:
+        connection.connect(path)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def runtime(monkeypatch: Any) -> Iterator[Path]:
+    """A runtime directory of its own, with a short path, for this test and everything that it starts."""
+    with tempfile.TemporaryDirectory(prefix="ww", dir="/tmp") as directory:
+        monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", directory)
+        monkeypatch.delenv("WEIGHTWIRE_JOB", raising=False)
+        yield Path(directory)

@@ -1,0 +1,97 @@
+"""A worker extension of vLLM, as another project would bring one: it must get along with Weightwire.
+
+Importing it (in every engine process that builds a model, before the model is built) does two things:
+
+- with `WEIGHTWIRE_TEST_LAYOUT=plain` linear layers keep their weights as they were loaded, as on a GPU, instead of
+  being packed by oneDNN;
+- every step notes what the live weights were before and after it, so that ranks can be compared step by step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.utils as layer_utils
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+__all__ = ["Extension"]
+
+packed_gemm = layer_utils.dispatch_cpu_unquantized_gemm
+
+
+def gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """In place of `dispatch_cpu_unquantized_gemm`, which is looked up at each call."""
+    if os.environ.get("WEIGHTWIRE_TEST_LAYOUT") == "plain":
+        layer.cpu_linear = torch.nn.functional.linear
+    else:
+        packed_gemm(layer, remove_weight)
+
+
+layer_utils.dispatch_cpu_unquantized_gemm = gemm
+
+if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
+    original = WorkerWrapperBase.execute_model
+
+    @functools.wraps(original)
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        steps = getattr(self.worker, "ext_steps", None)
+        if steps is None:
+            return original(self, scheduler_output)
+        before = weights_seen(self.worker)
+        result = original(self, scheduler_output)
+        steps.append((before, weights_seen(self.worker), scheduler_output.total_num_scheduled_tokens))
+        return result
+
+    execute_model.notes_steps = True  # type: ignore[attr-defined]
+    WorkerWrapperBase.execute_model = execute_model
+
+
+def weights_seen(worker: Any) -> list[float]:
+    """One number of each norm of the live model: those of different layers, so that a mix shows."""
+    model = worker.model_runner.get_model()
+    return [
+        float(p.detach().reshape(-1)[0])
+        for name, p in model.named_parameters()
+        if name.endswith("layernorm.weight") or name.endswith("model.norm.weight")
+    ]
+
+
+class Extension:
+    """Methods for `collective_rpc`. They return JSON text: it travels the same in every kind of engine."""
+
+    def ext_about(self) -> str:
+        linear = [m for m in self.model_runner.get_model().modules() if hasattr(m, "cpu_linear")]  # type: ignore[attr-defined]
+        plain = bool(linear) and all(m.cpu_linear is torch.nn.functional.linear for m in linear)
+        return json.dumps({"pid": os.getpid(), "plain": plain, "linear": len(linear)})
+
+    def ext_fix_pipeline(self) -> str:
+        """vLLM 0.32 on CPU with pipeline stages: what a warm-up would have made, and CPU skips."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+        return "{}"
+
+    def ext_alter(self, rank: int, part: str) -> str:
+        """Adds 1 to one element of the first parameter whose name ends in `part`, on one rank, behind everyone's back."""
+        if self.rank != rank:  # type: ignore[attr-defined]
+            return "{}"
+        for name, parameter in self.model_runner.get_model().named_parameters():  # type: ignore[attr-defined]
+            if name.endswith(part) and parameter.numel():
+                with torch.no_grad():
+                    parameter.view(-1)[-1] += 1
+                return json.dumps({"altered": name})
+        return "{}"
+
+    def ext_note_steps(self, on: bool) -> str:
+        """Starts noting steps anew, or stops."""
+        self.ext_steps: list[Any] | None = [] if on else None
+        return "{}"
+
+    def ext_get_steps(self) -> str:
+        return json.dumps(self.ext_steps)

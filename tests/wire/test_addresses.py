@@ -1,0 +1,144 @@
+"""The runtime directory: private, per job, and free of the dead."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from inference_plugin.wire import addresses
+from inference_plugin.wire.errors import AuthError, ProtocolError
+from inference_plugin.wire.messages import ReplicaCard
+from tests.support.rig import fork, kill
+
+
+def card(replica: str, pid: int = 0, **fields: object) -> ReplicaCard:
+    known = {
+        "engine": "plain",
+        "engine_version": "0",
+        "model": "m",
+        "job": addresses.job_name(),
+        "boot_id": addresses.boot_id(),
+        "address": "",
+        "workers": (),
+    }
+    return ReplicaCard(replica=replica, pid=pid or os.getpid(), **(known | fields))  # type: ignore[arg-type]
+
+
+def sleep_for_ever() -> None:
+    import signal
+
+    signal.pause()
+
+
+def test_a_card_is_found_as_it_was_written_and_rewritten(directory: Path) -> None:
+    addresses.write_card(card("b", detail="one"))
+    addresses.write_card(card("a"))
+    assert addresses.discover() == [card("a"), card("b", detail="one")]
+    addresses.write_card(card("b", detail="two", state="torn"))
+    assert addresses.discover() == [card("a"), card("b", detail="two", state="torn")]
+
+
+def test_a_dead_replicas_card_and_sockets_are_swept_and_the_livings_stay(directory: Path) -> None:
+    pid = fork("tests.wire.test_addresses:sleep_for_ever")
+    addresses.write_card(card("dead", pid))
+    addresses.write_card(card("alive"))
+    for endpoint in ("dead.f", "dead.0", "alive.0"):
+        (addresses.runtime_dir() / endpoint).touch()
+    assert [c.replica for c in addresses.discover()] == ["alive", "dead"]
+    kill(pid)
+    assert [c.replica for c in addresses.stale_replicas()] == ["dead"]
+    assert [c.replica for c in addresses.discover()] == ["alive"]
+    assert sorted(path.name for path in addresses.runtime_dir().iterdir()) == ["alive.0", "alive.card"]
+
+
+def test_a_card_from_before_a_reboot_is_stale_even_if_its_pid_is_taken(directory: Path) -> None:
+    addresses.write_card(card("old", boot_id="another boot"))
+    assert addresses.discover() == []
+    assert list(addresses.runtime_dir().iterdir()) == []
+
+
+def test_removing_a_replica_leaves_those_whose_names_begin_like_it(directory: Path) -> None:
+    addresses.write_card(card("r-1"))
+    addresses.write_card(card("r-10"))
+    addresses.remove_replica("r-1")
+    addresses.remove_replica("r-1")
+    assert [c.replica for c in addresses.discover()] == ["r-10"]
+
+
+def test_another_jobs_replicas_are_never_seen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses.write_card(card("mine"))
+    monkeypatch.setenv("WEIGHTWIRE_JOB", "other")
+    assert addresses.discover() == []
+    addresses.write_card(card("theirs"))
+    assert [c.replica for c in addresses.discover()] == ["theirs"]
+    assert [c.replica for c in addresses.discover("default")] == ["mine"]
+
+
+def test_the_directory_is_closed_to_others_even_if_it_was_open(directory: Path) -> None:
+    path = addresses.runtime_dir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    path.chmod(0o777)
+    assert stat.S_IMODE(addresses.runtime_dir().stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to give a directory away")
+@pytest.mark.parametrize("level", ["the root", "the job"])
+def test_a_directory_of_somebody_else_is_refused(directory: Path, level: str) -> None:
+    path = addresses.runtime_dir()
+    os.chown(directory if level == "the root" else path, 12345, -1)
+    with pytest.raises(AuthError, match="belongs to user 12345, not to 0") as raised:
+        addresses.runtime_dir()
+    assert "WEIGHTWIRE_RUNTIME_DIR" in raised.value.hint
+    os.chown(directory if level == "the root" else path, 0, -1)
+
+
+@pytest.mark.parametrize("job", ["a/b", "..", ".hidden", "x" * 41, "sp ace", ""])
+def test_a_job_name_that_is_no_plain_name_is_refused(
+    directory: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_JOB", job)
+    with pytest.raises(AuthError, match="WEIGHTWIRE_JOB=.*use up to 40 letters"):
+        addresses.runtime_dir()
+
+
+def test_a_path_too_long_for_a_socket_is_refused_with_the_way_out(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert addresses.ipc_address("plain-1-abc", "f").startswith(f"ipc://{directory}/default/")
+    monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(directory / ("d" * 100)))
+    with pytest.raises(AuthError, match="too long for a socket") as raised:
+        addresses.ipc_address("plain-1-abc", "f")
+    assert "shorter" in raised.value.hint
+
+
+def test_ids_are_never_used_twice_and_name_engine_and_process() -> None:
+    ids = {addresses.new_replica_id("plain") for _ in range(100)}
+    assert len(ids) == 100 and all(i.startswith(f"plain-{os.getpid()}-") for i in ids)
+
+
+def test_a_card_that_cannot_be_read_is_a_typed_error(directory: Path) -> None:
+    (addresses.runtime_dir() / "bad.card").write_bytes(b"\xff\xff")
+    with pytest.raises(ProtocolError, match="not a ReplicaCard") as raised:
+        addresses.discover()
+    assert raised.value.phase == "discover"
+
+
+def test_a_zombie_is_not_alive() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert not addresses.process_is_alive(pid)
+    os.waitpid(pid, 0)
+    assert not addresses.process_is_alive(pid)
+    assert addresses.process_is_alive(os.getpid())
+
+
+def test_a_half_written_card_is_never_seen(directory: Path) -> None:
+    addresses.write_card(card("a"))
+    (addresses.runtime_dir() / "a.tmp").write_bytes(msgspec.msgpack.encode(card("a"))[:10])
+    assert addresses.discover() == [card("a")]

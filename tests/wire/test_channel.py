@@ -1,0 +1,237 @@
+"""The asking side, against real sockets whose peers answer late, wrongly, twice or never."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from inference_plugin.server import check_listen_address
+from inference_plugin.wire import addresses, channel, codec
+from inference_plugin.wire.channel import Channel, Outgoing, fan_out
+from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, VersionConflict
+from inference_plugin.wire.messages import Begun, Body, Describe, Done, Envelope, Failed
+from tests.support.rig import eventually, fork, kill
+
+
+class Peer:
+    """The answering side, by hand. A ROUTER sees what a REP sees, and can answer late or twice."""
+
+    def __init__(self, path: Path) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.address = f"ipc://{path}/peer"
+        self.socket.bind(self.address)
+
+    def take(self) -> tuple[list[bytes], Envelope]:
+        assert self.socket.poll(20_000), "nothing was asked"
+        frames: list[bytes] = self.socket.recv_multipart()
+        cut = frames.index(b"") + 1
+        return frames[:cut], codec.decode(frames[cut])
+
+    def answer(self, route: list[bytes], body: Body, seq: int) -> None:
+        self.socket.send_multipart([*route, codec.encode(body, seq)])
+
+
+@pytest.fixture
+def peer(directory: Path) -> Iterator[Peer]:
+    one = Peer(directory)
+    yield one
+    one.context.destroy(linger=0)
+
+
+def rep_that_never_answers(address: str, ready: str) -> None:
+    socket = zmq.Context().socket(zmq.REP)
+    socket.bind(address)
+    Path(ready).touch()
+    socket.recv()
+    Path(ready + ".asked").touch()
+    socket.recv()  # a REP must answer first: this raises
+    raise AssertionError
+
+
+def rep_that_hangs(address: str, ready: str) -> None:
+    import signal
+
+    socket = zmq.Context().socket(zmq.REP)
+    socket.bind(address)
+    Path(ready).touch()
+    socket.recv()
+    Path(ready + ".asked").touch()
+    signal.pause()
+
+
+def test_a_timeout_names_the_address_the_time_and_the_side(peer: Peer) -> None:
+    with Channel(peer.address, side="worker", replica="r", rank=1, phase="seal") as asking:
+        with pytest.raises(SyncTimeout, match="no reply from ipc://.*/peer within 0.05 s") as raised:
+            asking.request(Describe(), Done, timeout_s=0.05)
+    error = raised.value
+    assert (error.side, error.replica, error.rank, error.phase) == ("worker", "r", 1, "seal")
+    assert "old version" in error.hint
+
+
+def test_an_address_where_nobody_listens_is_a_timeout_not_a_hang(directory: Path) -> None:
+    with Channel(f"ipc://{directory}/nobody") as asking, pytest.raises(SyncTimeout):
+        asking.request(Describe(), Done, timeout_s=0.05)
+
+
+def test_after_a_timeout_the_same_channel_works_and_a_stale_reply_is_never_taken(peer: Peer) -> None:
+    with Channel(peer.address) as asking:
+        with pytest.raises(SyncTimeout):
+            asking.request(Describe(), Done, timeout_s=0.01)
+        late_route, late = peer.take()
+        asking.send(Describe())
+        route, asked = peer.take()
+        peer.answer(late_route, Failed(VersionConflict("the answer to the first").info()), late.seq)
+        peer.answer(route, Begun(already=True), asked.seq)
+        assert asking.receive(Begun, timeout_s=20) == Begun(already=True)
+
+
+def test_a_reply_with_another_requests_number_is_dropped_even_on_the_right_route(peer: Peer) -> None:
+    with Channel(peer.address) as asking:
+        asking.send(Describe())
+        route, asked = peer.take()
+        peer.answer(route, Done(), asked.seq - 1)
+        with pytest.raises(SyncTimeout):
+            asking.receive(Done, timeout_s=0.05)
+
+
+def test_a_request_without_a_reply_is_sent_again_as_it_was(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "RESEND_S", 0.02)
+    with Channel(peer.address) as asking:
+        asking.send(Describe())
+        with pytest.raises(SyncTimeout):
+            asking.receive(Done, timeout_s=0.1)
+        (_, first), (route, second) = peer.take(), peer.take()
+        assert first == second
+        assert asking.sent_messages >= 2
+        while peer.socket.poll(0):
+            route, second = peer.take()
+        peer.answer(route, Done(), second.seq)
+        assert asking.receive(Done, timeout_s=20) == Done()
+
+
+def test_the_peers_error_is_raised_here_with_its_class_and_fields(peer: Peer) -> None:
+    with Channel(peer.address, side="worker", replica="here") as asking:
+        asking.send(Describe())
+        route, asked = peer.take()
+        peer.answer(route, Failed(VersionConflict("too old", version=3, replica="there").info()), asked.seq)
+        with pytest.raises(VersionConflict, match="too old") as raised:
+            asking.receive(Done, timeout_s=20)
+    assert (raised.value.version, raised.value.replica, raised.value.side) == (3, "there", "worker")
+
+
+@pytest.mark.parametrize("frame", [b"", b"garbage", codec.encode(Begun(), 1)], ids=["empty", "garbage", "type"])
+def test_a_wrong_reply_is_a_protocol_error_and_the_next_request_works(peer: Peer, frame: bytes) -> None:
+    with Channel(peer.address) as asking:
+        asking.send(Describe())
+        route, _ = peer.take()
+        peer.socket.send_multipart([*route, frame])
+        with pytest.raises(ProtocolError):
+            asking.receive(Done, timeout_s=20)
+        asking.send(Describe())
+        route, asked = peer.take()
+        peer.answer(route, Done(), asked.seq)
+        assert asking.receive(Done, timeout_s=20) == Done()
+
+
+def test_receiving_what_was_not_asked_is_an_error_not_a_wait(peer: Peer) -> None:
+    with Channel(peer.address) as asking, pytest.raises(ProtocolError, match="nothing was asked"):
+        asking.receive(Done, timeout_s=60)
+
+
+def test_a_peer_killed_while_it_owes_a_reply_is_noticed_at_once(directory: Path) -> None:
+    address, ready = f"ipc://{directory}/p", str(directory / "ready")
+    pid = fork("tests.wire.test_channel:rep_that_hangs", address=address, ready=ready)
+    eventually(Path(ready).exists, "the peer's socket")
+    with Channel(address, pid=pid, peer_boot_id=addresses.boot_id(), side="worker", rank=2) as asking:
+        asking.send(Describe())
+        eventually(Path(ready + ".asked").exists, "the request")
+        assert not asking.peer_is_gone()
+        kill(pid)
+        with pytest.raises(PeerLost, match=r"the process behind ipc://.* is gone") as raised:
+            asking.receive(Done, timeout_s=3600)  # the pidfd ends the wait, not the deadline
+        assert (raised.value.side, raised.value.rank) == ("worker", 2)
+        assert asking.peer_is_gone()
+
+
+def test_a_peer_that_was_gone_before_is_noticed_at_once(directory: Path) -> None:
+    pid = fork("tests.wire.test_addresses:sleep_for_ever")
+    kill(pid)
+    with Channel(f"ipc://{directory}/p", pid=pid, peer_boot_id=addresses.boot_id()) as asking:
+        with pytest.raises(PeerLost):
+            asking.request(Describe(), Done, timeout_s=3600)
+
+
+def test_a_pid_of_another_boot_is_not_watched(peer: Peer) -> None:
+    with Channel(peer.address, pid=os.getpid(), peer_boot_id="another host") as asking:
+        assert not asking.peer_is_gone()
+        asking.send(Describe())
+        route, asked = peer.take()
+        peer.answer(route, Done(), asked.seq)
+        assert asking.receive(Done, timeout_s=20) == Done()
+
+
+def test_what_a_peer_said_before_it_died_counts(directory: Path) -> None:
+    address, ready = f"ipc://{directory}/p", str(directory / "ready")
+    pid = fork("tests.wire.test_channel:answers_then_dies", address=address, ready=ready)
+    eventually(Path(ready).exists, "the peer's socket")
+    with Channel(address, pid=pid, peer_boot_id=addresses.boot_id()) as asking:
+        asking.send(Describe())
+        assert asking.receive(Done, timeout_s=60) == Done()
+
+
+def answers_then_dies(address: str, ready: str) -> None:
+    context = zmq.Context()
+    socket: Any = context.socket(zmq.REP)
+    socket.bind(address)
+    Path(ready).touch()
+    envelope = codec.decode(socket.recv())
+    socket.send(codec.encode(Done(), envelope.seq))
+    context.destroy(linger=10_000)
+
+
+def test_a_fan_out_waits_once_for_all_and_puts_errors_in_their_places(directory: Path, peer: Peer) -> None:
+    with Channel(peer.address) as good, Channel(f"ipc://{directory}/nobody", rank=1) as silent:
+        good.send(Describe())
+        route, _ = peer.take()
+        peer.answer(route, Done(), 2)  # its reply to the request of the fan-out, ahead of it
+        results = fan_out([Outgoing(silent, Describe()), Outgoing(good, Describe())], Done, timeout_s=0.2)
+        assert isinstance(results[0], SyncTimeout) and results[0].rank == 1
+        assert isinstance(results[1], SyncTimeout)  # an answer before the question is none
+        _, asked = peer.take()
+        assert asked.seq == 2
+
+
+def test_closing_twice_is_harmless_and_leaves_no_descriptor(peer: Peer) -> None:
+    with Channel(peer.address) as one:
+        one.request  # the context's own descriptors exist from here on
+        before = len(os.listdir("/proc/self/fd"))
+        asking = Channel(peer.address, pid=os.getpid(), peer_boot_id=addresses.boot_id())
+        asking.close()
+        asking.close()
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, "the descriptors closed")
+
+
+@pytest.mark.parametrize("address", ["tcp://*:5555", "tcp://0.0.0.0:1", "tcp://10.0.0.3:1", "tcp://[::]:1", "tcp://host:1", "inproc://x", "ws://127.0.0.1:1"])
+def test_listening_where_others_can_reach_is_refused(address: str) -> None:
+    with pytest.raises(AuthError, match="can be reached from outside this host") as raised:
+        check_listen_address(address)
+    assert "127.0.0.1" in raised.value.hint
+
+
+@pytest.mark.parametrize("address", ["ipc:///tmp/x", "tcp://127.0.0.1:*", "tcp://127.0.0.1:5000", "tcp://[::1]:*"])
+def test_listening_on_this_host_only_is_allowed(address: str) -> None:
+    check_listen_address(address)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.evil.example.com:5555", "tcp://127.0.0.1.example.com:1"])
+def test_a_name_that_only_looks_like_loopback_is_refused(address: str) -> None:
+    with pytest.raises(AuthError):
+        check_listen_address(address)

@@ -1,0 +1,77 @@
+"""The error tree: what an error says survives every way of carrying it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_plugin.wire import errors
+from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, WeightwireError, first_few
+
+KINDS = [
+    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeightwireError)
+]
+text = st.text(st.characters(codec="utf-8"), max_size=20)
+infos = st.builds(
+    ErrorInfo,
+    kind=st.sampled_from([kind.__name__ for kind in KINDS]),
+    message=text,
+    hint=text.filter(bool),
+    side=text,
+    replica=text,
+    rank=st.none() | st.integers(0, 9),
+    group=text,
+    phase=text,
+    version=st.none() | st.integers(0, 9),
+)
+
+
+@given(infos)
+@settings(deadline=None)
+def test_an_error_is_the_same_class_with_the_same_fields_on_the_other_side(info: ErrorInfo) -> None:
+    carried = msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=ErrorInfo)
+    error = WeightwireError.of(carried)
+    assert type(error).__name__ == info.kind
+    assert error.info() == info
+    copied = copy.copy(error)
+    assert (type(copied), copied.info(), str(copied)) == (type(error), info, str(error))
+
+
+def test_a_kind_from_the_future_is_a_plain_weightwire_error() -> None:
+    error = WeightwireError.of(ErrorInfo("NotYetInvented", "m", rank=3))
+    assert type(error) is WeightwireError and (error.message, error.rank) == ("m", 3)
+
+
+def test_where_fills_only_what_is_empty_and_rank_0_is_not_empty() -> None:
+    error = PeerLost("m", side="worker", rank=0)
+    assert error.at(side="front", rank=4, group="policy", version=0) is error
+    assert (error.side, error.rank, error.group, error.version) == ("worker", 0, "policy", 0)
+    assert "[side=worker rank=0 group=policy version=0]" in str(error)
+
+
+def test_every_kind_says_what_to_do_next_or_takes_a_hint() -> None:
+    for kind in KINDS:
+        assert str(kind("m", hint="do this")) == "m -- do this"
+    assert "next update" in SyncTimeout("m").hint
+
+
+def test_timeouts_and_losses_are_also_pythons_own() -> None:
+    assert isinstance(SyncTimeout("m"), TimeoutError)
+    assert isinstance(PeerLost("m"), ConnectionError)
+
+
+@pytest.mark.parametrize("foreign", [ValueError("bad"), OSError(28, "No space left on device")])
+def test_a_foreign_error_keeps_its_type_text_and_cause(foreign: Exception) -> None:
+    wrapped: Any = WeightwireError.wrap(foreign)
+    assert wrapped.message == f"{type(foreign).__name__}: {foreign}" and wrapped.__cause__ is foreign
+    assert WeightwireError.wrap(wrapped) is wrapped
+
+
+def test_long_lists_are_cut_and_counted() -> None:
+    assert first_few(["a", "b"]) == "a, b (2 in all)"
+    assert first_few([str(i) for i in range(20)]) == "0, 1, 2, 3, 4, 5, 6, 7, ... (20 in all)"
