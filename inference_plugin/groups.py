@@ -46,6 +46,7 @@ from inference_plugin.wire.messages import (
     OpenGroup,
     RankCommit,
     RankVerify,
+    Release,
     Renew,
     Seal,
     Sealed,
@@ -68,6 +69,7 @@ class Installed:
     version: int
     txn: str
     digest: str
+    sender: Sender
     staging: Staging | None
 
 
@@ -112,6 +114,7 @@ class WeightUpdateGroup:
         self.installed: Installed | None = None
         self.transaction: Transaction | None = None
         self.detail = ""
+        self._holds_memory = False
         self._opened: OpenGroup | None = None
         self._receiver: Receiver | None = None
         self._lock = lock
@@ -125,11 +128,15 @@ class WeightUpdateGroup:
     # --- the REP thread ---------------------------------------------------------------------------------------------
 
     def open(self, request: OpenGroup) -> GroupOpened:
-        """Agrees on terms. With the same terms again it changes nothing, else the group's terms are replaced."""
+        """Agrees on terms. With the same terms again it changes nothing, else the group's terms are replaced.
+
+        Takes the lock itself, and not while the installer thinks: another group's commit needs it.
+        """
         if self._opened != request:
-            if self._state == "committing":
-                raise VersionConflict("the group is being committed")
-            self._drop("the group was opened anew")
+            with self._lock:
+                if self._state == "committing":
+                    raise VersionConflict("the group is being committed")
+                self._drop("the group was opened anew")
             receiver = transport_named(request.transport).receiver()
             try:
                 receiver.check_probe(request.probe)
@@ -137,10 +144,11 @@ class WeightUpdateGroup:
             except BaseException:
                 receiver.close()
                 raise
-            if self._receiver is not None:
+            with self._lock:
                 self._forget_previous()
-                self._receiver.close()
-            self.manifest, self.terms, self._receiver, self._opened = request.manifest, terms, receiver, request
+                if self._receiver is not None:
+                    self._receiver.close()
+                self.manifest, self.terms, self._receiver, self._opened = request.manifest, terms, receiver, request
         assert self.terms is not None
         return GroupOpened(
             needs=self.terms.needs,
@@ -171,6 +179,7 @@ class WeightUpdateGroup:
         self._drop("another transaction overtook it")
         assert self.terms is not None
         staging = receiver.open(manifest, request.segment, self.terms.needs)
+        self._holds_memory = True
         if self.installed and self.installed.staging and self.installed.staging.segment_id == staging.segment_id:
             self.installed.staging = None  # the trainer writes over it: no way back from there
         self.transaction = Transaction(
@@ -233,14 +242,33 @@ class WeightUpdateGroup:
         return Done()
 
     def expire(self, now_s: float, sender_is_gone: Callable[[Sender], bool]) -> None:
-        """Drops a transaction whose trainer is gone or whose lease ran out."""
+        """Drops a transaction whose trainer is gone or whose lease ran out, and what is kept for a trainer that is gone."""
+        if self._state == "committing":
+            return
+        if self.holds_memory and self.installed is not None and sender_is_gone(self.installed.sender):
+            self.release_memory()
         transaction = self.transaction
-        if transaction is None or self._state == "committing":
+        if transaction is None:
             return
         if sender_is_gone(transaction.sender):
             self._drop("the trainer's process ended")
         elif now_s >= transaction.expires_at_s:
             self._drop(f"the trainer was silent for {transaction.lease_s:g} s")
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether memory is kept between updates: the way back, mapped segments, buffers."""
+        return self._holds_memory
+
+    def release_memory(self) -> None:
+        """Frees what is kept between updates; the next update takes it anew."""
+        if self.transaction is not None or self._state == "committing":
+            return
+        self._forget_previous()
+        self.installer.forget_segments()
+        if self._receiver is not None:
+            self._receiver.drop_kept()
+        self._holds_memory = False
 
     def close(self) -> None:
         """Frees all that the group holds; the live weights stay."""
@@ -348,7 +376,11 @@ class WeightUpdateGroup:
             if not keep:
                 transaction.staging.close()
             self.installed = Installed(
-                transaction.version, txn, transaction.answer.digest, transaction.staging if keep else None
+                transaction.version,
+                txn,
+                transaction.answer.digest,
+                transaction.sender,
+                transaction.staging if keep else None,
             )
             self.transaction = None
             self.detail = ""
@@ -489,9 +521,9 @@ class GroupTable:
 
     def handle(self, request: Body, payload: memoryview | None) -> Body:
         """The reply to a group request. Raises typed errors; then nothing was applied."""
+        if isinstance(request, OpenGroup):
+            return self._open(request)
         with self._lock:
-            if isinstance(request, OpenGroup):
-                return self._open(request)
             if isinstance(request, CloseGroup):
                 if (closed := self.groups.pop(request.group, None)) is not None:
                     closed.close()
@@ -506,6 +538,10 @@ class GroupTable:
                 return self.named(request.group).bucket(request, payload)
             if isinstance(request, Renew):
                 return self.named(request.group).renew(request.txn)
+            if isinstance(request, Release):
+                if request.group in self.groups:
+                    self.groups[request.group].release_memory()
+                return Done()
             if isinstance(request, Abort):
                 return self.named(request.group).abort(request.txn, request.reason)
             if not isinstance(request, Seal):
@@ -528,9 +564,13 @@ class GroupTable:
             return tuple(group.status() for group in self.groups.values())
 
     def senders(self) -> Sequence[Sender]:
-        """Whoever has a transaction open."""
+        """Whoever has a transaction open, or memory kept for its next one."""
         with self._lock:
-            return [g.transaction.sender for g in self.groups.values() if g.transaction is not None]
+            groups = self.groups.values()
+            return [
+                *(group.transaction.sender for group in groups if group.transaction is not None),
+                *(group.installed.sender for group in groups if group.installed is not None and group.holds_memory),
+            ]
 
     def next_expiry_s(self) -> float | None:
         """When the nearest lease runs out, on `time.monotonic()`'s clock."""
@@ -564,7 +604,9 @@ class GroupTable:
         try:
             opened = group.open(request)
         except BaseException:
-            group.close()
+            with self._lock:
+                group.close()
             raise
-        self.groups[request.group] = group
+        with self._lock:
+            self.groups[request.group] = group
         return opened

@@ -6,6 +6,7 @@ the trainer's process ends (a pidfd is polled beside the socket).
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import threading
@@ -135,10 +136,18 @@ class WorkerServer:
 
 def check_listen_address(address: str) -> None:
     """Raises `AuthError` for an address that others could reach without authentication."""
-    local = ("ipc://", "tcp://127.", "tcp://[::1]:")
-    if not address.startswith(local):
+    scheme, _, rest = address.partition("://")
+    host = rest.rpartition(":")[0]
+    if scheme != "ipc" and not (scheme == "tcp" and _is_loopback(host.removeprefix("[").removesuffix("]"))):
         raise AuthError(
             f"{address} can be reached from outside this host without authentication",
             hint="listen on ipc://, tcp://127.0.0.1:* or tcp://[::1]:*",
             phase="start",
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, or "*"
+        return False

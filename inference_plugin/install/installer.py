@@ -337,6 +337,10 @@ class ModelInstaller:
         self._replays.clear()
         _trim()
 
+    def forget_segments(self) -> None:
+        """Drops the bound replays, which hold views of segments."""
+        self._replays.clear()
+
     @property
     def needs_previous(self) -> bool:
         return self._install == "copy"

@@ -120,6 +120,9 @@ class Receiver(abc.ABC):
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
         """Staging for one transaction. Raises `ProtocolError` or `TransportUnavailable`; then nothing is left open."""
 
+    def drop_kept(self) -> None:
+        """Frees what is kept from one transaction for the next; none is open."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Frees everything; may be called twice."""

@@ -169,9 +169,12 @@ class ShmReceiver(Receiver):
             self._segments.pop(next(iter(self._segments))).close()
         return ShmStaging(segment, manifest.layout.nbytes)
 
-    def close(self) -> None:
+    def drop_kept(self) -> None:
         while self._segments:
             self._segments.popitem()[1].close()
+
+    def close(self) -> None:
+        self.drop_kept()
 
 
 class ShmSender(Sender):

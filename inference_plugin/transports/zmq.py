@@ -131,6 +131,9 @@ class ZmqReceiver(Receiver):
             memory = torch.frombuffer(anonymous, dtype=torch.uint8)
         return ZmqStaging(manifest, needs, memory, self._take_back)
 
+    def drop_kept(self) -> None:
+        self._spare = None
+
     def close(self) -> None:
         self._closed = True
         self._spare = None

@@ -10,6 +10,7 @@ A second `bind` on one `ipc://` path silently takes the path over, so a replica'
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ __all__ = [
 
 MAX_IPC_PATH_BYTES = 107
 """Length of sockaddr_un.sun_path on Linux, without its terminating zero."""
+
+_OWNER = re.compile(r"([a-z]+-(\d+)-[0-9a-f]+)(\.|$)")
+"""How the files of a replica and of a trainer's crew are called: whose they are, with the pid in it."""
 
 
 def job_name() -> str:
@@ -102,7 +106,9 @@ def discover(job: str | None = None) -> list[ReplicaCard]:
     """Cards of all living replicas of the job, by id. Leftovers of dead ones are removed."""
     for card in stale_replicas(job):
         remove_replica(card.replica, card.job)
-    return sorted(_cards(job), key=lambda card: card.replica)
+    cards = sorted(_cards(job), key=lambda card: card.replica)
+    _remove_orphans({card.replica for card in cards}, job)
+    return cards
 
 
 def stale_replicas(job: str | None = None) -> list[ReplicaCard]:
@@ -112,7 +118,8 @@ def stale_replicas(job: str | None = None) -> list[ReplicaCard]:
 
 def remove_replica(replica: str, job: str | None = None) -> None:
     """Removes a replica's card and sockets; nothing happens if they are gone already."""
-    for path in runtime_dir(job).glob(f"{replica}.*"):
+    # The card last: whoever dies in the middle leaves what the next reader needs to finish.
+    for path in sorted(runtime_dir(job).glob(f"{replica}.*"), key=lambda path: path.suffix == ".card"):
         path.unlink(missing_ok=True)
 
 
@@ -128,6 +135,14 @@ def process_is_alive(pid: int) -> bool:
 def boot_id() -> str:
     """This host's boot, so that a pid can be told from the same number on another host or before a reboot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _remove_orphans(replicas: set[str], job: str | None) -> None:
+    """Removes sockets of dead processes that no card tells of: of an engine killed while it started, of a trainer."""
+    for path in runtime_dir(job).iterdir():
+        owner = _OWNER.match(path.name)
+        if owner and owner[1] not in replicas and path.is_socket() and not process_is_alive(int(owner[2])):
+            path.unlink(missing_ok=True)
 
 
 def _card_path(replica: str, job: str | None) -> Path:

@@ -232,7 +232,7 @@ def split_box(box: Box, item_bytes: int, piece_bytes: int) -> list[Box]:
     volume = box_volume(box)
     if volume == 0:
         return []
-    if volume * item_bytes <= piece_bytes or not box.sizes:
+    if volume * item_bytes <= piece_bytes or volume == 1:
         return [box]
     dim = next(d for d, size in enumerate(box.sizes) if size > 1)
     row_bytes = volume // box.sizes[dim] * item_bytes

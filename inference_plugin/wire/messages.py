@@ -1,6 +1,6 @@
 """Every message, as msgspec structs. One request gets one reply; both are one tagged union.
 
-To a worker (its REP socket): Describe, OpenGroup, Begin, Bucket, Seal, Renew, Abort, CloseGroup.
+To a worker (its REP socket): Describe, OpenGroup, Begin, Bucket, Seal, Renew, Abort, Release, CloseGroup.
 To a front (its ROUTER socket): Describe, Commit, Verify.
 To the manager rank (its ROUTER socket), from the trainer's other ranks: Ready, Wrote; answered by Go, Outcome.
 Frame 0 of a message is an `Envelope` in msgpack; frame 1, where there is one, is the payload of a `Bucket`.
@@ -44,6 +44,7 @@ __all__ = [
     "RankCommit",
     "RankVerify",
     "Ready",
+    "Release",
     "Renew",
     "ReplicaCard",
     "Seal",
@@ -130,13 +131,14 @@ class Bucket(msgspec.Struct, frozen=True, tag="bucket"):
 class Seal(msgspec.Struct, frozen=True, tag="seal"):
     """Asks for proof that all is there and right. `pieces` is everything that was written, by all trainer ranks.
 
-    The reply comes when the check is over or after `wait_s`, then with `done` false; ask again.
+    The reply comes when the check is over or after `wait_s`, then with `done` false; ask again. The worker serves
+    nobody else meanwhile: hence its limit.
     """
 
     group: GroupName
     txn: Txn
     pieces: tuple[Piece, ...]
-    wait_s: Seconds = 0.5
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=5)] = 0.5
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
@@ -152,6 +154,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     group: GroupName
     txn: Txn
     reason: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Frees what a group keeps between updates (the way back, mapped segments, buffers); the version stays."""
+
+    group: GroupName
 
 
 class CloseGroup(msgspec.Struct, frozen=True, tag="close"):
@@ -389,6 +397,7 @@ Body = (
     | Seal
     | Renew
     | Abort
+    | Release
     | CloseGroup
     | Commit
     | Verify

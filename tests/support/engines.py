@@ -79,10 +79,11 @@ def session_directory() -> Iterator[Path]:
 class Engine:
     """One engine and all processes it started. Use it as a context manager."""
 
-    def __init__(self, runtime: Path, **environment: str) -> None:
-        self.job = f"t{os.getpid()}-{next(_numbers)}"
+    def __init__(self, runtime: Path, *, job: str = "", **environment: str) -> None:
+        number = next(_numbers)
+        self.job = job or f"t{os.getpid()}-{number}"
         self.runtime = runtime
-        self.log = runtime / f"{self.job}.log"
+        self.log = runtime / f"engine-{number}.log"
         self.environment = {
             **os.environ,
             **ENVIRONMENT,
@@ -117,6 +118,8 @@ class Engine:
         try:
             if kind is None:
                 self.stop()
+                # Its other processes follow by themselves, and only then is nothing of theirs left.
+                eventually(lambda: not self.family(), what=f"the end of {self.family()}")
         finally:
             self._kill()
             self._leave()
@@ -141,7 +144,7 @@ class Engine:
         return discover(self.job)
 
     def leftovers(self) -> list[str]:
-        """Sockets and cards of this engine's job that are still there."""
+        """Sockets and cards in this engine's job directory."""
         directory = self.runtime / self.job
         return sorted(p.name for p in directory.glob("*") if p.suffix != ".report") if directory.exists() else []
 
@@ -183,8 +186,10 @@ class Engine:
 class Driver(Engine):
     """An `LLM` held by `engine_driver.py`. `in_process`: everything in that one process, one engine after another."""
 
-    def __init__(self, runtime: Path, *, in_process: bool = False, **environment: str) -> None:
-        super().__init__(runtime, VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", **environment)
+    def __init__(self, runtime: Path, *, in_process: bool = False, job: str = "", **environment: str) -> None:
+        super().__init__(
+            runtime, job=job, VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", **environment
+        )
         self._ours, self._theirs = socket.socketpair()
         self._ids = itertools.count()
         self._names = itertools.count()
