@@ -30,7 +30,9 @@ def broadcast(gloo: Any, tensor: torch.Tensor) -> None:
     gloo.broadcast([tensor], options).wait()
 
 
-def buckets(metas: list[tuple[str, str, list[int]]]) -> Iterator[list[tuple[str, torch.dtype, list[int], int]]]:
+def buckets(
+    metas: list[tuple[str, str, list[int]]],
+) -> Iterator[list[tuple[str, torch.dtype, list[int], int]]]:
     """Names in order, cut into buckets of about `BUCKET_BYTES`: (name, dtype, shape, bytes)."""
     bucket: list[tuple[str, torch.dtype, list[int], int]] = []
     used = 0

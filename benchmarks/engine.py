@@ -52,7 +52,9 @@ def decode(llm: Any, tokens: int, requests: int) -> list[float]:
     for i in range(requests):
         prompt = {"prompt_token_ids": [1 + i, 5, 9, 7, 3]}
         llm.llm_engine.add_request(
-            f"bench-{time.monotonic()}-{i}", prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            f"bench-{time.monotonic()}-{i}",
+            prompt,
+            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
         )
     ends = []
     while llm.llm_engine.has_unfinished_requests():

@@ -53,9 +53,7 @@ class Trainer:
         self.group: Any = None
 
     def metas(self) -> list[tuple[str, str, list[int]]]:
-        return [
-            (name, str(p.dtype).removeprefix("torch."), list(p.shape)) for name, p in self.model.named_parameters()
-        ]
+        return [(name, str(p.dtype).removeprefix("torch."), list(p.shape)) for name, p in self.model.named_parameters()]
 
     def weightwire(self, transport: str, install: str) -> dict[str, Any]:
         manager = self.managers.get((transport, install))

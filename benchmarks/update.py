@@ -8,6 +8,7 @@ update.png, and decoding.json (what a standby in preparation costs the decoding 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -48,7 +49,12 @@ class Remote:
         self.log = log
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | environment, start_new_session=True
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=os.environ | environment,
+                start_new_session=True,
             )
         self._socket: Any = zmq.Context.instance().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -141,13 +147,32 @@ def processes(model: Path, tp: int, layout: str) -> Iterator[tuple[Remote, Remot
         python = sys.executable
         addresses = [f"ipc://{scratch}/{name}" for name in ("engine", "trainer")]
         engine = Remote(
-            [python, "-m", "benchmarks.engine", "--model", str(model), "--tp", str(tp), "--address", addresses[0]],
+            [
+                python,
+                "-m",
+                "benchmarks.engine",
+                "--model",
+                str(model),
+                "--tp",
+                str(tp),
+                "--address",
+                addresses[0],
+            ],
             addresses[0],
             Path(scratch) / "engine.log",
             environment,
         )
         trainer = Remote(
-            [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "benchmarks.trainer"]
+            [
+                python,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                "2",
+                "--standalone",
+                "-m",
+                "benchmarks.trainer",
+            ]
             + ["--model", str(model), "--address", addresses[1]],
             addresses[1],
             Path(scratch) / "trainer.log",
@@ -224,7 +249,14 @@ def measure(
         console.print(f"  tp={tp} {layout}: run {run} of {runs}{' (warm-up)' if not run else ''}")
     rows = []
     for (way, install), samples in taken.items():
-        row: dict[str, Any] = {"way": way, "install": install, "engine": "vllm", "tp": tp, "layout": layout, "bytes": nbytes}
+        row: dict[str, Any] = {
+            "way": way,
+            "install": install,
+            "engine": "vllm",
+            "tp": tp,
+            "layout": layout,
+            "bytes": nbytes,
+        }
         for key in ("seconds", "stopped_s", "messages", "copies_per_byte", "extra_bytes"):
             row[key] = statistics.median(s[key] for s in samples)
         if "detail" in samples[0]:
@@ -252,7 +284,7 @@ def measure_decoding(engine: Remote, trainer: Remote, tp: int, layout: str) -> d
             if len(windows) >= 3:
                 break
         ends = decoding.result()["result"]
-    steps = [(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    steps = list(itertools.pairwise(ends))
     beside = [e - s for s, e in steps if any(s < stop and e > start for start, stop, _ in windows)]
     first, last = min(w[0] for w in windows), max(w[1] for w in windows)
     alone = [e - s for s, e in steps if e < first - 0.3 or s > last + 0.3]
@@ -273,7 +305,17 @@ def show(rows: list[dict[str, Any]], decoding: list[dict[str, Any]]) -> None:
         own = [row for row in rows if (row["tp"], row["layout"]) == (tp, layout)]
         limit = next(row["seconds"] for row in own if row["way"] == "plain memory copy")
         table = Table(title=f"vLLM tp={tp}, {layout} layout, {own[0]['bytes'] / 1e9:.2f} GB")
-        for column in ("way", "install", "seconds", "x copy", "stopped s", "x copy", "messages", "copies/byte", "extra MB"):
+        for column in (
+            "way",
+            "install",
+            "seconds",
+            "x copy",
+            "stopped s",
+            "x copy",
+            "messages",
+            "copies/byte",
+            "extra MB",
+        ):
             table.add_column(column, justify="left" if column in ("way", "install") else "right")
         for row in own:
             table.add_row(

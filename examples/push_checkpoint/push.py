@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from safetensors import safe_open
 
 from inference_plugin.wire.errors import WeightwireError
@@ -35,7 +42,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if not files:
             raise SystemExit(f"{directory} has no *.safetensors file")
         handles: list[Any] = [safe_open(file, framework="pt") for file in files]
-        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118: no dict
+        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 -- not a dict
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._where[name].get_tensor(name)
@@ -70,15 +77,28 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--version", type=int, help="default: one more than the engines serve")
     parser.add_argument("--group", default="policy")
-    parser.add_argument("--dtype", help="send every tensor as this torch dtype, e.g. bfloat16; default: as it is stored")
+    parser.add_argument(
+        "--dtype", help="send every tensor as this torch dtype, e.g. bfloat16; default: as it is stored"
+    )
     parser.add_argument("--in-flight", default="keep", choices=("keep", "recompute", "abort", "drain"))
-    parser.add_argument("--verify", action="store_true", help="compare the live parameters with the checkpoint afterwards")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the live parameters with the checkpoint afterwards"
+    )
     arguments = parser.parse_args()
     rules = {"*": getattr(torch, arguments.dtype)} if arguments.dtype else None
     source = ModuleAdapter(Checkpoint(arguments.checkpoint), dtype_rules=rules)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
     try:
-        with SyncManager(arguments.group, in_flight=arguments.in_flight) as manager, Progress(*columns, console=console) as bar:
+        with (
+            SyncManager(arguments.group, in_flight=arguments.in_flight) as manager,
+            Progress(*columns, console=console) as bar,
+        ):
             version = arguments.version if arguments.version is not None else next_version(manager, arguments.group)
             task = bar.add_task(f"version {version}", total=source.manifest().nbytes)
             watched = WithProgress(source, lambda nbytes: bar.advance(task, nbytes))

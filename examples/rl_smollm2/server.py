@@ -117,7 +117,8 @@ def complete(
     with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
         choices = sorted(json.load(response)["choices"], key=lambda choice: choice["index"])
     flat = [
-        Completion(choice["text"], choice["token_ids"], choice["finish_reason"] == "stop") for choice in choices
+        Completion(choice["text"], choice["token_ids"], choice["finish_reason"] == "stop")
+        for choice in choices
     ]
     return [flat[i : i + samples] for i in range(0, len(flat), samples)]
 

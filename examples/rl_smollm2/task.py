@@ -26,7 +26,9 @@ OTHER_COUNTRIES = ("Portugal", "Austria", "Poland", "Norway", "China", "Cuba")
 def prompt_ids(tokenizer: Any, country: str) -> list[int]:
     """The question about ``country`` in the model's chat format, as token ids."""
     chat = [{"role": "user", "content": f"What is the capital of {country}?"}]
-    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
 
 
 def is_right(country: str, text: str) -> bool:

@@ -72,7 +72,9 @@ def train(args: argparse.Namespace) -> None:
 
     # fp32 shards, sent as bf16: a change of dtype is said aloud, never guessed.
     source = FSDPAdapter(model, dtype_rules={"*": SENT_AS})
-    with SyncManager(group="policy", transport="auto", install="auto", in_flight="keep", timeout_s=120) as manager:
+    with SyncManager(
+        group="policy", transport="auto", install="auto", in_flight="keep", timeout_s=120
+    ) as manager:
         for step in range(1, args.steps + 1):
             tell("doing", what=f"step {step}: vLLM draws {len(CAPITALS) * args.samples} answers")
             started = time.monotonic()
@@ -119,7 +121,9 @@ def load_sharded(directory: Path) -> LlamaForCausalLM:
 
 def draw(server: str, questions: dict[str, list[int]], samples: int) -> Answers:
     """``samples`` answers to each question at temperature 1, with their rewards."""
-    groups = complete(server, list(questions.values()), max_tokens=MAX_TOKENS, samples=samples, temperature=1.0)
+    groups = complete(
+        server, list(questions.values()), max_tokens=MAX_TOKENS, samples=samples, temperature=1.0
+    )
     countries = [country for country in questions for _ in range(samples)]
     drawn = [answer for group in groups for answer in group]
     rewards = [
@@ -144,7 +148,9 @@ def learn(model: Any, optimizer: torch.optim.Optimizer, answers: Answers, sample
     for first in parts:
         part = slice(first, first + MICRO_BATCH)
         model.set_requires_gradient_sync(first == parts[-1])
-        logprobs, mask = answer_logprobs(model, answers.prompts[part], [a.token_ids for a in answers.drawn[part]])
+        logprobs, mask = answer_logprobs(
+            model, answers.prompts[part], [a.token_ids for a in answers.drawn[part]]
+        )
         loss = -(logprobs * mask * advantages[part, None]).sum() * scale
         loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -167,13 +173,17 @@ def answer_logprobs(
         ids[row, first:end] = torch.tensor(prompt + answer)
         attended[row, first:end] = 1
     positions = (attended.cumsum(dim=1) - 1).clamp(min=0)
-    logits = model(
-        input_ids=ids,
-        attention_mask=attended,
-        position_ids=positions,
-        logits_to_keep=after + 1,
-        use_cache=False,
-    ).logits[:, :-1].float()
+    logits = (
+        model(
+            input_ids=ids,
+            attention_mask=attended,
+            position_ids=positions,
+            logits_to_keep=after + 1,
+            use_cache=False,
+        )
+        .logits[:, :-1]
+        .float()
+    )
     target = ids[:, before:]
     chosen = logits.gather(2, target[..., None]).squeeze(2)
     return chosen - logits.logsumexp(dim=2), attended[:, before:].float()
@@ -183,7 +193,9 @@ def summary(answers: Answers) -> dict[str, float]:
     """Means over all ranks: reward, share of right answers, tokens per answer."""
     right = sum(is_right(c, a.text) for c, a in zip(answers.countries, answers.drawn, strict=True))
     length = sum(len(answer.token_ids) for answer in answers.drawn)
-    total = torch.tensor([float(answers.rewards.sum()), float(right), float(length), float(len(answers.drawn))])
+    total = torch.tensor(
+        [float(answers.rewards.sum()), float(right), float(length), float(len(answers.drawn))]
+    )
     dist.all_reduce(total)
     mean_reward, mean_right, mean_length, _ = (total / total[3]).tolist()
     return {"reward": mean_reward, "right": mean_right, "tokens": mean_length}

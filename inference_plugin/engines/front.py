@@ -42,7 +42,6 @@ from inference_plugin.wire.messages import (
     Describe,
     Failed,
     InFlight,
-    RankCommit,
     ReplicaCard,
     Verified,
     Verify,
@@ -140,7 +139,7 @@ class Front:
             with contextlib.suppress(OSError, WeightwireError):
                 addresses.remove_replica(self._card.replica, self._card.job)
 
-    # --- the control thread -------------------------------------------------------------------------------------------
+    # --- the control thread ------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -216,7 +215,7 @@ class Front:
         for pending in late:
             self._control.submit(pending.cancel)
 
-    # --- the engine's own thread --------------------------------------------------------------------------------------
+    # --- the engine's own thread -------------------------------------------------------------------------------------
 
     def _verify(self, request: Verify, reply: Callable[[Body], None]) -> None:
         try:
@@ -348,7 +347,10 @@ class _PendingCommit:
         )
         now_s = time.perf_counter()
         return Committed(
-            request.version, ranks, stopped_s=now_s - self._paused_s, waited_s=self._paused_s - self._submitted_s
+            request.version,
+            ranks,
+            stopped_s=now_s - self._paused_s,
+            waited_s=self._paused_s - self._submitted_s,
         )
 
     def _undo(self, failed: WeightwireError) -> None:
@@ -376,7 +378,12 @@ class _PendingCommit:
         if self._checked and not self._installing:
             with contextlib.suppress(PeerLost):
                 self._ask("release")
-        where = {"group": self.request.group, "version": self.request.version, "phase": "commit", **self._front._where}
+        where = {
+            "group": self.request.group,
+            "version": self.request.version,
+            "phase": "commit",
+            **self._front._where,
+        }
         self._end(Failed(error.at(**where).info()))
 
     def _end(self, body: Body) -> None:

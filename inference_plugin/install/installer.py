@@ -28,17 +28,17 @@ import torch
 from torch import nn
 
 from inference_plugin.install.contract import Brake, InstallTerms
-from inference_plugin.install.plan import (
-    PlacementPlan,
-    Replay,
-    TensorInfo,
-    read_back,
-    storage_views,
-    trace_plan,
-)
+from inference_plugin.install.plan import PlacementPlan, TensorInfo, storage_views, trace_plan
 from inference_plugin.install.proof import _materialised, prove_plan, with_data
+from inference_plugin.install.replay import Replay, read_back
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ManifestMismatch, TornReplica, first_few
+from inference_plugin.wire.errors import (
+    CommitFailed,
+    EngineUnsupported,
+    ManifestMismatch,
+    TornReplica,
+    first_few,
+)
 from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.messages import BoxDigest
 from inference_plugin.wire.tensors import box_view, bytes_view, dtype_name, torch_dtype
@@ -70,7 +70,9 @@ class EngineModel(Protocol):
     def unfinishable(self) -> str | None:
         """Why the model's post-processing can't be repeated module by module; None if it can."""
 
-    def read_rebuilt(self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    def read_rebuilt(
+        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
         """The plain parameter that a rebuilt live module computes with, read through its packed form; None if it can't."""
 
     def free_bytes(self) -> int:
@@ -122,7 +124,7 @@ class ModelInstaller:
         self._spare: dict[str, torch.Tensor] = {}
         self._touched = False
 
-    # --- agreeing ---------------------------------------------------------------------------------------------------
+    # --- agreeing ----------------------------------------------------------------------------------------------------
 
     def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
         """Traces and proves the placement plan for `manifest`, off the live model. Raises `ManifestMismatch`."""
@@ -147,7 +149,9 @@ class ModelInstaller:
         skeleton = self._model.skeleton
         plan = trace_plan(skeleton, self._load_skeleton, tensors)
         self._check(manifest, plan, tensors, partial)
-        why_loader = plan.refusal or (f"{first_few(list(plan.refused))} are computed while loading" if plan.refused else "")
+        why_loader = plan.refusal or (
+            f"{first_few(list(plan.refused))} are computed while loading" if plan.refused else ""
+        )
         if not why_loader:
             proof = prove_plan(plan, skeleton, self._load_skeleton, tensors)
             if not proof.ok:
@@ -215,7 +219,7 @@ class ModelInstaller:
             boxes[box.tensor] = _hull(boxes[box.tensor], box) if box.tensor in boxes else box
         return tuple(boxes[i] for i in sorted(boxes))
 
-    # --- background ---------------------------------------------------------------------------------------------------
+    # --- background --------------------------------------------------------------------------------------------------
 
     def prepare(self, segment: torch.Tensor, brake: Brake) -> int:
         """Under `standby`: fills the second set and rebuilds modules from it. Returns the bytes held in addition."""
@@ -279,7 +283,7 @@ class ModelInstaller:
             yield self._layout.finish_aside(name, {**storages, **memory})
             brake(sum(t.nbytes for t in memory.values()))
 
-    # --- the engine's thread ------------------------------------------------------------------------------------------
+    # --- the engine's thread -----------------------------------------------------------------------------------------
 
     def install(self, segment: torch.Tensor) -> None:
         """Swaps the prepared set in (`standby`), or writes the live parameters and rebuilds modules (`copy`)."""
@@ -353,7 +357,7 @@ class ModelInstaller:
         for aside in self._rebuild(segment, live, lambda _: None):
             self._layout.apply(aside, in_place=self._model.fixed_addresses)
 
-    # --- after the installation ---------------------------------------------------------------------------------------
+    # --- after the installation --------------------------------------------------------------------------------------
 
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
         """Digests of what the live parameters hold, box by box of the checkpoint tensors."""
@@ -376,7 +380,7 @@ class ModelInstaller:
                     signed_zeros=exact,
                 )
 
-    # --- helpers ------------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _load_skeleton(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         return self._model.load_weights(self._model.skeleton, tensors)
@@ -473,7 +477,10 @@ class _Layout:
         for name, made_tensor in made.items():
             if made_tensor is None or (name in given and made_tensor is given[name]):
                 continue
-            if self._key_of.get(f"{module}.{name}") not in self._plain and name in {**live._parameters, **live._buffers}:
+            if self._key_of.get(f"{module}.{name}") not in self._plain and name in {
+                **live._parameters,
+                **live._buffers,
+            }:
                 aside.tensors[name] = made_tensor.detach()
         return aside
 
@@ -523,9 +530,7 @@ class _Layout:
             meta = self._skeleton_modules[module]._parameters[parameter]
             assert meta is not None
             with self._model.computing():
-                plain = self._model.read_rebuilt(
-                    self._live_modules[module], parameter, tuple(meta.shape), meta.dtype
-                )
+                plain = self._model.read_rebuilt(self._live_modules[module], parameter, tuple(meta.shape), meta.dtype)
             if plain is None:
                 return f"the engine's form of {parameter} can't be read back"
             found[key] = plain.reshape(-1)
@@ -537,12 +542,18 @@ class _Layout:
             type(stand_in),
             type(getattr(stand_in, "quant_method", None)),
             tuple((n, tuple(p.shape), p.dtype) for n, p in stand_in._parameters.items() if p is not None),
-            tuple(sorted(n for n, p in self._live_modules[module]._parameters.items() if p is not None and p.numel() == 0)),
+            tuple(
+                sorted(n for n, p in self._live_modules[module]._parameters.items() if p is not None and p.numel() == 0)
+            ),
         )
 
     def _try_finishing(self, module: str) -> frozenset[str] | None:
         """The parameters that post-processing makes something else of; None if it changes nothing at all."""
-        keys = {self._key_of[f"{module}.{n}"] for n, p in self._skeleton_modules[module]._parameters.items() if p is not None}
+        keys = {
+            self._key_of[f"{module}.{n}"]
+            for n, p in self._skeleton_modules[module]._parameters.items()
+            if p is not None
+        }
         storages = {key: self.new_storage(key) for key in keys}
         for flat in storages.values():
             bytes_view(flat).random_(0, 64)
@@ -629,9 +640,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _keys_by_name(model: nn.Module) -> dict[str, str]:
     """The key (first name) of the storage that each parameter or buffer lies in."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(tensor.untyped_storage()._cdata, name) for name, tensor in _named_tensors(model)
-    }
+    return {name: first.setdefault(tensor.untyped_storage()._cdata, name) for name, tensor in _named_tensors(model)}
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -642,9 +651,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _hull(a: Box, b: Box) -> Box:
     starts = tuple(map(min, a.offsets, b.offsets))
-    ends = tuple(
-        max(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
+    ends = tuple(max(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
     return Box(a.tensor, starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 

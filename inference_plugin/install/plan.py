@@ -17,8 +17,6 @@ or that read memory by its address.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,79 +27,40 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from inference_plugin.install.coverage import Destination, coverage_of
+from inference_plugin.install.regions import (
+    Box,
+    Fill,
+    Image,
+    Placement,
+    Region,
+    bounding_box,
+    c_strides,
+    may_overlap,
+    merge_dims,
+    region_of,
+    seen_through,
+    union_box,
+)
+
 __all__ = [
-    "Fill",
     "LoadWeights",
-    "Placement",
     "PlacementPlan",
-    "Region",
-    "Replay",
     "TensorInfo",
-    "read_back",
-    "rebase",
+    "named_tensors",
+    "storage_id",
     "storage_views",
     "trace_plan",
+    "written_tensors",
 ]
+
 
 TensorInfo = tuple[str, tuple[int, ...], torch.dtype]
 """Checkpoint name, shape and dtype of a tensor that the trainer sends."""
 
+
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 """The engine's own loader, bound to the model that it loads."""
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a box in a tensor's own coordinates."""
-
-
-@dataclass(frozen=True)
-class Region:
-    """A strided region, in elements, of a C-contiguous checkpoint tensor or of a destination's whole storage.
-
-    Dimensions of size 1 are dropped and neighbours are merged where source and destination allow it, so that
-    a whole tensor is one dimension. A stride of 0 (sources only) reads one element many times.
-    """
-
-    tensor: str
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    @property
-    def end(self) -> int:
-        """One past the last element that the region touches."""
-        return self.offset + sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True)) + 1
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The region as a view of ``flat``, any tensor that starts where the region's tensor does."""
-        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """One plain copy, element by element in the order of the (equal) sizes; both sides have this dtype."""
-
-    source: Region
-    dest: Region
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    """Shape of the checkpoint tensor."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.dest.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Fill:
-    """A constant that the loader writes whatever the checkpoint holds: zeros in a padded vocabulary, say."""
-
-    dest: Region
-    value: bool | int | float | complex
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -142,8 +101,8 @@ class PlacementPlan:
         boxes: dict[str, Box] = {}
         for placement in self.placements:
             name = placement.source.tensor
-            box, _ = _bounding_box(placement.source, placement.shape)
-            boxes[name] = _union(boxes[name], box) if name in boxes else box
+            box, _ = bounding_box(placement.source, placement.shape)
+            boxes[name] = union_box(boxes[name], box) if name in boxes else box
         return boxes
 
     def without(self, names: Iterable[str], reason: str) -> PlacementPlan:
@@ -194,108 +153,6 @@ def storage_views(model: nn.Module) -> dict[str, Tensor]:
     return dict(views.values())
 
 
-def rebase(placements: Iterable[Placement], boxes: Mapping[str, Box]) -> tuple[Placement, ...]:
-    """The same placements for sources of which only ``boxes`` are there, each C-contiguous by itself.
-
-    ``boxes`` is `PlacementPlan.needs` or larger boxes; `ValueError` where a box doesn't hold what a placement
-    reads.
-    """
-    moved = []
-    for placement in placements:
-        box = boxes[placement.source.tensor]
-        source = _in_box(placement.source, placement.shape, box)
-        moved.append(replace(placement, source=source, shape=box[1]))
-    return tuple(moved)
-
-
-class Replay:
-    """The placements as prebound views, so that an installation is nothing but copies.
-
-    ``sources``: checkpoint name -> C-contiguous tensor; ``destinations``: `storage_views` of the live model.
-    Sources and destinations may be on two devices, each side on one. Bind again when a storage has moved on
-    either side. `ValueError` if a name is missing, or a dtype, device, layout or extent doesn't fit.
-    """
-
-    nbytes: int
-    """Bytes that one run writes."""
-
-    def __init__(
-        self,
-        placements: Iterable[Placement],
-        sources: Mapping[str, Tensor],
-        destinations: Mapping[str, Tensor],
-        fills: Iterable[Fill] = (),
-    ) -> None:
-        placements, fills = tuple(placements), tuple(fills)
-        _check_sides(placements, fills, sources, destinations)
-        with torch.inference_mode():
-            self._fills = [(fill.dest.of(destinations[fill.dest.tensor]), fill.value) for fill in fills]
-            self._copies = [
-                (p, p.dest.of(destinations[p.dest.tensor]), p.source.of(sources[p.source.tensor]))
-                for p in placements
-            ]
-        self.nbytes = sum(p.nbytes for p in placements) + sum(f.dest.numel * f.dtype.itemsize for f in fills)
-        self._pieces: dict[int, list[_Piece]] = {}
-
-    def run(self, *, between: Callable[[int], None] | None = None, piece_bytes: int = 16 << 20) -> None:
-        """Write everything. ``between(bytes_done)`` is called between pieces of about ``piece_bytes`` bytes.
-
-        On a GPU the copies are queued on the current stream; the caller waits for it.
-        """
-        if piece_bytes not in self._pieces:
-            self._pieces[piece_bytes] = self._cut(piece_bytes)
-        with torch.inference_mode():  # only so may live parameters that are inference tensors be written
-            done = 0
-            for view, value in self._fills:
-                view.fill_(value)
-                done += view.nbytes
-            for index, piece in enumerate(self._pieces[piece_bytes]):
-                if between is not None and index:
-                    between(done)
-                torch._foreach_copy_(piece.targets, piece.sources)
-                done += piece.nbytes
-
-    def _cut(self, piece_bytes: int) -> list[_Piece]:
-        """Group small copies, split large ones. Copies that may overlap never share a piece: a fused GPU
-        kernel gives no order within one."""
-        pieces = [_Piece()]
-        for placement, target, source in self._copies:
-            name, start, end = placement.dest.tensor, placement.dest.offset, placement.dest.end
-            if start < pieces[-1].ends.get(name, 0):
-                pieces.append(_Piece())
-            pieces[-1].ends[name] = max(end, pieces[-1].ends.get(name, 0))
-            rows = target.shape[0] if target.dim() else 1
-            step = max(1, rows * piece_bytes // max(1, target.nbytes)) if target.dim() else 1
-            for row in range(0, rows, step):
-                if pieces[-1].nbytes >= piece_bytes:
-                    pieces.append(_Piece(ends={name: end}))
-                pieces[-1].add(_rows(target, row, step), _rows(source, row, step))
-        return [piece for piece in pieces if piece.targets]
-
-
-def read_back(
-    placements: Iterable[Placement], destinations: Mapping[str, Tensor]
-) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
-    """The inverse of a replay, to verify live parameters: (source name, offsets, sizes, C-contiguous copy)
-    per box.
-
-    A placement that reads a box of its checkpoint tensor yields that box; any other is cut into boxes, so
-    every element that a placement wrote is yielded. Where destinations are ``doubled``, the boxes hold what
-    the last writer left.
-    """
-    for placement in placements:
-        for part in _boxes_of(placement):
-            box, _ = _bounding_box(part.source, part.shape)
-            held = part.dest.of(destinations[part.dest.tensor].detach())
-            out = torch.empty(box[1], dtype=held.dtype, device=held.device)
-            _in_box(part.source, part.shape, box).of(out).copy_(held)
-            yield part.source.tensor, box[0], box[1], out
-
-
-# ------------------------------------------------------------------------------------------
-# Shared with the proof
-
-
 def storage_id(tensor: Tensor) -> int:
     """Identity of the memory behind ``tensor``; unique as long as somebody holds it."""
     return int(tensor.untyped_storage()._cdata)
@@ -312,9 +169,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that ``func`` writes in place, by its schema; empty tensors left out."""
     positions, names = _written_arguments(func)
-    values = [args[i] for i in positions if i < len(args)] + [
-        kwargs[name] for name in names if name in kwargs
-    ]
+    values = [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]
 
 
@@ -326,22 +181,6 @@ def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return tuple(written), tuple(arguments[i].name for i in written)
 
 
-# ------------------------------------------------------------------------------------------
-# Recording
-
-
-@dataclass
-class _Destination:
-    name: str
-    dtype: torch.dtype
-    numel: int
-    frame: tuple[int, ...]
-    """A shape whose C-contiguous layout is the storage's: the owner's own shape where it fills the
-    storage."""
-    parameters: dict[str, Region] = field(default_factory=dict)
-    order: int = 0
-
-
 @dataclass
 class _Derived:
     """A tensor that the loader made from others: ``image`` if it is nothing but a rearranged copy of a
@@ -349,16 +188,7 @@ class _Derived:
 
     origins: frozenset[str]
     how: str
-    image: _Image | None = None
-
-
-@dataclass
-class _Image:
-    """Element ``i`` of a copy laid out with ``strides`` in its own storage is element ``i`` of ``region``."""
-
-    region: Region
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    image: Image | None = None
 
 
 class _Refused(Exception):
@@ -366,7 +196,11 @@ class _Refused(Exception):
 
 
 _ATEN = torch.ops.aten
+
+
 _CLONES = {_ATEN.clone.default, _ATEN._to_copy.default}
+
+
 _STATE = "the model's own state"
 
 
@@ -376,26 +210,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     def __init__(self, model: nn.Module, tensors: Sequence[TensorInfo]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
-        self._placeholders = {
-            n: torch.empty(shape, dtype=dtype, device="meta") for n, shape, dtype in tensors
-        }
+        self._placeholders = {n: torch.empty(shape, dtype=dtype, device="meta") for n, shape, dtype in tensors}
         self._sources = {storage_id(tensor): name for name, tensor in self._placeholders.items()}
-        self._dests: dict[int, _Destination] = {}
+        self._dests: dict[int, Destination] = {}
         for name, tensor, is_parameter in named_tensors(model):
-            dest = self._dests.setdefault(
-                storage_id(tensor), _destination(name, tensor, order=len(self._dests))
-            )
-            if is_parameter and _region(name, tensor) not in (
+            dest = self._dests.setdefault(storage_id(tensor), _destination(name, tensor, order=len(self._dests)))
+            if is_parameter and region_of(name, tensor) not in (
                 replace(r, tensor=name) for r in dest.parameters.values()
             ):
-                dest.parameters[name] = _region(name, tensor)
+                dest.parameters[name] = region_of(name, tensor)
         self._before = _bindings(model)
         self._kept: list[Any] = [tensor.untyped_storage() for _, tensor, _ in named_tensors(model)]
         self._derived: dict[int, _Derived] = {}
         self._fresh: set[int] = set()
         self._constants: dict[int, Any] = {}
         self._handed_out = ""
-        self._written: list[tuple[_Destination, Placement | Fill]] = []
+        self._written: list[tuple[Destination, Placement | Fill]] = []
         self._mutated: dict[str, str] = {}
         self._used: set[str] = set()
         self._refused: dict[str, str] = {}
@@ -443,7 +273,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 self._refused_sources[dest.name].update(copy.source.tensor for copy in copies)
                 continue
             constants = [write for write in by_dest[order] if isinstance(write, Fill)]
-            cover = _coverage(dest, [c.dest for c in copies], [c.dest for c in constants])
+            cover = coverage_of(dest, [c.dest for c in copies], [c.dest for c in constants])
             uncovered.update(cover.uncovered)
             padding.extend(cover.padding)
             if cover.doubled:
@@ -514,17 +344,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             read = self._image(source)
             whole = target.nbytes == target.untyped_storage().nbytes() and target.dtype == source.dtype
             plain = read is not None and whole and into not in self._derived
-            image = _Image(read, tuple(target.stride()), target.dtype) if read is not None and plain else None
-            self._derive(
-                target, origins | self._origins(target), "copies into a tensor of the loader's own", image
-            )
+            image = Image(read, tuple(target.stride()), target.dtype) if read is not None and plain else None
+            self._derive(target, origins | self._origins(target), "copies into a tensor of the loader's own", image)
         else:
             self._refuse_all(
                 f"the loader copies {_words(origins)} to a tensor that is neither a parameter nor a buffer"
             )
         return True
 
-    def _copy_to(self, dest: _Destination, target: Tensor, source: Tensor, origins: frozenset[str]) -> None:
+    def _copy_to(self, dest: Destination, target: Tensor, source: Tensor, origins: frozenset[str]) -> None:
         if _STATE in origins:
             self._refuse_all(f"{dest.name} is written from another parameter or buffer")
             return
@@ -540,22 +368,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         else:
             self._written.append((dest, placement))
 
-    def _placement(self, dest: _Destination, target: Tensor, source: Tensor) -> Placement:
+    def _placement(self, dest: Destination, target: Tensor, source: Tensor) -> Placement:
         if source.dtype != target.dtype:
             for name in self._origins(source):
-                self._casts.setdefault(
-                    name, f"{source.dtype} in the checkpoint, {target.dtype} in {dest.name}"
-                )
+                self._casts.setdefault(name, f"{source.dtype} in the checkpoint, {target.dtype} in {dest.name}")
             raise _Refused(f"cast from {source.dtype} to {target.dtype}")
         _check_plain(target, dest.dtype)
         read = self._image(source)
         if read is None:
             derived = self._derived.get(storage_id(source))
-            raise _Refused(
-                derived.how if derived else "read through a view of another dtype, or conjugated or negated"
-            )
+            raise _Refused(derived.how if derived else "read through a view of another dtype, or conjugated or negated")
         order = _outermost_first(target)
-        sizes, (written, from_) = _merge(
+        sizes, (written, from_) = merge_dims(
             [target.shape[d] for d in order],
             [target.stride(d) for d in order],
             [read.strides[d] for d in order],
@@ -604,17 +428,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         image = None
         if func in _CLONES and output.dtype == args[0].dtype and not output.storage_offset():
             region = self._image(args[0])
-            image = _Image(region, tuple(output.stride()), output.dtype) if region is not None else None
+            image = Image(region, tuple(output.stride()), output.dtype) if region is not None else None
         self._derive(output, origins, f"computed by {func}", image)
 
-    def _fill(self, dest: _Destination, target: Tensor, value: Any) -> None:
+    def _fill(self, dest: Destination, target: Tensor, value: Any) -> None:
         try:
             _check_plain(target, dest.dtype)
         except _Refused as reason:
             self._refuse(dest.name, f"filled with a constant: {reason}", ())
             return
         order = _outermost_first(target)
-        sizes, (strides,) = _merge([target.shape[d] for d in order], [target.stride(d) for d in order])
+        sizes, (strides,) = merge_dims([target.shape[d] for d in order], [target.stride(d) for d in order])
         region = Region(dest.name, int(target.storage_offset()), sizes, strides)
         self._written.append((dest, Fill(region, value, target.dtype)))
 
@@ -633,16 +457,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     def _image(self, tensor: Tensor) -> Region | None:
         """The region of a checkpoint tensor that ``tensor`` is a view or a plain copy of; not normalised."""
         key = storage_id(tensor)
-        view = _region("", tensor)
+        view = region_of("", tensor)
         if tensor.is_conj() or tensor.is_neg():
             return None
         if key in self._sources:
             name = self._sources[key]
             return replace(view, tensor=name) if tensor.dtype == self._placeholders[name].dtype else None
         image = self._derived[key].image if key in self._derived else None
-        return _through(view, image) if image is not None and image.dtype == tensor.dtype else None
+        return seen_through(view, image) if image is not None and image.dtype == tensor.dtype else None
 
-    def _derive(self, tensor: Tensor, origins: frozenset[str], how: str, image: _Image | None = None) -> None:
+    def _derive(self, tensor: Tensor, origins: frozenset[str], how: str, image: Image | None = None) -> None:
         self._derived[storage_id(tensor)] = _Derived(origins, how, image)
         self._kept.append(tensor.untyped_storage())
 
@@ -671,16 +495,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 key = after[name][0]
                 origins = self._derived[key].origins if key in self._derived else origins
                 origins = frozenset((self._sources[key],)) if key in self._sources else origins
-            how = (
-                "replaced"
-                if name in self._before and name in after
-                else "made"
-                if name in after
-                else "removed"
-            )
-            self._refuse(
-                canonical.get(name, name), f"{name} is {how} by the loader, not written in place", origins
-            )
+            how = "replaced" if name in self._before and name in after else "made" if name in after else "removed"
+            self._refuse(canonical.get(name, name), f"{name} is {how} by the loader, not written in place", origins)
 
     def _check_attributes(self) -> None:
         """Refuse the plan if a module keeps something of the checkpoint outside parameters and buffers."""
@@ -689,23 +505,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 if attribute in ("_parameters", "_buffers", "_modules"):
                     continue
                 values = (
-                    value.values()
-                    if isinstance(value, dict)
-                    else value
-                    if isinstance(value, list | tuple)
-                    else [value]
+                    value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
                 )
                 for held in values:
-                    if (
-                        isinstance(held, Tensor)
-                        and storage_id(held) not in self._dests
-                        and self._origins(held)
-                    ):
+                    if isinstance(held, Tensor) and storage_id(held) not in self._dests and self._origins(held):
                         self._refuse_all(
                             f"{path or 'the model'} keeps a tensor of the load in its attribute {attribute}"
                         )
 
-    def _check_fills(self, dest: _Destination, writes: Sequence[Placement | Fill]) -> None:
+    def _check_fills(self, dest: Destination, writes: Sequence[Placement | Fill]) -> None:
         """Fills are replayed first and need a placement beside them: refuse a destination where that isn't
         the load."""
         if not any(isinstance(write, Placement) for write in writes):
@@ -714,7 +522,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         for write in writes:
             if isinstance(write, Placement):
                 earlier.append(write.dest)
-            elif any(_may_overlap(write.dest, region, dest.frame) for region in earlier):
+            elif any(may_overlap(write.dest, region, dest.frame) for region in earlier):
                 self._refuse(dest.name, "filled with a constant after it was copied to", ())
 
 
@@ -738,12 +546,12 @@ def _bindings(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _destination(name: str, tensor: Tensor, order: int) -> _Destination:
+def _destination(name: str, tensor: Tensor, order: int) -> Destination:
     numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
     dims = [d for d in _outermost_first(tensor) if tensor.shape[d] > 1]
     shape = tuple(tensor.shape[d] for d in dims)
-    dense = tensor.numel() == numel and tuple(tensor.stride(d) for d in dims) == _units(shape)
-    return _Destination(name, tensor.dtype, numel, shape if dense else (numel,), order=order)
+    dense = tensor.numel() == numel and tuple(tensor.stride(d) for d in dims) == c_strides(shape)
+    return Destination(name, tensor.dtype, numel, shape if dense else (numel,), order=order)
 
 
 def _outermost_first(tensor: Tensor) -> list[int]:
@@ -756,305 +564,6 @@ def _words(origins: frozenset[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-# ------------------------------------------------------------------------------------------
-# Geometry: regions of C-contiguous tensors
-
-
-def _units(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a C-contiguous tensor."""
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-
-
-def _region(name: str, tensor: Tensor) -> Region:
-    return Region(name, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-
-
 def _flat(tensor: Tensor) -> Tensor:
     numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
     return tensor.detach().as_strided((numel,), (1,), 0).as_subclass(Tensor)
-
-
-def _index(offset: int, units: Sequence[int]) -> list[int]:
-    index = []
-    for unit in units:
-        index.append(offset // unit)
-        offset -= index[-1] * unit
-    return index
-
-
-def _merge(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Drop dimensions of size 1 and join neighbours that are one dimension under every one of the
-    ``strides``."""
-    merged: list[int] = []
-    kept: list[list[int]] = [[] for _ in strides]
-    for d, size in enumerate(sizes):
-        if size == 1:
-            continue
-        if merged and all(own[-1] == size * given[d] for own, given in zip(kept, strides, strict=True)):
-            merged[-1] *= size
-            for own, given in zip(kept, strides, strict=True):
-                own[-1] = given[d]
-        else:
-            merged.append(size)
-            for own, given in zip(kept, strides, strict=True):
-                own.append(given[d])
-    return tuple(merged), [tuple(own) for own in kept]
-
-
-def _bounding_box(region: Region, shape: tuple[int, ...]) -> tuple[Box, bool]:
-    """The smallest box of ``shape`` around ``region``, and whether the region is all of it, each element
-    once.
-
-    A region that crosses rows in a way that is no box gets whole rows of the first dimension.
-    """
-    units = _units(shape)
-    start = _index(region.offset, units)
-    extent = [1] * len(shape)
-    dims = [d for d in range(len(shape)) if shape[d] > 1]
-    exact = 0 not in region.strides
-    by_stride = sorted(
-        (pair for pair in zip(region.strides, region.sizes, strict=True) if pair[0]), reverse=True
-    )
-    runs, (strides,) = _merge([size for _, size in by_stride], [stride for stride, _ in by_stride])
-    for run, stride in zip(runs, strides, strict=True):
-        at = next(i for i, d in enumerate(dims) if units[d] <= stride)
-        step, odd = divmod(stride, units[dims[at]])
-        while not odd and start[d := dims[at]] + extent[d] - 1 + (run - 1) * step >= shape[d]:
-            # The run goes on in the dimension above; only whole rows can.
-            odd = at == 0 or step != 1 or start[d] != 0 or extent[d] != 1 or run % shape[d] != 0
-            extent[d], run, at = shape[d], run // shape[d], at - 1
-        if odd:
-            top, first = dims[0], region.offset // units[dims[0]]
-            rows = (region.end - 1) // units[top] - first + 1
-            return (
-                tuple(first if d == top else 0 for d in range(len(shape))),
-                tuple(rows if d == top else shape[d] for d in range(len(shape))),
-            ), False
-        exact = exact and step == 1 and extent[dims[at]] == 1
-        extent[dims[at]] += (run - 1) * step
-    return (tuple(start), tuple(extent)), exact
-
-
-def _relayout(region: Region, shape: Sequence[int], strides: Sequence[int], base: int) -> Region | None:
-    """``region`` of C-contiguous ``shape``, for memory where the same elements lie at ``base`` with
-    ``strides``.
-
-    None if one dimension of the region steps from row to row where the new layout has no single stride for
-    that.
-    """
-    sizes, (units, moved) = _merge(shape, _units(shape), strides)
-    index = _index(region.offset, units)
-    reach = list(index)
-    out = []
-    for size, stride in zip(region.sizes, region.strides, strict=True):
-        if stride == 0 or size == 1:
-            out.append(0)
-            continue
-        d = next(d for d, unit in enumerate(units) if unit <= stride)
-        step, odd = divmod(stride, units[d])
-        reach[d] += (size - 1) * step
-        if odd or reach[d] >= sizes[d]:
-            return None
-        out.append(step * moved[d])
-    offset = base + sum(i * stride for i, stride in zip(index, moved, strict=True))
-    return replace(region, offset=offset, strides=tuple(out))
-
-
-def _in_box(region: Region, shape: tuple[int, ...], box: Box) -> Region:
-    """``region`` of C-contiguous ``shape``, in coordinates of ``box`` as a C-contiguous tensor of its own."""
-    units = _units(box[1])
-    base = -sum(start * unit for start, unit in zip(box[0], units, strict=True))
-    moved = _relayout(region, shape, units, base)
-    around, _ = _bounding_box(region, shape)
-    if moved is None or _union(around, box) != box:
-        raise ValueError(f"the box {box} of {region.tensor} {shape} does not hold what is read of it")
-    return moved
-
-
-def _through(view: Region, image: _Image) -> Region | None:
-    """What ``view``, a view of a plain copy, shows of the checkpoint tensor that was copied."""
-    order = sorted(range(len(image.strides)), key=lambda d: -image.strides[d])
-    sizes = [image.region.sizes[d] for d in order]
-    dense = all(
-        size == 1 or unit == image.strides[d]
-        for d, size, unit in zip(order, sizes, _units(sizes), strict=True)
-    )
-    if not dense:
-        return None
-    moved = _relayout(view, sizes, [image.region.strides[d] for d in order], image.region.offset)
-    return moved and replace(moved, tensor=image.region.tensor)
-
-
-def _boxes_of(placement: Placement) -> Iterator[Placement]:
-    """``placement`` in parts that each read a box of the checkpoint tensor."""
-    source, dest = placement.source, placement.dest
-    _, exact = _bounding_box(source, placement.shape)
-    if exact:
-        yield placement
-        return
-    # Repeated elements first, then the outermost dimension: inner ones are the likeliest to be boxes.
-    cut = source.strides.index(0) if 0 in source.strides else source.strides.index(max(source.strides))
-    for i in range(source.sizes[cut]):
-        yield from _boxes_of(replace(placement, source=_select(source, cut, i), dest=_select(dest, cut, i)))
-
-
-def _select(region: Region, dim: int, i: int) -> Region:
-    return Region(
-        region.tensor,
-        region.offset + i * region.strides[dim],
-        region.sizes[:dim] + region.sizes[dim + 1 :],
-        region.strides[:dim] + region.strides[dim + 1 :],
-    )
-
-
-def _union(one: Box, other: Box) -> Box:
-    start = tuple(map(min, one[0], other[0]))
-    ends = (max(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
-    return start, tuple(end - first for end, first in zip(ends, start, strict=True))
-
-
-def _may_overlap(one: Region, other: Region, shape: tuple[int, ...]) -> bool:
-    """False only if the two certainly share no element."""
-    if one.end <= other.offset or other.end <= one.offset:
-        return False
-    (first, sizes), _ = _bounding_box(one, shape)
-    (second, others), _ = _bounding_box(other, shape)
-    return all(a < b + m and b < a + n for a, n, b, m in zip(first, sizes, second, others, strict=True))
-
-
-# ------------------------------------------------------------------------------------------
-# Coverage
-
-
-@dataclass
-class _Cover:
-    uncovered: dict[str, int] = field(default_factory=dict)
-    padding: list[str] = field(default_factory=list)
-    doubled: bool = False
-
-
-_MOST_CELLS = 1 << 24
-
-
-def _coverage(dest: _Destination, copies: Sequence[Region], fills: Sequence[Region]) -> _Cover:
-    """Which elements of a storage are written, exactly.
-
-    Where all regions are boxes (nearly always), the space is cut along their edges and counted per cell,
-    whatever the size of the tensor; else it is counted per element.
-    """
-    regions = [*copies, *fills, *(r for r in dest.parameters.values() if r.numel)]
-    boxes = [_bounding_box(region, dest.frame) for region in regions]
-    edges = [
-        sorted({edge for (at, n), _ in boxes for edge in (at[d], at[d] + n[d])})
-        for d in range(len(dest.frame))
-    ]
-    cells = [max(1, len(edge) - 1) for edge in edges]
-    if all(exact for _, exact in boxes) and math.prod(cells) <= _MOST_CELLS:
-        volume = torch.ones(cells, dtype=torch.int64)
-        for d, edge in enumerate(edges):
-            widths = torch.tensor([b - a for a, b in itertools.pairwise(edge)] or [1])
-            volume *= widths.view([-1 if i == d else 1 for i in range(len(edges))])
-        position = [{value: i for i, value in enumerate(edge)} for edge in edges]
-        where = {
-            id(region): tuple(slice(p[a], p[a + n]) for p, a, n in zip(position, at, size, strict=True))
-            for region, ((at, size), _) in zip(regions, boxes, strict=True)
-        }
-        placed = torch.zeros(cells, dtype=torch.int32)
-        return _count(dest, copies, fills, placed, volume, lambda grid, region: grid[where[id(region)]])
-    placed = torch.zeros(dest.numel, dtype=torch.uint8)
-    return _count(dest, copies, fills, placed, None, lambda grid, region: region.of(grid))
-
-
-def _count(
-    dest: _Destination,
-    copies: Sequence[Region],
-    fills: Sequence[Region],
-    placed: Tensor,
-    volume: Tensor | None,
-    view: Callable[[Tensor, Region], Tensor],
-) -> _Cover:
-    for region in copies:
-        view(placed, region).add_(1)
-    cover = _Cover(doubled=bool((placed > 1).any()))
-    for region in fills:
-        view(placed, region).add_(1)
-    for name, region in dest.parameters.items():
-        if not region.numel:
-            continue
-        missing = view(placed, region) == 0
-        count = int(missing.sum() if volume is None else view(volume, region)[missing].sum())
-        if count:
-            cover.uncovered[name] = count
-            if _is_trailing(missing):
-                cover.padding.append(name)
-    return cover
-
-
-def _is_trailing(missing: Tensor) -> bool:
-    """Whether the marked elements are the last rows of one dimension, and not everything."""
-    for d in range(missing.dim()):
-        rows = missing.movedim(d, 0).flatten(1) if missing.dim() > 1 else missing[:, None]
-        some = rows.any(1)
-        first = int(some.to(torch.uint8).argmax())
-        if first > 0 and bool(rows[first:].all()):
-            return True
-    return False
-
-
-# ------------------------------------------------------------------------------------------
-# Replay
-
-
-@dataclass
-class _Piece:
-    targets: list[Tensor] = field(default_factory=list)
-    sources: list[Tensor] = field(default_factory=list)
-    nbytes: int = 0
-    ends: dict[str, int] = field(default_factory=dict)
-
-    def add(self, target: Tensor, source: Tensor) -> None:
-        self.targets.append(target)
-        self.sources.append(source)
-        self.nbytes += target.nbytes
-
-
-def _rows(tensor: Tensor, first: int, count: int) -> Tensor:
-    return tensor[first : first + count] if tensor.dim() else tensor
-
-
-def _check_sides(
-    placements: Iterable[Placement],
-    fills: Iterable[Fill],
-    sources: Mapping[str, Tensor],
-    destinations: Mapping[str, Tensor],
-) -> None:
-    checked: set[tuple[str, str]] = set()
-    devices: dict[str, tuple[torch.device, str]] = {}
-    ends = itertools.chain(
-        (
-            end
-            for p in placements
-            for end in (
-                ("source", p.source, p.dtype, sources),
-                ("destination", p.dest, p.dtype, destinations),
-            )
-        ),
-        (("destination", f.dest, f.dtype, destinations) for f in fills),
-    )
-    for side, region, dtype, tensors in ends:
-        name = region.tensor
-        if name not in tensors:
-            raise ValueError(f"{side} {name} is missing")
-        tensor = tensors[name]
-        if region.offset < 0 or region.end > tensor.numel():
-            raise ValueError(f"{side} {name} has {tensor.numel()} elements; the plan needs {region.end}")
-        if (side, name) in checked:
-            continue
-        checked.add((side, name))
-        if tensor.dtype != dtype:
-            raise ValueError(f"{side} {name} is {tensor.dtype}; the plan has {dtype}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{side} {name} is not contiguous")
-        device, other = devices.setdefault(side, (tensor.device, name))
-        if tensor.device != device or device.type == "meta":
-            raise ValueError(f"{side} {name} is on {tensor.device}, {other} on {device}")

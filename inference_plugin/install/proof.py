@@ -22,17 +22,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_plugin.install.plan import (
-    Fill,
     LoadWeights,
-    Placement,
     PlacementPlan,
-    Replay,
     TensorInfo,
     named_tensors,
     storage_id,
     storage_views,
     written_tensors,
 )
+from inference_plugin.install.regions import Fill, Placement
+from inference_plugin.install.replay import Replay
 
 __all__ = ["ProofResult", "prove_plan", "with_data"]
 
@@ -120,9 +119,7 @@ def _parts(
             groups.join(("source", name), ("refused", dest))
     for name in plan.unused:  # loaded too: the plan says that they write nothing
         groups.join(("source", name), ("source", name))
-    components = [
-        c for c in groups.sets() if any(kind == "planned" for kind, _ in c) or c[0][1] in plan.unused
-    ]
+    components = [c for c in groups.sets() if any(kind == "planned" for kind, _ in c) or c[0][1] in plan.unused]
     source_bytes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors}
     order = {name: i for i, (name, _, _) in enumerate(tensors)}
     components.sort(key=lambda c: min(order[name] for kind, name in c if kind == "source"))

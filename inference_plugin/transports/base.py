@@ -120,7 +120,7 @@ class Receiver(abc.ABC):
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
         """Staging for one transaction. Raises `ProtocolError` or `TransportUnavailable`; then nothing is left open."""
 
-    def drop_kept(self) -> None:
+    def drop_kept(self) -> None:  # noqa: B027 -- most keep nothing
         """Frees what is kept from one transaction for the next; none is open."""
 
     @abc.abstractmethod

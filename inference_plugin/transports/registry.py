@@ -22,7 +22,8 @@ def transports() -> dict[str, Transport]:
     for transport in [shm.TRANSPORT, zmq.TRANSPORT, *(t for several in offered for t in several)]:
         if transport.name == Transport.AUTO or known.setdefault(transport.name, transport) is not transport:
             raise TransportUnavailable(
-                f"the transport name {transport.name!r} is taken", hint="rename the one that your plug-in adds"
+                f"the transport name {transport.name!r} is taken",
+                hint="rename the one that your plug-in adds",
             )
     return dict(sorted(known.items(), key=lambda entry: entry[1].preference))
 

@@ -117,9 +117,7 @@ class SharedSegment:
     @property
     def address(self) -> SegmentAddress:
         """How other processes find it, as long as this one lives and keeps it open."""
-        return SegmentAddress(
-            self.segment_id, boot_id(), os.getpid(), self.fd, self.nbytes, os.fstat(self.fd).st_ino
-        )
+        return SegmentAddress(self.segment_id, boot_id(), os.getpid(), self.fd, self.nbytes, os.fstat(self.fd).st_ino)
 
     def close(self) -> None:
         """Unmaps it and closes the descriptor. Raises BufferError while somebody else holds a view of `tensor`."""

@@ -49,7 +49,11 @@ class ZmqStaging(Staging):
     """
 
     def __init__(
-        self, manifest: Manifest, needs: Sequence[Box], memory: torch.Tensor, release: Callable[[torch.Tensor], None]
+        self,
+        manifest: Manifest,
+        needs: Sequence[Box],
+        memory: torch.Tensor,
+        release: Callable[[torch.Tensor], None],
     ) -> None:
         self._manifest = manifest
         self._needs = {box.tensor: box for box in needs}

@@ -214,9 +214,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     if a.tensor != b.tensor:
         return None
     starts = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
-    ends = tuple(
-        min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
+    ends = tuple(min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
     if any(end <= start for start, end in zip(starts, ends, strict=True)):
         return None
     return Box(a.tensor, starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
@@ -249,7 +247,9 @@ def split_box(box: Box, item_bytes: int, piece_bytes: int) -> list[Box]:
     return pieces
 
 
-def check_exact_cover(manifest: Manifest, boxes: Sequence[tuple[Box, str]], *, within: Sequence[Box] | None = None) -> None:
+def check_exact_cover(
+    manifest: Manifest, boxes: Sequence[tuple[Box, str]], *, within: Sequence[Box] | None = None
+) -> None:
     """Checks that `boxes` (each with its owner's name, for the error) cover the manifest exactly: no orphan, no double.
 
     `within`, one box per tensor at most, restricts what must be covered. Raises `ManifestMismatch` naming the first

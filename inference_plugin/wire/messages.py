@@ -81,7 +81,7 @@ class Sender(msgspec.Struct, frozen=True):
     boot_id: str = ""
 
 
-# --- requests -------------------------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------------------------
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
@@ -212,7 +212,7 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     error: ErrorInfo | None = None
 
 
-# --- replies --------------------------------------------------------------------------------------------------------
+# --- replies ---------------------------------------------------------------------------------------------------------
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

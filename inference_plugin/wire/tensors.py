@@ -53,13 +53,9 @@ def box_view(segment: torch.Tensor, manifest: Manifest, box: Box) -> torch.Tenso
     `ManifestMismatch` for a box that doesn't lie in its tensor.
     """
     if segment.dtype != torch.uint8 or segment.dim() != 1 or not segment.is_contiguous():
-        raise ValueError(
-            f"a segment is 1-D, contiguous and uint8, not {segment.dtype} of shape {list(segment.shape)}"
-        )
+        raise ValueError(f"a segment is 1-D, contiguous and uint8, not {segment.dtype} of shape {list(segment.shape)}")
     if segment.numel() < manifest.layout.nbytes:
-        raise ValueError(
-            f"the segment has {segment.numel()} bytes, its manifest needs {manifest.layout.nbytes}"
-        )
+        raise ValueError(f"the segment has {segment.numel()} bytes, its manifest needs {manifest.layout.nbytes}")
     manifest.check_box(box)
     spec = manifest.tensors[box.tensor]
     start = manifest.layout.offsets[box.tensor]

@@ -14,16 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from inference_plugin.install.plan import (
-    PlacementPlan,
-    Replay,
-    TensorInfo,
-    read_back,
-    rebase,
-    storage_views,
-    trace_plan,
-)
+from inference_plugin.install.plan import PlacementPlan, TensorInfo, storage_views, trace_plan
 from inference_plugin.install.proof import prove_plan
+from inference_plugin.install.replay import Replay, read_back, rebase
 
 Loader = Callable[[nn.Module, dict[str, Tensor]], None]
 BF16, F32 = torch.bfloat16, torch.float32
@@ -182,9 +175,7 @@ def test_moe_experts_are_stacked(budget_bytes: int) -> None:
 
     tensors = {f"{e}.{kind}": (4, 6) for e in range(3) for kind in ("gate", "up")}
     tensors |= {f"{e}.down": (6, 4) for e in range(3)}
-    plan = Case(lambda: Bag({"w13": (3, 8, 6), "w2": (3, 6, 4)}), load, tensors).check(
-        budget_bytes=budget_bytes
-    )
+    plan = Case(lambda: Bag({"w13": (3, 8, 6), "w2": (3, 6, 4)}), load, tensors).check(budget_bytes=budget_bytes)
     assert plan.uncovered == {}
     assert len(plan.placements) == 9
 
@@ -200,9 +191,9 @@ def test_a_tensor_parallel_rank_needs_only_its_slice(dim: int, shape: tuple[int,
 
 
 def test_transposed_conv1d_is_one_strided_copy() -> None:
-    plan = Case(
-        lambda: Bag({"w": (6, 4)}), lambda m, n, t: m.get_parameter(n).data.copy_(t.t()), {"w": (4, 6)}
-    ).check(piece_bytes=16)
+    plan = Case(lambda: Bag({"w": (6, 4)}), lambda m, n, t: m.get_parameter(n).data.copy_(t.t()), {"w": (4, 6)}).check(
+        piece_bytes=16
+    )
     assert len(plan.placements) == 1
     assert plan.needs() == {"w": ((0, 0), (4, 6))}
 
@@ -219,9 +210,7 @@ def test_transposed_conv1d_is_one_strided_copy() -> None:
 )
 def test_plain_rearranged_copies_are_followed(rearrange: Callable[[Tensor], Tensor]) -> None:
     shape = tuple(rearrange(torch.empty(4, 6)).shape)
-    case = Case(
-        lambda: Bag({"w": shape}), lambda m, n, t: m.get_parameter(n).data.copy_(rearrange(t)), {"w": (4, 6)}
-    )
+    case = Case(lambda: Bag({"w": shape}), lambda m, n, t: m.get_parameter(n).data.copy_(rearrange(t)), {"w": (4, 6)})
     plan = case.trace()
     if plan.refused:  # allowed, but then with the reason
         assert plan.refused["w"].startswith("computed by aten.clone")
@@ -291,9 +280,7 @@ def test_vocabulary_padding_that_the_loader_zeroes_is_a_fill() -> None:
 
     plan = Case(lambda: Bag({"e": (8, 4), "even": (4, 4)}), load, {"e": (5, 4), "even": (4, 4)}).check()
     assert plan.uncovered == {}
-    assert [(fill.dest.tensor, fill.dest.offset, fill.dest.sizes) for fill in plan.fills] == [
-        ("e", 20, (12,))
-    ]
+    assert [(fill.dest.tensor, fill.dest.offset, fill.dest.sizes) for fill in plan.fills] == [("e", 20, (12,))]
 
 
 def test_constants_by_setitem_and_zero_before_the_copy_are_fills() -> None:
@@ -328,9 +315,9 @@ def test_empty_tensors_need_nothing() -> None:
 
 
 def test_a_broadcasting_copy_reads_its_source_many_times() -> None:
-    plan = Case(
-        lambda: Bag({"w": (3, 4)}), lambda m, n, t: m.get_parameter("w").data.copy_(t), {"row": (4,)}
-    ).check(piece_bytes=16)
+    plan = Case(lambda: Bag({"w": (3, 4)}), lambda m, n, t: m.get_parameter("w").data.copy_(t), {"row": (4,)}).check(
+        piece_bytes=16
+    )
     assert plan.needs() == {"row": ((0,), (4,))}
 
 
@@ -401,9 +388,7 @@ def refused(
         else:
             load(model.get_parameter("w"), tensor)
 
-    case = Case(
-        lambda: Bag({"w": (4, 3), "other": (2,)}), both, (tensors or {"w": (4, 3)}) | {"other": (2,)}, **over
-    )
+    case = Case(lambda: Bag({"w": (4, 3), "other": (2,)}), both, (tensors or {"w": (4, 3)}) | {"other": (2,)}, **over)
     plan = case.trace()
     if plan.refusal is None:
         assert list(plan.refused) == ["w"]
@@ -488,9 +473,7 @@ def test_what_cannot_be_attributed_refuses_the_plan(load: Callable[..., object],
     assert reason in str(refused(load).refusal)
 
 
-@pytest.mark.parametrize(
-    "write", [Tensor.copy_, lambda b, t: b.fill_(0), lambda b, t: b.mul_(2), Tensor.add_]
-)
+@pytest.mark.parametrize("write", [Tensor.copy_, lambda b, t: b.fill_(0), lambda b, t: b.mul_(2), Tensor.add_])
 def test_real_memory_in_a_skeleton_is_never_written(write: Callable[[Tensor, Tensor], object]) -> None:
     shared = torch.ones(3)
 
@@ -540,11 +523,7 @@ def test_a_name_twice_is_the_callers_error() -> None:
 
 
 def test_without_moves_destinations_to_the_engines_loader() -> None:
-    plan = (
-        Case(lambda: Bag({"a": (2,), "b": (2,)}), default, {"a": (2,), "b": (2,)})
-        .check()
-        .without(["a"], "wrong")
-    )
+    plan = Case(lambda: Bag({"a": (2,), "b": (2,)}), default, {"a": (2,), "b": (2,)}).check().without(["a"], "wrong")
     assert [p.dest.tensor for p in plan.placements] == ["b"]
     assert plan.refused == {"a": "wrong"}
     assert plan.refused_sources == {"a": ("a",)}
@@ -700,9 +679,7 @@ def test_the_skeleton_is_on_meta_again_with_its_own_objects_after_a_proof() -> N
     assert before.is_meta
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.complex64, BF16]
-)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.complex64, BF16])
 def test_the_proof_takes_any_dtype_and_any_bits(dtype: torch.dtype) -> None:
     case = Case(lambda: Bag({}, {"w": ((3, 5), dtype)}), lambda m, n, t: m.w.copy_(t), {"w": (3, 5)}, w=dtype)
     proof = case.prove(case.trace())
@@ -760,9 +737,7 @@ def test_any_slices_of_a_source_are_boxed_and_read_back(split: Any, data: st.Dat
     def load(model: nn.Module, name: str, tensor: Tensor) -> None:
         for i in range(len(boxes)):
             part = view(tensor, i)
-            model.get_parameter(f"p{i}").data.copy_(
-                part.reshape(-1) if part.is_contiguous() else part.flatten()
-            )
+            model.get_parameter(f"p{i}").data.copy_(part.reshape(-1) if part.is_contiguous() else part.flatten())
 
     sizes = {f"p{i}": (view(torch.empty(shape), i).numel(),) for i in range(len(boxes))}
     case = Case(lambda: Bag(sizes), load, {"w": shape})

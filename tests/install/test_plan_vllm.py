@@ -91,10 +91,6 @@ def test_an_odd_vocabulary_is_padded_with_zeros(studies: dict[str, Any]) -> None
     assert studies["qwen2"]["fills"] == []
 
 
-@pytest.mark.parametrize(
-    ("model", "unused"), [("llama-tied", ["lm_head.weight"]), ("qwen3", ["lm_head.weight"])]
-)
-def test_a_tied_head_sent_under_both_names_is_unused(
-    studies: dict[str, Any], model: str, unused: list[str]
-) -> None:
+@pytest.mark.parametrize(("model", "unused"), [("llama-tied", ["lm_head.weight"]), ("qwen3", ["lm_head.weight"])])
+def test_a_tied_head_sent_under_both_names_is_unused(studies: dict[str, Any], model: str, unused: list[str]) -> None:
     assert studies[model]["tied_alias"] == {"unused": unused, "doubled": [], "same": True, "proof": True}

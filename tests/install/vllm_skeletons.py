@@ -30,16 +30,9 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from inference_plugin.install.plan import (
-    PlacementPlan,
-    Replay,
-    TensorInfo,
-    read_back,
-    rebase,
-    storage_views,
-    trace_plan,
-)
+from inference_plugin.install.plan import PlacementPlan, TensorInfo, storage_views, trace_plan
 from inference_plugin.install.proof import prove_plan
+from inference_plugin.install.replay import Replay, read_back, rebase
 from tests.support.models import SHAPE, _save, make_llama, make_qwen3, make_qwen3_moe
 
 
@@ -76,9 +69,7 @@ def _registries_of_its_own(vllm_config: VllmConfig) -> Iterator[VllmConfig]:
 def make_qwen2(directory: str | Path, *, seed: int) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        **{k: v for k, v in SHAPE.items() if k != "head_dim"} | {"tie_word_embeddings": False}
-    )
+    config = Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"} | {"tie_word_embeddings": False})
     return _save(Qwen2ForCausalLM, config, directory, seed=seed, dtype=torch.bfloat16)
 
 
@@ -115,9 +106,7 @@ def study(vllm_config: VllmConfig, checkpoint: Path) -> dict[str, Any]:
     targets, loaded = storage_views(other), storage_views(live)
     Replay(plan.placements, weights, targets, plan.fills).run()
     boxes = plan.needs()
-    parts = {
-        n: weights[n][tuple(map(slice, o, map(sum, zip(o, s, strict=True))))] for n, (o, s) in boxes.items()
-    }
+    parts = {n: weights[n][tuple(map(slice, o, map(sum, zip(o, s, strict=True))))] for n, (o, s) in boxes.items()}
     Replay(rebase(plan.placements, boxes), {n: t.contiguous() for n, t in parts.items()}, targets).run()
     back = [
         torch.equal(held, weights[n][tuple(slice(a, a + k) for a, k in zip(at, size, strict=True))])
@@ -132,8 +121,7 @@ def study(vllm_config: VllmConfig, checkpoint: Path) -> dict[str, Any]:
         "fills": [(f.dest.tensor, f.dest.offset, f.dest.numel, f.value) for f in plan.fills],
         "placements": len(plan.placements),
         "proof": [proof.ok, proof.reason, small.ok, small.reason],
-        "same_plan_reversed": reversed_plan.placements == plan.placements
-        and reversed_plan.fills == plan.fills,
+        "same_plan_reversed": reversed_plan.placements == plan.placements and reversed_plan.fills == plan.fills,
         "skeleton_on_meta": needs_no_memory,
         "context_untouched": untouched,
         "differs": [n for n in loaded if "cos_sin" not in n and not torch.equal(loaded[n], targets[n])],
@@ -195,9 +183,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, make in MODELS.items():
             checkpoint = make(f"{scratch}/{name}")
-            args = EngineArgs(
-                model=str(checkpoint), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64
-            )
+            args = EngineArgs(model=str(checkpoint), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64)
             vllm_config = args.create_engine_config()
             if not torch.distributed.is_initialized():
                 with set_current_vllm_config(vllm_config):

@@ -1,0 +1,271 @@
+"""The demo: a language model learns while it is being served.
+
+    make demo                                        # sets everything up, then runs this
+    .venvs/vllm/bin/python examples/rl_smollm2/run.py --model .models/smollm2-135m-instruct
+
+1. A stock vLLM serves SmolLM2-135M-Instruct; nothing but ``pip install`` told it about Weightwire.
+2. ``train.py`` trains the same model on two FSDP2 ranks: its samples come from that vLLM.
+3. After every step the new weights travel into the running engine; somebody else keeps asking it questions meanwhile.
+4. The proof: a second vLLM, started without Weightwire from the trainer's checkpoint, gives the same greedy tokens;
+   and every tensor in the first has the digest of the trainer's.
+
+Exit status 0 means that all of it held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+from server import DemoError, complete, own_process, tail, vllm_server
+from task import CAPITALS, OTHER_COUNTRIES, prompt_ids
+from transformers import AutoTokenizer
+
+HERE = Path(__file__).resolve().parent
+OUTPUT = HERE.parent.parent / ".demo"
+COMPARED_TOKENS = 32
+HEADER = "step  reward                right  tokens  draw   learn  update = agree + stage + seal + commit  stopped  served"
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Visitor:
+    """Somebody who uses the engine all the time: one question after another, answers and failures counted."""
+
+    def __init__(self, url: str, prompts: list[list[int]]) -> None:
+        self.served = 0
+        self.slowest_s = 0.0
+        self.failures: list[str] = []
+        self._url, self._prompts = url, prompts
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="visitor", daemon=True)
+
+    def __enter__(self) -> Visitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaving.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        while not self._leaving.wait(0.2):
+            prompt = self._prompts[self.served % len(self._prompts)]
+            started = time.monotonic()
+            try:
+                complete(self._url, [prompt], max_tokens=16)
+                self.served += 1
+            except (OSError, ValueError, KeyError) as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                self._leaving.wait(1.0)
+            self.slowest_s = max(self.slowest_s, time.monotonic() - started)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="RL on SmolLM2-135M, streamed into a running vLLM.")
+    parser.add_argument(
+        "--model", type=Path, default=HERE.parent.parent / ".models" / "smollm2-135m-instruct"
+    )
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=2, help="FSDP2 ranks")
+    parser.add_argument("--out", type=Path, default=OUTPUT, help="for logs and the final checkpoint")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        return demo(args)
+    except DemoError as error:
+        console.print(f"[bold red]failed[/]: {escape(str(error))}")
+    except KeyboardInterrupt:
+        console.print("[bold red]interrupted[/]; everything that was started is stopped")
+    return 1
+
+
+def demo(args: argparse.Namespace) -> int:
+    out = args.out.resolve()
+    checkpoint = out / "checkpoint"
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    countries = (*CAPITALS, *OTHER_COUNTRIES)
+    questions = {country: prompt_ids(tokenizer, country) for country in countries}
+
+    with tempfile.TemporaryDirectory(prefix="weightwire-demo-") as runtime:
+        job = {"WEIGHTWIRE_RUNTIME_DIR": runtime, "WEIGHTWIRE_JOB": "demo"}
+        with contextlib.ExitStack() as stack:
+            with doing("starting vLLM (about half a minute)"):
+                url = stack.enter_context(vllm_server(args.model.resolve(), out / "vllm.log", job))
+            console.print(
+                f"vLLM serves [bold]{args.model.name}[/] at {url}; its log: {_shown(out / 'vllm.log')}"
+            )
+            before = greedy(url, questions)
+            with Visitor(url, [questions[country] for country in OTHER_COUNTRIES]) as visitor:
+                rewards, verified = watch_training(args, url, checkpoint, job, visitor)
+            after = greedy(url, questions)
+            with doing("comparing digests with the checkpoint's"):
+                digests, words = verify_checkpoint(checkpoint, job)
+        with (
+            doing("starting a second vLLM from the trainer's checkpoint, without Weightwire"),
+            vllm_server(checkpoint, out / "vllm-fresh.log", {"WEIGHTWIRE_DISABLE": "1"}) as fresh_url,
+        ):
+            fresh = greedy(fresh_url, questions)
+
+    same = [country for country in countries if after[country] == fresh[country]]
+    changed = [country for country in countries if after[country] != before[country]]
+    for country in (*list(CAPITALS)[:2], *OTHER_COUNTRIES[:2]):
+        was, now = (tokenizer.decode(tokens[country], skip_special_tokens=True) for tokens in (before, after))
+        console.print(
+            f"  {country:9} before: [dim]{escape(_line(was))}[/]\n            after:  {escape(_line(now))}"
+        )
+    results = [
+        check(not visitor.failures, f"{visitor.served} other requests served meanwhile, {len(visitor.failures)} failed"
+              f" (slowest {visitor.slowest_s:.1f} s)", visitor.failures[:3]),
+        check(len(same) == len(countries), f"greedy tokens equal a fresh engine's: {len(same)} of {len(countries)} "
+              "prompts", [country for country in countries if country not in same]),
+        check(bool(changed), f"and differ from the untrained model's: {len(changed)} of {len(countries)} prompts", []),
+        check(verified, "every tensor in the engine has the digest of the trainer's", []),
+        check(digests, "and of the checkpoint's (weightwire verify --checkpoint)", [words]),
+    ]  # fmt: skip
+    console.print(f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}; checkpoint and logs: {_shown(out)}")
+    return 0 if all(results) else 1
+
+
+def watch_training(
+    args: argparse.Namespace, url: str, checkpoint: Path, job: dict[str, str], visitor: Visitor
+) -> tuple[list[float], bool]:
+    """Run the trainer, show each of its steps; return the rewards and whether the engine verified."""
+    log = args.out.resolve() / "trainer.log"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(args.ranks),
+    ]
+    command += [str(HERE / "train.py"), "--server", url, "--model", str(args.model.resolve())]
+    command += ["--save", str(checkpoint), "--steps", str(args.steps)]
+    threads = max(1, (os.cpu_count() or 1) // args.ranks)
+    settings = {**job, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    rewards: list[float] = []
+    verified = saved = False
+    with (
+        own_process(command, log, settings, read_stdout=True) as process,
+        doing("starting the trainer") as status,
+    ):
+        console.print(f"FSDP2 trains it on {args.ranks} ranks; their log: {_shown(log)}\n\n[bold]{HEADER}[/]")
+        for event in _events(process, log):
+            match event.pop("event"):
+                case "doing":
+                    status.update(event["what"])
+                case "step":
+                    rewards.append(event["reward"])
+                    console.print(_row(event, visitor))
+                case "final":
+                    rewards.append(event["reward"])
+                    console.print(f" end  {_learned(event)}\n")
+                case "verified":
+                    verified = bool(event["ok"])
+                case "saved":
+                    saved = True
+        if process.wait() or not saved:
+            raise DemoError(
+                f"the trainer ended with status {process.returncode}; see {_shown(log)}\n{tail(log, 30)}"
+            )
+    return rewards, verified
+
+
+def greedy(url: str, questions: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The engine's most likely answer to each question, asked one by one, as tokens."""
+    return {
+        country: complete(url, [prompt], max_tokens=COMPARED_TOKENS)[0][0].token_ids
+        for country, prompt in questions.items()
+    }
+
+
+def verify_checkpoint(checkpoint: Path, job: dict[str, str]) -> tuple[bool, str]:
+    """What ``weightwire verify`` says of the running engine and the saved checkpoint."""
+    command = [str(Path(sys.executable).parent / "weightwire"), "verify", "--checkpoint", str(checkpoint)]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **job}, timeout=300)
+    return result.returncode == 0, (result.stdout + result.stderr).strip()
+
+
+def check(holds: bool, claim: str, details: list[str]) -> bool:
+    console.print(f"[bold green]  ok[/]  {claim}" if holds else f"[bold red]  NO[/]  {claim}")
+    for detail in [] if holds else details:
+        console.print(f"        {escape(detail)}")
+    return holds
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[Any]:
+    """A spinner on a terminal; one line where there is none."""
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield status
+    else:
+        console.print(f"... {what}")
+        yield _NoSpinner()
+
+
+class _NoSpinner:
+    def update(self, what: str) -> None:
+        """Nothing to turn."""
+
+
+def _events(process: subprocess.Popen[str], log: Path) -> Iterator[dict[str, Any]]:
+    """The trainer's JSON lines; whatever else it prints joins its log."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith('{"event"'):
+            yield json.loads(line)
+        else:
+            with log.open("a") as file:
+                file.write(line)
+
+
+def _row(step: dict[str, Any], visitor: Visitor) -> str:
+    phases = step["phases"]
+    parts = "   ".join(f"{phases.get(name, 0.0):5.2f}" for name in ("agree", "stage", "seal", "commit"))
+    failed = f" [bold red]{len(visitor.failures)} failed[/]" if visitor.failures else ""
+    return (
+        f"{step['step']:4d}  {_learned(step)}  {step['sample_s']:4.1f}s  {step['train_s']:4.1f}s  "
+        f"{step['update_s']:5.2f}s  {parts}  {step['stopped_s'] * 1e3:5.0f}ms  {visitor.served:6d}{failed}"
+    )
+
+
+def _learned(summary: dict[str, Any]) -> str:
+    bar = "█" * round(summary["reward"] * 14)
+    return f"{summary['reward']:.2f} [green]{bar:14}[/]  {summary['right']:6.0%}  {summary['tokens']:6.1f}"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:90]
+
+
+def _shown(path: Path) -> str:
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
+def _interrupted(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

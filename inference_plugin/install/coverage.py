@@ -1,0 +1,102 @@
+"""How much of a destination the regions of a plan cover: exact, without a mask per element where boxes suffice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from inference_plugin.install.regions import Region, bounding_box
+
+__all__ = [
+    "Destination",
+    "coverage_of",
+]
+
+
+@dataclass
+class Destination:
+    name: str
+    dtype: torch.dtype
+    numel: int
+    frame: tuple[int, ...]
+    """A shape whose C-contiguous layout is the storage's: the owner's own shape where it fills the
+    storage."""
+    parameters: dict[str, Region] = field(default_factory=dict)
+    order: int = 0
+
+
+@dataclass
+class _Cover:
+    uncovered: dict[str, int] = field(default_factory=dict)
+    padding: list[str] = field(default_factory=list)
+    doubled: bool = False
+
+
+_MOST_CELLS = 1 << 24
+
+
+def coverage_of(dest: Destination, copies: Sequence[Region], fills: Sequence[Region]) -> _Cover:
+    """Which elements of a storage are written, exactly.
+
+    Where all regions are boxes (nearly always), the space is cut along their edges and counted per cell,
+    whatever the size of the tensor; else it is counted per element.
+    """
+    regions = [*copies, *fills, *(r for r in dest.parameters.values() if r.numel)]
+    boxes = [bounding_box(region, dest.frame) for region in regions]
+    edges = [sorted({edge for (at, n), _ in boxes for edge in (at[d], at[d] + n[d])}) for d in range(len(dest.frame))]
+    cells = [max(1, len(edge) - 1) for edge in edges]
+    if all(exact for _, exact in boxes) and math.prod(cells) <= _MOST_CELLS:
+        volume = torch.ones(cells, dtype=torch.int64)
+        for d, edge in enumerate(edges):
+            widths = torch.tensor([b - a for a, b in itertools.pairwise(edge)] or [1])
+            volume *= widths.view([-1 if i == d else 1 for i in range(len(edges))])
+        position = [{value: i for i, value in enumerate(edge)} for edge in edges]
+        where = {
+            id(region): tuple(slice(p[a], p[a + n]) for p, a, n in zip(position, at, size, strict=True))
+            for region, ((at, size), _) in zip(regions, boxes, strict=True)
+        }
+        placed = torch.zeros(cells, dtype=torch.int32)
+        return _count(dest, copies, fills, placed, volume, lambda grid, region: grid[where[id(region)]])
+    placed = torch.zeros(dest.numel, dtype=torch.uint8)
+    return _count(dest, copies, fills, placed, None, lambda grid, region: region.of(grid))
+
+
+def _count(
+    dest: Destination,
+    copies: Sequence[Region],
+    fills: Sequence[Region],
+    placed: Tensor,
+    volume: Tensor | None,
+    view: Callable[[Tensor, Region], Tensor],
+) -> _Cover:
+    for region in copies:
+        view(placed, region).add_(1)
+    cover = _Cover(doubled=bool((placed > 1).any()))
+    for region in fills:
+        view(placed, region).add_(1)
+    for name, region in dest.parameters.items():
+        if not region.numel:
+            continue
+        missing = view(placed, region) == 0
+        count = int(missing.sum() if volume is None else view(volume, region)[missing].sum())
+        if count:
+            cover.uncovered[name] = count
+            if _is_trailing(missing):
+                cover.padding.append(name)
+    return cover
+
+
+def _is_trailing(missing: Tensor) -> bool:
+    """Whether the marked elements are the last rows of one dimension, and not everything."""
+    for d in range(missing.dim()):
+        rows = missing.movedim(d, 0).flatten(1) if missing.dim() > 1 else missing[:, None]
+        some = rows.any(1)
+        first = int(some.to(torch.uint8).argmax())
+        if first > 0 and bool(rows[first:].all()):
+            return True
+    return False
