@@ -172,8 +172,11 @@ def processes(model: Path, tp: int, layout: str) -> Iterator[tuple[Remote, Remot
                 "--standalone",
                 "-m",
                 "benchmarks.trainer",
-            ]
-            + ["--model", str(model), "--address", addresses[1]],
+                "--model",
+                str(model),
+                "--address",
+                addresses[1],
+            ],
             addresses[1],
             Path(scratch) / "trainer.log",
             environment | {"OMP_NUM_THREADS": "1"},
@@ -216,18 +219,24 @@ def measure(
                 sample["detail"] = got
             elif way == "plain memory copy":
                 seconds = trainer.ask("copy", threads=2)["result"]
-                sample = dict(seconds=seconds, stopped_s=seconds, messages=0, copies_per_byte=1, extra_bytes=0)
+                sample = {
+                    "seconds": seconds,
+                    "stopped_s": seconds,
+                    "messages": 0,
+                    "copies_per_byte": 1,
+                    "extra_bytes": 0,
+                }
             elif way.startswith("save"):
                 started_s = time.perf_counter()
                 trainer.ask("save", path=str(reload_dir))
                 answer = engine.ask("bench_reload", args=[str(reload_dir)])
-                sample = dict(
-                    seconds=time.perf_counter() - started_s,
-                    stopped_s=answer["seconds"],
-                    messages=1 + len(metas),
-                    copies_per_byte=7,
-                    extra_bytes=2 * nbytes,
-                )
+                sample = {
+                    "seconds": time.perf_counter() - started_s,
+                    "stopped_s": answer["seconds"],
+                    "messages": 1 + len(metas),
+                    "copies_per_byte": 7,
+                    "extra_bytes": 2 * nbytes,
+                }
             else:
                 kind = way.split()[0]
                 started_s = time.perf_counter()
@@ -237,13 +246,13 @@ def measure(
                     answer = received.result()
                 largest = max(2 * product(shape) for _, _, shape in metas)
                 per_bucket = 64 << 20
-                sample = dict(
-                    seconds=time.perf_counter() - started_s,
-                    stopped_s=answer["seconds"],
-                    messages=1 + (2 * len(metas) if kind == "per-tensor" else len(metas) + -(-nbytes // per_bucket)),
-                    copies_per_byte=6 if kind == "per-tensor" else 7,
-                    extra_bytes=2 * largest if kind == "per-tensor" else 2 * max(largest, per_bucket) + largest,
-                )
+                sample = {
+                    "seconds": time.perf_counter() - started_s,
+                    "stopped_s": answer["seconds"],
+                    "messages": 1 + (2 * len(metas) if kind == "per-tensor" else len(metas) + -(-nbytes // per_bucket)),
+                    "copies_per_byte": 6 if kind == "per-tensor" else 7,
+                    "extra_bytes": 2 * largest if kind == "per-tensor" else 2 * max(largest, per_bucket) + largest,
+                }
             if run:
                 taken.setdefault((way, install), []).append(sample)
         console.print(f"  tp={tp} {layout}: run {run} of {runs}{' (warm-up)' if not run else ''}")

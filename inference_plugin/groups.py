@@ -12,6 +12,7 @@ touches the live model.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -170,6 +171,8 @@ class WeightUpdateGroup:
         current = self.transaction
         if current is not None and current.txn == request.txn:
             return Begun()
+        if isinstance(finished := self._finished.get(request.txn), WeightwireError):
+            raise copy.copy(finished)
         if self._state == "committing":
             raise VersionConflict("the group is being committed")
         if self.installed is not None and self._state != "torn":
@@ -236,7 +239,7 @@ class WeightUpdateGroup:
     def answer_seal(self, transaction: Transaction) -> Sealed:
         """What to reply now."""
         if transaction.error is not None:
-            raise transaction.error
+            raise copy.copy(transaction.error)
         return transaction.answer or Sealed(done=False)
 
     def abort(self, txn: str, reason: str) -> Done:
@@ -250,15 +253,20 @@ class WeightUpdateGroup:
         """Drops a transaction whose trainer is gone or whose lease ran out, and what is kept for a trainer that is gone."""
         if self._state == "committing":
             return
-        if self.holds_memory and self.installed is not None and sender_is_gone(self.installed.sender):
-            self.release_memory()
         transaction = self.transaction
-        if transaction is None:
-            return
-        if sender_is_gone(transaction.sender):
+        if transaction is not None and sender_is_gone(transaction.sender):
             self._drop("the trainer's process ended")
-        elif now_s >= transaction.expires_at_s:
+        elif transaction is not None and now_s >= transaction.expires_at_s:
             self._drop(f"the trainer was silent for {transaction.lease_s:g} s")
+        if self.holds_memory and (self.installed is None or sender_is_gone(self.installed.sender)):
+            self.release_memory()
+
+    @property
+    def expires_at_s(self) -> float:
+        """When the open transaction's lease ends; a little later than now while it is being committed."""
+        assert self.transaction is not None
+        held = self._state == "committing"
+        return max(self.transaction.expires_at_s, time.monotonic() + 1) if held else self.transaction.expires_at_s
 
     @property
     def holds_memory(self) -> bool:
@@ -315,7 +323,7 @@ class WeightUpdateGroup:
             if transaction.version != version:
                 raise ProtocolError(f"transaction {txn} is of version {transaction.version}, not {version}")
             if transaction.error is not None:
-                raise transaction.error
+                raise copy.copy(transaction.error)
             if transaction.answer is None:
                 raise ProtocolError(f"transaction {txn} is not sealed")
             self._before_commit = self._state
@@ -470,7 +478,7 @@ class WeightUpdateGroup:
         """The transaction of that id; asking for it renews its lease."""
         if (finished := self._finished.get(txn)) is not None:
             if isinstance(finished, WeightwireError):
-                raise finished
+                raise copy.copy(finished)  # an error that is kept must not collect tracebacks: they hold payloads
             raise VersionConflict(f"transaction {txn} is committed already")
         if self.transaction is None or self.transaction.txn != txn:
             raise ProtocolError(f"no transaction {txn} is open", hint="send Begin first")
@@ -578,9 +586,9 @@ class GroupTable:
             ]
 
     def next_expiry_s(self) -> float | None:
-        """When the nearest lease runs out, on `time.monotonic()`'s clock."""
+        """When to call `expire` next, on `time.monotonic()`'s clock: at the nearest end of a lease."""
         with self._lock:
-            return min((g.transaction.expires_at_s for g in self.groups.values() if g.transaction), default=None)
+            return min((g.expires_at_s for g in self.groups.values() if g.transaction), default=None)
 
     def expire(self, sender_is_gone: Callable[[Sender], bool]) -> None:
         """Drops what nobody will finish."""

@@ -27,6 +27,8 @@ __all__ = ["WorkerServer", "check_listen_address"]
 
 logger = logging.getLogger(__name__)
 
+LOOK_AGAIN_MS = 1000
+
 
 class WorkerServer:
     """Serves one worker's groups at `address` (its socket is bound when the constructor returns).
@@ -81,11 +83,17 @@ class WorkerServer:
             watched += [(fd, zmq.POLLIN) for fd in self._pidfds.values() if fd is not None]
             expiry_s = self._table.next_expiry_s()
             timeout_ms = -1 if expiry_s is None else max(0, int((expiry_s - time.monotonic()) * 1000) + 1)
+            if None in self._pidfds.values():  # a process that ended, and a group that can't let go of it just now
+                timeout_ms = LOOK_AGAIN_MS if timeout_ms < 0 else min(timeout_ms, LOOK_AGAIN_MS)
             ready = [source for source, _ in zmq.zmq_poll(watched, timeout_ms)]
             if self._wake in ready:
                 return
             if self._socket in ready:
                 self._answer()
+            for pid, pidfd in self._pidfds.items():
+                if pidfd is not None and pidfd in ready:  # it stays readable: polled on, it would keep a core busy
+                    os.close(pidfd)
+                    self._pidfds[pid] = None
             self._table.expire(self._is_gone)
 
     def _answer(self) -> None:

@@ -36,7 +36,7 @@ class Completion:
 
 @contextlib.contextmanager
 def vllm_server(model: Path, log: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """Serve ``model`` on a free port of this host; yields the URL once it answers, and stops it in every case.
+    """Serve ``model`` on a free port of this host; yields the URL once it answers, and stops it always.
 
     ``environment`` is added to this process's own. Raises :class:`DemoError` when the server does not start.
     """
@@ -57,7 +57,7 @@ def vllm_server(model: Path, log: Path, environment: Mapping[str, str]) -> Itera
 def own_process(
     command: Sequence[str], log: Path, environment: Mapping[str, str], *, read_stdout: bool = False
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run ``command`` in a process group of its own that never outlives the ``with`` block; output goes to ``log``.
+    """Run ``command`` in a process group of its own, gone when the ``with`` block ends; output goes to ``log``.
 
     With ``read_stdout`` only its standard error does, and its standard output is the caller's to read.
     """
@@ -79,13 +79,15 @@ def own_process(
 
 def stop_group(process: subprocess.Popen[str]) -> None:
     """End a process and all that it started: politely, then by force."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_TIMEOUT_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT_S)
+    finally:  # also when somebody presses Ctrl-C a second time
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if process.stdout is not None:
         process.stdout.close()
 
@@ -116,10 +118,7 @@ def complete(
     )
     with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
         choices = sorted(json.load(response)["choices"], key=lambda choice: choice["index"])
-    flat = [
-        Completion(choice["text"], choice["token_ids"], choice["finish_reason"] == "stop")
-        for choice in choices
-    ]
+    flat = [Completion(choice["text"], choice["token_ids"], choice["finish_reason"] == "stop") for choice in choices]
     return [flat[i : i + samples] for i in range(0, len(flat), samples)]
 
 

@@ -1,7 +1,7 @@
 """What the model is to learn: name a capital, and say nothing else.
 
-SmolLM2-135M knows the capitals and, sampled at temperature 1, wanders off more often than not. The reward asks for an
-answer that contains the right city, ends by itself, and is short: anybody can check it, no judge is needed.
+SmolLM2-135M knows the capitals and, sampled at temperature 1, wanders off more often than not. The reward asks
+for an answer that contains the right city, ends by itself, and is short: anybody can check it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ OTHER_COUNTRIES = ("Portugal", "Austria", "Poland", "Norway", "China", "Cuba")
 def prompt_ids(tokenizer: Any, country: str) -> list[int]:
     """The question about ``country`` in the model's chat format, as token ids."""
     chat = [{"role": "user", "content": f"What is the capital of {country}?"}]
-    return list(
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-    )
+    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 def is_right(country: str, text: str) -> bool:
@@ -36,7 +34,7 @@ def is_right(country: str, text: str) -> bool:
 
 
 def reward(country: str, text: str, tokens: int, finished: bool) -> float:
-    """0 for a wrong or an unfinished answer; for a right one from 1 (a single token) down, the longer the less."""
+    """0 for a wrong or unfinished answer; for a right one 1 if it is one token, and less the longer it is."""
     if not finished or not is_right(country, text):
         return 0.0
     return max(0.0, 1.0 - (tokens - 1) / MAX_TOKENS)

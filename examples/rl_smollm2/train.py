@@ -1,4 +1,4 @@
-"""The trainer of the demo: policy gradient on an FSDP2 model whose samples come from a vLLM that it keeps up to date.
+"""The trainer of the demo: policy gradient on an FSDP2 model; its samples come from a vLLM that it keeps up to date.
 
 Run by ``run.py`` under torchrun, on CPU ranks joined by gloo. One step:
 
@@ -33,6 +33,9 @@ from trainer_adapters import FSDPAdapter, SyncManager
 
 SENT_AS = torch.bfloat16
 MICRO_BATCH = 16
+LEARNING_RATE = 5e-5
+"""Large for RL, and needed: the engine computes in bfloat16, which near 0.02 has steps of 1e-4. At 1e-5 most of an
+AdamW step rounds to no change at all in the weights that are sent, and the reward moves later than the shards."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--samples", type=int, default=8, help="answers per question and step")
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr", type=float, default=LEARNING_RATE)
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -72,9 +75,7 @@ def train(args: argparse.Namespace) -> None:
 
     # fp32 shards, sent as bf16: a change of dtype is said aloud, never guessed.
     source = FSDPAdapter(model, dtype_rules={"*": SENT_AS})
-    with SyncManager(
-        group="policy", transport="auto", install="auto", in_flight="keep", timeout_s=120
-    ) as manager:
+    with SyncManager(group="policy", transport="auto", install="auto", in_flight="keep", timeout_s=120) as manager:
         for step in range(1, args.steps + 1):
             tell("doing", what=f"step {step}: vLLM draws {len(CAPITALS) * args.samples} answers")
             started = time.monotonic()
@@ -121,9 +122,7 @@ def load_sharded(directory: Path) -> LlamaForCausalLM:
 
 def draw(server: str, questions: dict[str, list[int]], samples: int) -> Answers:
     """``samples`` answers to each question at temperature 1, with their rewards."""
-    groups = complete(
-        server, list(questions.values()), max_tokens=MAX_TOKENS, samples=samples, temperature=1.0
-    )
+    groups = complete(server, list(questions.values()), max_tokens=MAX_TOKENS, samples=samples, temperature=1.0)
     countries = [country for country in questions for _ in range(samples)]
     drawn = [answer for group in groups for answer in group]
     rewards = [
@@ -148,9 +147,7 @@ def learn(model: Any, optimizer: torch.optim.Optimizer, answers: Answers, sample
     for first in parts:
         part = slice(first, first + MICRO_BATCH)
         model.set_requires_gradient_sync(first == parts[-1])
-        logprobs, mask = answer_logprobs(
-            model, answers.prompts[part], [a.token_ids for a in answers.drawn[part]]
-        )
+        logprobs, mask = answer_logprobs(model, answers.prompts[part], [a.token_ids for a in answers.drawn[part]])
         loss = -(logprobs * mask * advantages[part, None]).sum() * scale
         loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -193,9 +190,7 @@ def summary(answers: Answers) -> dict[str, float]:
     """Means over all ranks: reward, share of right answers, tokens per answer."""
     right = sum(is_right(c, a.text) for c, a in zip(answers.countries, answers.drawn, strict=True))
     length = sum(len(answer.token_ids) for answer in answers.drawn)
-    total = torch.tensor(
-        [float(answers.rewards.sum()), float(right), float(length), float(len(answers.drawn))]
-    )
+    total = torch.tensor([float(answers.rewards.sum()), float(right), float(length), float(len(answers.drawn))])
     dist.all_reduce(total)
     mean_reward, mean_right, mean_length, _ = (total / total[3]).tolist()
     return {"reward": mean_reward, "right": mean_right, "tokens": mean_length}

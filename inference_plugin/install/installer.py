@@ -297,6 +297,7 @@ class ModelInstaller:
             self._replaced = self._layout.swap(prepared, in_place=self._model.fixed_addresses)
         else:
             self._write(segment)
+        self._settle()
 
     def undo(self, previous: torch.Tensor | None) -> None:
         """Swaps back, or writes the previous version's segment again. Raises `TornReplica` if that is gone."""
@@ -313,6 +314,7 @@ class ModelInstaller:
             raise TornReplica("the previous version's bytes are gone", phase="commit")
         else:
             self._write(previous)
+        self._settle()
         self._touched = False
 
     def finish(self) -> None:
@@ -348,6 +350,11 @@ class ModelInstaller:
     @property
     def needs_previous(self) -> bool:
         return self._install == "copy"
+
+    def _settle(self) -> None:
+        """Waits for copies that a device only queued: the segment may be written again from here on."""
+        if self._model.device.type != "cpu":
+            torch.accelerator.synchronize(self._model.device)
 
     def _write(self, segment: torch.Tensor) -> None:
         assert self._layout is not None

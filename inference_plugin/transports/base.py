@@ -35,6 +35,7 @@ __all__ = [
     "Transport",
     "WriteStats",
     "pieces_of",
+    "typed",
     "place_piece",
 ]
 
@@ -212,4 +213,9 @@ def place_piece(segment: torch.Tensor, manifest: Manifest, box: Box, data: torch
         segment[place[0] : place[1]].copy_(data)
     else:
         view = box_view(segment, manifest, box)
-        view.copy_(data.view(view.dtype).view(box.sizes))
+        view.copy_(typed(data, view.dtype).view(box.sizes))
+
+
+def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes (1-D uint8, from anywhere in a bucket) as elements of `dtype`; copied only where torch can't view them."""
+    return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)

@@ -95,7 +95,8 @@ class SharedSegment:
             raise TransportUnavailable("shm: the trainer is on another host", hint="use transport 'zmq'")
         path = f"/proc/{address.pid}/fd/{address.fd}"
         try:
-            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+            # O_NONBLOCK: whatever else lies there (a FIFO), opening it must not wait.
+            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise TransportUnavailable(
                 f"shm: process {os.getpid()} can't open {path}: {error.strerror}",
@@ -107,7 +108,7 @@ class SharedSegment:
             if status.st_ino != address.inode or status.st_size != address.nbytes or not seals & fcntl.F_SEAL_SHRINK:
                 raise TransportUnavailable(f"shm: {path} is not the segment that was announced")
             return SharedSegment(fd, address.nbytes, address.segment_id, writable=writable)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             os.close(fd)
             raise TransportUnavailable(f"shm: {path} can't be mapped: {error}") from error
         except TransportUnavailable:

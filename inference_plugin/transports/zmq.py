@@ -26,10 +26,11 @@ from inference_plugin.transports.base import (
     WriteStats,
     pieces_of,
     place_piece,
+    typed,
 )
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
+from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable, first_few
 from inference_plugin.wire.manifest import Box, Manifest, Piece, intersect
 from inference_plugin.wire.messages import Bucket, Done
 from inference_plugin.wire.tensors import box_view, torch_dtype
@@ -78,25 +79,30 @@ class ZmqStaging(Staging):
         for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
             if digest_bytes(payload[start:end]) != piece.digest:
                 raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
-            self._place(piece.box, data[start:end])
-            self._received[piece.box] = piece.digest
+            if self._place(piece.box, data[start:end]):
+                self._received[piece.box] = piece.digest
 
-    def _place(self, box: Box, data: torch.Tensor) -> None:
-        """Copies what the worker needs of a piece to its place."""
+    def _place(self, box: Box, data: torch.Tensor) -> bool:
+        """Copies what the worker needs of a piece to its place; false if that is nothing."""
         wanted = self._needs.get(box.tensor)
         if wanted is None or (part := intersect(box, wanted)) is None:
-            return
+            return False
         if part == box:
             place_piece(self.segment, self._manifest, box, data)
-            return
-        source = data.view(torch_dtype(self._manifest.tensors[box.tensor].dtype)).view(box.sizes)
+            return True
+        source = typed(data, torch_dtype(self._manifest.tensors[box.tensor].dtype)).view(box.sizes)
         for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
             source = source.narrow(dim, offset - box.offsets[dim], size)
         box_view(self.segment, self._manifest, part).copy_(source)
+        return True
 
     def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None]) -> int:
         """Every needed piece arrived and was compared on arrival; the bytes are this process's own since then."""
         checked = 0
+        pieces = list(pieces)
+        if extra := self._received.keys() - {piece.box for piece in pieces}:
+            named = first_few([manifest.describe(box) for box in sorted(extra)])
+            raise DigestMismatch(f"arrived and was not sealed: {named}")
         for piece in pieces:
             if (digest := self._received.get(piece.box)) is None:
                 raise DigestMismatch(f"{manifest.describe(piece.box)} did not arrive")

@@ -55,7 +55,7 @@ class Driver:
                 result = getattr(self, "do_" + do)(**command, **({"number": number} if do == "wait" else {}))
                 if do != "wait":
                     self.answer(number, result=result)
-            except Exception as error:  # whatever it is, the test gets it
+            except Exception as error:  # noqa: BLE001 - whatever it is, the test gets it
                 traceback.print_exc()
                 self.answer(number, error=f"{type(error).__name__}: {error}")
 
@@ -65,7 +65,7 @@ class Driver:
     def step(self) -> None:
         try:
             outputs = self.llm.llm_engine.step()
-        except Exception as error:  # a dead engine is what some tests are about
+        except Exception as error:  # noqa: BLE001 - a dead engine is what some tests are about
             traceback.print_exc()
             self.dead = f"{type(error).__name__}: {error}"
             outputs = []
@@ -140,7 +140,7 @@ class Driver:
 
 
 def _per_token(spans: Any, count: int) -> list[str]:
-    """The version of each token; "" before the first update."""
+    """The version of each token, as vLLM stamped it; "default" before the first update."""
     versions = [""] * count
     for span in spans or ():
         for i in range(span.start, min(span.end if span.end is not None else count, count)):

@@ -187,9 +187,7 @@ class Driver(Engine):
     """An `LLM` held by `engine_driver.py`. `in_process`: everything in that one process, one engine after another."""
 
     def __init__(self, runtime: Path, *, in_process: bool = False, job: str = "", **environment: str) -> None:
-        super().__init__(
-            runtime, job=job, VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", **environment
-        )
+        super().__init__(runtime, job=job, VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", **environment)
         self._ours, self._theirs = socket.socketpair()
         self._ids = itertools.count()
         self._names = itertools.count()
@@ -280,7 +278,9 @@ class Driver(Engine):
 class Server(Engine):
     """vLLM's OpenAI-compatible API server on a port of its own."""
 
-    def __init__(self, runtime: Path, model: Path, *, plain: bool = False, arguments: Sequence[str] = (), **environment: str):
+    def __init__(
+        self, runtime: Path, model: Path, *, plain: bool = False, arguments: Sequence[str] = (), **environment: str
+    ):
         super().__init__(runtime, WEIGHTWIRE_TEST_LAYOUT="plain" if plain else "packed", **environment)
         self.model = model
         self.arguments = list(arguments)
@@ -311,7 +311,9 @@ class Server(Engine):
         self.process.terminate()
         self.process.wait(60)
 
-    def complete(self, prompt: Sequence[int], max_tokens: int = 16, dp_rank: int | None = None) -> tuple[int, dict[str, Any]]:
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int = 16, dp_rank: int | None = None
+    ) -> tuple[int, dict[str, Any]]:
         """HTTP status and answer of `/v1/completions`; `dp_rank` names the replica that is to answer."""
         body = {
             "model": str(self.model),
@@ -353,7 +355,7 @@ def segments_of(process: psutil.Process) -> list[int]:
     with contextlib.suppress(OSError):
         for fd in Path(f"/proc/{process.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                if "memfd:weightwire" in os.readlink(fd):
+                if "memfd:weightwire" in str(fd.readlink()):
                     found.add(fd.stat().st_ino)
         for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
             if "memfd:weightwire" in line:

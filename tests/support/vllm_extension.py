@@ -56,7 +56,7 @@ def weights_seen(worker: Any) -> list[float]:
     return [
         float(p.detach().reshape(-1)[0])
         for name, p in model.named_parameters()
-        if name.endswith("layernorm.weight") or name.endswith("model.norm.weight")
+        if name.endswith(("layernorm.weight", "model.norm.weight"))
     ]
 
 

@@ -1,0 +1,569 @@
+"""What is killed, stopped or made to fail in the middle of an update of a real vLLM, and what is true afterwards.
+
+After every fault: the replica serves the old version or the new one, whole; the error is typed and came in time; the
+next update succeeds without a restart of what survived; no process, socket or shared memory is left of what died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.errors import CommitFailed, SyncTimeout, TornReplica, WeightwireError
+from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, WorkerCard
+from inference_plugin.wire.reports import UpdateReport
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_tokens import COUNT, LONG, PROMPTS, reference, source
+from tests.support.engines import ROOT, Driver, Engine, Server, eventually, segments_of
+from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager, manager
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+PLUGIN = "tests.support.fault_plugin:plugin"
+LEASE_S = 4.0
+KEPT_SEGMENTS = 2
+"""A worker keeps this many mapped: what it serves (the way back) and the one before, for the next update."""
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------------
+
+
+def statuses(card: ReplicaCard) -> list[GroupStatus]:
+    """Where each worker of a replica stands with the group, asked on its own socket."""
+    found = []
+    for worker in card.workers:
+        with Channel(worker.address, pid=worker.pid, peer_boot_id=card.boot_id) as channel:
+            answer: WorkerCard = channel.request(Describe(), WorkerCard, timeout_s=60)
+        found.append(next((g for g in answer.groups if g.group == "policy"), GroupStatus("policy", "idle", None)))
+    return found
+
+
+def all_idle(card: ReplicaCard) -> bool:
+    return all((status.state, status.txn) == ("idle", "") for status in statuses(card))
+
+
+class Faulty:
+    """A live engine with the fault plug-in, its two models, and the version that it is known to serve."""
+
+    def __init__(self, engine: Engine, faults: Path, model_a: Path, model_b: Path) -> None:
+        self.engine = engine
+        self.faults = faults
+        self.models = {"A": model_a, "B": model_b}
+        self.version = 0
+        self.serves = "A"
+
+    @property
+    def other(self) -> str:
+        return "B" if self.serves == "A" else "A"
+
+    @property
+    def card(self) -> ReplicaCard:
+        (card,) = self.engine.cards
+        return card
+
+    def order(self, *faults: dict[str, Any]) -> None:
+        """Faults to happen from now on; none: no more."""
+        temporary = self.faults.with_suffix(".tmp")
+        temporary.write_text(json.dumps(faults))
+        temporary.replace(self.faults)
+
+    def update(self, which: str | None = None, **options: Any) -> UpdateReport:
+        """An update that must succeed; to the other model by default."""
+        which = which or self.other
+        self.version += 1
+        with SyncManager(timeout_s=180, **options) as sync:
+            report = sync.update(source(self.models[which]), self.version)
+            assert [r.status for r in report.replicas] == ["committed"]
+        self.serves = which
+        return report
+
+    def generated(self) -> list[dict[str, Any]]:
+        assert isinstance(self.engine, Driver)
+        return self.engine.generate(PROMPTS, COUNT)
+
+    def assert_serves(self, which: str | None = None) -> None:
+        """Every rank is at one version, and the tokens are all that version's."""
+        which = which or self.serves
+        done = self.generated()
+        assert [r["tokens"] for r in done] == reference(self.models[which]), f"{which} {self.version}: {done}"
+        assert [r["versions"] for r in done] == [[str(self.version or "default")] * COUNT] * len(PROMPTS)
+        assert {s.version for s in statuses(self.card)} == {self.version or None}
+
+    def assert_recovered(self) -> None:
+        """The old version is served; nothing is on its way; the next update succeeds and can be verified; then one back."""
+        assert self.card.state == "serving"
+        eventually(lambda: all_idle(self.card), what="the transaction to be dropped")
+        self.assert_serves()
+        for _ in range(2):
+            self.update()
+            self.assert_serves()
+            with SyncManager() as sync:
+                assert sync.verify(source(self.models[self.serves])).ok
+        for process in self.engine.family():
+            assert len(segments_of(process)) <= KEPT_SEGMENTS, process
+
+
+@pytest.fixture(scope="module")
+def tp2(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    faults = runtime / "faults-tp2"
+    faults.write_text("[]")
+    with Driver(runtime, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as driver:
+        driver.open(model_a, tensor_parallel_size=2, max_model_len=1024)
+        yield Faulty(driver, faults, model_a, model_b)
+    assert driver.leftovers() == []
+
+
+class Trainer:
+    """`fault_trainer.py` on `ranks` processes."""
+
+    def __init__(self, directory: Path, ranks: int, **config: Any) -> None:
+        self.directory = directory
+        directory.mkdir()
+        (directory / "config").write_text(json.dumps(config))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.processes = []
+        for rank in range(ranks):
+            with (directory / f"log{rank}").open("wb") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.support.fault_trainer", str(directory)],
+                        cwd=ROOT,
+                        env={**os.environ, **group, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(30)
+
+    def arrived(self) -> None:
+        """Until the rank that is to stop stands at its point."""
+        eventually(
+            lambda: (self.directory / "at").exists() or any(p.poll() is not None for p in self.processes),
+            timeout_s=120,
+            what=f"{(self.directory / 'config').read_text()}",
+        )
+        assert (self.directory / "at").exists(), self.logs()
+
+    def signal(self, rank: int, number: int) -> None:
+        self.processes[rank].send_signal(number)
+        if number == signal.SIGKILL:
+            self.processes[rank].wait(30)
+
+    def go_on(self) -> None:
+        (self.directory / "go").touch()
+
+    def result(self, rank: int) -> dict[str, Any]:
+        path = self.directory / f"result{rank}"
+        eventually(lambda: path.exists() or self.processes[rank].poll() is not None, timeout_s=180, what=f"{path}")
+        assert path.exists(), self.logs()
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in sorted(self.directory.glob("log*")))
+
+
+def trainer(faulty: Faulty, tmp_path: Path, ranks: int, rank: int, point: str, **options: Any) -> Trainer:
+    model = faulty.models[faulty.other] / "model.safetensors"
+    options = {"timeout_s": 90, "lease_s": 60, **options}
+    return Trainer(
+        tmp_path / "trainer",
+        ranks,
+        model=str(model),
+        version=faulty.version + 1,
+        rank=rank,
+        point=point,
+        options=options,
+    )
+
+
+# --- the trainer ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("install", ["copy", "standby"])
+@pytest.mark.parametrize("point", ["writing", "wrote", "sealed"])
+def test_a_manager_killed_before_the_commit_leaves_the_old_version_and_nothing_of_its_own(
+    tp2: Faulty, tmp_path: Path, point: str, install: str
+) -> None:
+    with trainer(tp2, tmp_path, 1, 0, point, install=install) as killed:
+        killed.arrived()
+        state = {s.state for s in statuses(tp2.card)}
+        assert state == {"sealed" if point == "sealed" else "receiving"}
+        killed.signal(0, signal.SIGKILL)
+        # Not its lease of a minute ends the transaction, but its death.
+        eventually(lambda: all_idle(tp2.card), timeout_s=30, what="the transaction of a dead trainer to be dropped")
+    tp2.assert_recovered()
+    assert not list((tp2.engine.runtime / tp2.engine.job).glob("crew-*"))
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "drain"])
+def test_a_manager_killed_after_it_sent_the_commit_leaves_the_old_version_or_the_new_one(
+    tp2: Faulty, tmp_path: Path, in_flight: str
+) -> None:
+    assert isinstance(tp2.engine, Driver)
+    with trainer(tp2, tmp_path, 1, 0, "committing", in_flight=in_flight) as killed:
+        running = tp2.engine.submit([LONG, PROMPTS[1]], 700) if in_flight == "drain" else []
+        killed.arrived()
+        killed.signal(0, signal.SIGKILL)
+        assert {r["finish_reason"] for r in tp2.engine.wait(running)} <= {"length"}
+        eventually(lambda: all_idle(tp2.card), what="the commit to end")
+    (version,) = {s.version for s in statuses(tp2.card)}
+    assert version in (tp2.version or None, tp2.version + 1)
+    if version == tp2.version + 1:
+        tp2.version, tp2.serves = tp2.version + 1, tp2.other
+    tp2.assert_recovered()
+
+
+@pytest.mark.parametrize("point", ["writing", "wrote"])
+def test_a_killed_trainer_rank_fails_the_update_on_its_manager_at_once(tp2: Faulty, tmp_path: Path, point: str) -> None:
+    with trainer(tp2, tmp_path, 2, 1, point) as ranks:
+        ranks.arrived()
+        ranks.signal(1, signal.SIGKILL)
+        result = ranks.result(0)
+        assert (result["error"], result["where"][:2]) == ("PeerLost", ["trainer", 1]), result
+        assert result["version"] == tp2.version + 1 and result["seconds"] < 60
+    tp2.assert_recovered()
+    assert not list((tp2.engine.runtime / tp2.engine.job).glob("crew-*"))
+
+
+def test_a_trainer_rank_that_learns_of_its_manager_s_death_fails_with_a_typed_error(
+    tp2: Faulty, tmp_path: Path
+) -> None:
+    with trainer(tp2, tmp_path, 2, 0, "sealed") as ranks:
+        ranks.arrived()
+        ranks.signal(0, signal.SIGKILL)
+        result = ranks.result(1)
+        assert (result["error"], result["where"][:2]) == ("PeerLost", ["manager", 0]), result
+    tp2.assert_recovered()
+    assert not list((tp2.engine.runtime / tp2.engine.job).glob("crew-*"))
+
+
+def test_a_silent_trainer_rank_fails_the_update_on_its_manager_by_the_deadline(tp2: Faulty, tmp_path: Path) -> None:
+    with trainer(tp2, tmp_path, 2, 1, "writing", timeout_s=8) as ranks:
+        ranks.arrived()
+        ranks.signal(1, signal.SIGSTOP)
+        result = ranks.result(0)
+        assert (result["error"], result["where"][:2]) == ("SyncTimeout", ["trainer", 1]), result
+        tp2.assert_recovered()
+        ranks.signal(1, signal.SIGCONT)
+        ranks.go_on()
+        assert ranks.result(1)["error"] in ("SyncTimeout", "PeerLost")
+    tp2.assert_serves()
+
+
+@pytest.mark.parametrize("point", ["writing", "sealed"])
+def test_a_silent_manager_loses_its_lease_and_is_told_so_when_it_wakes(tp2: Faulty, tmp_path: Path, point: str) -> None:
+    with trainer(tp2, tmp_path, 1, 0, point, lease_s=LEASE_S) as stopped:
+        stopped.arrived()
+        stopped.signal(0, signal.SIGSTOP)
+        eventually(lambda: all_idle(tp2.card), timeout_s=60, what="the lease to run out")
+        tp2.assert_serves()
+        newer = tp2.other
+        tp2.version += 1  # the version that it was about to bring
+        tp2.update(newer)
+        stopped.signal(0, signal.SIGCONT)
+        stopped.go_on()
+        result = stopped.result(0)
+        assert result["error"] == "VersionConflict", result
+    tp2.assert_recovered()
+
+
+# --- the workers and the front, seen by a manager that lives on ---------------------------------------------------------------
+
+
+class Halting(ModuleAdapter):
+    """Stops after its first slice until it may go on."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(dict(load_file(model / "model.safetensors")))
+        self.halted = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def slices(self) -> Iterator[LocalSlice]:
+        for item in super().slices():
+            yield item
+            self.halted.set()
+            assert self.may_go_on.wait(120)
+
+
+class Halted:
+    """An update of this process that stands at "staging" or "sealed" until `go_on`."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, sync: SyncManager, model: Path, version: int, point: str
+    ) -> None:
+        self.source = Halting(model)
+        if point == "sealed":
+            self.source.may_go_on.set()
+            self.halted, self.may_go_on = threading.Event(), threading.Event()
+            original = manager._Update._commit
+
+            def commit(update: Any, sealed: Any) -> None:
+                monkeypatch.setattr(manager._Update, "_commit", original)
+                self.halted.set()
+                assert self.may_go_on.wait(120)
+                original(update, sealed)
+
+            monkeypatch.setattr(manager._Update, "_commit", commit)
+        else:
+            self.halted, self.may_go_on = self.source.halted, self.source.may_go_on
+        self.future: Future[UpdateReport] = sync.update_async(self.source, version)
+        assert self.halted.wait(120), self.future
+
+    def go_on(self) -> UpdateReport:
+        """What becomes of it."""
+        self.may_go_on.set()
+        return self.future.result(240)
+
+
+@pytest.mark.parametrize("point", ["staging", "sealed"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_silent_worker_fails_the_update_by_the_deadline_and_takes_the_next_one_when_it_wakes(
+    tp2: Faulty, monkeypatch: pytest.MonkeyPatch, rank: int, point: str
+) -> None:
+    worker = psutil.Process(tp2.card.workers[rank].pid)
+    with SyncManager(timeout_s=10, lease_s=LEASE_S) as sync:
+        halted = Halted(monkeypatch, sync, tp2.models[tp2.other], tp2.version + 1, point)
+        worker.suspend()
+        try:
+            started_s = time.monotonic()
+            with pytest.raises(SyncTimeout) as caught:
+                halted.go_on()
+            assert time.monotonic() - started_s < 60
+            assert caught.value.replica == tp2.card.replica
+        finally:
+            worker.resume()
+        eventually(lambda: all_idle(tp2.card), what="the group to come to rest")
+        # At "sealed" the commit was on its way to a worker that slept: either may be served, the same on both ranks.
+        (version,) = {s.version for s in statuses(tp2.card)}
+        if version == tp2.version + 1:
+            tp2.version, tp2.serves = version, tp2.other
+        else:
+            assert version == (tp2.version or None)
+        tp2.assert_serves()
+        tp2.version += 1
+        report = sync.update(source(tp2.models[tp2.other]), tp2.version)
+        tp2.serves = tp2.other
+        assert [r.status for r in report.replicas] == ["committed"]
+    tp2.assert_recovered()
+
+
+def test_a_silent_front_fails_the_commit_by_the_deadline_and_takes_the_next_one_when_it_wakes(
+    tp2: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = psutil.Process(tp2.card.pid)
+    with SyncManager(timeout_s=8) as sync:
+        halted = Halted(monkeypatch, sync, tp2.models[tp2.other], tp2.version + 1, "sealed")
+        front.suspend()
+        try:
+            with pytest.raises(SyncTimeout) as caught:
+                halted.go_on()
+            assert caught.value.side == "front" and caught.value.phase == "commit"
+        finally:
+            front.resume()
+    eventually(lambda: all_idle(tp2.card), what="the group to come to rest")
+    (version,) = {s.version for s in statuses(tp2.card)}
+    if version == tp2.version + 1:
+        tp2.version, tp2.serves = version, tp2.other
+    tp2.assert_recovered()
+
+
+# --- installations that fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("install", ["copy", "standby"])
+def test_an_installation_that_fails_on_one_rank_is_undone_on_all(
+    tp2: Faulty, install: str, rank: int, when: str
+) -> None:
+    assert isinstance(tp2.engine, Driver)
+    tp2.update(install=install)  # under `copy` its bytes are the way back
+    running = tp2.engine.submit([LONG, PROMPTS[1]], 500)
+    tp2.engine.wait_for_tokens(running, 2)
+    with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
+        # By another manager than the last one's: nothing is remembered on this side.
+        tp2.order({"rank": rank, "step": "install", "when": when})
+        with pytest.raises(CommitFailed, match=f"planned fault: install on rank {rank}") as caught:
+            sync.update(source(tp2.models[tp2.other]), tp2.version + 1)
+        tp2.order()
+        assert (caught.value.phase, caught.value.version) == ("commit", tp2.version + 1)
+        assert caught.value.replica == tp2.card.replica
+        ended = tp2.engine.wait(running)
+        assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", 500)] * 2
+        assert [set(r["versions"]) for r in ended] == [{str(tp2.version)}] * 2
+        tp2.assert_serves()
+        assert sync.verify(source(tp2.models[tp2.serves])).ok
+    tp2.assert_recovered()
+
+
+@pytest.mark.parametrize("install", ["copy", "standby"])
+def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_healed_by_an_update(
+    tp2: Faulty, install: str
+) -> None:
+    assert isinstance(tp2.engine, Driver)
+    tp2.update(install=install)
+    running = tp2.engine.submit([LONG, PROMPTS[1]], 900)
+    tp2.engine.wait_for_tokens(running, 2)
+    tp2.order({"rank": 1, "step": "install", "when": "after"}, {"rank": 0, "step": "undo", "when": "before"})
+    with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
+        with pytest.raises(TornReplica, match="planned fault: undo on rank 0") as caught:
+            sync.update(source(tp2.models[tp2.other]), tp2.version + 1)
+        assert caught.value.replica == tp2.card.replica and "full update" in str(caught.value)
+        tp2.order()
+        assert [r["finish_reason"] for r in tp2.engine.wait(running)] == ["error"] * 2
+        assert [(r["finish_reason"], r["tokens"]) for r in tp2.generated()] == [("error", [])] * len(PROMPTS)
+        assert tp2.card.state == "torn" and "planned fault" in tp2.card.detail
+        assert {s.state for s in statuses(tp2.card)} == {"torn"}
+        tp2.version += 1
+        tp2.serves = tp2.other
+        report = sync.update(source(tp2.models[tp2.serves]), tp2.version)
+        assert [r.status for r in report.replicas] == ["committed"]
+    tp2.assert_serves()
+    tp2.assert_recovered()
+
+
+def test_a_worker_killed_while_it_installs_takes_its_engine_down_and_the_manager_is_told(tp2: Faulty) -> None:
+    """The last one for this engine: nothing of it survives."""
+    tp2.order({"rank": 1, "step": "install", "when": "hang"})
+    with SyncManager(timeout_s=120) as sync:
+        future = sync.update_async(source(tp2.models[tp2.other]), tp2.version + 1)
+        eventually(tp2.faults.with_name(f"{tp2.faults.name}.1").exists, what="rank 1 to install")
+        os.kill(tp2.card.workers[1].pid, signal.SIGKILL)
+        with pytest.raises(WeightwireError) as caught:
+            future.result(180)
+        assert type(caught.value).__name__ in ("PeerLost", "TornReplica")
+        driver = tp2.engine.process
+        assert driver is not None
+        eventually(lambda: [p.pid for p in tp2.engine.family()] == [driver.pid], timeout_s=120, what="the engine's end")
+        assert tp2.engine.cards == [] and tp2.engine.leftovers() == []
+
+
+# --- replicas that die beside others that don't -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def survivor(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    faults = runtime / "faults-survivor"
+    faults.write_text("[]")
+    with Driver(runtime, in_process=True, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as driver:
+        driver.open(model_a, max_model_len=1024)
+        yield Faulty(driver, faults, model_a, model_b)
+    assert driver.leftovers() == []
+
+
+@pytest.mark.parametrize(("victim", "point"), [("worker", "staging"), ("worker", "sealed"), ("front", "sealed")])
+def test_a_replica_that_dies_is_reported_and_the_others_take_the_update(
+    survivor: Faulty, monkeypatch: pytest.MonkeyPatch, victim: str, point: str
+) -> None:
+    survivor.engine.use()
+    with Driver(survivor.engine.runtime, job=survivor.engine.job) as driver, SyncManager(timeout_s=120) as sync:
+        driver.open(survivor.models[survivor.serves])
+        (doomed,) = [card for card in driver.cards if card.replica != survivor_card(survivor).replica]
+        halted = Halted(monkeypatch, sync, survivor.models[survivor.other], survivor.version + 1, point)
+        os.kill(doomed.pid if victim == "front" else doomed.workers[0].pid, signal.SIGKILL)
+        report = halted.go_on()
+        survivor.version, survivor.serves = survivor.version + 1, survivor.other
+        by_replica = {r.replica: r for r in report.replicas}
+        lost = by_replica.pop(doomed.replica)
+        assert [r.status for r in by_replica.values()] == ["committed"]
+        assert lost.status == "failed" and lost.error is not None and lost.error.kind == "PeerLost", lost
+        assert lost.error.replica == doomed.replica and lost.error.version == survivor.version
+        parent = driver.process
+        assert parent is not None
+        eventually(lambda: [p.pid for p in driver.family()] == [parent.pid], timeout_s=120, what="the engine's end")
+        assert [card.replica for card in driver.cards] == list(by_replica)
+        assert not [name for name in driver.leftovers() if doomed.replica in name]
+        survivor.assert_serves()
+        survivor.version, survivor.serves = survivor.version + 1, survivor.other
+        report = sync.update(source(survivor.models[survivor.serves]), survivor.version)
+        assert [(r.replica, r.status) for r in report.replicas] == [(name, "committed") for name in by_replica]
+        survivor.assert_serves()
+    survivor.assert_recovered()
+
+
+def survivor_card(survivor: Faulty) -> ReplicaCard:
+    assert survivor.engine.process is not None
+    (card,) = [card for card in survivor.engine.cards if card.pid == survivor.engine.process.pid]
+    return card
+
+
+def test_a_torn_engine_in_the_caller_s_process_ends_requests_with_the_reason_until_it_is_healed(
+    survivor: Faulty,
+) -> None:
+    survivor.engine.use()
+    assert isinstance(survivor.engine, Driver)
+    survivor.update(install="copy")
+    running = survivor.engine.submit([LONG, PROMPTS[1]], 900)
+    survivor.engine.wait_for_tokens(running, 2)
+    survivor.order({"rank": 0, "step": "install", "when": "after"}, {"rank": 0, "step": "undo", "when": "before"})
+    with SyncManager(timeout_s=120, install="copy") as sync, pytest.raises(TornReplica):
+        sync.update(source(survivor.models[survivor.other]), survivor.version + 1)
+    survivor.order()
+    ended = [*survivor.engine.wait(running), *survivor.generated()]
+    assert {r["finish_reason"] for r in ended} == {"error"}
+    assert all("planned fault: undo" in r["reason"] for r in ended), ended
+    survivor.version += 1
+    survivor.update()
+    survivor.assert_serves()
+    survivor.assert_recovered()
+
+
+# --- the server -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_first_update_is_undone_under_standby_and_torn_under_copy_where_the_server_answers_503(
+    runtime: Path, checkpoint: Checkpoint
+) -> None:
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    faults = runtime / "faults-server"
+    faults.write_text('[{"rank": 0, "step": "install", "when": "after"}]')
+    with Server(runtime, model_a, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as server:
+        with SyncManager(timeout_s=120, install="standby") as sync:
+            with pytest.raises(CommitFailed, match="planned fault"):
+                sync.update(source(model_b), 1)
+            assert [server.tokens(prompt, COUNT) for prompt in PROMPTS] == reference(model_a)
+        with SyncManager(timeout_s=120, install="copy") as sync:
+            with pytest.raises(TornReplica, match="previous version's bytes are gone"):
+                sync.update(source(model_b), 1)
+            (card,) = server.cards
+            assert card.state == "torn" and "previous version's bytes are gone" in card.detail
+            for _ in range(3):
+                status, answer = server.complete(PROMPTS[1], COUNT)
+                assert status == 503, answer
+                assert "planned fault" in answer["error"]["message"] and card.replica in answer["error"]["message"]
+                assert answer["error"]["type"] == "TornReplica"
+            faults.write_text("[]")
+            sync.update(source(model_b), 2)
+            assert [server.tokens(prompt, COUNT) for prompt in PROMPTS] == reference(model_b)
+            assert sync.verify(source(model_b)).ok
+            (card,) = server.cards
+            assert card.state == "serving"
+    assert server.leftovers() == [] and server.family() == []

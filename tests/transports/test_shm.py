@@ -1,0 +1,374 @@
+"""Shared memory: bit for bit, without names, files or leftovers, whoever is killed."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from inference_plugin.transports import shm
+from inference_plugin.transports.shm import SegmentAddress, SharedSegment, ShmReceiver, ShmSender
+from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
+from inference_plugin.wire.manifest import Box, Manifest, Piece, TensorSpec
+from inference_plugin.wire.tensors import box_view
+from tests.support.rig import ROOT, eventually, fork, kill
+from tests.transports.cases import (
+    CASES,
+    any_bits,
+    assert_equal_bytes,
+    column_slices,
+    manifest_for,
+    whole_slices,
+)
+
+FAR_S = 3600.0
+
+
+def send(
+    sender: ShmSender, manifest: Manifest, slices: object, description: bytes
+) -> tuple[list[Piece], shm.WriteStats]:
+    deadline_s = time.monotonic() + FAR_S
+    return sender.write("t", "policy", 0, manifest, description, slices, (), deadline_s=deadline_s)  # type: ignore[arg-type]
+
+
+def wholes(manifest: Manifest) -> list[Box]:
+    return [manifest.whole(i) for i in range(len(manifest.tensors))]
+
+
+def read(segment: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
+    return {s.name: box_view(segment, manifest, box) for s, box in zip(manifest.tensors, wholes(manifest), strict=True)}
+
+
+@pytest.mark.parametrize("slices", [whole_slices, column_slices], ids=["whole", "columns"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_read_bit_for_bit_and_passes_its_digests(
+    case: str, slices: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
+    tensors = CASES[case]()
+    manifest = manifest_for(tensors)
+    sender, receiver = ShmSender(), ShmReceiver()
+    description = sender.allocate(manifest, frozenset())
+    staging = receiver.open(manifest, description, wholes(manifest))
+    pieces, stats = send(sender, manifest, slices(tensors), description)
+    assert staging.check(manifest, pieces, lambda _: None) == manifest.nbytes
+    assert (stats.nbytes, stats.messages) == (manifest.nbytes, 0)
+    assert_equal_bytes(read(staging.segment, manifest), tensors)
+    staging.close()
+    receiver.close()
+    sender.close()
+
+
+def test_a_piece_whose_bytes_changed_after_their_digest_is_named() -> None:
+    tensors = {"first": any_bits(torch.float32, 9), "second": any_bits(torch.bfloat16, 4, 5)}
+    manifest = manifest_for(tensors)
+    sender, receiver = ShmSender(), ShmReceiver()
+    description = sender.allocate(manifest, frozenset())
+    staging = receiver.open(manifest, description, wholes(manifest))
+    pieces, _ = send(sender, manifest, whole_slices(tensors), description)
+    segment = next(iter(sender._owned.values())).tensor
+    segment[manifest.layout.offsets[1] + 7] ^= 1
+    with pytest.raises(DigestMismatch, match=r"second\[0:4, 0:5\] is not what the trainer sent"):
+        staging.check(manifest, pieces, lambda _: None)
+    segment[manifest.layout.offsets[1] + 7] ^= 1
+    segment[manifest.tensors[0].nbytes] ^= 1  # padding belongs to nobody
+    assert staging.check(manifest, pieces, lambda _: None) == manifest.nbytes
+    staging.close(), receiver.close(), sender.close()
+
+
+def test_checking_can_be_cancelled_between_two_pieces() -> None:
+    tensors = {"a": any_bits(torch.int8, 9), "b": any_bits(torch.int8, 5)}
+    manifest = manifest_for(tensors)
+    sender, receiver = ShmSender(), ShmReceiver()
+    description = sender.allocate(manifest, frozenset())
+    staging = receiver.open(manifest, description, wholes(manifest))
+    pieces, _ = send(sender, manifest, whole_slices(tensors), description)
+    seen: list[int] = []
+
+    def between(nbytes: int) -> None:
+        seen.append(nbytes)
+        raise ProtocolError("cancelled")
+
+    with pytest.raises(ProtocolError, match="cancelled"):
+        staging.check(manifest, pieces, between)
+    assert seen == [9]
+    staging.close(), receiver.close(), sender.close()
+
+
+def test_bytes_in_messages_are_refused() -> None:
+    manifest = Manifest((TensorSpec("w", "int8", (4,)),))
+    sender, receiver = ShmSender(), ShmReceiver()
+    staging = receiver.open(manifest, sender.allocate(manifest, frozenset()), wholes(manifest))
+    with pytest.raises(ProtocolError, match="takes no bytes in messages"):
+        staging.receive([], memoryview(b""))
+    staging.close(), receiver.close(), sender.close()
+
+
+def test_a_write_that_is_late_ends_with_how_far_it_came() -> None:
+    tensors = {"a": any_bits(torch.int8, 9), "b": any_bits(torch.int8, 5)}
+    manifest = manifest_for(tensors)
+    sender = ShmSender()
+    description = sender.allocate(manifest, frozenset())
+    with pytest.raises(SyncTimeout, match="wrote 9 of 14 bytes before the deadline"):
+        sender.write("t", "policy", 0, manifest, description, whole_slices(tensors), (), deadline_s=0.0)
+    sender.close()
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+def address_of(description: bytes) -> SegmentAddress:
+    return msgspec.msgpack.decode(description, type=SegmentAddress)
+
+
+def test_two_segments_are_used_in_turn_while_one_is_held_and_one_alone_when_none_is() -> None:
+    manifest = manifest_for({"a": any_bits(torch.int8, 9)})
+    sender = ShmSender()
+    first = address_of(sender.allocate(manifest, frozenset())).segment_id
+    assert address_of(sender.allocate(manifest, frozenset())).segment_id == first
+    second = address_of(sender.allocate(manifest, frozenset({first}))).segment_id
+    assert second != first
+    assert address_of(sender.allocate(manifest, frozenset({second}))).segment_id == first
+    assert set(sender._owned) == {first, second}
+    sender.allocate(manifest, frozenset())
+    assert len(sender._owned) == 1
+    sender.close()
+
+
+def test_a_model_of_another_size_gets_a_segment_of_its_size_and_the_old_memory_goes() -> None:
+    small, large = (manifest_for({"a": any_bits(torch.int8, n)}) for n in (9, 100_000))
+    sender = ShmSender()
+    first = address_of(sender.allocate(small, frozenset()))
+    second = address_of(sender.allocate(large, frozenset()))
+    assert (first.nbytes, second.nbytes) == (4096, large.layout.nbytes)
+    assert set(sender._owned) == {second.segment_id}
+    with pytest.raises(TransportUnavailable):
+        SharedSegment.attach(first, writable=False)
+    sender.close()
+
+
+def test_a_receiver_keeps_two_segments_mapped_and_lets_older_ones_go() -> None:
+    manifest = manifest_for({"a": any_bits(torch.int8, 9)})
+    receiver = ShmReceiver()
+    senders = [ShmSender() for _ in range(3)]
+    for sender in senders:
+        receiver.open(manifest, sender.allocate(manifest, frozenset()), wholes(manifest)).close()
+    assert len(receiver._segments) == 2
+    receiver.close()
+    receiver.close()
+    for sender in senders:
+        sender.close()
+        sender.close()
+
+
+def weightwire_maps(pid: int | str = "self") -> int:
+    gc.collect()
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:weightwire")
+
+
+def test_closing_everything_leaves_no_mapping_and_no_descriptor() -> None:
+    before = weightwire_maps(), len(os.listdir("/proc/self/fd"))
+    tensors = {"a": any_bits(torch.int8, 9)}
+    manifest = manifest_for(tensors)
+    sender, receiver = ShmSender(), ShmReceiver()
+    receiver.check_probe(sender.probe())
+    description = sender.allocate(manifest, frozenset())
+    staging = receiver.open(manifest, description, wholes(manifest))
+    send(sender, manifest, whole_slices(tensors), description)
+    assert weightwire_maps() > before[0]
+    staging.close(), receiver.close(), sender.close()
+    assert (weightwire_maps(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_pythons_resource_tracker_never_hears_of_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def heard(*arguments: object) -> None:
+        raise AssertionError(f"the resource tracker was told {arguments}")
+
+    monkeypatch.setattr(resource_tracker, "register", heard)
+    monkeypatch.setattr(resource_tracker, "ensure_running", heard)
+    segment = SharedSegment.create(5000)
+    SharedSegment.attach(segment.address, writable=True).close()
+    segment.close()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def segment() -> Iterator[SharedSegment]:
+    made = SharedSegment.create(8192)
+    yield made
+    made.close()
+
+
+def refused(address: SegmentAddress, match: str) -> TransportUnavailable:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportUnavailable, match=match) as raised:
+        SharedSegment.attach(address, writable=False)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    return raised.value
+
+
+def test_an_address_with_another_size_or_inode_is_refused(segment: SharedSegment) -> None:
+    good = segment.address
+    for bad in ({"nbytes": 4096}, {"nbytes": 0}, {"nbytes": 1 << 40}, {"inode": good.inode + 1}):
+        refused(msgspec.structs.replace(good, **bad), "is not the segment that was announced")
+
+
+def test_a_file_a_pipe_or_a_socket_in_its_place_is_refused_at_once(segment: SharedSegment, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 8192)
+    file = os.open(tmp_path / "file", os.O_RDWR)
+    os.mkfifo(tmp_path / "fifo")  # to open a FIFO that nobody writes to would block for ever
+    read_end = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    one, other = socket.socketpair()
+    for fd in (file, read_end, one.fileno()):
+        status = os.fstat(fd)
+        refused(
+            msgspec.structs.replace(segment.address, fd=fd, inode=status.st_ino, nbytes=status.st_size), "shm: "
+        )
+    os.close(file), os.close(read_end), one.close(), other.close()
+
+
+def test_a_memfd_that_could_shrink_under_its_reader_is_refused(segment: SharedSegment) -> None:
+    fd = os.memfd_create("weightwire")
+    os.ftruncate(fd, 8192)
+    refused(
+        msgspec.structs.replace(segment.address, fd=fd, inode=os.fstat(fd).st_ino),
+        "is not the segment that was announced|can't be mapped",
+    )
+    os.close(fd)
+
+
+def test_a_segment_of_another_host_is_refused_with_the_way_out(segment: SharedSegment) -> None:
+    error = refused(msgspec.structs.replace(segment.address, boot_id="elsewhere"), "on another host")
+    assert "zmq" in error.hint
+
+
+def test_a_size_that_is_sealed_cannot_be_changed_under_a_reader(segment: SharedSegment) -> None:
+    for size in (0, 4096, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(segment.fd, size)
+
+
+@pytest.mark.parametrize("description", [b"", b"\xff", msgspec.msgpack.encode({"segment_id": "x"})])
+def test_a_description_that_is_none_is_a_protocol_error(description: bytes) -> None:
+    receiver = ShmReceiver()
+    with pytest.raises(ProtocolError):
+        receiver.check_probe(description)
+    with pytest.raises(ProtocolError):
+        receiver.open(Manifest(()), description, [])
+
+
+def test_a_segment_smaller_than_the_manifest_is_refused() -> None:
+    sender, receiver = ShmSender(), ShmReceiver()
+    description = sender.allocate(manifest_for({"a": any_bits(torch.int8, 9)}), frozenset())
+    with pytest.raises(TransportUnavailable, match="has 4096 bytes, the manifest needs 100352"):
+        receiver.open(manifest_for({"a": any_bits(torch.int8, 100_000)}), description, [])
+    sender.close()
+
+
+def test_a_segment_that_cannot_be_made_says_so_and_leaves_nothing() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransportUnavailable, match=f"a segment of {1 << 62} bytes can't be made"):
+        SharedSegment.create(1 << 62)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+# --- other processes --------------------------------------------------------------------------------------------------
+
+
+def make_and_wait(out: str) -> None:
+    """A process that makes a segment, writes to it, says where it is, and waits to be killed."""
+    import signal
+
+    made = SharedSegment.create(1 << 20)
+    made.tensor[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    Path(out + ".new").write_bytes(msgspec.msgpack.encode(made.address))
+    Path(out + ".new").rename(out)
+    signal.pause()
+
+
+def attach_and_wait(at: str, out: str) -> None:
+    import signal
+
+    attached = SharedSegment.attach(address_of(Path(at).read_bytes()), writable=False)
+    Path(out).write_bytes(bytes(attached.tensor[:3].tolist()))
+    signal.pause()
+
+
+def test_a_creator_killed_leaves_readers_their_bytes_and_newcomers_a_reason(tmp_path: Path) -> None:
+    files = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+    out = tmp_path / "address"
+    pid = fork("tests.transports.test_shm:make_and_wait", out=str(out))
+    eventually(out.exists, "the segment")
+    address = address_of(out.read_bytes())
+    attached = SharedSegment.attach(address, writable=False)
+    kill(pid)
+    assert attached.tensor[:3].tolist() == [1, 2, 3]
+    error = refused(address, f"can't open /proc/{pid}/fd/{address.fd}: No such file or directory")
+    assert "pid namespace" in error.hint and "zmq" in error.hint
+    attached.close()
+    assert weightwire_maps() == 0
+    assert (set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()) == files
+
+
+def test_a_reader_killed_takes_nothing_from_the_creator(tmp_path: Path) -> None:
+    made = SharedSegment.create(1 << 20)
+    made.tensor[:3] = torch.tensor([7, 8, 9], dtype=torch.uint8)
+    at, out = tmp_path / "address", tmp_path / "read"
+    at.write_bytes(msgspec.msgpack.encode(made.address))
+    pid = fork("tests.transports.test_shm:attach_and_wait", at=str(at), out=str(out))
+    eventually(lambda: out.exists() and out.read_bytes() == bytes([7, 8, 9]), "what the reader read")
+    kill(pid)
+    assert made.tensor[:3].tolist() == [7, 8, 9]
+    SharedSegment.attach(made.address, writable=True).close()
+    made.close()
+    assert weightwire_maps() == 0
+
+
+def test_a_write_through_a_readers_mapping_is_impossible(segment: SharedSegment) -> None:
+    """The mapping is read-only: a worker's bug can't change what another worker reads."""
+    attached = SharedSegment.attach(segment.address, writable=False)
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()  # it is meant to crash
+        ctypes.memset(attached.tensor.data_ptr(), 1, 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) < 0
+    assert segment.tensor[0] == 0
+
+
+TINY = """
+import os, torch
+from inference_plugin.transports.shm import TRANSPORT, SharedSegment
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 10
+assert TRANSPORT.why_not() is None
+made = SharedSegment.create(8 << 20)
+made.tensor.fill_(5)
+read = SharedSegment.attach(made.address, writable=False)
+assert int(read.tensor.sum(dtype=torch.int64)) == 5 * (8 << 20)
+print("ok")
+"""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_a_dev_shm_of_64_kib_does_not_matter() -> None:
+    enter = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" "$@"']
+    if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    ran = subprocess.run(
+        [*enter, sys.executable, "-c", TINY], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stdout == "ok\n", ran.stderr
