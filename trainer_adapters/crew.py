@@ -73,7 +73,12 @@ class Crew:
         else:
             manager = self.members[0]
             self._to_manager = Channel(
-                manager.address, pid=manager.pid, peer_boot_id=manager.boot_id, side="manager", rank=0
+                manager.address,
+                pid=manager.pid,
+                peer_boot_id=manager.boot_id,
+                resends=False,  # the answer to a request that was sent again since would be lost
+                side="manager",
+                rank=0,
             )
 
     # --- ranks above 0 -----------------------------------------------------------------------------------------------
@@ -99,7 +104,8 @@ class Crew:
         tick: Callable[[], None],
         tick_every_s: float,
     ) -> list[Message]:
-        """One message of `kind` from every other rank, in order of rank; leftovers that `accepts` refuses are dropped.
+        """One message of `kind` from every other rank, in order of rank. Leftovers of an earlier operation, which
+        `accepts` refuses, are answered with an error at once, so that their ranks come on to this one.
 
         Calls `tick` at least every `tick_every_s`. Raises the first error that a rank reported, `PeerLost` for a rank
         whose process ended, `SyncTimeout` at `deadline_s` naming the ranks that are silent.
@@ -118,14 +124,14 @@ class Crew:
                     heard[received.rank] = received
                     if received.error is not None:
                         raise WeightwireError.of(received.error).at(side="trainer", rank=received.rank)
+                else:
+                    self._tell(received.rank, Failed(SyncTimeout("rank 0 has given this operation up").info()))
         return [heard[rank] for rank in sorted(heard)]
 
     def tell_all(self, body: Body) -> None:
         """Answers every rank that waits."""
         for rank in list(self._routes):
-            route = self._routes.pop(rank)
-            assert self._router is not None
-            self._router.send_multipart([*route, codec.encode(body, self._seqs[rank])])
+            self._tell(rank, body)
 
     def fail_all(self, error: WeightwireError, *, deadline_s: float) -> None:
         """Answers every other rank with `error`: those that wait now, those that write as soon as they come back.
@@ -154,6 +160,10 @@ class Crew:
             if pidfd is not None:
                 os.close(pidfd)
         self._pidfds.clear()
+
+    def _tell(self, rank: int, body: Body) -> None:
+        assert self._router is not None
+        self._router.send_multipart([*self._routes.pop(rank), codec.encode(body, self._seqs[rank])])
 
     def _wait(self, timeout_s: float, heard: set[int]) -> list[int]:
         """Waits for a message, or for the death of a rank that isn't in `heard`; returns such ranks."""

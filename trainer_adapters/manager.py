@@ -93,6 +93,10 @@ CONTROL_TIMEOUT_S = 30.0
 """For small requests to a living peer."""
 
 SEAL_WAIT_S = 0.5
+DAY_S = 86400.0
+COMMIT_SHARE = 0.2
+"""Of an operation's time: what is left for the commit when a replica is slow to seal."""
+
 COPIES_PER_BYTE = {"shm": 2.0, "zmq": 5.0}
 """shm: trainer -> segment -> parameter. zmq: trainer -> bucket -> kernel -> frame -> staging -> parameter."""
 
@@ -123,8 +127,8 @@ class SyncManager:
         lease_s: float = 30.0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if timeout_s <= 0 or lease_s <= 0:
-            raise ValueError(f"timeout_s and lease_s must be positive, not {timeout_s} and {lease_s}")
+        if not (0 < timeout_s <= DAY_S and 0 < lease_s <= DAY_S):
+            raise ValueError(f"timeout_s and lease_s must be positive, a day at most, not {timeout_s} and {lease_s}")
         for value, allowed in (
             (install, ("auto", "copy", "standby")),
             (in_flight, ("keep", "recompute", "abort", "drain")),
@@ -195,8 +199,6 @@ class SyncManager:
     # --- every rank, in the manager's thread -------------------------------------------------------------------------
 
     def _update(self, source: WeightSource, version: int) -> UpdateReport:
-        if version < 0:
-            raise VersionConflict(f"a version is a non-negative int, not {version}", group=self.group)
         where = {"group": self.group, "version": version}
         return self._together(
             f"update:{version}",
@@ -426,6 +428,7 @@ class _Update(_Operation):
         super().__init__(manager, source, manifest, f"update:{version}")
         self.version = version
         self.phases: dict[str, float] = {}
+        self._phase_name = ""
         self.reports: dict[str, ReplicaReport] = {}
         self.active: dict[str, ReplicaSession] = {}
         self.segments: dict[str, str] = {}
@@ -435,6 +438,8 @@ class _Update(_Operation):
 
     def run(self) -> UpdateReport:
         started_s = time.perf_counter()
+        if self.version < 0:
+            raise VersionConflict(f"a version is a non-negative int, not {self.version}")
         try:
             with self._phase("agree"):
                 self.gather_ready()
@@ -541,11 +546,18 @@ class _Update(_Operation):
         request = Seal(self.manager.group, self.txn, pieces, SEAL_WAIT_S)
         sealed: dict[str, list[Sealed]] = {}
         while waiting := [s for name, s in self.active.items() if name not in sealed]:
+            # One that is slow or silent must not use up the time in which the others are to commit.
+            left_s = self.left_s - COMMIT_SHARE * self.manager.timeout_s
+            if left_s <= 0:
+                for session in waiting:
+                    with self._replica(session):
+                        raise SyncTimeout("its workers had not checked the update in time", side="worker")
+                break
             asked = [(session, channel) for session in waiting for channel in session.workers]
             replies = fan_out(
                 [Outgoing(channel, request) for _, channel in asked],
                 Sealed,
-                timeout_s=min(self.left_s, CONTROL_TIMEOUT_S),
+                timeout_s=min(left_s, CONTROL_TIMEOUT_S),
             )
             for session in waiting:
                 own = [reply for (s, _), reply in zip(asked, replies, strict=True) if s is session]
@@ -560,6 +572,8 @@ class _Update(_Operation):
     def _commit(self, sealed: dict[str, list[Sealed]]) -> None:
         """Commits every replica that sealed, all at once."""
         sessions = [session for name, session in self.active.items() if name in sealed]
+        if not sessions:
+            return
         left_s = self.left_s
         request = Commit(self.manager.group, self.txn, self.version, self.manager.in_flight, timeout_s=left_s)
         replies = fan_out([Outgoing(s.front, request) for s in sessions], Committed, timeout_s=left_s + 5)
@@ -604,7 +618,9 @@ class _Update(_Operation):
         except (ManifestMismatch, VersionConflict) as error:
             raise error.at(replica=session.card.replica) from None
         except WeightwireError as error:
-            error.at(replica=session.card.replica, group=self.manager.group, version=self.version)
+            error.at(
+                replica=session.card.replica, group=self.manager.group, version=self.version, phase=self._phase_name
+            )
             if self.active.pop(session.card.replica, None) is not None:
                 self._tell_abort(session, str(error))
             self._report(session, "failed", None, error=error.info())
@@ -640,6 +656,7 @@ class _Update(_Operation):
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started_s = time.perf_counter()
+        self._phase_name = name
         try:
             yield
         except WeightwireError as error:

@@ -83,7 +83,7 @@ class Visitor:
 def main() -> int:
     parser = argparse.ArgumentParser(description="RL on SmolLM2-135M, streamed into a running vLLM.")
     parser.add_argument("--model", type=Path, default=HERE.parent.parent / ".models" / "smollm2-135m-instruct")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2, help="FSDP2 ranks")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="for logs and the final checkpoint")
     args = parser.parse_args()

@@ -180,10 +180,11 @@ class Front:
             assert self._card is not None
             reply(self._card)
         elif isinstance(body, Commit):
-            pending = self._commit
-            if pending is not None and pending.request.txn == body.txn and not pending.over:
-                pending.reply = reply  # asked again while it runs: the last one to ask is answered
-                return
+            waiting = [self._commit, *(pending for _, pending in self._deadlines)]
+            for pending in filter(None, waiting):
+                if pending.request.txn == body.txn and not pending.over:
+                    pending.reply = reply  # asked again while it waits or runs: the last one to ask is answered
+                    return
             pending = _PendingCommit(self, body, reply)
             self._deadlines.append((time.monotonic() + body.timeout_s, pending))
             self._control.submit(pending.start)

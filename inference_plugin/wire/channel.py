@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ class Channel:
     """A REQ socket to one peer. It survives lost replies (REQ_RELAXED, REQ_CORRELATE); it belongs to one thread.
 
     `pid` and `peer_boot_id`, when they name a process of this host, let a wait end with `PeerLost` when it dies.
+    `resends` false: a request is sent once; for a peer that answers when others are ready, not when it is asked.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class Channel:
         pid: int = 0,
         peer_boot_id: str = "",
         context: zmq.Context[Any] | None = None,
+        resends: bool = True,
         **where: Any,
     ) -> None:
         self.address = address
         self.where = where
         self.sent_messages = 0
+        self._resend_s = RESEND_S if resends else math.inf
         self._seq = 0
         self._pending: list[Any] | None = None
         self._sent_at_s = 0.0
@@ -79,7 +83,7 @@ class Channel:
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = deadline_s - time.monotonic()
-            resend_in_s = self._sent_at_s + RESEND_S - time.monotonic()
+            resend_in_s = self._sent_at_s + self._resend_s - time.monotonic()
             ready = self._poll(max(0.0, min(left_s, resend_in_s)))
             if ready and (reply := self._take()) is not None:
                 self._pending = None
@@ -88,7 +92,7 @@ class Channel:
                 raise PeerLost(f"the process behind {self.address} is gone", **self.where)
             if time.monotonic() >= deadline_s:
                 raise SyncTimeout(f"no reply from {self.address} within {timeout_s:g} s", **self.where)
-            if time.monotonic() >= self._sent_at_s + RESEND_S:
+            if time.monotonic() >= self._sent_at_s + self._resend_s:
                 self._transmit("again")
 
     def peer_is_gone(self) -> bool:

@@ -6,6 +6,7 @@ next update succeeds without a restart of what survived; no process, socket or s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -82,15 +83,23 @@ class Faulty:
         temporary.write_text(json.dumps(faults))
         temporary.replace(self.faults)
 
-    def update(self, which: str | None = None, **options: Any) -> UpdateReport:
-        """An update that must succeed; to the other model by default."""
+    def update(self, which: str | None = None, sync: SyncManager | None = None) -> UpdateReport:
+        """An update that must succeed; to the other model by default, by a manager of its own by default."""
         which = which or self.other
         self.version += 1
-        with SyncManager(timeout_s=180, **options) as sync:
-            report = sync.update(source(self.models[which]), self.version)
-            assert [r.status for r in report.replicas] == ["committed"]
+        with contextlib.nullcontext(sync) if sync else SyncManager(timeout_s=180) as manager:
+            report = manager.update(source(self.models[which]), self.version)
+        assert [r.status for r in report.replicas] == ["committed"]
         self.serves = which
         return report
+
+    def settle(self) -> None:
+        """After a test that failed half-way: known ground for the next."""
+        self.order()
+        versions = {s.version for s in statuses(self.card)}
+        if versions != {self.version or None} or self.card.state != "serving":
+            self.version = max(self.version, *(v or 0 for v in versions)) + 1
+            self.update("A")
 
     def generated(self) -> list[dict[str, Any]]:
         assert isinstance(self.engine, Driver)
@@ -118,8 +127,21 @@ class Faulty:
             assert len(segments_of(process)) <= KEPT_SEGMENTS, process
 
 
+@pytest.fixture
+def tp2(tp2_engine: Faulty) -> Faulty:
+    tp2_engine.settle()
+    return tp2_engine
+
+
+@pytest.fixture
+def survivor(survivor_engine: Faulty) -> Faulty:
+    survivor_engine.engine.use()
+    survivor_engine.settle()
+    return survivor_engine
+
+
 @pytest.fixture(scope="module")
-def tp2(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
+def tp2_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
     model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
     faults = runtime / "faults-tp2"
     faults.write_text("[]")
@@ -404,11 +426,10 @@ def test_an_installation_that_fails_on_one_rank_is_undone_on_all(
     tp2: Faulty, install: str, rank: int, when: str
 ) -> None:
     assert isinstance(tp2.engine, Driver)
-    tp2.update(install=install)  # under `copy` its bytes are the way back
-    running = tp2.engine.submit([LONG, PROMPTS[1]], 500)
-    tp2.engine.wait_for_tokens(running, 2)
     with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
-        # By another manager than the last one's: nothing is remembered on this side.
+        tp2.update(sync=sync)  # under `copy` its bytes are the way back
+        running = tp2.engine.submit([LONG, PROMPTS[1]], 500)
+        tp2.engine.wait_for_tokens(running, 2)
         tp2.order({"rank": rank, "step": "install", "when": when})
         with pytest.raises(CommitFailed, match=f"planned fault: install on rank {rank}") as caught:
             sync.update(source(tp2.models[tp2.other]), tp2.version + 1)
@@ -428,11 +449,11 @@ def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_h
     tp2: Faulty, install: str
 ) -> None:
     assert isinstance(tp2.engine, Driver)
-    tp2.update(install=install)
-    running = tp2.engine.submit([LONG, PROMPTS[1]], 900)
-    tp2.engine.wait_for_tokens(running, 2)
-    tp2.order({"rank": 1, "step": "install", "when": "after"}, {"rank": 0, "step": "undo", "when": "before"})
     with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
+        tp2.update(sync=sync)
+        running = tp2.engine.submit([LONG, PROMPTS[1]], 900)
+        tp2.engine.wait_for_tokens(running, 2)
+        tp2.order({"rank": 1, "step": "install", "when": "after"}, {"rank": 0, "step": "undo", "when": "before"})
         with pytest.raises(TornReplica, match="planned fault: undo on rank 0") as caught:
             sync.update(source(tp2.models[tp2.other]), tp2.version + 1)
         assert caught.value.replica == tp2.card.replica and "full update" in str(caught.value)
@@ -469,7 +490,7 @@ def test_a_worker_killed_while_it_installs_takes_its_engine_down_and_the_manager
 
 
 @pytest.fixture(scope="module")
-def survivor(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
+def survivor_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
     model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
     faults = runtime / "faults-survivor"
     faults.write_text("[]")
@@ -483,7 +504,6 @@ def survivor(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
 def test_a_replica_that_dies_is_reported_and_the_others_take_the_update(
     survivor: Faulty, monkeypatch: pytest.MonkeyPatch, victim: str, point: str
 ) -> None:
-    survivor.engine.use()
     with Driver(survivor.engine.runtime, job=survivor.engine.job) as driver, SyncManager(timeout_s=120) as sync:
         driver.open(survivor.models[survivor.serves])
         (doomed,) = [card for card in driver.cards if card.replica != survivor_card(survivor).replica]
@@ -518,9 +538,8 @@ def survivor_card(survivor: Faulty) -> ReplicaCard:
 def test_a_torn_engine_in_the_caller_s_process_ends_requests_with_the_reason_until_it_is_healed(
     survivor: Faulty,
 ) -> None:
-    survivor.engine.use()
     assert isinstance(survivor.engine, Driver)
-    survivor.update(install="copy")
+    survivor.update()
     running = survivor.engine.submit([LONG, PROMPTS[1]], 900)
     survivor.engine.wait_for_tokens(running, 2)
     survivor.order({"rank": 0, "step": "install", "when": "after"}, {"rank": 0, "step": "undo", "when": "before"})

@@ -93,11 +93,15 @@ class Driver:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def do_open(self, kwargs: dict[str, Any], env: dict[str, str]) -> list[str]:
-        os.environ.update(env)
+    def do_open_bare(self, kwargs: dict[str, Any]) -> None:
         from vllm import LLM
 
         self.llm = LLM(**kwargs)
+
+    def do_open(self, kwargs: dict[str, Any], env: dict[str, str]) -> list[str]:
+        """With our extension in it, which tells of every worker."""
+        os.environ.update(env)
+        self.do_open_bare(kwargs)
         if kwargs.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc("ext_fix_pipeline")
         return list(self.llm.collective_rpc("ext_about"))

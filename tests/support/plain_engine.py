@@ -244,10 +244,12 @@ class PlainControl:
         self.open_boundary.set()
         self.log: list[str] = []
         self.refusal: str | None = None
+        self.undone = 0
         self._pipes = pipes
         self._drained: list[Callable[[BaseException | None], None]] = []
 
     def submit(self, command: Callable[[], None]) -> None:
+        self.undone += 1
         self.commands.put(command)
 
     def ask(self, kind: bytes, content: bytes = b"", rank: int | None = None) -> list[bytes]:
@@ -321,6 +323,7 @@ def run_front(directory: str, tp: int, layers: int, listen: str, control_path: s
         if command is None:
             break
         command()
+        control.undone -= 1
     front.close()
     for pipe in pipes:
         pipe.close()
@@ -350,7 +353,7 @@ def _answer_test(request: dict[str, Any], control: PlainControl) -> Any:
     elif what == "drained":
         control.submit(control.drained)
     elif what == "state":
-        return {"log": control.log, "refusal": control.refusal, "waiting": control.commands.qsize()}
+        return {"log": control.log, "refusal": control.refusal, "waiting": control.undone}
     else:
         answers: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         kind, content = (b"P", b"") if what == "peek" else (b"F", request["step"].encode())

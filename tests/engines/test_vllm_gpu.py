@@ -1,0 +1,50 @@
+"""What only a GPU can show: a real vLLM on CUDA, its parameters in device memory, with and without captured graphs.
+
+Written for a machine with one CUDA GPU and a CUDA build of vLLM; not run where there is none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, source
+from tests.support.engines import Driver
+from trainer_adapters import SyncManager
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "cuda-graphs"])
+def test_tokens_after_an_update_on_a_gpu_are_those_of_a_fresh_engine(
+    runtime: Path, checkpoint: Checkpoint, eager: bool
+) -> None:
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    expected = {}
+    for model in (model_a, model_b):
+        with Driver(runtime, job="gpu-fresh") as engine:
+            engine.open(model, enforce_eager=eager)
+            expected[model] = engine.tokens(PROMPTS, COUNT)
+    assert expected[model_a] != expected[model_b]
+    with Driver(runtime, job="gpu") as engine:
+        engine.open(model_a, enforce_eager=eager)
+        engine.use()
+        version = 0
+        for install, transport in (("auto", "auto"), ("copy", "shm"), ("standby", "zmq")):
+            with SyncManager(install=install, transport=transport, timeout_s=300) as manager:  # type: ignore[arg-type]
+                for model in (model_b, model_a):
+                    version += 1
+                    report = manager.update(source(model), version)
+                    assert [replica.status for replica in report.replicas] == ["committed"]
+                    if not eager:  # captured graphs hold the parameters' addresses
+                        assert report.replicas[0].install == "copy"
+                    assert engine.tokens(PROMPTS, COUNT) == expected[model]
+                    assert manager.verify(source(model)).ok

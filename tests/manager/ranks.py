@@ -1,0 +1,97 @@
+"""A trainer of several ranks: each runs the same list of steps and notes how each one ended.
+
+Run by torchrun (`python -m torch.distributed.run ... ranks.py OUT STEPS`), or rank by rank from the nursery (`one_rank`)
+where a test kills or stops one: torchrun would end the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire import channel
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.manifest import Box, Manifest
+from tests.support.plain_engine import ShardSource, checkpoint
+from trainer_adapters.manager import SyncManager
+from trainer_adapters.source import LocalSlice
+
+
+class FaultySource(ShardSource):
+    """A source that does one thing wrong on one rank."""
+
+    def __init__(self, seed: int, rank: int, world: int, fault: str) -> None:
+        super().__init__(checkpoint(seed), rank, world)
+        self.fault = fault
+
+    def manifest(self) -> Manifest:
+        if self.fault == "manifest raises":
+            raise RuntimeError("this rank has lost its model")
+        if self.fault == "another manifest":
+            self.tensors = self.tensors | {"value_head.weight": torch.zeros(3)}
+        return super().manifest()
+
+    def slices(self) -> Iterator[LocalSlice]:
+        for i, item in enumerate(super().slices()):
+            if self.fault == "skip" and i == 1:
+                continue
+            if self.fault == "double" and i == 1:
+                tensor = self.tensors["layers.0.q.weight"]
+                yield LocalSlice(Box(1, (0, 0), tuple(tensor.shape)), tensor)
+                continue
+            if i == 2:
+                if self.fault == "raise":
+                    raise RuntimeError("out of memory, says rank 1")
+                if self.fault == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self.fault == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            yield item
+
+
+def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options: Any) -> None:
+    channel.RESEND_S = options.pop("resend_s", channel.RESEND_S)
+    manager = SyncManager(**options)
+    (out / f"rank{rank}.pid").write_text(str(os.getpid()))
+    for number, step in enumerate(steps):
+        fault = step.get("fault", "") if rank == step.get("at", 1) else ""
+        version = step["version"] + (100 if fault == "another version" else 0)
+        source = FaultySource(step.get("seed", step["version"]), rank, world, fault)
+        began_s = time.monotonic()
+        seen: dict[str, Any]
+        try:
+            report = manager.verify(source) if step.get("verify") else manager.update(source, version)
+            seen = {"ok": json.loads(json.dumps(report, default=lambda s: {f: getattr(s, f) for f in s.__struct_fields__}))}
+        except WeightwireError as error:
+            seen = {"error": type(error).__name__, "text": str(error), "side": error.side, "rank": error.rank}
+            seen |= {"phase": error.phase, "version": error.version, "group": error.group}
+        seen["seconds"] = time.monotonic() - began_s
+        note = out / f"rank{rank}.step{number}"
+        note.with_suffix(".new").write_text(json.dumps(seen))
+        note.with_suffix(".new").rename(note)
+    manager.close()
+
+
+def one_rank(rank: int, world: int, directory: str, steps: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    out = Path(directory)
+    store = dist.FileStore(str(out / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    run(rank, world, steps, out, **options)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    run(dist.get_rank(), dist.get_world_size(), json.loads(sys.argv[2]), Path(sys.argv[1]), timeout_s=60)
+    dist.destroy_process_group()

@@ -1,0 +1,610 @@
+"""The SyncManager end to end: real sockets, real processes, the plain engine."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference_plugin.transports import shm
+from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.errors import (
+    CommitFailed,
+    DigestMismatch,
+    ManifestMismatch,
+    PeerLost,
+    SyncTimeout,
+    TornReplica,
+    TransportUnavailable,
+    VersionConflict,
+    WeightwireError,
+)
+from inference_plugin.wire.messages import Commit, Committed, Describe, ReplicaCard, WorkerCard
+from inference_plugin.wire.reports import UpdateReport, last_report
+from tests.support.plain_engine import ShardSource, checkpoint, digests_expected, manifest_of
+from tests.support.rig import ROOT, Rig, eventually, fork, kill
+from trainer_adapters.manager import SyncManager
+
+Start = Callable[..., Rig]
+
+
+@pytest.fixture
+def start(directory: Path) -> Iterator[Start]:
+    rigs: list[Rig] = []
+
+    def begin(**options: Any) -> Rig:
+        rigs.append(Rig(directory, **options))
+        return rigs[-1]
+
+    yield begin
+    for rig in rigs:
+        rig.end()
+
+
+@pytest.fixture
+def manager(directory: Path) -> Iterator[SyncManager]:
+    with SyncManager(timeout_s=60) as one:
+        yield one
+
+
+def waiting(rig: Rig) -> int:
+    """Commands that wait for a step boundary."""
+    count: int = waiting(rig)
+    return count
+
+
+def source(seed: int, layers: int = 2) -> ShardSource:
+    return ShardSource(checkpoint(seed, layers))
+
+
+def holds(rig: Rig, seed: int) -> bool:
+    return rig.peek() == digests_expected(checkpoint(seed, rig.layers), rig.tp, rig.layers)
+
+
+# --- what an update does ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("install", ["copy", "standby"])
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_every_rank_of_every_replica_holds_each_version_in_turn(
+    start: Start, transport: str, install: Any
+) -> None:
+    rigs = [start(tp=2), start(tp=1)]
+    assert all(holds(rig, 0) for rig in rigs)
+    with SyncManager(transport=transport, install=install, timeout_s=60) as manager:
+        for version in (1, 2, 3, 4):
+            report = manager.update(source(version), version)
+            assert all(holds(rig, version) for rig in rigs)
+            assert [(r.status, r.version, r.transport, r.install) for r in report.replicas] == [
+                ("committed", version, transport, install)
+            ] * 2
+        assert manager.verify(source(4)).ok
+        assert manager.versions() == {rig.replica: 4 for rig in rigs}
+        differs = manager.verify(source(3))
+        assert not differs.ok and "embed.weight" in differs.replicas[0].differ[0]
+    assert len({r.digest for r in report.replicas}) == 1
+
+
+def test_a_workers_socket_may_be_tcp_on_loopback(start: Start) -> None:
+    rig = start(tp=2, listen="tcp://127.0.0.1:*")
+    assert all(worker.address.startswith("tcp://127.0.0.1:") for worker in rig.card.workers)
+    with SyncManager(transport="zmq", timeout_s=60) as manager:
+        assert manager.update(source(1), 1).failed == ()
+    assert holds(rig, 1)
+
+
+def test_the_report_says_what_travelled_how_often_and_how_long(start: Start, manager: SyncManager) -> None:
+    rig = start(tp=2)
+    report = manager.update(source(1), 1)
+    assert (report.group, report.version) == ("policy", 1)
+    assert report.bytes == manifest_of(checkpoint(1)).nbytes
+    assert report.copies_per_byte == 2.0
+    assert {"agree", "stage", "seal", "commit", "stage.move", "stage.digest"} == set(report.phases)
+    top = [report.phases[name] for name in ("agree", "stage", "seal", "commit")]
+    assert all(seconds > 0 for seconds in top) and sum(top) <= report.seconds
+    (replica,) = report.replicas
+    assert (replica.replica, replica.engine, replica.mechanism) == (rig.replica, "plain", "plan")
+    assert replica.stopped_s > 0 and replica.verify_s > 0 and replica.error is None
+    assert last_report("policy") == report
+
+
+def test_control_messages_do_not_depend_on_the_number_of_tensors(start: Start, directory: Path) -> None:
+    messages = {}
+    for layers in (1, 50):
+        rig = start(tp=2, layers=layers)
+        with SyncManager("policy", timeout_s=60) as manager:
+            counts = [manager.update(source(v, layers), v).messages for v in (1, 2, 3)]
+        assert holds(rig, 3)
+        messages[len(checkpoint(0, layers))] = counts
+        rig.end()
+    assert set(messages) == {8, 302}
+    # describe nothing, open once; then per worker begin and seal, per replica one commit
+    assert messages[8] == [7, 5, 5]
+    assert messages[302][1:] == [5, 5]
+
+
+def test_the_same_version_again_changes_nothing_and_an_older_one_is_refused(
+    start: Start, manager: SyncManager
+) -> None:
+    rig = start(tp=2)
+    manager.update(source(5), 5)
+    report = manager.update(source(6), 5)
+    assert [r.status for r in report.replicas] == ["already"]
+    assert (report.copies_per_byte, holds(rig, 5)) == (0.0, True)
+    with pytest.raises(VersionConflict, match="version 4 is not newer than the installed 5") as raised:
+        manager.update(source(4), 4)
+    assert (raised.value.replica, raised.value.group, raised.value.phase) == (rig.replica, "policy", "agree")
+    with pytest.raises(VersionConflict, match="non-negative"):
+        manager.update(source(4), -1)
+    assert holds(rig, 5)
+    manager.update(source(6), 6)
+    assert holds(rig, 6)
+
+
+def test_a_replica_that_comes_later_is_caught_up_and_the_others_are_left_alone(
+    start: Start, manager: SyncManager
+) -> None:
+    first = start()
+    manager.update(source(3), 3)
+    second = start()
+    report = manager.update(source(3), 3)
+    assert {r.replica: r.status for r in report.replicas} == {first.replica: "already", second.replica: "committed"}
+    assert holds(second, 3)
+    assert [line for line in first.ask("state")["log"] if line.startswith("pause")] == ["pause:keep"]
+
+
+def test_a_replica_that_starts_anew_is_a_new_one_and_the_old_one_is_forgotten(
+    start: Start, manager: SyncManager
+) -> None:
+    first = start()
+    manager.update(source(1), 1)
+    first.end()
+    second = start()
+    report = manager.update(source(2), 2)
+    assert [(r.replica, r.status) for r in report.replicas] == [(second.replica, "committed")]
+    assert holds(second, 2)
+
+
+def test_another_manager_goes_on_where_the_first_one_ended(start: Start, manager: SyncManager) -> None:
+    rig = start(tp=2)
+    manager.update(source(1), 1)
+    manager.close()
+    with SyncManager(timeout_s=60) as other:
+        with pytest.raises(VersionConflict):
+            other.update(source(0), 0)
+        assert other.update(source(2), 2).failed == ()
+    assert holds(rig, 2)
+
+
+def test_groups_are_updated_each_by_itself(start: Start) -> None:
+    start()
+    with SyncManager("policy", timeout_s=60) as policy, SyncManager("critic", timeout_s=60) as critic:
+        policy.update(source(9), 9)
+        assert critic.update(source(1), 1).replicas[0].status == "committed"
+        assert set(policy.versions().values()) == {9} and set(critic.versions().values()) == {1}
+
+
+def test_an_update_in_the_background_gives_its_report_to_future_and_callback(
+    start: Start, manager: SyncManager
+) -> None:
+    rig = start()
+    called: concurrent.futures.Future[tuple[str, UpdateReport]] = concurrent.futures.Future()
+    rig.ask("hold")
+    future = manager.update_async(
+        source(1), 1, lambda done: called.set_result((threading.current_thread().name, done.result()))
+    )
+    eventually(lambda: waiting(rig), "the commit at the held step boundary")
+    assert not future.done() and not called.done()
+    rig.ask("go on")
+    report = future.result(60)
+    thread, told = called.result(60)
+    assert report == told and report.version == 1 and thread.startswith("weightwire-manager")
+    assert holds(rig, 1)
+
+
+def test_a_failed_update_in_the_background_is_in_future_and_callback(manager: SyncManager) -> None:
+    called: concurrent.futures.Future[BaseException | None] = concurrent.futures.Future()
+    future = manager.update_async(source(1), 1, lambda done: called.set_result(done.exception()))
+    assert isinstance(future.exception(60), PeerLost)
+    assert called.result(60) is future.exception()
+
+
+def test_without_a_replica_it_says_where_it_looked_and_what_to_do(manager: SyncManager, directory: Path) -> None:
+    with pytest.raises(PeerLost, match=f"no replica of job 'default' is running; looked in {directory}/default") as raised:
+        manager.update(source(1), 1)
+    assert (raised.value.phase, raised.value.side, raised.value.group) == ("agree", "manager", "policy")
+    assert "WEIGHTWIRE_JOB" in raised.value.hint and "weightwire doctor" in raised.value.hint
+
+
+def test_arguments_that_cannot_be_meant_are_refused_at_once(directory: Path) -> None:
+    for options in ({"timeout_s": 0}, {"timeout_s": -1}, {"timeout_s": float("nan")}, {"lease_s": 0}, {"install": "x"}, {"in_flight": "x"}):
+        with pytest.raises(ValueError, match="must be positive|is none of"):
+            SyncManager(**options)  # type: ignore[arg-type]
+    with pytest.raises(TransportUnavailable, match="no transport is named 'pigeon'"):
+        SyncManager(transport="pigeon")
+
+
+def test_closing_twice_is_harmless_and_leaves_no_segment(start: Start) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:weightwire")
+
+    start()
+    before = mapped()
+    manager = SyncManager(timeout_s=60)
+    manager.update(source(1), 1)
+    assert mapped() > before
+    manager.close()
+    manager.close()
+    assert mapped() == before
+
+
+# --- what can go wrong on the engine's side ---------------------------------------------------------------------------
+
+
+def test_names_shapes_and_dtypes_that_differ_are_refused_before_a_byte_changes(
+    start: Start, manager: SyncManager
+) -> None:
+    rig = start(tp=2)
+    good = checkpoint(1)
+    wrong = {
+        "can't take: extra.weight [2] float32": good | {"extra.weight": torch.zeros(2)},
+        "layers.0.qkv.weight": {n: t for n, t in good.items() if n != "layers.0.k.weight"},
+        "dtypes differ: norm.weight": good | {"norm.weight": good["norm.weight"].bfloat16()},
+        "can't take: embed.weight [47, 16]": good | {"embed.weight": torch.zeros(47, 16, dtype=torch.bfloat16)},
+    }
+    for text, tensors in wrong.items():
+        with pytest.raises(ManifestMismatch) as raised:
+            manager.update(ShardSource(tensors), 1)
+        assert text in str(raised.value)
+        assert raised.value.replica == rig.replica
+    assert holds(rig, 0)
+    manager.update(source(1), 1)
+    assert holds(rig, 1)
+
+
+def test_a_source_that_changed_since_the_last_update_is_agreed_anew(start: Start, manager: SyncManager) -> None:
+    rig = start()
+    manager.update(source(1), 1)
+    untied = source(2)
+    untied.tied = {}
+    untied.tensors = dict(reversed(untied.tensors.items()))  # another order is another manifest
+    manager.update(untied, 2)
+    assert holds(rig, 2)
+    manager.update(source(3), 3)
+    assert holds(rig, 3)
+
+
+@pytest.mark.parametrize("install", ["copy", "standby"])
+def test_an_installation_that_fails_on_one_rank_is_undone_on_all(start: Start, install: Any) -> None:
+    rig = start(tp=2)
+    with SyncManager(install=install, timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        rig.ask("fault", rank=1, step="install")
+        with pytest.raises(CommitFailed, match="lets 'install' fail; undone on all ranks") as raised:
+            manager.update(source(2), 2)
+        assert (raised.value.replica, raised.value.phase, raised.value.version) == (rig.replica, "commit", 2)
+        assert holds(rig, 1)
+        manager.update(source(3), 3)
+        assert holds(rig, 3)
+
+
+def test_a_way_back_that_fails_too_tears_the_replica_until_the_next_full_update(
+    start: Start, manager: SyncManager
+) -> None:
+    rig = start(tp=2)
+    manager.update(source(1), 1)
+    rig.ask("fault", rank=1, step="install")
+    rig.ask("fault", rank=0, step="undo")
+    with pytest.raises(TornReplica):
+        manager.update(source(2), 2)
+    assert "the way back failed" in rig.ask("state")["refusal"]
+    (card,) = manager.discover()
+    assert card.state == "torn"
+    manager.update(source(2), 2)
+    assert rig.ask("state")["refusal"] is None
+    assert holds(rig, 2)
+    assert manager.discover()[0].state == "serving"
+
+
+@pytest.mark.parametrize("victim", ["worker", "front"])
+def test_a_replica_killed_while_it_is_sealed_fails_alone_and_the_report_says_which(
+    start: Start, manager: SyncManager, victim: str
+) -> None:
+    doomed, other = start(tp=2), start(tp=1)
+    manager.update(source(1), 1)
+    doomed.ask("hold")
+    future = manager.update_async(source(2), 2)
+    eventually(lambda: waiting(doomed), "the commit at the held step boundary")
+    if victim == "front":
+        kill(doomed.pid)
+    else:
+        kill(doomed.worker_pid(1))
+        doomed.ask("go on")
+    report = future.result(60)
+    statuses = {r.replica: (r.status, r.version) for r in report.replicas}
+    assert statuses == {doomed.replica: ("failed", None), other.replica: ("committed", 2)}
+    (failed,) = report.failed
+    assert failed.error is not None and failed.error.kind == "PeerLost"
+    with pytest.raises(PeerLost):
+        report.raise_failed()
+    assert holds(other, 2)
+    doomed.end()
+    assert [r.status for r in manager.update(source(3), 3).replicas] == ["committed"]
+    assert holds(other, 3)
+
+
+def test_a_replica_killed_before_the_update_is_not_asked(start: Start, manager: SyncManager) -> None:
+    doomed, other = start(), start()
+    manager.update(source(1), 1)
+    doomed.end()
+    report = manager.update(source(2), 2)
+    assert [(r.replica, r.status) for r in report.replicas] == [(other.replica, "committed")]
+
+
+def test_a_step_boundary_that_does_not_come_is_a_timeout_and_the_old_version_is_served(start: Start) -> None:
+    rig = start(tp=2)
+    with SyncManager(timeout_s=1.5) as manager:
+        manager.update(source(1), 1)
+        rig.ask("hold")
+        with pytest.raises(SyncTimeout) as raised:
+            manager.update(source(2), 2)
+        assert raised.value.replica == rig.replica
+        rig.ask("go on")
+        eventually(lambda: waiting(rig) == 0, "the loop going on")
+        assert holds(rig, 1)
+    with SyncManager(timeout_s=60) as manager:
+        manager.update(source(3), 3)
+    assert holds(rig, 3)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort", "drain"])
+def test_the_engine_is_told_the_callers_policy_for_requests_in_flight(start: Start, in_flight: Any) -> None:
+    rig = start()
+    with SyncManager(in_flight=in_flight, timeout_s=60) as manager:
+        future = manager.update_async(source(1), 1)
+        if in_flight == "drain":
+            eventually(lambda: "pause:drain" in rig.ask("state")["log"], "the pause")
+            assert holds(rig, 0) and not future.done()
+            rig.ask("drained")
+        future.result(60)
+    expected = [f"pause:{in_flight}", "installed:policy:1", "resume"]
+    eventually(lambda: rig.ask("state")["log"] == expected, f"the log {expected}")
+    assert holds(rig, 1)
+
+
+def test_a_commit_asked_for_twice_while_it_waits_is_one_commit(start: Start, manager: SyncManager) -> None:
+    """The asking side sends a request again after a while: the second one must not look like a conflict."""
+    rig = start()
+    manager.in_flight = "drain"
+    rig.ask("hold")
+    future = manager.update_async(source(1), 1)
+    eventually(lambda: waiting(rig) == 1, "the commit at the held step boundary")
+    with Channel(rig.card.address) as again, Channel(rig.card.workers[0].address) as worker:
+        txn = worker.request(Describe(), WorkerCard, timeout_s=60).groups[0].txn
+        again.send(Commit("policy", txn, 1, "drain", timeout_s=60))
+        assert again.request(Describe(), ReplicaCard, timeout_s=60).replica == rig.replica  # it has seen both
+        again.send(Commit("policy", txn, 1, "drain", timeout_s=60))
+        assert waiting(rig) == 1
+        rig.ask("go on")
+        eventually(lambda: "pause:drain" in rig.ask("state")["log"], "the pause")
+        rig.ask("drained")
+        assert again.receive(Committed, timeout_s=60).version == 1
+    future.cancel()
+    log = rig.ask("state")["log"]
+    assert log.count("pause:drain") == 1 and log.count("installed:policy:1") == 1
+    assert holds(rig, 1)
+
+
+# --- bytes that are not what the trainer meant ------------------------------------------------------------------------
+
+
+class CorruptingSender(shm.ShmSender):
+    """Writes as `shm` does, and lets one bit flip in the segment afterwards."""
+
+    flips = True
+
+    def write(self, *arguments: Any, **options: Any) -> Any:
+        result = super().write(*arguments, **options)
+        if self.flips:
+            for segment in self._owned.values():
+                segment.tensor[0] ^= 1
+        return result
+
+
+def test_a_bit_that_flips_on_the_way_is_found_before_the_commit(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start(tp=2)
+    with SyncManager(transport="shm", timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        manager._transports = [dataclasses.replace(shm.TRANSPORT, sender=CorruptingSender)]
+        manager._senders.pop("shm").close()
+        monkeypatch.setattr("trainer_adapters.manager.transport_named", lambda _name: manager._transports[0])
+        with pytest.raises(DigestMismatch, match=r"embed.weight\[0:48, 0:16\] is not what the trainer sent") as raised:
+            manager.update(source(2), 2)
+        assert (raised.value.phase, raised.value.replica, raised.value.version) == ("seal", rig.replica, 2)
+        assert holds(rig, 1)
+        monkeypatch.setattr(CorruptingSender, "flips", False)
+        manager.update(source(2), 2)
+        assert holds(rig, 2)
+
+
+# --- several trainer ranks --------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Two ranks of a trainer, forked; each may be killed or stopped."""
+
+    def __init__(self, directory: Path, steps: list[dict[str, Any]], **options: Any) -> None:
+        self.out = directory / "ranks"
+        self.out.mkdir()
+        self.pids = [
+            fork(
+                "tests.manager.ranks:one_rank",
+                {"WEIGHTWIRE_RUNTIME_DIR": str(directory)},
+                rank=rank,
+                world=2,
+                directory=str(self.out),
+                steps=steps,
+                options={"timeout_s": 60} | options,
+            )
+            for rank in range(2)
+        ]
+
+    def step(self, rank: int, number: int) -> dict[str, Any]:
+        path = self.out / f"rank{rank}.step{number}"
+        seen: dict[str, Any] = json.loads(eventually(lambda: path.exists() and path.read_text(), path.name))
+        return seen
+
+
+@pytest.fixture
+def trainer(directory: Path) -> Iterator[Callable[..., Ranks]]:
+    started: list[Ranks] = []
+
+    def begin(steps: list[dict[str, Any]], **options: Any) -> Ranks:
+        started.append(Ranks(directory, steps, **options))
+        return started[-1]
+
+    yield begin
+    for ranks in started:
+        for pid in ranks.pids:
+            if os.path.exists(f"/proc/{pid}"):
+                kill(pid)
+
+
+def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start: Start, directory: Path) -> None:
+    """All cases in one launch. After each failure the old version is served and the next update works."""
+    rigs = [start(tp=2), start(tp=1)]
+    faults = {
+        "raise": ("WeightwireError", "RuntimeError: out of memory, says rank 1"),
+        "another manifest": ("ManifestMismatch", "trainer rank 1 has another model than rank 0"),
+        "manifest raises": ("WeightwireError", "RuntimeError: this rank has lost its model"),
+        "skip": ("ManifestMismatch", "written by nobody: layers.0.q.weight[0:16, 0:16] (128 elements)"),
+        "double": ("ManifestMismatch", "written more than once: layers.0.q.weight[0:8, 0:16] by rank 0 and rank 1"),
+        "another version": ("VersionConflict", "trainer rank 1 is in its operation"),
+    }
+    steps: list[dict[str, Any]] = [{"version": 1}]
+    for i, fault in enumerate(faults):
+        steps += [{"version": 2 * i + 2, "fault": fault}, {"version": 2 * i + 3}]
+    steps += [{"version": 50, "fault": "raise", "at": 0}, {"version": 51}, {"version": 51, "verify": True}]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*command, str(ROOT / "tests/manager/ranks.py"), str(directory), json.dumps(steps)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    seen = [[json.loads((directory / f"rank{r}.step{n}").read_text()) for n in range(len(steps))] for r in (0, 1)]
+    for number, step in enumerate(steps):
+        on_each = [seen[rank][number] for rank in (0, 1)]
+        for result in on_each:
+            result.pop("seconds")
+        if "fault" not in step:
+            assert all("ok" in result for result in on_each), on_each
+            assert on_each[0] == on_each[1]
+            continue
+        kind, text = faults[step["fault"]]
+        assert {result["error"] for result in on_each} == {kind}, on_each
+        assert {result["group"] for result in on_each} == {"policy"}
+        if step.get("at", 1) == 1:
+            assert all(text in result["text"] for result in on_each), (text, on_each)
+    assert all(holds(rig, 51) for rig in rigs)
+    for rank in (0, 1):
+        verified = seen[rank][-1]["ok"]["replicas"]
+        assert [(r["version"], r["differ"], r["unreadable"]) for r in verified] == [(51, [], [])] * 2
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_rank_killed_while_it_writes_ends_the_update_at_once_and_the_old_version_is_served(
+    start: Start, trainer: Callable[..., Ranks], transport: str
+) -> None:
+    rig = start(tp=2)
+    ranks = trainer([{"version": 1}, {"version": 2, "fault": "kill"}], timeout_s=600, transport=transport)
+    seen = ranks.step(0, 1)
+    assert (seen["error"], seen["side"], seen["rank"], seen["phase"]) == ("PeerLost", "trainer", 1, "stage")
+    assert "trainer rank 1's process ended" in seen["text"]
+    assert holds(rig, 1)
+    with SyncManager(transport=transport, timeout_s=60) as successor:
+        successor.update(source(3), 3)
+    assert holds(rig, 3)
+
+
+def test_the_manager_rank_killed_while_it_writes_is_noticed_by_ranks_and_workers(
+    start: Start, trainer: Callable[..., Ranks]
+) -> None:
+    rig = start(tp=2)
+    ranks = trainer([{"version": 1}, {"version": 2, "fault": "kill", "at": 0}], timeout_s=600, lease_s=600)
+    seen = ranks.step(1, 1)
+    assert (seen["error"], seen["side"], seen["rank"]) == ("PeerLost", "manager", 0)
+    assert holds(rig, 1)
+    with SyncManager(timeout_s=60) as successor:
+        eventually(lambda: successor.versions() == {rig.replica: 1}, "the workers' groups")
+        successor.update(source(3), 3)
+    assert holds(rig, 3)
+
+
+def test_a_silent_rank_is_a_timeout_on_rank_0_and_the_next_update_works(
+    start: Start, trainer: Callable[..., Ranks]
+) -> None:
+    rig = start(tp=2)
+    steps = [{"version": 1}, {"version": 2, "fault": "stop"}, {"version": 3}, {"version": 4}]
+    ranks = trainer(steps, timeout_s=5)
+    seen = ranks.step(0, 1)
+    assert (seen["error"], seen["side"], seen["rank"]) == ("SyncTimeout", "trainer", 1)
+    assert "trainer ranks [1] were not heard of in time" in seen["text"]
+    assert holds(rig, 1)
+    os.kill(ranks.pids[1], signal.SIGCONT)
+    late = ranks.step(1, 1)
+    assert "error" in late, late
+    for number in (2, 3):
+        assert all("ok" in ranks.step(rank, number) for rank in (0, 1)), [ranks.step(r, number) for r in (0, 1)]
+    assert holds(rig, 4)
+
+
+def test_a_rank_waits_for_as_long_as_the_others_need_without_losing_its_answer(
+    start: Start, trainer: Callable[..., Ranks]
+) -> None:
+    """A commit that drains may take longer than the time after which requests to workers are sent again."""
+    rig = start(tp=2)
+    rig.ask("hold")
+    ranks = trainer([{"version": 1}, {"version": 2}], timeout_s=60, resend_s=0.05)
+    eventually(lambda: waiting(rig), "the commit at the held step boundary")
+    eventually(lambda: (ranks.out / "rank1.pid").exists(), "rank 1")
+    time.sleep(0.3)  # six times the time to send again; whether it was enough decides nothing
+    rig.ask("go on")
+    for number in (0, 1):
+        on_each = [ranks.step(rank, number) for rank in (0, 1)]
+        assert all("ok" in seen for seen in on_each), on_each
+    assert holds(rig, 2)
+
+
+def test_a_rank_that_has_no_model_any_more_is_told_apart_from_one_that_is_late(
+    start: Start, trainer: Callable[..., Ranks]
+) -> None:
+    start()
+    ranks = trainer([{"version": 1, "fault": "manifest raises", "at": 0}, {"version": 2}], timeout_s=60)
+    on_each = [ranks.step(rank, 0) for rank in (0, 1)]
+    assert all("this rank has lost its model" in seen["text"] for seen in on_each), on_each
+    assert all("ok" in ranks.step(rank, 1) for rank in (0, 1))
+
+
+def test_every_error_that_a_manager_raises_is_of_the_tree(manager: SyncManager) -> None:
+    with pytest.raises(WeightwireError) as raised:
+        manager.update(None, 1)  # type: ignore[arg-type]
+    assert "AttributeError" in str(raised.value)
+    assert raised.value.side == "manager"
