@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inference_plugin.hooks import plugin_manager
@@ -30,6 +30,7 @@ from inference_plugin.wire.errors import (
     TornReplica,
     VersionConflict,
     WeightwireError,
+    first_few,
 )
 from inference_plugin.wire.manifest import Manifest, Piece, check_exact_cover, intersect
 from inference_plugin.wire.messages import (
@@ -120,6 +121,7 @@ class WeightUpdateGroup:
         self._receiver: Receiver | None = None
         self._lock = lock
         self._state: GroupState = "idle"
+        self._before_commit: GroupState = "idle"
         self._finished: dict[str, RankCommit | WeightwireError] = {}
 
     @property
@@ -128,8 +130,10 @@ class WeightUpdateGroup:
 
     # --- the REP thread ----------------------------------------------------------------------------------------------
 
-    def open(self, request: OpenGroup) -> GroupOpened:
-        """Agrees on terms. With the same terms again it changes nothing, else the group's terms are replaced.
+    def open(self, request: OpenGroup, others: Mapping[str, frozenset[str]]) -> GroupOpened:
+        """Agrees on terms; `others` are the parameters that other groups write.
+
+        With the same terms again it changes nothing, else the group's terms are replaced.
 
         Takes the lock itself, and not while the installer thinks: another group's commit needs it.
         """
@@ -142,6 +146,12 @@ class WeightUpdateGroup:
             try:
                 receiver.check_probe(request.probe)
                 terms = self.installer.open(request.manifest, request.install, partial=request.partial)
+                for name, claims in others.items():
+                    if shared := sorted(claims & self.installer.claims):
+                        raise ManifestMismatch(
+                            f"parameters that group {name!r} writes already: {first_few(shared)}",
+                            hint=f"update them as group {name!r}, or close that group first",
+                        )
             except BaseException:
                 receiver.close()
                 raise
@@ -364,8 +374,11 @@ class WeightUpdateGroup:
         with self._lock:
             if transaction is not None:
                 self._finished[transaction.txn] = CommitFailed(reason)
-            self._enter("idle")
+            torn = self._before_commit == "torn"
+            self._enter("torn" if torn else "idle")
             self._drop(reason)
+            if torn:
+                raise TornReplica(f"{self.detail}; the update that was to heal it failed: {reason}")
 
     def tear(self, reason: str) -> None:
         """This rank no longer knows what it holds."""
@@ -603,9 +616,10 @@ class GroupTable:
                 self.groups.popitem()[1].close()
 
     def _open(self, request: OpenGroup) -> GroupOpened:
+        others = {group.name: group.installer.claims for group in self.groups.values() if group.name != request.group}
         group = self.groups.get(request.group)
         if group is not None:
-            return group.open(request)
+            return group.open(request, others)
         group = WeightUpdateGroup(
             request.group,
             self._rank,
@@ -615,7 +629,7 @@ class GroupTable:
             self._decoding,
         )
         try:
-            opened = group.open(request)
+            opened = group.open(request, others)
         except BaseException:
             with self._lock:
                 group.close()

@@ -91,7 +91,8 @@ def ensure(name: str) -> Path:
         pip = Pip(python, VENVS / f"{name}-pip.log")
         with _stub_copies(environment, present) as stubs:
             packages = [*stubs, *environment.requirements, *_project_requirements(environment)]
-            pip.install("packages (some minutes the first time)", packages)
+            say("some minutes the first time, seconds later")
+            pip.install("packages", packages)
         project = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
         pip.install("Weightwire itself", project)
         _check_import(python, environment)
@@ -131,10 +132,10 @@ class Pip:
                 process.terminate()
                 raise
         if process.returncode:
-            tail = "\n".join(f"    {line}" for line in last[-CHATTY_LINES:])
+            telling = [line for line in last if not line.startswith("Requirement already satisfied")]
+            tail = "\n".join(f"    {line}" for line in telling[-CHATTY_LINES:])
             raise SetupError(
-                f"pip failed installing {what}.\n{tail}\n{_hint(last)}\n"
-                f"All it said: {self._log.relative_to(ROOT)}"
+                f"pip failed installing {what}.\n{tail}\n{_hint(last)}\nAll it said: {self._log.relative_to(ROOT)}"
             )
 
     def _follow(self, lines: queue.Queue[str | None]) -> list[str]:
@@ -166,8 +167,7 @@ def _hint(lines: list[str]) -> str:
     if "No space left on device" in text:
         return "The disk is full: free some space and run it again; it goes on where it stopped."
     if any(
-        sign in text
-        for sign in ("Connection", "Retrying", "timed out", "Temporary failure", "ProxyError", "SSLError")
+        sign in text for sign in ("Connection", "Retrying", "timed out", "Temporary failure", "ProxyError", "SSLError")
     ):
         return (
             "pip could not reach its package index: check the network, the proxy and `pip config list`, "
@@ -214,9 +214,7 @@ def _make_venv(directory: Path, python: Path, environment: Environment) -> dict[
     present = _distributions(python, environment.python)
     if result.returncode or present is None:
         detail = (result.stdout + result.stderr).strip()
-        raise SetupError(
-            f"python -m venv failed (on Debian: is python{environment.python}-venv installed?)\n{detail}"
-        )
+        raise SetupError(f"python -m venv failed (on Debian: is python{environment.python}-venv installed?)\n{detail}")
     return present
 
 
@@ -279,7 +277,7 @@ def _check_import(python: Path, environment: Environment) -> None:
     result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, cwd=VENVS)
     if result.returncode:
         lines = "\n".join(f"    {line}" for line in result.stderr.splitlines()[-CHATTY_LINES:])
-        raise SetupError(f"installed, but `{code}` fails:\n{lines}")
+        raise SetupError(f"installed, but `{code}` fails; if it goes on, remove .venvs and run it again:\n{lines}")
 
 
 @contextlib.contextmanager

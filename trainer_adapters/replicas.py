@@ -83,7 +83,7 @@ class ReplicaSession:
             try:
                 opened: list[GroupOpened] = self.ask_workers(request, GroupOpened, timeout_s=timeout_s)
             except TransportUnavailable as error:
-                refusals.append(f"{transport.name}: {error.message}")
+                refusals.append(f"{transport.name}: {error.message} ({error.hint})")
                 continue
             _check_needs(manifest, [terms.needs for terms in opened])
             self.transport, self.opened, self.agreed = (

@@ -41,6 +41,8 @@ OUTPUT = HERE.parent.parent / ".demo"
 COMPARED_TOKENS = 32
 VISITOR_PAUSE_S = 0.5
 SHOWN_ANSWERS = 4
+TORCHRUN = "torch/distributed/elastic"
+"""In a log, what follows this is torchrun's own account of a failure; the cause stands before."""
 HEADER = (
     "step  reward                right  tokens  draw   learn  update = agree + stage + seal + commit  stopped  served"
 )
@@ -102,6 +104,8 @@ def demo(args: argparse.Namespace) -> int:
     checkpoint = out / "checkpoint"
     shutil.rmtree(checkpoint, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
+    if not (args.model / "config.json").is_file():
+        raise DemoError(f"there is no model in {args.model}; `make model` makes it")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     countries = (*CAPITALS, *OTHER_COUNTRIES)
     questions = {country: prompt_ids(tokenizer, country) for country in countries}
@@ -181,7 +185,9 @@ def watch_training(
                 case "saved":
                     saved = True
         if process.wait() or not saved:
-            raise DemoError(f"the trainer ended with status {process.returncode}; see {_shown(log)}\n{tail(log, 30)}")
+            raise DemoError(
+                f"the trainer ended with status {process.returncode}; see {_shown(log)}\n{tail(log, 20, until=TORCHRUN)}"
+            )
     return rewards, verified
 
 

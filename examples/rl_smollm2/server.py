@@ -133,8 +133,11 @@ def _wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> No
     raise DemoError(f"the vLLM server did not answer within {START_TIMEOUT_S:.0f} s; see {log}\n{tail(log)}")
 
 
-def tail(log: Path, lines: int = 15) -> str:
-    return "\n".join(f"    {line}" for line in log.read_text(errors="replace").splitlines()[-lines:])
+def tail(log: Path, lines: int = 15, until: str | None = None) -> str:
+    """The last lines of a log, or those before the first line that contains ``until``."""
+    text = log.read_text(errors="replace").splitlines()
+    end = next((i for i, line in enumerate(text) if until is not None and until in line), len(text))
+    return "\n".join(f"    {line}" for line in text[:end][-lines:])
 
 
 def _free_port() -> int:

@@ -87,6 +87,8 @@ class Front:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        if address.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -275,7 +277,13 @@ class _PendingCommit:
         except WeightwireError as error:
             self._fail(error)
             return
-        front._control.pause(self.request.in_flight, self._at_boundary)
+        try:
+            front._control.pause(self.request.in_flight, self._at_boundary)
+        except Exception as error:
+            if not isinstance(error, WeightwireError):
+                logger.exception("weightwire: the engine could not be paused")
+            front._control.resume()
+            self._fail(WeightwireError.wrap(error))
         self._boundary_s = None
 
     def cancel(self) -> None:
@@ -310,14 +318,20 @@ class _PendingCommit:
             self._fail(TornReplica(str(bug)))
         else:
             self._end(committed)
+            self._tell_listeners(committed)
+        finally:
+            self._front._control.resume()
+
+    def _tell_listeners(self, committed: Committed) -> None:
+        try:
             plugin_manager().hook.weightwire_committed(
                 replica=self._front._where["replica"],
                 group=self.request.group,
                 version=self.request.version,
                 stopped_s=committed.stopped_s,
             )
-        finally:
-            self._front._control.resume()
+        except Exception:  # a third party's listener must not stop the engine
+            logger.exception("weightwire: a listener failed")
 
     def _install(self) -> Committed:
         request, control = self.request, self._front._control

@@ -69,11 +69,9 @@ class RankRuntime:
         make_installer: Callable[[str], Installer],
         free_bytes: Callable[[], int],
         decoding: Callable[[], bool] = lambda: False,
-        after_undo: Callable[[], None] = lambda: None,
     ) -> None:
         self.identity = identity
         self._free_bytes = free_bytes
-        self._after_undo = after_undo
         self._table = GroupTable(identity.replica, identity.rank, make_installer, decoding)
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._where = where
@@ -133,7 +131,6 @@ class RankRuntime:
                 group.install(operation.txn)
             elif operation.name == "undo":
                 group.undo(operation.reason)
-                self._after_undo()
             elif operation.name == "finish":
                 commit = group.finish(operation.txn, operation.install_s)
             elif operation.name == "tear":

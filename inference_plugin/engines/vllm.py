@@ -80,6 +80,7 @@ TOUCHES = (
     Touch(_CORE + "EngineCoreProc._handle_client_request", ("request_type", "request"), "wrapped: runs our commands"),
     Touch(_CORE + "EngineCoreProc._send_error_outputs_to_client", ("req_ids", "client_index"), "called: ends requests of a torn replica"),
     Touch(_CORE + "DPEngineCoreProc", why="recognised: expert-parallel ranks across replicas, refused"),
+    Touch("vllm.config:ModelConfig.is_multimodal_model", why="read: `keep` is refused for these"),
     Touch("vllm.v1.engine:EngineCoreRequestType.WAKEUP", why="carries our commands"),
     Touch("vllm.v1.executor:Executor.collective_rpc", ("method", "timeout", "args"), "called: operations on all ranks"),
     Touch(_SCHEDULER + "set_pause_state", ("pause_state",), "called: resume"),
@@ -170,7 +171,6 @@ def _worker_start(worker: Any, request: bytes) -> bytes:
             lambda _group: ModelInstaller(model),
             model.free_bytes,
             model.decoding,
-            after_undo=model.zero_kv_caches,
         )
         worker._weightwire_model = model
         worker._weightwire_runtime = runtime
@@ -274,12 +274,6 @@ class VllmModel:
         """Whether a decoding step ran within the last tenth of a second."""
         return time.monotonic() - self.stepped_at_s < 0.1
 
-    def zero_kv_caches(self) -> None:
-        """After an undo: blocks that a bad version may have filled with NaN are not overwritten by a cache reset."""
-        for cache in self._runner.kv_caches:
-            for tensor in cache if isinstance(cache, (list, tuple)) else (cache,):
-                tensor.zero_()
-
     def _make_skeleton(self) -> nn.Module:
         """The model's class once more, on the meta device: no memory, and nothing of it in the engine's own tables.
 
@@ -357,6 +351,11 @@ class CoreControl:
         return replies
 
     def pause(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+        if in_flight == "keep" and self.core.vllm_config.model_config.is_multimodal_model:
+            raise EngineUnsupported(
+                "a multi-modal model's cached encodings would outlive the weights that made them",
+                hint="use in_flight='recompute', 'abort' or 'drain'",
+            )
         self._previous_pause = self.core.scheduler.pause_state
         if self.in_process:
             self._pause_in_process(in_flight, paused)
@@ -545,11 +544,11 @@ def _start_front(core: Any) -> None:
     listen = os.environ.get("WEIGHTWIRE_LISTEN", "ipc")
     start = WorkerStart(replica, addresses.ipc_address(replica, "{rank}") if listen == "ipc" else listen)
     if isinstance(core, DPEngineCoreProc):
-        raise EngineUnsupported(
-            "a mixture of experts with data parallelism spreads one replica over several engine cores",
-            hint="run it with --data-parallel-size 1; to run it without Weightwire set WEIGHTWIRE_DISABLE=1",
-            phase="start",
-        )
+        why = "a mixture of experts with data parallelism spreads one replica over several engine cores"
+        if "inference_plugin" in config.parallel_config.worker_extension_cls:
+            raise EngineUnsupported(why, hint="run it with --data-parallel-size 1", phase="start")
+        logger.warning("weightwire: off, no trainer will find this engine: %s", why)
+        return
     replies = [
         decode_as(reply, RankReply)
         for reply in core.model_executor.collective_rpc(
@@ -656,7 +655,11 @@ class TornReplicaMiddleware:
 
     @staticmethod
     def _reason() -> str | None:
-        mine = [card for card in addresses.discover() if card.parent_pid == os.getpid() and card.state == "torn"]
+        mine = [
+            card
+            for card in addresses.discover()
+            if card.parent_pid in (os.getpid(), os.getppid()) and card.state == "torn"
+        ]
         if not mine:
             return None
         why = "; ".join(f"replica {card.replica}: {card.detail}" for card in mine)

@@ -53,6 +53,10 @@ class Installer(Protocol):
         """Drops views of segments: the trainer that owned them is gone."""
 
     @property
+    def claims(self) -> frozenset[str]:
+        """The parameters that this installer writes: no two groups may share one."""
+
+    @property
     def needs_previous(self) -> bool:
         """Whether `undo` will need the previous version's segment."""
 

@@ -348,6 +348,10 @@ class ModelInstaller:
         self._replays.clear()
 
     @property
+    def claims(self) -> frozenset[str]:
+        return self._layout.written if self._layout is not None else frozenset()
+
+    @property
     def needs_previous(self) -> bool:
         return self._install == "copy"
 
@@ -432,6 +436,7 @@ class _Layout:
         own_form = {self._key_of[f"{m}.{p}"] for m, ps in self.rebuilt.items() for p in ps}
         live = self._live_by_key()
         self._plain = {key for key in self._shapes if key not in own_form and key in live}
+        self.written = frozenset(p.dest.tensor for p in plan.placements) | frozenset(plan.refused)
         self.unaccounted = sorted(
             key for key in {p.dest.tensor for p in plan.placements} if key not in self._plain and key not in own_form
         )

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
 
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import DigestMismatch, ProtocolError
+from inference_plugin.wire.errors import DigestMismatch, ProtocolError, WeightwireError
 from inference_plugin.wire.manifest import DTYPE_BYTES, Box, Manifest, Piece, box_volume, split_box
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 
@@ -72,6 +72,8 @@ class WriteStats:
     messages: int = 0
     move_s: float = 0.0
     digest_s: float = 0.0
+    lost: dict[str, WeightwireError] = field(default_factory=dict)
+    """Replicas that couldn't be written to, where others could."""
 
 
 class Staging(abc.ABC):
@@ -177,6 +179,8 @@ class Transport:
     why_not: Callable[[], str | None]
     sender: Callable[[], Sender]
     receiver: Callable[[], Receiver]
+    copies_per_byte: float = 0.0
+    """Copies of a payload byte on its way from the trainer's memory to the parameter, those in the kernel included."""
 
     AUTO: ClassVar[str] = "auto"
 

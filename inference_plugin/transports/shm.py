@@ -267,4 +267,5 @@ TRANSPORT = Transport(
     why_not=_why_not,
     sender=ShmSender,
     receiver=ShmReceiver,
+    copies_per_byte=2,  # trainer -> segment -> parameter
 )

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import secrets
 import time
@@ -30,7 +31,14 @@ from inference_plugin.transports.base import (
 )
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable, first_few
+from inference_plugin.wire.errors import (
+    DigestMismatch,
+    ProtocolError,
+    SyncTimeout,
+    TransportUnavailable,
+    WeightwireError,
+    first_few,
+)
 from inference_plugin.wire.manifest import Box, Manifest, Piece, intersect
 from inference_plugin.wire.messages import Bucket, Done
 from inference_plugin.wire.tensors import box_view, torch_dtype
@@ -191,17 +199,21 @@ class ZmqSender(Sender):
                 digested_s = time.perf_counter()
                 pieces.append(piece)
                 for lane in lanes:
-                    lane.add(piece, part)
+                    with lane.failing():
+                        lane.add(piece, part)
                 stats.nbytes += part.nbytes
                 stats.digest_s += digested_s - started_s
                 stats.move_s += time.perf_counter() - digested_s
         started_s = time.perf_counter()
         for lane in lanes:
-            lane.flush()
+            with lane.failing():
+                lane.flush()
         for lane in lanes:
-            lane.finish()
+            with lane.failing():
+                lane.finish()
         stats.move_s += time.perf_counter() - started_s
         stats.messages = sum(lane.messages for lane in lanes)
+        stats.lost = {t.replica: lane.error for t, lane in zip(targets, lanes, strict=True) if lane.error is not None}
         return pieces, stats
 
     def close(self) -> None:
@@ -238,11 +250,20 @@ class _Lane:
         self._seq = 0
         self._in_flight = False
         self.messages = 0
+        self.error: WeightwireError | None = None
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """What fails on one lane is kept in `error`, and the lane carries nothing more; the others go on."""
+        try:
+            yield
+        except WeightwireError as error:
+            self.error = error
 
     def add(self, piece: Piece, data: torch.Tensor) -> None:
         """Packs a piece if the worker needs any of it; sends the bucket when it is full."""
         wanted = self._needs.get(piece.box.tensor)
-        if wanted is None or intersect(piece.box, wanted) is None:
+        if self.error is not None or wanted is None or intersect(piece.box, wanted) is None:
             return
         if self._used_bytes + data.numel() > BUCKET_BYTES:
             self.flush()
@@ -252,7 +273,7 @@ class _Lane:
 
     def flush(self) -> None:
         """Sends the bucket, once the one before it was answered, and turns to the other buffer."""
-        if not self._pieces:
+        if not self._pieces or self.error is not None:
             return
         self.finish()
         bucket = Bucket(self._group, self._txn, self._rank, self._seq, tuple(self._pieces))
@@ -281,4 +302,5 @@ TRANSPORT = Transport(
     why_not=lambda: None,
     sender=ZmqSender,
     receiver=ZmqReceiver,
+    copies_per_byte=5,  # trainer -> bucket -> kernel -> frame -> staging -> parameter
 )

@@ -54,7 +54,7 @@ def runtime_dir(job: str | None = None) -> Path:
     """The job's directory, made with mode 0700 if it isn't there.
 
     It lies in `WEIGHTWIRE_RUNTIME_DIR`, else `XDG_RUNTIME_DIR/weightwire`, else `/tmp/weightwire-<uid>`. Raises
-    `AuthError` if somebody else owns it or may enter it.
+    `AuthError` if somebody else owns it.
     """
     if base := os.environ.get("WEIGHTWIRE_RUNTIME_DIR"):
         root = Path(base)
@@ -63,7 +63,8 @@ def runtime_dir(job: str | None = None) -> Path:
     else:
         root = Path(f"/tmp/weightwire-{os.getuid()}")
     path = root / (job or job_name())
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
     for directory in (root, path):
         status = directory.stat()
         if status.st_uid != os.getuid():
@@ -112,8 +113,8 @@ def discover(job: str | None = None) -> list[ReplicaCard]:
 
 
 def stale_replicas(job: str | None = None) -> list[ReplicaCard]:
-    """Cards whose process is gone (killed, or from before a reboot)."""
-    return [card for card in _cards(job) if card.boot_id != boot_id() or not process_is_alive(card.pid)]
+    """Cards whose process is gone (killed, or from before a reboot); of another pid namespace that can't be told."""
+    return [card for card in _cards(job) if _is_stale(card)]
 
 
 def remove_replica(replica: str, job: str | None = None) -> None:
@@ -133,8 +134,15 @@ def process_is_alive(pid: int) -> bool:
 
 
 def boot_id() -> str:
-    """This host's boot, so that a pid can be told from the same number on another host or before a reboot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """This host's boot and this process's pid namespace: where a pid means the same process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def _is_stale(card: ReplicaCard) -> bool:
+    if card.boot_id == boot_id():
+        return not process_is_alive(card.pid)
+    return card.boot_id.partition("/")[0] != boot_id().partition("/")[0]
 
 
 def _remove_orphans(replicas: set[str], job: str | None) -> None:

@@ -54,6 +54,8 @@ class Channel:
         self._watches_process = pid != 0 and peer_boot_id == boot_id()
         self._socket = (context or zmq.Context.instance()).socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
+        if address.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.REQ_RELAXED, 1)
         self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_CONTROL_BYTES)
@@ -145,7 +147,9 @@ class Channel:
         except zmq.Again:
             return None
         envelope = codec.decode(frames[0])
-        return envelope.body if envelope.seq == self._seq else None
+        # A peer that couldn't read the request doesn't know its number; REQ_CORRELATE made sure that this answers it.
+        unread = isinstance(envelope.body, Failed) and envelope.seq == 0
+        return envelope.body if envelope.seq == self._seq or unread else None
 
     def _checked(self, reply: Body, kind: type[Reply]) -> Reply:
         if isinstance(reply, Failed):

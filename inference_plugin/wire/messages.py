@@ -199,7 +199,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
-    """A trainer rank wrote its slices, or failed to; it waits for `Outcome`."""
+    """A trainer rank wrote its slices, or failed to; it waits for `Outcome`. `lost`: replicas that it couldn't reach."""
 
     txn: Txn
     rank: Annotated[int, msgspec.Meta(ge=0)]
@@ -209,6 +209,7 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     move_s: float = 0.0
     digest_s: float = 0.0
     seconds: float = 0.0
+    lost: dict[str, ErrorInfo] = {}
     error: ErrorInfo | None = None
 
 

@@ -13,9 +13,7 @@ def greedy_tokens(directory: str | Path, prompt_ids: Sequence[int], max_tokens: 
     return greedy_batch(directory, [prompt_ids], max_tokens)[0]
 
 
-def greedy_batch(
-    directory: str | Path, prompts: Sequence[Sequence[int]], max_tokens: int = 16
-) -> list[list[int]]:
+def greedy_batch(directory: str | Path, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[list[int]]:
     """The same for several prompts, each computed on its own; the checkpoint is loaded once."""
     from transformers import AutoModelForCausalLM
 
