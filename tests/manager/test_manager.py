@@ -61,7 +61,7 @@ def manager(directory: Path) -> Iterator[SyncManager]:
 
 def waiting(rig: Rig) -> int:
     """Commands that wait for a step boundary."""
-    count: int = waiting(rig)
+    count: int = rig.ask("state")["waiting"]
     return count
 
 

@@ -245,11 +245,13 @@ class PlainControl:
         self.log: list[str] = []
         self.refusal: str | None = None
         self.undone = 0
+        self.counting = threading.Lock()
         self._pipes = pipes
         self._drained: list[Callable[[BaseException | None], None]] = []
 
     def submit(self, command: Callable[[], None]) -> None:
-        self.undone += 1
+        with self.counting:
+            self.undone += 1
         self.commands.put(command)
 
     def ask(self, kind: bytes, content: bytes = b"", rank: int | None = None) -> list[bytes]:
@@ -323,7 +325,8 @@ def run_front(directory: str, tp: int, layers: int, listen: str, control_path: s
         if command is None:
             break
         command()
-        control.undone -= 1
+        with control.counting:
+            control.undone -= 1
     front.close()
     for pipe in pipes:
         pipe.close()
