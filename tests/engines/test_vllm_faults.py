@@ -24,6 +24,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from inference_plugin.wire.addresses import process_is_alive
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.errors import CommitFailed, SyncTimeout, TornReplica, WeightwireError
 from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, WorkerCard
@@ -56,6 +57,12 @@ def statuses(card: ReplicaCard) -> list[GroupStatus]:
 
 def all_idle(card: ReplicaCard) -> bool:
     return all((status.state, status.txn) == ("idle", "") for status in statuses(card))
+
+
+def assert_gone(card: ReplicaCard) -> None:
+    """No process of that replica lives for long."""
+    pids = [card.pid, *(worker.pid for worker in card.workers)]
+    eventually(lambda: not any(map(process_is_alive, pids)), timeout_s=120, what="the end of a replica's processes")
 
 
 class Faulty:
@@ -476,13 +483,12 @@ def test_a_worker_killed_while_it_installs_takes_its_engine_down_and_the_manager
     with SyncManager(timeout_s=120) as sync:
         future = sync.update_async(source(tp2.models[tp2.other]), tp2.version + 1)
         eventually(tp2.faults.with_name(f"{tp2.faults.name}.1").exists, what="rank 1 to install")
-        os.kill(tp2.card.workers[1].pid, signal.SIGKILL)
+        card = tp2.card
+        os.kill(card.workers[1].pid, signal.SIGKILL)
         with pytest.raises(WeightwireError) as caught:
             future.result(180)
         assert type(caught.value).__name__ in ("PeerLost", "TornReplica")
-        driver = tp2.engine.process
-        assert driver is not None
-        eventually(lambda: [p.pid for p in tp2.engine.family()] == [driver.pid], timeout_s=120, what="the engine's end")
+        assert_gone(card)
         assert tp2.engine.cards == [] and tp2.engine.leftovers() == []
 
 
@@ -516,9 +522,7 @@ def test_a_replica_that_dies_is_reported_and_the_others_take_the_update(
         assert [r.status for r in by_replica.values()] == ["committed"]
         assert lost.status == "failed" and lost.error is not None and lost.error.kind == "PeerLost", lost
         assert lost.error.replica == doomed.replica and lost.error.version == survivor.version
-        parent = driver.process
-        assert parent is not None
-        eventually(lambda: [p.pid for p in driver.family()] == [parent.pid], timeout_s=120, what="the engine's end")
+        assert_gone(doomed)
         assert [card.replica for card in driver.cards] == list(by_replica)
         assert not [name for name in driver.leftovers() if doomed.replica in name]
         survivor.assert_serves()

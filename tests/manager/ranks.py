@@ -62,7 +62,9 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
     channel.RESEND_S = options.pop("resend_s", channel.RESEND_S)
     manager = SyncManager(**options)
     (out / f"rank{rank}.pid").write_text(str(os.getpid()))
+    timeout_s = manager.timeout_s
     for number, step in enumerate(steps):
+        manager.timeout_s = step.get("timeout_s", timeout_s)
         fault = step.get("fault", "") if rank == step.get("at", 1) else ""
         version = step["version"] + (100 if fault == "another version" else 0)
         source = FaultySource(step.get("seed", step["version"]), rank, world, fault)
@@ -70,7 +72,9 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
         seen: dict[str, Any]
         try:
             report = manager.verify(source) if step.get("verify") else manager.update(source, version)
-            seen = {"ok": json.loads(json.dumps(report, default=lambda s: {f: getattr(s, f) for f in s.__struct_fields__}))}
+            seen = {
+                "ok": json.loads(json.dumps(report, default=lambda s: {f: getattr(s, f) for f in s.__struct_fields__}))
+            }
         except WeightwireError as error:
             seen = {"error": type(error).__name__, "text": str(error), "side": error.side, "rank": error.rank}
             seen |= {"phase": error.phase, "version": error.version, "group": error.group}

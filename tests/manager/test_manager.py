@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from inference_plugin.transports import shm
+from inference_plugin.wire import channel
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.errors import (
     CommitFailed,
@@ -78,9 +79,7 @@ def holds(rig: Rig, seed: int) -> bool:
 
 @pytest.mark.parametrize("install", ["copy", "standby"])
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
-def test_every_rank_of_every_replica_holds_each_version_in_turn(
-    start: Start, transport: str, install: Any
-) -> None:
+def test_every_rank_of_every_replica_holds_each_version_in_turn(start: Start, transport: str, install: Any) -> None:
     rigs = [start(tp=2), start(tp=1)]
     assert all(holds(rig, 0) for rig in rigs)
     with SyncManager(transport=transport, install=install, timeout_s=60) as manager:
@@ -135,9 +134,7 @@ def test_control_messages_do_not_depend_on_the_number_of_tensors(start: Start, d
     assert messages[302][1:] == [5, 5]
 
 
-def test_the_same_version_again_changes_nothing_and_an_older_one_is_refused(
-    start: Start, manager: SyncManager
-) -> None:
+def test_the_same_version_again_changes_nothing_and_an_older_one_is_refused(start: Start, manager: SyncManager) -> None:
     rig = start(tp=2)
     manager.update(source(5), 5)
     report = manager.update(source(6), 5)
@@ -188,12 +185,15 @@ def test_another_manager_goes_on_where_the_first_one_ended(start: Start, manager
     assert holds(rig, 2)
 
 
-def test_groups_are_updated_each_by_itself(start: Start) -> None:
-    start()
-    with SyncManager("policy", timeout_s=60) as policy, SyncManager("critic", timeout_s=60) as critic:
-        policy.update(source(9), 9)
-        assert critic.update(source(1), 1).replicas[0].status == "committed"
-        assert set(policy.versions().values()) == {9} and set(critic.versions().values()) == {1}
+def test_two_groups_never_write_the_same_parameters(start: Start, manager: SyncManager) -> None:
+    rig = start(tp=2)
+    manager.update(source(9), 9)
+    with SyncManager("critic", timeout_s=60) as critic:
+        with pytest.raises(ManifestMismatch, match="parameters that group 'policy' writes already: embed.weight"):
+            critic.update(source(1), 1)
+    assert holds(rig, 9)
+    manager.update(source(10), 10)
+    assert holds(rig, 10)
 
 
 def test_an_update_in_the_background_gives_its_report_to_future_and_callback(
@@ -222,14 +222,23 @@ def test_a_failed_update_in_the_background_is_in_future_and_callback(manager: Sy
 
 
 def test_without_a_replica_it_says_where_it_looked_and_what_to_do(manager: SyncManager, directory: Path) -> None:
-    with pytest.raises(PeerLost, match=f"no replica of job 'default' is running; looked in {directory}/default") as raised:
+    with pytest.raises(
+        PeerLost, match=f"no replica of job 'default' is running; looked in {directory}/default"
+    ) as raised:
         manager.update(source(1), 1)
     assert (raised.value.phase, raised.value.side, raised.value.group) == ("agree", "manager", "policy")
     assert "WEIGHTWIRE_JOB" in raised.value.hint and "weightwire doctor" in raised.value.hint
 
 
 def test_arguments_that_cannot_be_meant_are_refused_at_once(directory: Path) -> None:
-    for options in ({"timeout_s": 0}, {"timeout_s": -1}, {"timeout_s": float("nan")}, {"lease_s": 0}, {"install": "x"}, {"in_flight": "x"}):
+    for options in (
+        {"timeout_s": 0},
+        {"timeout_s": -1},
+        {"timeout_s": float("nan")},
+        {"lease_s": 0},
+        {"install": "x"},
+        {"in_flight": "x"},
+    ):
         with pytest.raises(ValueError, match="must be positive|is none of"):
             SyncManager(**options)  # type: ignore[arg-type]
     with pytest.raises(TransportUnavailable, match="no transport is named 'pigeon'"):
@@ -353,19 +362,21 @@ def test_a_replica_killed_before_the_update_is_not_asked(start: Start, manager: 
     assert [(r.replica, r.status) for r in report.replicas] == [(other.replica, "committed")]
 
 
-def test_a_step_boundary_that_does_not_come_is_a_timeout_and_the_old_version_is_served(start: Start) -> None:
+def test_a_step_boundary_that_does_not_come_is_a_timeout_and_the_old_version_is_served(
+    start: Start, manager: SyncManager
+) -> None:
     rig = start(tp=2)
-    with SyncManager(timeout_s=1.5) as manager:
-        manager.update(source(1), 1)
-        rig.ask("hold")
-        with pytest.raises(SyncTimeout) as raised:
-            manager.update(source(2), 2)
-        assert raised.value.replica == rig.replica
-        rig.ask("go on")
-        eventually(lambda: waiting(rig) == 0, "the loop going on")
-        assert holds(rig, 1)
-    with SyncManager(timeout_s=60) as manager:
-        manager.update(source(3), 3)
+    manager.update(source(1), 1)
+    rig.ask("hold")
+    manager.timeout_s = 2
+    with pytest.raises(SyncTimeout) as raised:
+        manager.update(source(2), 2)
+    assert (raised.value.replica, raised.value.version) == (rig.replica, 2)
+    rig.ask("go on")
+    eventually(lambda: waiting(rig) == 0, "the loop going on")
+    assert holds(rig, 1)
+    manager.timeout_s = 60
+    manager.update(source(3), 3)
     assert holds(rig, 3)
 
 
@@ -384,8 +395,11 @@ def test_the_engine_is_told_the_callers_policy_for_requests_in_flight(start: Sta
     assert holds(rig, 1)
 
 
-def test_a_commit_asked_for_twice_while_it_waits_is_one_commit(start: Start, manager: SyncManager) -> None:
+def test_a_commit_asked_for_again_while_it_waits_is_one_commit_and_every_asker_is_answered(
+    start: Start, manager: SyncManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The asking side sends a request again after a while: the second one must not look like a conflict."""
+    monkeypatch.setattr(channel, "RESEND_S", 0.2)
     rig = start()
     manager.in_flight = "drain"
     rig.ask("hold")
@@ -401,7 +415,7 @@ def test_a_commit_asked_for_twice_while_it_waits_is_one_commit(start: Start, man
         eventually(lambda: "pause:drain" in rig.ask("state")["log"], "the pause")
         rig.ask("drained")
         assert again.receive(Committed, timeout_s=60).version == 1
-    future.cancel()
+    assert [r.status for r in future.result(60).replicas] == ["committed"]
     log = rig.ask("state")["log"]
     assert log.count("pause:drain") == 1 and log.count("installed:policy:1") == 1
     assert holds(rig, 1)
@@ -423,9 +437,7 @@ class CorruptingSender(shm.ShmSender):
         return result
 
 
-def test_a_bit_that_flips_on_the_way_is_found_before_the_commit(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bit_that_flips_on_the_way_is_found_before_the_commit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = start(tp=2)
     with SyncManager(transport="shm", timeout_s=60) as manager:
         manager.update(source(1), 1)
@@ -562,8 +574,8 @@ def test_a_silent_rank_is_a_timeout_on_rank_0_and_the_next_update_works(
     start: Start, trainer: Callable[..., Ranks]
 ) -> None:
     rig = start(tp=2)
-    steps = [{"version": 1}, {"version": 2, "fault": "stop"}, {"version": 3}, {"version": 4}]
-    ranks = trainer(steps, timeout_s=5)
+    steps = [{"version": 1}, {"version": 2, "fault": "stop", "timeout_s": 3}, {"version": 3}, {"version": 4}]
+    ranks = trainer(steps)
     seen = ranks.step(0, 1)
     assert (seen["error"], seen["side"], seen["rank"]) == ("SyncTimeout", "trainer", 1)
     assert "trainer ranks [1] were not heard of in time" in seen["text"]

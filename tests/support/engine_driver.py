@@ -19,8 +19,9 @@ from typing import Any
 
 
 class Driver:
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
+    def __init__(self, connection: socket.socket) -> None:
+        self.input = connection.makefile("r")  # two objects: one text stream is not for two threads
+        self.output = connection.makefile("w")
         self.llm: Any = None
         self.dead = ""
         self.requests: dict[str, dict[str, Any]] = {}
@@ -29,13 +30,13 @@ class Driver:
         threading.Thread(target=self.read, daemon=True).start()
 
     def read(self) -> None:
-        for line in self.stream:
+        for line in self.input:
             self.commands.put(json.loads(line))
         self.commands.put(None)
 
     def answer(self, number: int, **fields: Any) -> None:
-        self.stream.write(json.dumps({"id": number, **fields}) + "\n")
-        self.stream.flush()
+        self.output.write(json.dumps({"id": number, **fields}) + "\n")
+        self.output.flush()
 
     def run(self) -> None:
         while True:
@@ -153,6 +154,6 @@ def _per_token(spans: Any, count: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    Driver(socket.socket(fileno=int(sys.argv[1])).makefile("rw")).run()
+    Driver(socket.socket(fileno=int(sys.argv[1]))).run()
     sys.stdout.flush()
     os._exit(0)

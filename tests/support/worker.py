@@ -104,9 +104,7 @@ class Worker:
             return self.installers[group]
 
         self.table = GroupTable("replica", 0, made)
-        self.server = WorkerServer(
-            self.table, listen, self.card, {"side": "worker", "replica": "replica", "rank": 0}
-        )
+        self.server = WorkerServer(self.table, listen, self.card, {"side": "worker", "replica": "replica", "rank": 0})
         self.address = self.server.address
         self.server.start()
 
@@ -115,9 +113,7 @@ class Worker:
         return self.installers["policy"]
 
     def card(self) -> WorkerCard:
-        return WorkerCard(
-            "replica", 0, 0, 0, os.getpid(), self.address, "cpu", 0, groups=self.table.statuses()
-        )
+        return WorkerCard("replica", 0, 0, 0, os.getpid(), self.address, "cpu", 0, groups=self.table.statuses())
 
     def status(self, group: str = "policy") -> GroupStatus:
         return next(status for status in self.table.statuses() if status.group == group)

@@ -66,7 +66,7 @@ CASES = {
         "large": any_bits(torch.int32, 1100, 2048),
     },
     "larger than a bucket, transposed, alone": lambda: {"large": any_bits(torch.int32, 1100, 2048).T},
-    "no tensor at all": lambda: {},
+    "no tensor at all": dict,
     "only empty tensors": lambda: {"a": any_bits(torch.int8, 0), "b": any_bits(torch.int64, 3, 0)},
 }
 

@@ -235,9 +235,7 @@ def test_a_file_a_pipe_or_a_socket_in_its_place_is_refused_at_once(segment: Shar
     one, other = socket.socketpair()
     for fd in (file, read_end, one.fileno()):
         status = os.fstat(fd)
-        refused(
-            msgspec.structs.replace(segment.address, fd=fd, inode=status.st_ino, nbytes=status.st_size), "shm: "
-        )
+        refused(msgspec.structs.replace(segment.address, fd=fd, inode=status.st_ino, nbytes=status.st_size), "shm: ")
     os.close(file), os.close(read_end), one.close(), other.close()
 
 

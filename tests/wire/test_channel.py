@@ -100,9 +100,7 @@ def test_a_reply_with_another_requests_number_is_dropped_even_on_the_right_route
             asking.receive(Done, timeout_s=0.05)
 
 
-def test_a_request_without_a_reply_is_sent_again_as_it_was(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_without_a_reply_is_sent_again_as_it_was(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "RESEND_S", 0.02)
     with Channel(peer.address) as asking:
         asking.send(Describe())
@@ -164,9 +162,8 @@ def test_a_peer_killed_while_it_owes_a_reply_is_noticed_at_once(directory: Path)
 def test_a_peer_that_was_gone_before_is_noticed_at_once(directory: Path) -> None:
     pid = fork("tests.wire.test_addresses:sleep_for_ever")
     kill(pid)
-    with Channel(f"ipc://{directory}/p", pid=pid, peer_boot_id=addresses.boot_id()) as asking:
-        with pytest.raises(PeerLost):
-            asking.request(Describe(), Done, timeout_s=3600)
+    with Channel(f"ipc://{directory}/p", pid=pid, peer_boot_id=addresses.boot_id()) as asking, pytest.raises(PeerLost):
+        asking.request(Describe(), Done, timeout_s=3600)
 
 
 def test_a_pid_of_another_boot_is_not_watched(peer: Peer) -> None:
@@ -221,7 +218,18 @@ def test_closing_twice_is_harmless_and_leaves_no_pidfd(peer: Peer) -> None:
     assert pidfds() == 0
 
 
-@pytest.mark.parametrize("address", ["tcp://*:5555", "tcp://0.0.0.0:1", "tcp://10.0.0.3:1", "tcp://[::]:1", "tcp://host:1", "inproc://x", "ws://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://*:5555",
+        "tcp://0.0.0.0:1",
+        "tcp://10.0.0.3:1",
+        "tcp://[::]:1",
+        "tcp://host:1",
+        "inproc://x",
+        "ws://127.0.0.1:1",
+    ],
+)
 def test_listening_where_others_can_reach_is_refused(address: str) -> None:
     with pytest.raises(AuthError, match="can be reached from outside this host") as raised:
         check_listen_address(address)

@@ -38,9 +38,7 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.StrType(pattern=pattern) if pattern:
             return st.from_regex(pattern, fullmatch=True)
         case inspect.StrType(min_length=low, max_length=high):
-            return st.text(
-                st.characters(codec="utf-8"), min_size=low or 0, max_size=min(high or 12, 12)
-            )
+            return st.text(st.characters(codec="utf-8"), min_size=low or 0, max_size=min(high or 12, 12))
         case inspect.BytesType():
             return st.binary(max_size=12)
         case inspect.BoolType():
@@ -118,7 +116,9 @@ def test_mutated_frames_never_crash_the_codec(body: Body, data: st.DataObject) -
     decodes_or_refuses(bytes(frame))
 
 
-@pytest.mark.parametrize("frame", [b"\x91" * 100_000, b"\x81\xa1a" * 50_000, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "frame", [b"\x91" * 100_000, b"\x81\xa1a" * 50_000, b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"]
+)
 def test_deeply_nested_frames_and_huge_announced_lengths_are_protocol_errors(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         codec.decode(frame)

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from inference_plugin.wire import errors
 from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, WeightwireError, first_few
 
-KINDS = [
-    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeightwireError)
-]
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeightwireError)]
 text = st.text(st.characters(codec="utf-8"), max_size=20)
 infos = st.builds(
     ErrorInfo,

@@ -177,9 +177,7 @@ def test_every_exact_partition_is_accepted(cover: tuple[Manifest, list[tuple[Box
 
 @given(exact_covers(), st.data())
 @settings(max_examples=200, deadline=None)
-def test_a_lost_box_is_named_and_counted(
-    cover: tuple[Manifest, list[tuple[Box, str]]], data: st.DataObject
-) -> None:
+def test_a_lost_box_is_named_and_counted(cover: tuple[Manifest, list[tuple[Box, str]]], data: st.DataObject) -> None:
     manifest, owned = cover
     lost = data.draw(st.sampled_from(owned))
     owned.remove(lost)

@@ -43,7 +43,9 @@ MANIFEST = manifest_of(weights(0))
 class Driver:
     """Each method is one request; `update` is all of them but the commit."""
 
-    def __init__(self, address: str, group: str = "policy", manifest: Manifest = MANIFEST, pid: int | None = None) -> None:
+    def __init__(
+        self, address: str, group: str = "policy", manifest: Manifest = MANIFEST, pid: int | None = None
+    ) -> None:
         self.channel = Channel(address, pid=os.getpid(), peer_boot_id=addresses.boot_id())
         self.shm = ShmSender()
         self.group, self.manifest = group, manifest
@@ -59,7 +61,9 @@ class Driver:
         opened: GroupOpened = self.ask(request, GroupOpened)
         return opened
 
-    def begin(self, txn: str, version: int, *, lease_s: float = WAIT_S, busy: frozenset[str] = frozenset(), **other: Any) -> Begun:
+    def begin(
+        self, txn: str, version: int, *, lease_s: float = WAIT_S, busy: frozenset[str] = frozenset(), **other: Any
+    ) -> Begun:
         self.segment = self.shm.allocate(self.manifest, busy)
         sender = Sender("session", self.pid, addresses.boot_id())
         fingerprint = other.pop("fingerprint", self.manifest.fingerprint)
@@ -70,7 +74,14 @@ class Driver:
 
     def write(self, tensors: dict[str, torch.Tensor]) -> tuple[Piece, ...]:
         pieces, _ = self.shm.write(
-            "", self.group, 0, self.manifest, self.segment, whole_slices(tensors), (), deadline_s=time.monotonic() + WAIT_S
+            "",
+            self.group,
+            0,
+            self.manifest,
+            self.segment,
+            whole_slices(tensors),
+            (),
+            deadline_s=time.monotonic() + WAIT_S,
         )
         self.pieces = tuple(pieces)
         return self.pieces

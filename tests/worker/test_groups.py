@@ -279,9 +279,7 @@ def test_pieces_that_leave_something_out_or_hold_it_twice_are_named(worker: Work
 
 
 @pytest.mark.parametrize("step", ["prepare", "install"])
-def test_an_installer_that_fails_leaves_the_old_version_and_its_text(
-    worker: Worker, served: Driver, step: str
-) -> None:
+def test_an_installer_that_fails_leaves_the_old_version_and_its_text(worker: Worker, served: Driver, step: str) -> None:
     worker.installer.fail[step] = RuntimeError("out of paper")
     group = worker.table.named("policy")
     with pytest.raises((WeightwireError, RuntimeError), match="out of paper"):
@@ -319,9 +317,7 @@ def test_a_group_that_could_not_be_undone_is_torn_until_a_full_update(worker: Wo
     assert worker.status().detail == ""
 
 
-def test_what_is_written_after_the_commit_does_not_reach_the_installed_weights(
-    worker: Worker, served: Driver
-) -> None:
+def test_what_is_written_after_the_commit_does_not_reach_the_installed_weights(worker: Worker, served: Driver) -> None:
     served.update("t2", 2, weights(2))
     worker.commit("t2", 2)
     for segment in served.shm._owned.values():
@@ -412,7 +408,9 @@ def test_what_is_kept_between_updates_can_be_asked_back(worker: Worker, served: 
     next_update_works(worker, served)
 
 
-def test_a_trainer_of_another_host_is_watched_by_its_lease_only(worker: Worker, trainer: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_of_another_host_is_watched_by_its_lease_only(
+    worker: Worker, trainer: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer.open("zmq")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(addresses, "boot_id", lambda: "another host")

@@ -87,7 +87,9 @@ def test_garbage_of_every_kind_is_answered_and_the_socket_goes_on(worker: Worker
     bad: dict[str, tuple[bytes, ...]] = {
         "not a message of this protocol": (b"garbage",),
         "not a message": (b"",),
-        "the peer speaks protocol 99": (msgspec.msgpack.encode({"protocol": 99, "seq": 1, "body": {"type": "describe"}}),),
+        "the peer speaks protocol 99": (
+            msgspec.msgpack.encode({"protocol": 99, "seq": 1, "body": {"type": "describe"}}),
+        ),
         "a message of 3 frames": (describe, b"", b""),
         "a Describe takes no payload frame": (describe, b"payload"),
         "a worker takes no Commit": (codec.encode(Commit("policy", "t", 1)),),
