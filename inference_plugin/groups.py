@@ -154,6 +154,8 @@ class WeightUpdateGroup:
                         )
             except BaseException:
                 receiver.close()
+                if (old := self._opened) is not None:  # its terms stay in force: the installer must go by them too
+                    self.installer.open(old.manifest, old.install, partial=old.partial)
                 raise
             with self._lock:
                 self._forget_previous()

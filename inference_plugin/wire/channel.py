@@ -21,7 +21,8 @@ from inference_plugin.wire.messages import Body, Failed
 __all__ = ["Channel", "Outgoing", "fan_out", "open_pidfd"]
 
 RESEND_S = 10.0
-"""A request without a reply is sent again after this time: requests are idempotent, and a TCP link may lose one."""
+"""A request without a reply is sent again after this time, then after twice as long, and so on: requests are idempotent,
+and a TCP link may lose one. Only the reply to the last sending counts (REQ_CORRELATE), hence the growing time."""
 
 Reply = TypeVar("Reply")
 
@@ -50,6 +51,7 @@ class Channel:
         self._seq = 0
         self._pending: list[Any] | None = None
         self._sent_at_s = 0.0
+        self._resends = 0
         self._pidfd = open_pidfd(pid) if pid and peer_boot_id == boot_id() else None
         self._watches_process = pid != 0 and peer_boot_id == boot_id()
         self._socket = (context or zmq.Context.instance()).socket(zmq.REQ)
@@ -76,6 +78,7 @@ class Channel:
         if payload is not None:
             frames.append(payload)
         self._pending = frames
+        self._resends = 0
         self._transmit(type(body).__name__)
 
     def receive(self, kind: type[Reply], *, timeout_s: float) -> Reply:
@@ -127,6 +130,9 @@ class Channel:
             raise PeerLost(f"{what}: {self.address} takes no messages", **self.where) from None
         self.sent_messages += 1
         self._sent_at_s = time.monotonic()
+
+    def _resend_at_s(self) -> float:
+        return self._sent_at_s + RESEND_S * 2**self._resends
 
     def _poll(self, timeout_s: float) -> bool:
         watched: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN)]

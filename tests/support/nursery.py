@@ -39,7 +39,7 @@ def _child(request: dict) -> None:  # type: ignore[type-arg]
         module, _, name = request["call"].partition(":")
         getattr(importlib.import_module(module), name)(**request["arguments"])
         status = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 -- the process ends here, whatever it is
         with contextlib.suppress(Exception):
             traceback.print_exc()
     finally:

@@ -34,6 +34,7 @@ class KeepingInstaller:
     calls: list[str] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
     manifest: Manifest | None = None
+    claims_by_name: bool = False
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -43,6 +44,12 @@ class KeepingInstaller:
         self.manifest = manifest
         whole = tuple(manifest.whole(i) for i in range(len(manifest.tensors)))
         return InstallTerms(whole if self.needs is None else self.needs, "plan", "copy", "a test")
+
+    @property
+    def claims(self) -> frozenset[str]:
+        """With `claims_by_name` what the manifest names, else nothing."""
+        names = self.manifest.index if self.manifest is not None and self.claims_by_name else ()
+        return frozenset(names)
 
     def prepare(self, segment: torch.Tensor, brake: Brake) -> int:
         self._note("prepare")

@@ -179,7 +179,7 @@ def weightwire_maps(pid: int | str = "self") -> int:
 
 
 def test_closing_everything_leaves_no_mapping_and_no_descriptor() -> None:
-    before = weightwire_maps(), len(os.listdir("/proc/self/fd"))
+    before = weightwire_maps(), len(list(Path("/proc/self/fd").iterdir()))
     tensors = {"a": any_bits(torch.int8, 9)}
     manifest = manifest_for(tensors)
     sender, receiver = ShmSender(), ShmReceiver()
@@ -189,7 +189,7 @@ def test_closing_everything_leaves_no_mapping_and_no_descriptor() -> None:
     send(sender, manifest, whole_slices(tensors), description)
     assert weightwire_maps() > before[0]
     staging.close(), receiver.close(), sender.close()
-    assert (weightwire_maps(), len(os.listdir("/proc/self/fd"))) == before
+    assert (weightwire_maps(), len(list(Path("/proc/self/fd").iterdir()))) == before
 
 
 def test_pythons_resource_tracker_never_hears_of_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +214,10 @@ def segment() -> Iterator[SharedSegment]:
 
 
 def refused(address: SegmentAddress, match: str) -> TransportUnavailable:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(TransportUnavailable, match=match) as raised:
         SharedSegment.attach(address, writable=False)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     return raised.value
 
 
@@ -278,10 +278,10 @@ def test_a_segment_smaller_than_the_manifest_is_refused() -> None:
 
 
 def test_a_segment_that_cannot_be_made_says_so_and_leaves_nothing() -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(TransportUnavailable, match=f"a segment of {1 << 62} bytes can't be made"):
         SharedSegment.create(1 << 62)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 # --- other processes --------------------------------------------------------------------------------------------------

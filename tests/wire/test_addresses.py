@@ -101,7 +101,7 @@ def test_a_job_name_that_is_no_plain_name_is_refused(
     directory: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHTWIRE_JOB", job)
-    with pytest.raises(AuthError, match="WEIGHTWIRE_JOB=.*use up to 40 letters"):
+    with pytest.raises(AuthError, match=r"WEIGHTWIRE_JOB=.*use up to 40 letters"):
         addresses.runtime_dir()
 
 

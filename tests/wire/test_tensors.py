@@ -52,9 +52,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_boxes_written_with_any_strides_read_back_bit_for_bit(
     specs: list[tuple[str, tuple[int, ...]]], data: st.DataObject
 ) -> None:
-    manifest = Manifest(
-        tuple(TensorSpec(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(specs))
-    ).check()
+    manifest = Manifest(tuple(TensorSpec(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(specs))).check()
     segment = torch.full((manifest.layout.nbytes,), 0xAB, dtype=torch.uint8)
     tensors = [random_bytes(dtype, shape, seed) for seed, (dtype, shape) in enumerate(specs)]
     for i, tensor in enumerate(tensors):
@@ -83,17 +81,13 @@ def test_boxes_written_with_any_strides_read_back_bit_for_bit(
 
 @given(shapes, st.sampled_from(DTYPES), st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_box_is_a_view_of_exactly_its_elements(
-    shape: tuple[int, ...], dtype: str, data: st.DataObject
-) -> None:
+def test_a_box_is_a_view_of_exactly_its_elements(shape: tuple[int, ...], dtype: str, data: st.DataObject) -> None:
     manifest = Manifest((TensorSpec("before", "uint8", (3,)), TensorSpec("it", dtype, shape)))
     tensor = random_bytes(dtype, shape, 1)
     segment = torch.zeros(manifest.layout.nbytes, dtype=torch.uint8)
     box_view(segment, manifest, manifest.whole(1)).copy_(tensor)
     offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
-    sizes = tuple(
-        data.draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True)
-    )
+    sizes = tuple(data.draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
     view = box_view(segment, manifest, Box(1, offsets, sizes))
     expected = tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
     assert same_bytes(view, expected)

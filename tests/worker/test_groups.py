@@ -283,8 +283,7 @@ def test_an_installer_that_fails_leaves_the_old_version_and_its_text(worker: Wor
     worker.installer.fail[step] = RuntimeError("out of paper")
     group = worker.table.named("policy")
     with pytest.raises((WeightwireError, RuntimeError), match="out of paper"):
-        served.update("t2", 2, weights(2))
-        worker.commit("t2", 2)
+        (served.update("t2", 2, weights(2)), worker.commit("t2", 2))
     if step == "install":
         group.undo("rank 0: out of paper")
         with pytest.raises(CommitFailed, match="out of paper"):
@@ -463,6 +462,27 @@ def test_terms_that_are_refused_leave_the_agreed_ones_in_force(worker: Worker, s
     worker.installer.fail.clear()
     next_update_works(worker, served)
     wrong.close()
+
+
+def test_terms_refused_for_another_groups_parameters_leave_the_agreed_ones_in_force(directory: Path) -> None:
+    """The installer has agreed to the new manifest by then: what comes next must not be read by its layout."""
+    worker = Worker(f"ipc://{directory}/w2", lambda _: KeepingInstaller(claims_by_name=True))
+    other = Driver(worker.address, "critic", Manifest((TensorSpec("head", "int8", (3,)),)))
+    other.open()
+    trainer = Driver(worker.address)
+    trainer.open()
+    trainer.update("t1", 1, weights(1))
+    worker.commit("t1", 1)
+    both = Driver(worker.address, manifest=Manifest((TensorSpec("head", "int8", (3,)), *MANIFEST.tensors)))
+    with pytest.raises(ManifestMismatch, match="parameters that group 'critic' writes already: head") as raised:
+        both.open()
+    assert "close that group first" in raised.value.hint
+    trainer.update("t2", 2, weights(2))
+    worker.commit("t2", 2)
+    serves(worker, 2, 2)
+    for driver in (other, trainer, both):
+        driver.close()
+    worker.close()
 
 
 def test_a_refused_first_opening_leaves_no_group(directory: Path) -> None:
