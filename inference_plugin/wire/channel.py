@@ -132,7 +132,7 @@ class Channel:
         self._sent_at_s = time.monotonic()
 
     def _resend_at_s(self) -> float:
-        return self._sent_at_s + RESEND_S * 2**self._resends
+        return self._sent_at_s + RESEND_S * float(1 << self._resends)
 
     def _poll(self, timeout_s: float) -> bool:
         watched: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN)]

@@ -109,7 +109,7 @@ def test_a_request_without_a_reply_is_sent_again_as_it_was(peer: Peer, monkeypat
         (_, first), (route, second) = peer.take(), peer.take()
         assert first == second
         assert asking.sent_messages >= 2
-        while peer.socket.poll(0):
+        for _ in range(asking.sent_messages - 2):
             route, second = peer.take()
         monkeypatch.setattr(channel, "RESEND_S", 1000.0)  # sent again now, the answer would be to the one before
         peer.answer(route, Done(), second.seq)
