@@ -584,8 +584,9 @@ class _Update(_Operation):
         if not sessions:
             return
         left_s = self.left_s
-        request = Commit(self.manager.group, self.txn, self.version, self.manager.in_flight, timeout_s=left_s)
-        replies = fan_out([Outgoing(s.front, request) for s in sessions], Committed, timeout_s=left_s + 5)
+        # The front gives up a little earlier than we do, so that its answer arrives.
+        request = Commit(self.manager.group, self.txn, self.version, self.manager.in_flight, timeout_s=0.9 * left_s)
+        replies = fan_out([Outgoing(s.front, request) for s in sessions], Committed, timeout_s=left_s)
         for session, reply in zip(sessions, replies, strict=True):
             with self._replica(session):
                 if isinstance(reply, WeightwireError):
@@ -621,22 +622,26 @@ class _Update(_Operation):
 
     @contextlib.contextmanager
     def _replica(self, session: ReplicaSession) -> Iterator[None]:
-        """What fails here fails this replica only, unless the trainer itself is wrong."""
+        """What fails here fails this replica only; until the commit, not where the trainer itself is wrong."""
         try:
             yield
-        except (ManifestMismatch, VersionConflict) as error:
-            raise error.at(replica=session.card.replica) from None
         except WeightwireError as error:
-            error.at(
-                replica=session.card.replica, group=self.manager.group, version=self.version, phase=self._phase_name
-            )
-            if self.active.pop(session.card.replica, None) is not None:
-                self._tell_abort(session, str(error))
-            self._report(session, "failed", None, error=error.info())
-            session.agreed = None
-            if isinstance(error, PeerLost):
-                self.manager._replicas.pop(session.card.replica, None)
-                session.close()
+            wrong_trainer = isinstance(error, (ManifestMismatch, VersionConflict))
+            if not wrong_trainer or self._phase_name == "commit":
+                self._fail(session, error)
+                return
+            raise error.at(replica=session.card.replica) from None
+
+    def _fail(self, session: ReplicaSession, error: WeightwireError) -> None:
+        """Takes a replica out of the update, with its reason in the report."""
+        error.at(replica=session.card.replica, group=self.manager.group, version=self.version, phase=self._phase_name)
+        if self.active.pop(session.card.replica, None) is not None:
+            self._tell_abort(session, str(error))
+        self._report(session, "failed", None, error=error.info())
+        session.agreed = None
+        if isinstance(error, PeerLost):
+            self.manager._replicas.pop(session.card.replica, None)
+            session.close()
 
     def _sent(self) -> int:
         """Requests that rank 0 sent in this update."""
@@ -691,7 +696,7 @@ class _Verification(_Operation):
             self.write((GoTransport("shm", segment, ()),))
             sessions = self.connect()
             requests = [Outgoing(s.front, Verify(manager.group, self.left_s)) for s in sessions]
-            replies = fan_out(requests, Verified, timeout_s=self.left_s + 5)
+            replies = fan_out(requests, Verified, timeout_s=self.left_s)
             return VerifyReport(
                 manager.group,
                 tuple(

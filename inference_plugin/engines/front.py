@@ -124,6 +124,9 @@ class Front:
         if any(reply.nonce != nonce for reply in replies):
             self._lost = f"the engine's executor returned another call's answer to {name!r}"
             raise PeerLost(self._lost, hint="restart the engine", phase=name, **self._where)
+        if self._card is not None and len(replies) != len(self._card.workers):
+            self._lost = f"{len(replies)} of {len(self._card.workers)} workers answered {name!r}"
+            raise PeerLost(self._lost, hint="restart the engine", phase=name, **self._where)
         return replies
 
     def close(self) -> None:

@@ -23,9 +23,11 @@ from trainer_adapters import ModuleAdapter, SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-RUNNING = 5
+RUNNING = 3
 TOKENS = 300
 PROMPT = 20
+SAMPLE = 5
+"""Every so many tokens it is also looked whether the other version would explain it as well."""
 NEAR = 2e-3
 """Two logits that are this close are a tie: the two programs round differently."""
 
@@ -102,7 +104,7 @@ class Replay:
 
         self.models = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32).eval() for m in models]
         self.recompute = in_flight == "recompute"
-        self.total = self.unexplained = self.by_either = 0
+        self.total = self.unexplained = self.sampled = self.by_other = 0
 
     @torch.inference_mode()
     def check(self, prompt: list[int], tokens: list[int], versions: list[str]) -> None:
@@ -118,18 +120,19 @@ class Replay:
             last = version
             fresh = torch.tensor([sequence[start : len(prompt) + i]])
             which = which_set(version)
-            explains = []
-            for model in (self.models[1 - which], self.models[which]):
-                output = model(input_ids=fresh, past_key_values=cache, use_cache=True)
-                logits = output.logits[0, -1]
-                explains.append(bool(logits.max() - logits[tokens[i]] <= NEAR))
-                if model is self.models[which]:
-                    cache = output.past_key_values
-                elif cache is not None:
+            if i % SAMPLE == 0:
+                self.sampled += 1
+                self.by_other += self.explains(1 - which, fresh, cache, tokens[i])[0]
+                if cache is not None:
                     cache.crop(start)
+            explained, cache = self.explains(which, fresh, cache, tokens[i])
             self.total += 1
-            self.unexplained += not explains[1]
-            self.by_either += explains[0] and explains[1]
+            self.unexplained += not explained
+
+    def explains(self, which: int, fresh: torch.Tensor, cache: Any, token: int) -> tuple[bool, Any]:
+        output = self.models[which](input_ids=fresh, past_key_values=cache, use_cache=True)
+        logits = output.logits[0, -1]
+        return bool(logits.max() - logits[token] <= NEAR), output.past_key_values
 
 
 def which_set(version: str) -> int:
@@ -167,7 +170,8 @@ def test_every_step_and_every_token_is_of_exactly_one_version_while_updates_alte
         replay.check(loaded.prompts[request["name"]], request["tokens"], request["versions"])
     crossing = sum(len(set(r["versions"])) > 1 for r in done)
     print(f"{updates} updates, {changes} seen by steps, {len(done)} requests, {crossing} across updates, ", end="")
-    print(f"{replay.total} tokens, {replay.by_either} explained by either, {replay.unexplained} by none")
+    print(f"{replay.total} tokens, {replay.unexplained} not explained by their version; ", end="")
+    print(f"{replay.by_other} of {replay.sampled} by the other one too")
     assert crossing, "no request ran across an update"
     assert replay.unexplained == 0
-    assert replay.by_either <= replay.total // 20, "the two sets can't be told apart"
+    assert replay.by_other <= replay.sampled // 20, "the two sets can't be told apart"

@@ -303,6 +303,7 @@ def test_an_installation_that_fails_on_one_rank_is_undone_on_all(start: Start, i
         rig.ask("fault", rank=1, step="install")
         with pytest.raises(CommitFailed, match="lets 'install' fail; undone on all ranks") as raised:
             manager.update(source(2), 2)
+        eventually(lambda: rig.ask("state")["log"][-1] == "resume", "the engine going on")
         assert (raised.value.replica, raised.value.phase, raised.value.version) == (rig.replica, "commit", 2)
         assert holds(rig, 1)
         manager.update(source(3), 3)

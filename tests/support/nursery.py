@@ -14,12 +14,15 @@ import signal
 import sys
 import traceback
 
-import tests.support.plain_engine  # noqa: F401 - imported once, here, and inherited by every child
-import trainer_adapters.manager  # noqa: F401
-from tests.support.plain_engine import die_with_parent
+import torch
+
+import trainer_adapters.manager  # noqa: F401 -- imported once, here, and inherited by every child
+from tests.support.plain_engine import PlainEngineModel, die_with_parent
 
 
 def main() -> None:
+    torch.set_num_threads(1)
+    PlainEngineModel(1, 0, 1)  # torch loads much of itself at the first use of a meta device
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: a killed child is gone, not a zombie
     for line in sys.stdin:
         request = json.loads(line)

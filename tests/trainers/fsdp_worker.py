@@ -176,9 +176,7 @@ def renamed_without_the_value_head() -> Result:
             self.v_head = nn.Linear(36, 1)
 
     model = fully_shard(WithValueHead())
-    source = FSDPAdapter(
-        model, rename=lambda name: name.removeprefix("pretrained.") if "v_head" not in name else None
-    )
+    source = FSDPAdapter(model, rename=lambda name: name.removeprefix("pretrained.") if "v_head" not in name else None)
     return observe(source, state(tiny_qwen3()))
 
 
@@ -225,9 +223,7 @@ def several_updates() -> Result:
     manifest = source.manifest()
     before = {piece.box: piece.tensor.clone() for piece in source.slices()}
     own = {tensor.to_local().data_ptr() for tensor in model.parameters() if tensor.to_local().numel()}
-    views = all(
-        piece.tensor.data_ptr() in own and not piece.tensor.requires_grad for piece in source.slices()
-    )
+    views = all(piece.tensor.data_ptr() in own and not piece.tensor.requires_grad for piece in source.slices())
     train(model)
     same_manifest = source.manifest() is manifest
     changed = [not torch.equal(piece.tensor, before[piece.box]) for piece in source.slices()]

@@ -75,15 +75,11 @@ def written(seen: list[dict[str, Any]]) -> tuple[Manifest, dict[str, torch.Tenso
             boxes.append((box, f"rank {rank}"))
             sent[rank] += manifest.box_nbytes(box)
     check_exact_cover(manifest, boxes)
-    values = {
-        spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)
-    }
+    values = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
     return manifest, values, sent
 
 
-def assert_is_gold(
-    values: dict[str, torch.Tensor], gold: dict[str, torch.Tensor], tied: dict[str, str]
-) -> None:
+def assert_is_gold(values: dict[str, torch.Tensor], gold: dict[str, torch.Tensor], tied: dict[str, str]) -> None:
     assert set(values) == set(gold) - set(tied)
     for name, value in values.items():
         expected = gold[name].to(value.dtype).contiguous()
@@ -113,9 +109,7 @@ def test_dtype_rules_give_bf16_with_fp32_norms_from_fp32_shards(ranks: Ranks) ->
     assert_is_gold(values, seen[0]["gold"], {})
 
 
-@pytest.mark.parametrize(
-    "case", ["odd_parts", "odd_parts_offloaded", "copies_and_shards", "one_model_on_each_half"]
-)
+@pytest.mark.parametrize("case", ["odd_parts", "odd_parts_offloaded", "copies_and_shards", "one_model_on_each_half"])
 def test_few_rows_mixed_dtypes_frozen_ignored_and_buffers_arrive_once(ranks: Ranks, case: str) -> None:
     seen = of(ranks, case)
     manifest, values, _ = written(seen)
@@ -152,9 +146,7 @@ def test_column_shards_and_replicated_dtensors_equal_the_gold(ranks: Ranks, case
 def test_a_column_shard_is_a_region_of_every_row(ranks: Ranks) -> None:
     seen = of(ranks, "sharded_by_columns")
     width = 8 // len(seen)
-    assert [rank["slices"][0][0] for rank in seen] == [
-        [0, (0, width * i), (5, width)] for i in range(len(seen))
-    ]
+    assert [rank["slices"][0][0] for rank in seen] == [[0, (0, width * i), (5, width)] for i in range(len(seen))]
 
 
 def test_compile_and_activation_checkpointing_leave_no_trace(ranks: Ranks) -> None:

@@ -38,9 +38,7 @@ def received(*sources: WeightSource) -> dict[str, torch.Tensor]:
             box_view(segment, manifest, piece.box).copy_(piece.tensor)
             boxes.append((piece.box, f"rank {rank}"))
     check_exact_cover(manifest, boxes)
-    return {
-        spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)
-    }
+    return {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
 
 
 def names(source: WeightSource) -> list[str]:
@@ -78,9 +76,7 @@ def test_importing_the_package_loads_no_torch_no_engine_and_no_ray() -> None:
         "from trainer_adapters import ModuleAdapter, FSDPAdapter, WeightSource;"
         "print([m for m in ('ray', 'vllm', 'sglang', 'transformers') if m in sys.modules])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=120
-    )
+    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=120)
     assert ran.stdout.split("\n")[:2] == ["[]", "[]"]
     with pytest.raises(ImportError, match="Nonesuch"):
         from trainer_adapters import Nonesuch  # noqa: F401
@@ -122,9 +118,7 @@ def test_a_tied_transformers_model_sends_the_name_that_its_checkpoints_have() ->
     assert [spec.name for spec in manifest.tensors] == [name for name, _ in model.named_parameters()]
 
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    with pytest.raises(
-        ManifestMismatch, match=r"declared tied, but two tensors each.*lm_head.weight and model.embed"
-    ):
+    with pytest.raises(ManifestMismatch, match=r"declared tied, but two tensors each.*lm_head.weight and model.embed"):
         ModuleAdapter(model).manifest()
     assert "lm_head.weight" not in names(ModuleAdapter(model, rename={"lm_head.weight": None}))
 
@@ -225,9 +219,7 @@ def test_dtype_rules_say_what_travels_and_the_first_match_wins() -> None:
         "second.weight": "bfloat16",
         "kept": "int32",
     }
-    assert {piece.tensor.dtype for piece in source.slices()} == {torch.float32, torch.int64}, (
-        "the sender casts"
-    )
+    assert {piece.tensor.dtype for piece in source.slices()} == {torch.float32, torch.int64}, "the sender casts"
     assert torch.equal(received(source)["first.weight"], net.first.weight.to(torch.bfloat16))
 
 
@@ -352,9 +344,7 @@ def test_an_iterator_that_can_be_read_once_is_refused_with_advice() -> None:
 def test_a_callable_that_returns_its_iterator_twice_is_found_out() -> None:
     once = iter([("a", torch.ones(2))])
     source = ModuleAdapter(lambda: once)
-    with pytest.raises(
-        ManifestMismatch, match=r"0 tensors came, the manifest was made from 1.*fresh iterator"
-    ):
+    with pytest.raises(ManifestMismatch, match=r"0 tensors came, the manifest was made from 1.*fresh iterator"):
         list(source.slices())
 
 
@@ -413,9 +403,7 @@ def test_a_producer_that_changes_between_passes_is_an_error_and_the_next_update_
     source = ModuleAdapter(produce)
     source.manifest()
     rows = 4
-    with pytest.raises(
-        ManifestMismatch, match=r"b: torch.float32 \[4, 3\].*made from b: torch.float32 \[2, 3\]"
-    ):
+    with pytest.raises(ManifestMismatch, match=r"b: torch.float32 \[4, 3\].*made from b: torch.float32 \[2, 3\]"):
         list(source.slices())
     assert received(source)["b"].shape == (4, 3)
 
