@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,8 @@ class FaultySource(ShardSource):
                 if self.fault == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if self.fault == "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
+                    # Sent to this thread, it stops before the next instruction; sent to the process, a little later.
+                    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             yield item
 
 

@@ -578,6 +578,7 @@ def test_a_silent_rank_is_a_timeout_on_rank_0_and_the_next_update_works(
     steps = [{"version": 1}, {"version": 2, "fault": "stop", "timeout_s": 3}, {"version": 3}, {"version": 4}]
     ranks = trainer(steps)
     seen = ranks.step(0, 1)
+    assert "error" in seen, seen
     assert (seen["error"], seen["side"], seen["rank"]) == ("SyncTimeout", "trainer", 1)
     assert "trainer ranks [1] were not heard of in time" in seen["text"]
     assert holds(rig, 1)
