@@ -307,9 +307,12 @@ class Server(Engine):
         self.family()
 
     def stop(self) -> None:
+        """As an operator does. Where the machine is slow vLLM kills its engine cores; the next reader then cleans up."""
         assert self.process is not None
         self.process.terminate()
         self.process.wait(60)
+        eventually(lambda: not self.family(), what=f"the end of {self.family()}")
+        assert self.cards == []
 
     def complete(
         self, prompt: Sequence[int], max_tokens: int = 16, dp_rank: int | None = None
