@@ -144,7 +144,11 @@ class Engine:
         return discover(self.job)
 
     def leftovers(self) -> list[str]:
-        """Sockets and cards in this engine's job directory."""
+        """Sockets and cards in this engine's job directory, after a reader of it swept those of dead processes.
+
+        (vLLM kills an engine core that is slow to stop, as any is on a busy machine.)
+        """
+        _ = self.cards
         directory = self.runtime / self.job
         return sorted(p.name for p in directory.glob("*") if p.suffix != ".report") if directory.exists() else []
 
