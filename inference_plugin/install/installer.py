@@ -48,6 +48,12 @@ __all__ = ["EngineModel", "ModelInstaller"]
 STANDBY_MEMORY_FACTOR = 2.0
 """`auto` takes `standby` if the free memory is at least this many times the shard: packing needs room beside it."""
 
+FREE_AFTER_S = 0.2
+"""Replaced modules are given back this long after the commit, which must not wait for it."""
+
+FREE_REST_S = 0.002
+"""Between two of them the engine's thread runs."""
+
 
 class EngineModel(Protocol):
     """What an engine file tells about its model; the only thing the installer knows of the engine."""
@@ -678,7 +684,13 @@ def _unsigned_zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _free(owned: list[Second]) -> None:
-    """Drops the only reference to what `owned` holds."""
+    """Drops the only reference to what `owned` holds, a while later and bit by bit: each bit holds the interpreter up."""
+    rest = threading.Event()
+    rest.wait(FREE_AFTER_S)
+    for second in owned:
+        while second.asides:
+            second.asides.pop()
+            rest.wait(FREE_REST_S)
     owned.clear()
     _trim()
 
