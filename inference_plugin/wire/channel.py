@@ -47,11 +47,11 @@ class Channel:
         self.address = address
         self.where = where
         self.sent_messages = 0
-        self._resend_s = RESEND_S if resends else math.inf
+        self._resends = resends
         self._seq = 0
         self._pending: list[Any] | None = None
-        self._sent_at_s = 0.0
-        self._resends = 0
+        self._resend_in_s = math.inf
+        self._resend_at_s = math.inf
         self._pidfd = open_pidfd(pid) if pid and peer_boot_id == boot_id() else None
         self._watches_process = pid != 0 and peer_boot_id == boot_id()
         self._socket = (context or zmq.Context.instance()).socket(zmq.REQ)
@@ -78,7 +78,7 @@ class Channel:
         if payload is not None:
             frames.append(payload)
         self._pending = frames
-        self._resends = 0
+        self._resend_in_s = RESEND_S if self._resends else math.inf
         self._transmit(type(body).__name__)
 
     def receive(self, kind: type[Reply], *, timeout_s: float) -> Reply:
@@ -88,8 +88,7 @@ class Channel:
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = deadline_s - time.monotonic()
-            resend_in_s = self._sent_at_s + self._resend_s - time.monotonic()
-            ready = self._poll(max(0.0, min(left_s, resend_in_s)))
+            ready = self._poll(max(0.0, min(left_s, self._resend_at_s - time.monotonic())))
             if ready and (reply := self._take()) is not None:
                 self._pending = None
                 return self._checked(reply, kind)
@@ -97,7 +96,7 @@ class Channel:
                 raise PeerLost(f"the process behind {self.address} is gone", **self.where)
             if time.monotonic() >= deadline_s:
                 raise SyncTimeout(f"no reply from {self.address} within {timeout_s:g} s", **self.where)
-            if time.monotonic() >= self._sent_at_s + self._resend_s:
+            if time.monotonic() >= self._resend_at_s:
                 self._transmit("again")
 
     def peer_is_gone(self) -> bool:
@@ -129,10 +128,8 @@ class Channel:
         except zmq.Again:
             raise PeerLost(f"{what}: {self.address} takes no messages", **self.where) from None
         self.sent_messages += 1
-        self._sent_at_s = time.monotonic()
-
-    def _resend_at_s(self) -> float:
-        return self._sent_at_s + RESEND_S * float(1 << self._resends)
+        self._resend_at_s = time.monotonic() + self._resend_in_s
+        self._resend_in_s *= 2
 
     def _poll(self, timeout_s: float) -> bool:
         watched: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN)]

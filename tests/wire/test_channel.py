@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,19 +102,38 @@ def test_a_reply_with_another_requests_number_is_dropped_even_on_the_right_route
 
 
 def test_a_request_without_a_reply_is_sent_again_as_it_was(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "RESEND_S", 0.02)
+    monkeypatch.setattr(channel, "RESEND_S", 0.01)
     with Channel(peer.address) as asking:
         asking.send(Describe())
         with pytest.raises(SyncTimeout):
             asking.receive(Done, timeout_s=0.1)
-        (_, first), (route, second) = peer.take(), peer.take()
+        first, second = peer.take()[1], peer.take()[1]
         assert first == second
         assert asking.sent_messages >= 2
-        for _ in range(asking.sent_messages - 2):
-            route, second = peer.take()
-        monkeypatch.setattr(channel, "RESEND_S", 1000.0)  # sent again now, the answer would be to the one before
-        peer.answer(route, Done(), second.seq)
-        assert asking.receive(Done, timeout_s=20) == Done()
+
+
+def test_a_peer_slower_than_the_first_resend_still_gets_its_reply_through(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the reply to the last sending counts, so the time between sendings must outgrow any peer's pace."""
+    monkeypatch.setattr(channel, "RESEND_S", 0.001)
+    ended = threading.Event()
+
+    def answer_slowly() -> None:
+        while not ended.is_set():
+            if peer.socket.poll(10):
+                route, asked = peer.take()
+                ended.wait(0.02)
+                peer.answer(route, Done(), asked.seq)
+
+    answering = threading.Thread(target=answer_slowly)
+    answering.start()
+    try:
+        with Channel(peer.address) as asking:
+            assert asking.request(Describe(), Done, timeout_s=60) == Done()
+    finally:
+        ended.set()
+        answering.join()
 
 
 def test_the_peers_error_is_raised_here_with_its_class_and_fields(peer: Peer) -> None:
