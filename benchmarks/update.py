@@ -288,7 +288,7 @@ def measure_decoding(engine: Remote, trainer: Remote, tp: int, layout: str) -> d
             trainer.ask("touch")
             answer = trainer.ask("weightwire", transport="shm", install="standby")
             phases = answer["result"]["phases"]
-            staged_s = answer["start_s"] + phases["agree"] + phases["stage"]
+            staged_s = answer["start_s"] + phases["scan"] + phases["agree"] + phases["stage"]
             windows.append((staged_s, staged_s + phases["seal"], answer["result"]["seconds"]))
             if len(windows) >= 3:
                 break

@@ -13,6 +13,7 @@ touches the live model.
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from inference_plugin.wire.errors import (
     WeightwireError,
     first_few,
 )
-from inference_plugin.wire.manifest import Manifest, Piece, check_exact_cover, intersect
+from inference_plugin.wire.manifest import ExactCover, Manifest, Piece
 from inference_plugin.wire.messages import (
     Abort,
     Begin,
@@ -59,6 +60,9 @@ __all__ = ["GroupTable", "WeightUpdateGroup"]
 
 BRAKE_SHARE = 0.5
 """Share of its time that background work may take while the engine is decoding: memory bandwidth is shared."""
+
+CHECK_THREADS = 4
+"""At most so many threads compare digests: memory is read faster by a few, and the engine's other cores are its own."""
 
 FINISHED_KEPT = 16
 """How many finished transactions a group remembers, to answer a request that comes again."""
@@ -87,6 +91,7 @@ class Transaction:
     expires_at_s: float
     next_seq: dict[int, int] = field(default_factory=dict)
     pieces: tuple[Piece, ...] | None = None
+    wanted: Sequence[Piece] = ()
     cancelled: threading.Event = field(default_factory=threading.Event)
     stager: threading.Thread | None = None
     checked: threading.Event = field(default_factory=threading.Event)
@@ -118,6 +123,7 @@ class WeightUpdateGroup:
         self.detail = ""
         self._holds_memory = False
         self._opened: OpenGroup | None = None
+        self._cover: ExactCover | None = None
         self._receiver: Receiver | None = None
         self._lock = lock
         self._state: GroupState = "idle"
@@ -167,6 +173,7 @@ class WeightUpdateGroup:
                     receiver,
                     request,
                 )
+                self._cover = ExactCover(request.manifest, terms.needs)
         assert self.terms is not None
         return GroupOpened(
             needs=self.terms.needs,
@@ -234,12 +241,11 @@ class WeightUpdateGroup:
         """Checks that the pieces cover what this worker needs, and starts the stager; the caller waits for it."""
         transaction = self._current(request.txn)
         if transaction.pieces is None:
-            manifest, _ = self._ready()
-            assert self.terms is not None
-            check_exact_cover(
-                manifest, [(piece.box, "the trainer") for piece in request.pieces], within=self.terms.needs
-            )
+            self._ready()
+            assert self._cover is not None
+            wanted = self._cover.check([piece.box for piece in request.pieces], lambda _: "the trainer")
             transaction.pieces = request.pieces
+            transaction.wanted = [request.pieces[i] for i in wanted]
             transaction.stager = threading.Thread(
                 target=self._stage, args=(transaction,), name=f"weightwire-stage-{self.name}", daemon=True
             )
@@ -437,16 +443,15 @@ class WeightUpdateGroup:
     def _stage(self, transaction: Transaction) -> None:
         """Checks the digests of what this worker needs, then lets the installer prepare."""
         try:
-            manifest, terms, pieces = self.manifest, self.terms, transaction.pieces
-            assert manifest is not None and terms is not None and pieces is not None
-
-            between = self._brake(transaction)
-            needs = {box.tensor: box for box in terms.needs}
+            manifest, pieces = self.manifest, transaction.pieces
+            assert manifest is not None and pieces is not None
+            threads = min(CHECK_THREADS, len(os.sched_getaffinity(0)))
             started_s = time.perf_counter()
-            wanted = [p for p in pieces if (box := needs.get(p.box.tensor)) and intersect(p.box, box)]
-            checked_bytes = transaction.staging.check(manifest, wanted, between)
+            checked_bytes = transaction.staging.check(
+                manifest, transaction.wanted, self._brake(transaction, threads), threads
+            )
             checked_s = time.perf_counter()
-            extra_bytes = self.installer.prepare(transaction.staging.segment, between)
+            extra_bytes = self.installer.prepare(transaction.staging.segment, self._brake(transaction))
             answer = Sealed(
                 done=True,
                 digest=digest_group(manifest, pieces),
@@ -467,18 +472,20 @@ class WeightUpdateGroup:
         finally:
             transaction.checked.set()
 
-    def _brake(self, transaction: Transaction) -> Brake:
-        """Gives way to decoding: after each stretch of work, a rest as long as `BRAKE_SHARE` asks. Ends at a cancel."""
-        began_s = time.perf_counter()
+    def _brake(self, transaction: Transaction, threads: int = 1) -> Brake:
+        """Gives way to decoding: after each stretch of work, a rest as long as `BRAKE_SHARE` asks of all `threads`
+        together. Ends at a cancel."""
+        began = threading.local()
+        made_s = time.perf_counter()
+        share = BRAKE_SHARE / threads
 
         def between(nbytes: int) -> None:
-            nonlocal began_s
             rest_s = 0.0
             if self._decoding():
-                rest_s = (time.perf_counter() - began_s) * (1 - BRAKE_SHARE) / BRAKE_SHARE
+                rest_s = (time.perf_counter() - getattr(began, "s", made_s)) * (1 - share) / share
             if transaction.cancelled.wait(rest_s) if rest_s else transaction.cancelled.is_set():
                 raise VersionConflict("the transaction was dropped")
-            began_s = time.perf_counter()
+            began.s = time.perf_counter()
 
         return between
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -87,6 +88,8 @@ class FSDPAdapter(ScannedSource):
         )
         self._model = model
         self._known: dict[tuple[tuple[int, ...], _Layout], Place] = {}
+        self._boxed: tuple[Plan, Mapping[int, Box]] | None = None
+        self._layouts: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Layout] = {}
 
     def _scan(self) -> tuple[Head, ...]:
         if unsharded := _unsharded(self._model):
@@ -101,8 +104,9 @@ class FSDPAdapter(ScannedSource):
         if not isinstance(tensor, DTensor):
             return None, why_not_plain(tensor)
         local = _shard(tensor)
-        layout = _Layout(tensor.device_mesh, tuple(tensor.placements))
-        problem = why_not_plain(local) or layout.problem()
+        key = tensor.device_mesh, tuple(tensor.placements)
+        layout = self._layouts.setdefault(key, _Layout(*key))
+        problem = why_not_plain(local) or layout.problem
         if not problem and layout.is_sharded:
             _, sizes = self._place(tuple(tensor.shape), layout)
             if sizes != tuple(local.shape):
@@ -123,6 +127,11 @@ class FSDPAdapter(ScannedSource):
             )
 
     def _boxes(self, plan: Plan) -> Mapping[int, Box]:
+        if self._boxed is None or self._boxed[0] is not plan:
+            self._boxed = plan, self._boxes_of(plan)
+        return self._boxed[1]
+
+    def _boxes_of(self, plan: Plan) -> Mapping[int, Box]:
         boxes: dict[int, Box] = {}
         shared: list[int] = []
         ranks = tuple(range(dist.get_world_size()))
@@ -154,19 +163,19 @@ class FSDPAdapter(ScannedSource):
         return self._known[key]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Layout:
-    """How a DTensor lies on its mesh."""
+    """How a DTensor lies on its mesh. An adapter keeps one of each kind, since a mesh takes its time to answer."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the mesh, ascending."""
         return tuple(sorted(self.mesh.mesh.flatten().tolist()))
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         return any(not placement.is_replicate() for placement in self.placements)
 
@@ -175,6 +184,7 @@ class _Layout:
         coordinate = self.mesh.get_coordinate() or ()
         return not any(at for at, kind in zip(coordinate, self.placements, strict=True) if kind.is_replicate())
 
+    @cached_property
     def problem(self) -> str:
         """Why a tensor that lies like this can't be sent; "" if it can."""
         if self.mesh.get_coordinate() is None:

@@ -2,11 +2,12 @@
 
 Rank 0 drives; the other ranks write what they hold and wait for the outcome:
 
-1. agree: discover the replicas, open the group on new ones, begin the transaction on all workers;
-2. stage: every trainer rank writes its slices; rank 0 keeps the workers' leases alive meanwhile;
-3. seal: every worker checks the digests of what it needs and prepares its standby;
-4. commit: the front of every replica whose workers all sealed installs at one step boundary;
-5. report: the same on every rank. An error on any rank is raised on all.
+1. scan: every rank looks at its model and makes the manifest;
+2. agree: discover the replicas, open the group on new ones, begin the transaction on all workers;
+3. stage: every trainer rank writes its slices; rank 0 keeps the workers' leases alive meanwhile;
+4. seal: every worker checks the digests of what it needs and prepares its standby;
+5. commit: the front of every replica whose workers all sealed installs at one step boundary;
+6. report: the same on every rank. An error on any rank is raised on all.
 
 All sockets belong to one thread of the manager's own; `update` waits for it, `update_async` returns its future.
 """
@@ -40,7 +41,7 @@ from inference_plugin.wire.errors import (
     VersionConflict,
     WeightwireError,
 )
-from inference_plugin.wire.manifest import Manifest, Piece, check_exact_cover
+from inference_plugin.wire.manifest import ExactCover, Manifest, Piece
 from inference_plugin.wire.messages import (
     Abort,
     Begin,
@@ -143,7 +144,9 @@ class SyncManager:
         self._crew = Crew(process_group)
         self._session = secrets.token_hex(8)
         self._replicas: dict[str, ReplicaSession] = {}
+        self._covered: tuple[Manifest, ExactCover] | None = None
         self._count = 0
+        self._began_s = 0.0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weightwire-manager")
 
     @property
@@ -220,6 +223,7 @@ class SyncManager:
     ) -> Report:
         """One collective operation: rank 0 leads, the others follow; an error on any rank is raised on all."""
         self._count += 1
+        self._began_s = time.perf_counter()
         deadline_s = time.monotonic() + self.timeout_s
         if self.rank != 0:
             return decode_as(self._follow(operation, source), kind)
@@ -312,6 +316,11 @@ class SyncManager:
             found[card.replica] = held.pop() if len(held) == 1 else None
         return found
 
+    def _cover(self, manifest: Manifest) -> ExactCover:
+        if self._covered is None or self._covered[0] is not manifest:
+            self._covered = manifest, ExactCover(manifest)
+        return self._covered[1]
+
     def _sender(self, transport: Transport) -> TransportSender:
         if transport.name not in self._senders:
             self._senders[transport.name] = transport.sender()
@@ -396,10 +405,9 @@ class _Operation:
         )
         everyone = [mine, *others]
         if transports:
-            check_exact_cover(
-                self.manifest,
-                [(piece.box, f"rank {wrote.rank}") for wrote in everyone for piece in wrote.pieces],
-            )
+            owners = [wrote.rank for wrote in everyone for _ in wrote.pieces]
+            boxes = [piece.box for wrote in everyone for piece in wrote.pieces]
+            manager._cover(self.manifest).check(boxes, lambda position: f"rank {owners[position]}")
         return everyone
 
     def connect(self) -> list[ReplicaSession]:
@@ -437,7 +445,7 @@ class _Update(_Operation):
         self._renewed_s = time.monotonic()
 
     def run(self) -> UpdateReport:
-        started_s = time.perf_counter()
+        self.phases["scan"] = time.perf_counter() - self.manager._began_s
         if self.version < 0:
             raise VersionConflict(f"a version is a non-negative int, not {self.version}")
         try:
@@ -461,7 +469,7 @@ class _Update(_Operation):
             version=self.version,
             txn=self.txn,
             bytes=self.manifest.nbytes,
-            seconds=time.perf_counter() - started_s,
+            seconds=time.perf_counter() - self.manager._began_s,
             phases=self.phases,
             messages=self._sent() + sum(w.messages for w in wrote) + 2 * (self.manager._crew.size - 1),
             copies_per_byte=max((transport_named(way.name).copies_per_byte for way in ways), default=0.0),

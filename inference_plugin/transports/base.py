@@ -14,19 +14,25 @@ One update, numbered as the methods are called:
 from __future__ import annotations
 
 import abc
+import itertools
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, WeightwireError
-from inference_plugin.wire.manifest import DTYPE_BYTES, Box, Manifest, Piece, box_volume, split_box
+from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 
 __all__ = [
     "PIECE_BYTES",
+    "Bytes",
     "Receiver",
     "Sender",
     "Slice",
@@ -41,6 +47,9 @@ __all__ = [
 
 PIECE_BYTES = 4 << 20
 """Largest piece: its digest leaves it in the cache for the copy, and the calls per piece don't count."""
+
+Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
+"""Bytes in a row: numpy's calls cost a fraction of torch's, and one copy of this size wants one thread."""
 
 
 class Slice(Protocol):
@@ -87,25 +96,42 @@ class Staging(abc.ABC):
         """Takes bytes that came in a message; a transport that sends none refuses."""
         raise ProtocolError("this transport takes no bytes in messages")
 
-    def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None]) -> int:
+    def check(
+        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
+    ) -> int:
         """Compares pieces with their digests; returns the bytes read.
 
-        `between(nbytes)` is called after each piece, for cancelling and for going slowly. Raises `DigestMismatch`
-        naming the first piece that differs.
+        `between(nbytes)` is called after each piece, on the thread that did it, for cancelling and for going slowly.
+        Raises `DigestMismatch` naming the first piece that differs.
         """
-        checked = 0
+        failed = threading.Event()
         flat = self.segment.numpy()
-        for piece in pieces:
-            if (place := manifest.byte_range(piece.box)) is not None:
-                digest = digest_bytes(flat[place[0] : place[1]])
-            else:
-                digest = digest_bytes(bytes_view(box_view(self.segment, manifest, piece.box).contiguous()).numpy())
-            if digest != piece.digest:
-                raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
-            nbytes = manifest.box_nbytes(piece.box)
-            checked += nbytes
-            between(nbytes)
-        return checked
+
+        def check_some(some: Sequence[tuple[Piece, int]]) -> int:
+            checked = 0
+            for piece, nbytes in some:
+                if failed.is_set():
+                    break
+                if (place := manifest.byte_range(piece.box)) is not None:
+                    digest = digest_bytes(flat[place[0] : place[1]])
+                else:
+                    digest = digest_bytes(bytes_view(box_view(self.segment, manifest, piece.box).contiguous()).numpy())
+                if digest != piece.digest:
+                    failed.set()
+                    raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
+                checked += nbytes
+                between(nbytes)
+            return checked
+
+        sized = [(piece, manifest.box_nbytes(piece.box)) for piece in pieces]
+        if threads == 1 or len(sized) < threads:
+            return check_some(sized)
+        ends = list(itertools.accumulate(nbytes for _, nbytes in sized))
+        parts: list[list[tuple[Piece, int]]] = [[] for _ in range(threads)]
+        for entry, end in zip(sized, ends, strict=True):
+            parts[min((end - 1) * threads // ends[-1], threads - 1) if end else 0].append(entry)
+        with ThreadPoolExecutor(threads, thread_name_prefix="weightwire-check") as pool:
+            return sum(pool.map(check_some, parts))
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -185,41 +211,36 @@ class Transport:
     AUTO: ClassVar[str] = "auto"
 
 
-def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[Box, torch.Tensor]]:
-    """A slice cut into pieces: their boxes, and their bytes in C order as a 1-D uint8 CPU tensor.
+def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[Cut, Bytes]]:
+    """A slice cut into pieces, with their bytes in C order, in CPU memory.
 
     A cast happens only where the manifest states another dtype than the tensor has, which only a dtype rule brings
-    about. Each tensor is valid until the next iteration; where it can, it is a view of the slice itself.
+    about. Each array is valid until the next iteration; where it can, it is a view of the slice itself.
     """
-    spec = manifest.tensors[item.box.tensor]
-    item_bytes = DTYPE_BYTES[spec.dtype]
-    dtype = torch_dtype(spec.dtype)
-    boxes = split_box(item.box, item_bytes, PIECE_BYTES)
+    dtype = torch_dtype(manifest.tensors[item.box.tensor].dtype)
+    cuts = manifest.cut(item.box, PIECE_BYTES)
     if item.tensor.dtype == dtype and item.tensor.device.type == "cpu" and item.tensor.is_contiguous():
-        flat = bytes_view(item.tensor)
-        start = 0
-        for box in boxes:
-            end = start + box_volume(box) * item_bytes
-            yield box, flat[start:end]
-            start = end
+        flat = bytes_view(item.tensor).numpy()
+        for cut in cuts:
+            yield cut, flat[cut.start : cut.end]
         return
-    for box in boxes:
+    for cut in cuts:
         part = item.tensor
-        for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        for dim, (start, size) in enumerate(zip(cut.box.offsets, cut.box.sizes, strict=True)):
             if size != item.box.sizes[dim]:
                 part = part.narrow(dim, start - item.box.offsets[dim], size)
-        yield box, bytes_view(part.to(device="cpu", dtype=dtype).contiguous())
+        yield cut, bytes_view(part.to(device="cpu", dtype=dtype).contiguous()).numpy()
 
 
-def place_piece(segment: torch.Tensor, manifest: Manifest, box: Box, data: torch.Tensor) -> None:
-    """Copies a piece's bytes (1-D uint8, C order) to their place in a segment."""
-    if (place := manifest.byte_range(box)) is not None:
-        segment[place[0] : place[1]].copy_(data)
-    else:
-        view = box_view(segment, manifest, box)
-        view.copy_(typed(data, view.dtype).view(box.sizes))
+def place_piece(segment: torch.Tensor, manifest: Manifest, box: Box, data: Bytes) -> None:
+    """Copies a piece's bytes to their place in a segment where they don't lie in a row."""
+    view = box_view(segment, manifest, box)
+    view.copy_(typed(data, view.dtype).view(box.sizes))
 
 
-def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes (1-D uint8, from anywhere in a bucket) as elements of `dtype`; copied only where torch can't view them."""
-    return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
+def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes, from anywhere in a bucket, as elements of `dtype`; copied only where torch can't view them."""
+    aligned = data if data.ctypes.data % dtype.itemsize == 0 else data.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch can't mark a tensor read-only and says so
+        return torch.from_numpy(aligned).view(dtype)

@@ -214,15 +214,19 @@ class ShmSender(Sender):
         deadline_s: float,
     ) -> tuple[list[Piece], WriteStats]:
         segment = self._segment(decode_as(description, SegmentAddress)).tensor
+        flat = segment.numpy()
         pieces: list[Piece] = []
         stats = WriteStats()
         for item in slices:
-            for box, part in pieces_of(manifest, item):
+            for cut, part in pieces_of(manifest, item):
                 started_s = time.perf_counter()
-                digest = digest_bytes(part.numpy())
+                digest = digest_bytes(part)
                 digested_s = time.perf_counter()
-                place_piece(segment, manifest, box, part)
-                pieces.append(Piece(box, digest))
+                if cut.place is not None:
+                    flat[cut.place[0] : cut.place[1]] = part
+                else:
+                    place_piece(segment, manifest, cut.box, part)
+                pieces.append(Piece(cut.box, digest))
                 stats.nbytes += part.nbytes
                 stats.digest_s += digested_s - started_s
                 stats.move_s += time.perf_counter() - digested_s

@@ -11,13 +11,14 @@ import contextlib
 import mmap
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from inference_plugin.transports.base import (
     PIECE_BYTES,
+    Bytes,
     Receiver,
     Sender,
     Slice,
@@ -69,6 +70,7 @@ class ZmqStaging(Staging):
         self._memory: torch.Tensor | None = memory
         self._release = release
         self.segment = memory[: manifest.layout.nbytes]
+        self._flat = self.segment.numpy()
         self.segment_id = secrets.token_hex(8)
         self.extra_bytes = sum(manifest.box_nbytes(box) for box in needs)
         self._received: dict[Box, int] = {}
@@ -81,20 +83,21 @@ class ZmqStaging(Staging):
         if starts[-1] != len(payload):
             named = ", ".join(manifest.describe(piece.box) for piece in pieces[:8])
             raise ProtocolError(f"a bucket of {len(payload)} bytes whose pieces take {starts[-1]}: {named}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch can't mark a tensor read-only and says so
-            data = torch.frombuffer(payload, dtype=torch.uint8)
+        data = np.frombuffer(payload, dtype=np.uint8)
         for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
             if digest_bytes(payload[start:end]) != piece.digest:
                 raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
             if self._place(piece.box, data[start:end]):
                 self._received[piece.box] = piece.digest
 
-    def _place(self, box: Box, data: torch.Tensor) -> bool:
+    def _place(self, box: Box, data: Bytes) -> bool:
         """Copies what the worker needs of a piece to its place; false if that is nothing."""
         wanted = self._needs.get(box.tensor)
         if wanted is None or (part := intersect(box, wanted)) is None:
             return False
+        if part == box and (place := self._manifest.byte_range(box)) is not None:
+            self._flat[place[0] : place[1]] = data
+            return True
         if part == box:
             place_piece(self.segment, self._manifest, box, data)
             return True
@@ -104,7 +107,9 @@ class ZmqStaging(Staging):
         box_view(self.segment, self._manifest, part).copy_(source)
         return True
 
-    def check(self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None]) -> int:
+    def check(
+        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
+    ) -> int:
         """Every needed piece arrived and was compared on arrival; the bytes are this process's own since then."""
         checked = 0
         pieces = list(pieces)
@@ -122,6 +127,7 @@ class ZmqStaging(Staging):
 
     def close(self) -> None:
         self.segment = torch.empty(0, dtype=torch.uint8)
+        self._flat = self.segment.numpy()
         self._received.clear()
         memory, self._memory = self._memory, None
         if memory is not None:
@@ -193,9 +199,9 @@ class ZmqSender(Sender):
         pieces: list[Piece] = []
         stats = WriteStats()
         for item in slices:
-            for box, part in pieces_of(manifest, item):
+            for cut, part in pieces_of(manifest, item):
                 started_s = time.perf_counter()
-                piece = Piece(box, digest_bytes(part.numpy()))
+                piece = Piece(cut.box, digest_bytes(part))
                 digested_s = time.perf_counter()
                 pieces.append(piece)
                 for lane in lanes:
@@ -240,7 +246,7 @@ class _Lane:
             rank=target.rank,
             phase="stage",
         )
-        self._buffers = [torch.empty(BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+        self._buffers = [np.empty(BUCKET_BYTES, dtype=np.uint8) for _ in range(2)]
 
     def begin(self, group: str, txn: str, rank: int, target: Target, deadline_s: float) -> None:
         self._group, self._txn, self._rank, self._deadline_s = group, txn, rank, deadline_s
@@ -260,15 +266,15 @@ class _Lane:
         except WeightwireError as error:
             self.error = error
 
-    def add(self, piece: Piece, data: torch.Tensor) -> None:
+    def add(self, piece: Piece, data: Bytes) -> None:
         """Packs a piece if the worker needs any of it; sends the bucket when it is full."""
         wanted = self._needs.get(piece.box.tensor)
         if self.error is not None or wanted is None or intersect(piece.box, wanted) is None:
             return
-        if self._used_bytes + data.numel() > BUCKET_BYTES:
+        if self._used_bytes + data.nbytes > BUCKET_BYTES:
             self.flush()
-        self._buffers[0][self._used_bytes : self._used_bytes + data.numel()].copy_(data)
-        self._used_bytes += data.numel()
+        self._buffers[0][self._used_bytes : self._used_bytes + data.nbytes] = data
+        self._used_bytes += data.nbytes
         self._pieces.append(piece)
 
     def flush(self) -> None:
@@ -277,7 +283,7 @@ class _Lane:
             return
         self.finish()
         bucket = Bucket(self._group, self._txn, self._rank, self._seq, tuple(self._pieces))
-        self.channel.send(bucket, payload=self._buffers[0].numpy()[: self._used_bytes].data)
+        self.channel.send(bucket, payload=self._buffers[0][: self._used_bytes].data)
         self._in_flight = True
         self.messages += 1
         self._seq += 1

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
@@ -21,6 +21,8 @@ __all__ = [
     "ALIGNMENT_BYTES",
     "DTYPE_BYTES",
     "Box",
+    "Cut",
+    "ExactCover",
     "Manifest",
     "Piece",
     "SegmentLayout",
@@ -163,6 +165,24 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         start += self.layout.offsets[box.tensor]
         return start, start + box_volume(box) * item_bytes
 
+    def cut(self, box: Box, piece_bytes: int) -> tuple[Cut, ...]:
+        """`split_box(box, ...)` with where each piece lies. Remembered: every update asks for the same boxes."""
+        key = (box, piece_bytes)
+        if (known := self._cuts.get(key)) is None:
+            item_bytes = DTYPE_BYTES[self.tensors[box.tensor].dtype]
+            cuts = []
+            start = 0
+            for part in split_box(self.check_box(box), item_bytes, piece_bytes):
+                end = start + box_volume(part) * item_bytes
+                cuts.append(Cut(part, start, end, self.byte_range(part)))
+                start = end
+            known = self._cuts[key] = tuple(cuts)
+        return known
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[Box, int], tuple[Cut, ...]]:
+        return {}
+
     def check_box(self, box: Box) -> Box:
         """Returns `box`; raises `ManifestMismatch` if it isn't a box of one of the tensors."""
         if box.tensor >= len(self.tensors):
@@ -181,6 +201,15 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         """`box` for a reader: name and index ranges."""
         ranges = ", ".join(f"{o}:{o + s}" for o, s in zip(box.offsets, box.sizes, strict=True))
         return f"{self.tensors[box.tensor].name}[{ranges}]"
+
+
+class Cut(NamedTuple):
+    """A piece of a box: itself, its bytes `start:end` in the outer box (C order), and its `byte_range` in the segment."""
+
+    box: Box
+    start: int
+    end: int
+    place: tuple[int, int] | None
 
 
 class SegmentLayout(msgspec.Struct, frozen=True):
@@ -218,6 +247,38 @@ def intersect(a: Box, b: Box) -> Box | None:
     if any(end <= start for start, end in zip(starts, ends, strict=True)):
         return None
     return Box(a.tensor, starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
+
+
+class ExactCover:
+    """`check_exact_cover` for boxes that come again with every update: only a list that is new is gone through.
+
+    `within` as there. Belongs to one thread at a time.
+    """
+
+    def __init__(self, manifest: Manifest, within: Sequence[Box] | None = None) -> None:
+        self._manifest = manifest
+        self._within = within
+        self._passed: tuple[Box, ...] | None = None
+        self._touching: tuple[int, ...] = ()
+
+    def check(self, boxes: Sequence[Box], owner_of: Callable[[int], str]) -> tuple[int, ...]:
+        """Positions of the boxes that hold something of what must be covered. `owner_of(position)` is for the error.
+
+        Raises `ManifestMismatch` as `check_exact_cover` does.
+        """
+        boxes = tuple(boxes)
+        if boxes != self._passed:
+            self._passed = None
+            owned = [(box, owner_of(position)) for position, box in enumerate(boxes)]
+            check_exact_cover(self._manifest, owned, within=self._within)
+            wanted = {box.tensor: box for box in self._within} if self._within is not None else None
+            self._touching = tuple(
+                position
+                for position, box in enumerate(boxes)
+                if wanted is None or (box.tensor in wanted and intersect(box, wanted[box.tensor]) is not None)
+            )
+            self._passed = boxes
+        return self._touching
 
 
 def split_box(box: Box, item_bytes: int, piece_bytes: int) -> list[Box]:

@@ -110,8 +110,8 @@ def test_the_report_says_what_travelled_how_often_and_how_long(start: Start, man
     assert (report.group, report.version) == ("policy", 1)
     assert report.bytes == manifest_of(checkpoint(1)).nbytes
     assert report.copies_per_byte == 2.0
-    assert {"agree", "stage", "seal", "commit", "stage.move", "stage.digest"} == set(report.phases)
-    top = [report.phases[name] for name in ("agree", "stage", "seal", "commit")]
+    assert {"scan", "agree", "stage", "seal", "commit", "stage.move", "stage.digest"} == set(report.phases)
+    top = [report.phases[name] for name in ("scan", "agree", "stage", "seal", "commit")]
     assert all(seconds > 0 for seconds in top) and sum(top) <= report.seconds
     (replica,) = report.replicas
     assert (replica.replica, replica.engine, replica.mechanism) == (rig.replica, "plain", "plan")

@@ -88,6 +88,26 @@ def test_a_piece_whose_bytes_changed_after_their_digest_is_named() -> None:
     staging.close(), receiver.close(), sender.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_a_wrong_byte_is_found_by_however_many_threads(threads: int) -> None:
+    tensors = {f"t{i}": any_bits(torch.int8, 5 + i) for i in range(9)} | {"empty": any_bits(torch.int8, 0)}
+    manifest = manifest_for(tensors)
+    sender, receiver = ShmSender(), ShmReceiver()
+    description = sender.allocate(manifest, frozenset())
+    staging = receiver.open(manifest, description, wholes(manifest))
+    pieces, _ = send(sender, manifest, whole_slices(tensors), description)
+    segment = next(iter(sender._owned.values())).tensor
+    seen: list[int] = []
+    assert staging.check(manifest, pieces, seen.append, threads) == manifest.nbytes == sum(seen)
+    for i, piece in enumerate(pieces):
+        where = manifest.layout.offsets[piece.box.tensor]
+        segment[where] ^= 1
+        with pytest.raises(DigestMismatch, match=rf"t{i}\[.* is not what the trainer sent"):
+            staging.check(manifest, pieces, lambda _: None, threads)
+        segment[where] ^= 1
+    staging.close(), receiver.close(), sender.close()
+
+
 def test_checking_can_be_cancelled_between_two_pieces() -> None:
     tensors = {"a": any_bits(torch.int8, 9), "b": any_bits(torch.int8, 5)}
     manifest = manifest_for(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -14,6 +15,7 @@ from inference_plugin.wire.manifest import (
     ALIGNMENT_BYTES,
     DTYPE_BYTES,
     Box,
+    ExactCover,
     Manifest,
     TensorSpec,
     aligned,
@@ -202,6 +204,52 @@ def test_a_box_that_overlaps_is_named_with_both_owners(
     with pytest.raises(ManifestMismatch, match="written more than once") as raised:
         check_exact_cover(manifest, [*owned, (twice, "the other one")])
     assert f"t{twice.tensor}[" in str(raised.value) and "the other one" in str(raised.value)
+
+
+@given(exact_covers(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_cover_that_passed_lets_no_other_list_pass(
+    cover: tuple[Manifest, list[tuple[Box, str]]], data: st.DataObject
+) -> None:
+    manifest, owned = cover
+    boxes = [box for box, _ in owned]
+    remembered = ExactCover(manifest)
+    owner_of = [owner for _, owner in owned].__getitem__
+    assert remembered.check(boxes, owner_of) == remembered.check(boxes, owner_of) == tuple(range(len(boxes)))
+    lost = data.draw(st.integers(0, len(boxes) - 1))
+    if not box_volume(boxes[lost]):
+        return
+    fewer = boxes[:lost] + boxes[lost + 1 :]
+    for _ in range(2):
+        with pytest.raises(ManifestMismatch, match="written by nobody"):
+            remembered.check(fewer, owner_of)
+    assert remembered.check(boxes, owner_of) == tuple(range(len(boxes)))
+
+
+def test_a_cover_tells_which_boxes_touch_what_is_needed() -> None:
+    manifest = Manifest((TensorSpec("a", "int8", (4, 4)), TensorSpec("b", "int8", (4,))))
+    rows = [Box(0, (row, 0), (1, 4)) for row in range(4)] + [Box(1, (0,), (4,))]
+    cover = ExactCover(manifest, within=[Box(0, (1, 2), (2, 2))])
+    assert cover.check(rows, str) == (1, 2)
+
+
+@given(shapes, st.sampled_from(sorted(DTYPE_BYTES)), st.integers(1, 64), st.data())
+def test_a_cut_is_the_split_with_its_places(
+    shape: tuple[int, ...], dtype: str, piece_bytes: int, data: st.DataObject
+) -> None:
+    manifest = Manifest((TensorSpec("first", "int8", (3,)), TensorSpec("t", dtype, shape)))
+    offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
+    box = Box(1, offsets, tuple(data.draw(st.integers(0, size - o)) for size, o in zip(shape, offsets, strict=True)))
+    cuts = manifest.cut(box, piece_bytes)
+    assert [cut.box for cut in cuts] == split_box(box, DTYPE_BYTES[dtype], piece_bytes)
+    assert [cut.place for cut in cuts] == [manifest.byte_range(cut.box) for cut in cuts]
+    assert [(cut.start, cut.end - cut.start) for cut in cuts] == [
+        (start, manifest.box_nbytes(cut.box))
+        for start, cut in zip(
+            itertools.accumulate((manifest.box_nbytes(cut.box) for cut in cuts), initial=0), cuts, strict=False
+        )
+    ]
+    assert manifest.cut(box, piece_bytes) is cuts
 
 
 def test_within_asks_only_for_what_a_worker_needs() -> None:
