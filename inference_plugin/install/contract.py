@@ -1,17 +1,20 @@
-"""What a group asks of whatever installs it."""
+"""What a group asks of whatever installs it, and what an installer asks of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
+from torch import nn
 
 from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.messages import BoxDigest
 
-__all__ = ["Brake", "InstallTerms", "Installer"]
+__all__ = ["Brake", "EngineModel", "InstallTerms", "Installer"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,43 @@ class InstallTerms:
 
 Brake = Callable[[int], None]
 """Called between pieces of background work with the bytes just done; slows down, or raises to cancel."""
+
+
+class EngineModel(Protocol):
+    """What an engine file tells about its model; the only thing the installer knows of the engine."""
+
+    live: nn.Module
+    device: torch.device
+    lock: threading.Lock
+    """Held while the skeleton is in use."""
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """A second instance of the model's class on the meta device, as before `load_weights`."""
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """The engine's own loader on `model`. May be called on any thread, never on the live model."""
+
+    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
+        """The engine's post-processing after a load, by module name; called with a stand-in for that module."""
+
+    def unfinishable(self) -> str | None:
+        """Why the model's post-processing can't be repeated module by module; None if it can."""
+
+    def read_rebuilt(
+        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """The plain parameter that a rebuilt live module computes with, read through its packed form; None if it can't."""
+
+    def free_bytes(self) -> int:
+        """Memory of the model's device that is free."""
+
+    @property
+    def fixed_addresses(self) -> bool:
+        """Whether something (captured graphs) holds raw addresses of the live parameters."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """What must be set while the engine's post-processing runs (current configuration, no gradients)."""
 
 
 class Installer(Protocol):

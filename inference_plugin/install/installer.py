@@ -15,21 +15,18 @@ Everything here that touches the live model runs on the engine's own thread.
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from inference_plugin.install.contract import Brake, InstallTerms
+from inference_plugin.install.contract import Brake, EngineModel, InstallTerms
+from inference_plugin.install.layout import Aside, LiveLayout, Second
 from inference_plugin.install.plan import PlacementPlan, TensorInfo, storage_views, trace_plan
-from inference_plugin.install.proof import _materialised, prove_plan, with_data
+from inference_plugin.install.proof import _materialised, prove_plan
 from inference_plugin.install.replay import Replay, read_back
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
@@ -43,7 +40,7 @@ from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.messages import BoxDigest
 from inference_plugin.wire.tensors import box_view, bytes_view, dtype_name, torch_dtype
 
-__all__ = ["EngineModel", "ModelInstaller"]
+__all__ = ["ModelInstaller"]
 
 STANDBY_MEMORY_FACTOR = 2.0
 """`auto` takes `standby` if the free memory is at least this many times the shard: packing needs room beside it."""
@@ -55,64 +52,6 @@ FREE_REST_S = 0.002
 """Between two of them the engine's thread runs."""
 
 
-class EngineModel(Protocol):
-    """What an engine file tells about its model; the only thing the installer knows of the engine."""
-
-    live: nn.Module
-    device: torch.device
-    lock: threading.Lock
-    """Held while the skeleton is in use."""
-
-    @property
-    def skeleton(self) -> nn.Module:
-        """A second instance of the model's class on the meta device, as before `load_weights`."""
-
-    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """The engine's own loader on `model`. May be called on any thread, never on the live model."""
-
-    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
-        """The engine's post-processing after a load, by module name; called with a stand-in for that module."""
-
-    def unfinishable(self) -> str | None:
-        """Why the model's post-processing can't be repeated module by module; None if it can."""
-
-    def read_rebuilt(
-        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """The plain parameter that a rebuilt live module computes with, read through its packed form; None if it can't."""
-
-    def free_bytes(self) -> int:
-        """Memory of the model's device that is free."""
-
-    @property
-    def fixed_addresses(self) -> bool:
-        """Whether something (captured graphs) holds raw addresses of the live parameters."""
-
-    def computing(self) -> AbstractContextManager[None]:
-        """What must be set while the engine's post-processing runs (current configuration, no gradients)."""
-
-
-@dataclass
-class Aside:
-    """A rebuilt module's new parts: what differs from the live module's, attributes and tensors by name."""
-
-    module: str
-    attributes: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
-
-
-@dataclass
-class Second:
-    """A complete second set, ready to be swapped in: storages of plain parameters, parts of rebuilt modules."""
-
-    storages: dict[str, torch.Tensor]
-    asides: list[Aside]
-
-
 class ModelInstaller:
     """The installer of one group on one worker (see `groups.Installer` for who calls what on which thread)."""
 
@@ -120,14 +59,14 @@ class ModelInstaller:
         self._model = model
         self._manifest: Manifest | None = None
         self._plan: PlacementPlan | None = None
-        self._layout: _Layout | None = None
+        self._layout: LiveLayout | None = None
         self._mechanism: Literal["plan", "loader"] = "plan"
         self._why_loader = ""
         self._install: Literal["copy", "standby"] = "copy"
         self._replays: dict[tuple[int, str], Replay] = {}
         self._prepared: Second | None = None
         self._replaced: Second | None = None
-        self._spare: dict[str, torch.Tensor] = {}
+        self._spare: Second | None = None
         self._touched = False
 
     # --- agreeing ----------------------------------------------------------------------------------------------------
@@ -142,7 +81,7 @@ class ModelInstaller:
         self._replays.clear()  # bound to segments of before, and to storages that a swap may have replaced
         self._install, why = self._choose(policy)
         if self._install == "copy":
-            self._spare = {}
+            self._spare = None
         return InstallTerms(
             needs=self._needs(manifest),
             mechanism=self._mechanism,
@@ -162,7 +101,7 @@ class ModelInstaller:
             proof = prove_plan(plan, skeleton, self._load_skeleton, tensors)
             if not proof.ok:
                 why_loader = f"the placement plan failed its proof: {proof.reason}"
-        layout = _Layout(self._model, plan)
+        layout = LiveLayout(self._model, plan)
         if unknown := layout.unaccounted:
             raise EngineUnsupported(
                 f"the engine holds in a form of its own, and no post-processing accounts for it: {first_few(unknown)}",
@@ -240,7 +179,7 @@ class ModelInstaller:
             _spread(self._bind(segment, self._layout.plan_of("plain"), storages), brake)
             aside_storages = None
         asides = list(self._rebuild(segment, storages, brake, aside_storages))
-        self._prepared = Second(storages, asides)
+        self._prepared = Second(self._layout.moves(storages), asides)
         return sum(t.nbytes for t in storages.values()) + self._layout.rebuilt_nbytes
 
     def _second_storages(self) -> dict[str, torch.Tensor]:
@@ -249,9 +188,9 @@ class ModelInstaller:
         New ones start as copies, for bytes that no checkpoint tensor fills (padding).
         """
         assert self._layout is not None
-        spare, self._spare = self._spare, {}
-        if spare:
-            return spare
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            return spare.storages
         return {name: view.clone() for name, view in self._layout.live_storages().items()}
 
     def _load_second(self, segment: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -294,14 +233,15 @@ class ModelInstaller:
     def install(self, segment: torch.Tensor) -> None:
         """Swaps the prepared set in (`standby`), or writes the live parameters and rebuilds modules (`copy`)."""
         assert self._layout is not None
-        self._touched = True
         if self._install == "standby":
             if self._prepared is None:
-                self._touched = False
                 raise CommitFailed("nothing was prepared for this transaction", phase="commit")
             prepared, self._prepared = self._prepared, None
+            prepared.check_current()
+            self._touched = True
             self._replaced = self._layout.swap(prepared, in_place=self._model.fixed_addresses)
         else:
+            self._touched = True
             self._write(segment)
         self._settle()
 
@@ -315,7 +255,7 @@ class ModelInstaller:
                 raise TornReplica("the swap stopped half-way", phase="commit")
             replaced, self._replaced = self._replaced, None
             undone = self._layout.swap(replaced, in_place=self._model.fixed_addresses)
-            self._spare = undone.storages
+            self._spare = Second(undone.moves, [])
         elif previous is None:
             raise TornReplica("the previous version's bytes are gone", phase="commit")
         else:
@@ -329,8 +269,8 @@ class ModelInstaller:
         if self._replaced is not None:
             replaced, self._replaced = self._replaced, None
             if self._mechanism == "plan":
-                self._spare, replaced.storages = replaced.storages, {}
-            if replaced.asides or replaced.storages:
+                self._spare, replaced = Second(replaced.moves, []), Second([], replaced.asides)
+            if replaced.asides or replaced.moves:
                 # Giving back a packed model's memory takes tens of milliseconds, in which the engine can decode.
                 threading.Thread(target=_free, args=([replaced],), name="weightwire-free", daemon=True).start()
                 del replaced
@@ -339,13 +279,12 @@ class ModelInstaller:
         """Drops what was prepared; its plain storages stay as the next standby."""
         if self._prepared is not None:
             if self._mechanism == "plan":
-                self._spare = self._prepared.storages
+                self._spare = Second(self._prepared.moves, [])
             self._prepared = None
 
     def close(self) -> None:
         """Frees the second set."""
-        self._prepared = self._replaced = None
-        self._spare = {}
+        self._prepared = self._replaced = self._spare = None
         self._replays.clear()
         _trim()
 
@@ -420,222 +359,6 @@ class ModelInstaller:
         return Replay(placements, _sources(self._manifest, segment), destinations, fills)
 
 
-class _Layout:
-    """How the live model's storages correspond to the skeleton's, which modules are rebuilt, and the swap."""
-
-    def __init__(self, model: EngineModel, plan: PlacementPlan) -> None:
-        self._model = model
-        self._plan = plan
-        self._finishers = dict(model.finishers())
-        self._skeleton_modules = dict(model.skeleton.named_modules())
-        self._live_modules = dict(model.live.named_modules())
-        self._shapes = storage_views(model.skeleton)
-        self._key_of = _keys_by_name(model.skeleton)
-        self.rebuilt: dict[str, frozenset[str]] = {}
-        trial: dict[Any, frozenset[str] | None] = {}
-        for name in self._finishers:
-            kind = self._kind(name)
-            if kind not in trial:
-                trial[kind] = self._try_finishing(name)
-            if (replaced := trial[kind]) is not None:
-                self.rebuilt[name] = replaced
-        own_form = {self._key_of[f"{m}.{p}"] for m, ps in self.rebuilt.items() for p in ps}
-        live = self._live_by_key()
-        self._plain = {key for key in self._shapes if key not in own_form and key in live}
-        self.written = frozenset(p.dest.tensor for p in plan.placements) | frozenset(plan.refused)
-        self.unaccounted = sorted(
-            key for key in {p.dest.tensor for p in plan.placements} if key not in self._plain and key not in own_form
-        )
-        self._placements: dict[str, list[Any]] = {"plain": [], **{name: [] for name in self.rebuilt}}
-        owner = {key: name for name in self.rebuilt for key in self.aside_keys(name)}
-        for placement in plan.placements:
-            key = placement.dest.tensor
-            if key in self._plain or key in owner:
-                self._placements["plain" if key in self._plain else owner[key]].append(placement)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this worker's shard as the checkpoint has it."""
-        return sum(view.nbytes for view in self._shapes.values())
-
-    @property
-    def rebuilt_nbytes(self) -> int:
-        return sum(self._shapes[key].nbytes for name in self.rebuilt for key in self.aside_keys(name))
-
-    def plan_of(self, part: str) -> list[Any]:
-        """Placements into plain parameters ("plain") or into one rebuilt module's."""
-        return self._placements[part]
-
-    def aside_keys(self, module: str) -> list[str]:
-        """Storages that exist only aside, for building `module`."""
-        return sorted({self._key_of[f"{module}.{p}"] for p in self.rebuilt[module]} - self._plain)
-
-    def new_storage(self, key: str) -> torch.Tensor:
-        shape = self._shapes[key]
-        return torch.zeros(shape.shape, dtype=shape.dtype, device=self._device(key))
-
-    def live_storages(self) -> dict[str, torch.Tensor]:
-        """Each plain storage of the live model as a flat tensor, by its key."""
-        live = self._live_by_key()
-        return {key: live[key] for key in self._plain}
-
-    def finish_aside(self, module: str, storages: Mapping[str, torch.Tensor]) -> Aside:
-        """Runs the engine's post-processing on a stand-in for `module` that holds `storages`; what came of it."""
-        stand_in = self._stand_in(module, storages)
-        before = dict(stand_in.__dict__)
-        given = dict(stand_in._buffers)
-        with self._model.computing():
-            self._finishers[module](stand_in)
-        live = self._live_modules[module]
-        aside = Aside(module)
-        for name, value in stand_in.__dict__.items():
-            if name not in ("_parameters", "_buffers", "_modules") and before.get(name, _ABSENT) is not value:
-                aside.attributes[name] = value
-        made: dict[str, torch.Tensor | None] = {**stand_in._parameters, **stand_in._buffers}
-        for name, made_tensor in made.items():
-            if made_tensor is None or (name in given and made_tensor is given[name]):
-                continue
-            if self._key_of.get(f"{module}.{name}") not in self._plain and name in {
-                **live._parameters,
-                **live._buffers,
-            }:
-                aside.tensors[name] = made_tensor.detach()
-        return aside
-
-    def apply(self, aside: Aside, *, in_place: bool) -> Aside:
-        """Moves a rebuilt module's parts into the live module; returns those it had."""
-        live = self._live_modules[aside.module]
-        old = Aside(aside.module)
-        for name, value in aside.attributes.items():
-            old.attributes[name] = live.__dict__.get(name)
-            live.__dict__[name] = value
-        for name, tensor in aside.tensors.items():
-            holder = live._parameters if name in live._parameters else live._buffers
-            held = holder[name]
-            assert held is not None
-            if in_place and held.shape == tensor.shape:
-                old.tensors[name] = held.detach().clone()
-                held.data.copy_(tensor)
-            else:
-                old.tensors[name] = held.data
-                held.data = tensor
-        return old
-
-    def swap(self, second: Second, *, in_place: bool) -> Second:
-        """Puts a second set in the place of the live one; returns what was there. No bytes move unless `in_place`."""
-        replaced = Second(self.live_storages(), [])
-        if in_place:
-            replaced.storages = {key: view.clone() for key, view in replaced.storages.items()}
-            live = self._live_by_key()
-            for key, flat in second.storages.items():
-                live[key].copy_(flat)
-        else:
-            for name, tensor in _named_tensors(self._model.live):
-                other = second.storages.get(self._key_of.get(name, ""))
-                if other is not None:
-                    tensor.data = other.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        for aside in second.asides:
-            replaced.asides.append(self.apply(aside, in_place=in_place))
-        return replaced
-
-    def read_rebuilt(self, module: str) -> dict[str, torch.Tensor] | str:
-        """The plain parameters that a rebuilt live module computes with; a reason if they can't be read."""
-        found: dict[str, torch.Tensor] = {}
-        for parameter in self.rebuilt[module]:
-            key = self._key_of[f"{module}.{parameter}"]
-            if key in self._plain:
-                continue
-            meta = self._skeleton_modules[module]._parameters[parameter]
-            assert meta is not None
-            with self._model.computing():
-                plain = self._model.read_rebuilt(self._live_modules[module], parameter, tuple(meta.shape), meta.dtype)
-            if plain is None:
-                return f"the engine's form of {parameter} can't be read back"
-            found[key] = plain.reshape(-1)
-        return found
-
-    def _kind(self, module: str) -> Any:
-        stand_in = self._skeleton_modules[module]
-        return (
-            type(stand_in),
-            type(getattr(stand_in, "quant_method", None)),
-            tuple((n, tuple(p.shape), p.dtype) for n, p in stand_in._parameters.items() if p is not None),
-            tuple(
-                sorted(n for n, p in self._live_modules[module]._parameters.items() if p is not None and p.numel() == 0)
-            ),
-        )
-
-    def _try_finishing(self, module: str) -> frozenset[str] | None:
-        """The parameters that post-processing makes something else of; None if it changes nothing at all."""
-        keys = {
-            self._key_of[f"{module}.{n}"]
-            for n, p in self._skeleton_modules[module]._parameters.items()
-            if p is not None
-        }
-        storages = {key: self.new_storage(key) for key in keys}
-        for flat in storages.values():
-            bytes_view(flat).random_(0, 64)
-        stand_in = self._stand_in(module, storages)
-        given = dict(stand_in._parameters)
-        before = {name: p.detach().clone() for name, p in given.items() if p is not None}
-        attributes = dict(stand_in.__dict__)
-        with self._model.computing():
-            self._finishers[module](stand_in)
-        live = self._live_modules[module]
-        replaced = {
-            name
-            for name, old in before.items()
-            if (now := stand_in._parameters.get(name)) is None
-            or now is not given[name]
-            or now.shape != old.shape
-            or now.dtype != old.dtype
-            or not torch.equal(bytes_view(now.detach().contiguous()), bytes_view(old.contiguous()))
-        }
-        changed = any(
-            attributes.get(name, _ABSENT) is not value and live.__dict__.get(name, _ABSENT) is not value
-            for name, value in stand_in.__dict__.items()
-            if name not in ("_parameters", "_buffers", "_modules")
-        )
-        return frozenset(replaced) if replaced or changed else None
-
-    def _stand_in(self, module: str, storages: Mapping[str, torch.Tensor]) -> nn.Module:
-        """A copy of the skeleton's module whose parameters are views of `storages`."""
-        original = self._skeleton_modules[module]
-        stand_in: nn.Module = copy.copy(original)
-        stand_in.__dict__ = dict(original.__dict__)
-        stand_in._parameters = {}
-        stand_in._buffers = dict(original._buffers)
-        for name, meta in original._parameters.items():
-            if meta is None:
-                stand_in._parameters[name] = None
-                continue
-            flat = storages[self._key_of[f"{module}.{name}"]]
-            data = flat.as_strided(meta.shape, meta.stride(), meta.storage_offset())
-            stand_in._parameters[name] = cast(nn.Parameter, with_data(meta, data))
-        return stand_in
-
-    def _live_by_key(self) -> dict[str, torch.Tensor]:
-        """Live storages that have the skeleton's size and dtype, as flat tensors."""
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in _named_tensors(self._model.live):
-            key = self._key_of.get(name)
-            if key is None or key in found:
-                continue
-            flat = _flat(tensor)
-            if flat.dtype == self._shapes[key].dtype and flat.numel() == self._shapes[key].numel() and flat.numel():
-                found[key] = flat
-        return found
-
-    def _device(self, key: str) -> torch.device:
-        for name, tensor in _named_tensors(self._model.live):
-            if self._key_of.get(name) == key:
-                return tensor.device
-        return torch.device("cpu")
-
-
-_ABSENT = object()
-
-
 def _tensor_infos(manifest: Manifest) -> list[TensorInfo]:
     """Every name the engine may ask for, tied ones included."""
     infos = [(spec.name, spec.shape, torch_dtype(spec.dtype)) for spec in manifest.tensors]
@@ -648,23 +371,6 @@ def _tensor_infos(manifest: Manifest) -> list[TensorInfo]:
 def _sources(manifest: Manifest, segment: torch.Tensor) -> dict[str, torch.Tensor]:
     sources = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
     return sources | {alias: sources[name] for alias, name in manifest.tied.items()}
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _keys_by_name(model: nn.Module) -> dict[str, str]:
-    """The key (first name) of the storage that each parameter or buffer lies in."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(tensor.untyped_storage()._cdata, name) for name, tensor in _named_tensors(model)}
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, as a flat tensor of its dtype."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((count,), (1,), 0)
 
 
 def _hull(a: Box, b: Box) -> Box:

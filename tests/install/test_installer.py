@@ -1,0 +1,187 @@
+"""The installer alone, on a small live model: what a commit moves, what a way back restores, what stays untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, TornReplica
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import BoxDigest
+from inference_plugin.wire.tensors import box_view
+from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, digests_expected, live_digests, manifest_of
+
+
+def segment_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> torch.Tensor:
+    segment = torch.zeros(manifest.layout.nbytes, dtype=torch.uint8)
+    for i, spec in enumerate(manifest.tensors):
+        box_view(segment, manifest, manifest.whole(i)).copy_(tensors[spec.name])
+    return segment
+
+
+def addresses_of(model: nn.Module) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+class Case:
+    """A model that serves version 0, and its installer, opened with a policy."""
+
+    def __init__(self, policy: str, model: PlainEngineModel | None = None) -> None:
+        self.model = model or PlainEngineModel(2, 0, 1)
+        self.manifest = manifest_of(checkpoint(0), TIED)
+        self.installer = ModelInstaller(self.model)
+        self.terms = self.installer.open(self.manifest, policy, partial=False)
+
+    def prepare(self, version: int) -> torch.Tensor:
+        segment = segment_of(checkpoint(version), self.manifest)
+        self.installer.prepare(segment, lambda _: None)
+        return segment
+
+    def update(self, version: int) -> torch.Tensor:
+        segment = self.prepare(version)
+        self.installer.install(segment)
+        self.installer.finish()
+        return segment
+
+    def serves(self, version: int) -> bool:
+        return live_digests(self.model.live) == digests_expected(checkpoint(version))[0]
+
+
+class ComputingLoader(PlainEngineModel):
+    """A loader that computes with what it loads: no placement plan describes it."""
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return super().load_weights(model, ((name, tensor * 1.0) for name, tensor in tensors))
+
+
+class CapturedGraphs(ComputingLoader):
+    """Something holds raw addresses of the live parameters."""
+
+    fixed_addresses = True
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_updates_there_and_back_leave_exactly_what_a_load_leaves(policy: str) -> None:
+    case = Case(policy)
+    assert (case.terms.mechanism, case.terms.install) == ("plan", policy)
+    for version in (1, 2, 0, 1):
+        case.update(version)
+        assert case.serves(version)
+    live = case.model.live
+    assert live.get_submodule("head").weight is live.get_submodule("embed").weight
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_the_way_back_restores_the_version_before(policy: str) -> None:
+    case = Case(policy)
+    first = case.update(1)
+    case.installer.install(case.prepare(2))
+    assert case.serves(2)
+    case.installer.undo(first if policy == "copy" else None)
+    assert case.serves(1)
+    case.update(3)
+    assert case.serves(3)
+
+
+def test_a_first_copy_has_no_way_back_and_says_so() -> None:
+    case = Case("copy")
+    case.installer.install(case.prepare(1))
+    with pytest.raises(TornReplica, match="previous version's bytes are gone"):
+        case.installer.undo(None)
+    case.update(2)
+    assert case.serves(2)
+
+
+def test_an_installation_that_never_began_needs_no_way_back() -> None:
+    case = Case("standby")
+    case.installer.undo(None)
+    with pytest.raises(CommitFailed, match="nothing was prepared"):
+        case.installer.install(segment_of(checkpoint(1), case.manifest))
+    case.installer.undo(None)
+    assert case.serves(0)
+
+
+def test_a_swap_keeps_every_parameter_object_and_takes_two_sets_in_turn() -> None:
+    case = Case("standby")
+    objects = {name: id(p) for name, p in case.model.live.named_parameters()}
+    seen = []
+    for version in (1, 2, 3, 4):
+        case.update(version)
+        seen.append(addresses_of(case.model.live))
+    assert {name: id(p) for name, p in case.model.live.named_parameters()} == objects
+    assert seen[0] == seen[2] and seen[1] == seen[3]
+    assert all(seen[0][name] != seen[1][name] for name in seen[0])
+
+
+def test_a_parameter_that_the_engine_replaced_since_is_noticed_before_anything_moves() -> None:
+    case = Case("standby")
+    segment = case.prepare(1)
+    norm = case.model.live.get_submodule("norm")
+    norm.weight = nn.Parameter(norm.get_parameter("weight").detach().clone())
+    with pytest.raises(CommitFailed, match=r"replaced parameters .*: norm\.weight"):
+        case.installer.install(segment)
+    case.installer.undo(None)
+    assert case.serves(0)
+    case.installer.discard()
+    case.update(2)
+    assert case.serves(2)
+
+
+def test_what_was_prepared_and_dropped_is_not_installed_later() -> None:
+    case = Case("standby")
+    segment = case.prepare(1)
+    case.installer.discard()
+    with pytest.raises(CommitFailed):
+        case.installer.install(segment)
+    case.update(2)
+    assert case.serves(2)
+
+
+@pytest.mark.parametrize("model", [ComputingLoader, CapturedGraphs])
+def test_a_loader_that_computes_fills_a_second_set_itself(model: type[PlainEngineModel]) -> None:
+    case = Case("copy", model(2, 0, 1))
+    assert (case.terms.mechanism, case.terms.install) == ("loader", "standby")
+    assert "computed while loading" in case.terms.why
+    before = addresses_of(case.model.live)
+    for version in (1, 2, 0):
+        case.update(version)
+        assert case.serves(version)
+    case.installer.install(case.prepare(3))
+    case.installer.undo(None)
+    assert case.serves(0)
+    assert (addresses_of(case.model.live) == before) == case.model.fixed_addresses
+
+
+def test_two_groups_of_one_model_write_their_own_parameters_only() -> None:
+    model = PlainEngineModel(2, 0, 1)
+    mixed, newer = dict(checkpoint(0)), checkpoint(1)
+    claims: list[frozenset[str]] = []
+    for norms in (True, False):
+        own = {name: tensor for name, tensor in newer.items() if ("norm" in name) == norms}
+        manifest = manifest_of(own, {} if norms else TIED)
+        installer = ModelInstaller(model)
+        with pytest.raises(ManifestMismatch, match="nothing in the manifest fills"):
+            installer.open(manifest, "standby", partial=False)
+        installer.open(manifest, "standby", partial=True)
+        claims.append(installer.claims)
+        segment = segment_of(newer, manifest)
+        installer.prepare(segment, lambda _: None)
+        installer.install(segment)
+        installer.finish()
+        mixed |= own
+        assert live_digests(model.live) == digests_expected(mixed)[0]
+    assert claims[0] and claims[1] and not claims[0] & claims[1]
+
+
+def test_what_is_read_back_is_what_was_sent() -> None:
+    found = []
+    for policy in ("standby", "copy"):
+        case = Case(policy)
+        case.update(5)
+        found.append([item for item in case.installer.read_back() if isinstance(item, BoxDigest)])
+    assert found[0] == found[1]
+    assert {item.name for item in found[0]} == set(checkpoint(5))
