@@ -42,7 +42,8 @@ def main() -> None:
             result: Any = decode(llm, command["tokens"], command["requests"])
         else:
             result = llm.collective_rpc(command["do"], args=tuple(command["args"]))
-        socket.send(json.dumps({"result": result, "seconds": time.monotonic() - started_s}).encode())
+        now_s = time.monotonic()
+        socket.send(json.dumps({"result": result, "seconds": now_s - started_s, "end_s": now_s}).encode())
 
 
 def decode(llm: Any, tokens: int, requests: int) -> list[float]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.baseline import broadcast, buckets, group
+from inference_plugin.transports import shm
+from inference_plugin.wire.digest import digest_bytes
 from trainer_adapters import FSDPAdapter, SyncManager
+
+CORES = sorted(os.sched_getaffinity(0))
+STEP_S = 0.3
+"""How long a training step is made to last."""
 
 
 def main() -> None:
@@ -23,8 +32,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--address", required=True)
     arguments = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    os.sched_setaffinity(0, {CORES[rank % len(CORES)]})  # a core of its own, as launchers give one
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     model = load(arguments.model)
     trainer = Trainer(model)
     socket: Any = None
@@ -33,6 +43,8 @@ def main() -> None:
         socket.bind(arguments.address)
     while True:
         command = share(socket.recv() if rank == 0 else b"")
+        if command.get("after_step"):
+            trainer.step()
         started_s = time.monotonic()
         result = getattr(trainer, command["do"])(**command.get("args", {})) if command["do"] != "stop" else None
         if rank == 0:
@@ -81,6 +93,24 @@ class Trainer:
             "segments": 2 if install == "copy" else 1,
         }
 
+    def digest_cost(self) -> float:
+        """What digests add to writing this rank's slices into shared memory, in seconds: with, minus without, medians."""
+        manifest = self.source.manifest()
+        sender = shm.ShmSender()
+        segment = sender.allocate(manifest, frozenset())
+        taken_s: dict[Any, list[float]] = {digest_bytes: [], no_digest: []}
+        for run in range(6):
+            for digest, seconds in taken_s.items():
+                shm.digest_bytes = digest
+                dist.barrier()
+                started_s = time.perf_counter()
+                sender.write("", "", 0, manifest, segment, self.source.slices(), [], deadline_s=math.inf)
+                if run:
+                    seconds.append(time.perf_counter() - started_s)
+        shm.digest_bytes = digest_bytes
+        sender.close()
+        return statistics.median(taken_s[digest_bytes]) - statistics.median(taken_s[no_digest])
+
     def verify(self) -> bool:
         return next(iter(self.managers.values())).verify(self.source).ok
 
@@ -109,34 +139,48 @@ class Trainer:
         if dist.get_rank() == 0:
             save_file(state, str(Path(path) / "model.safetensors"), metadata={"format": "pt"})
 
-    def touch(self) -> None:
-        """Changes every weight a little, as a training step does."""
+    def step(self) -> None:
+        """What comes before an update: every rank computes, then changes every weight a little. All end it together."""
+        work = torch.ones(256, 256)
+        until_s = time.monotonic() + STEP_S
+        while time.monotonic() < until_s:
+            work = (work @ work).clamp_(max=1.0)
         with torch.no_grad():
             for p in self.model.parameters():
                 local = p.to_local() if isinstance(p, DTensor) else p
                 local.add_(0.001)
+        dist.barrier()
 
-    def copy(self, threads: int) -> float:
-        """A plain memory copy of the model's bytes, warm, in this process: the limit. Seconds, the best of five."""
+    def copy(self, threads: int) -> list[float]:
+        """Plain memory copies of the model's bytes, warm, in this process: the limit. Seconds of five, one by one.
+
+        Eight come first: threads that wake up take a while to find a core of their own.
+        """
         nbytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        taken_s = [0.0]
+        taken_s: list[float] = []
         if dist.get_rank() == 0:
             before = torch.get_num_threads()
+            own = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, CORES)
             torch.set_num_threads(threads)
             source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
-            taken_s = []
-            for _ in range(5):
+            for _ in range(8 + 5):
                 started_s = time.perf_counter()
                 target.copy_(source)
                 taken_s.append(time.perf_counter() - started_s)
             torch.set_num_threads(before)
+            os.sched_setaffinity(0, own)
         dist.barrier()
-        return min(taken_s)
+        return taken_s[8:]
 
     def _gathered(self) -> Any:
         for name, p in self.model.named_parameters():
             with torch.no_grad():
                 yield name, (p.full_tensor() if isinstance(p, DTensor) else p.detach()).contiguous()
+
+
+def no_digest(buffer: Any) -> int:
+    return 0
 
 
 def load(path: str) -> Any:

@@ -91,14 +91,15 @@ class FSDPAdapter(ScannedSource):
         self._boxed: tuple[Plan, Mapping[int, Box]] | None = None
         self._layouts: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Layout] = {}
 
-    def _scan(self) -> tuple[Head, ...]:
+    def _scan(self, keep: list[torch.Tensor] | None = None) -> tuple[Head, ...]:
         if unsharded := _unsharded(self._model):
             raise ManifestMismatch(
                 f"parameters are unsharded just now in {first_few(unsharded)}",
                 hint=FREED_HINT,
                 side="trainer",
             )
-        return super()._scan()
+        with torch.no_grad():
+            return super()._scan(keep)
 
     def _look(self, tensor: torch.Tensor) -> tuple[Hashable, str]:
         if not isinstance(tensor, DTensor):
@@ -151,7 +152,8 @@ class FSDPAdapter(ScannedSource):
     def _local(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return cut_box(tensor, box)
-        local = _shard(tensor)
+        with torch.no_grad():
+            local = _shard(tensor)
         return local if tuple(local.shape) == box.sizes else cut_box(local, box)
 
     def _place(self, shape: tuple[int, ...], layout: _Layout) -> Place:
@@ -200,9 +202,8 @@ class _Layout:
         return ""
 
 
-@torch.no_grad()
 def _shard(tensor: DTensor) -> torch.Tensor:
-    """What this rank holds of a DTensor: the memory itself, without gradient."""
+    """What this rank holds of a DTensor: the memory itself. Called without gradients, else torch keeps a record."""
     return tensor.to_local().detach()
 
 

@@ -117,9 +117,17 @@ class ScannedSource(WeightSource):
             self.manifest()
         assert self._plan is not None
         plan = self._plan
-        if self._rescan and (heads := self._scan()) != plan.heads:
+        if not self._rescan:
+            return self._cut(plan, self._boxes(plan))
+        tensors: list[torch.Tensor] = []
+        if (heads := self._scan(tensors)) != plan.heads:
             raise _disagreement(plan.heads, heads)
-        return self._cut(plan, self._boxes(plan))
+        boxes = self._boxes(plan)
+        return (
+            LocalSlice(box, self._local(tensor, box))
+            for place, tensor in zip(plan.places, tensors, strict=True)
+            if (box := boxes.get(place)) is not None
+        )
 
     @abstractmethod
     def _boxes(self, plan: Plan) -> Mapping[int, Box]:
@@ -136,11 +144,14 @@ class ScannedSource(WeightSource):
     def _check_plan(self, plan: Plan) -> None:
         """Raises for what only the whole model shows."""
 
-    def _scan(self) -> tuple[Head, ...]:
+    def _scan(self, keep: list[torch.Tensor] | None = None) -> tuple[Head, ...]:
+        """Heads of what the stream yields now; the tensors themselves go to `keep`."""
         heads: list[Head] = []
         first_with: dict[Hashable, int] = {}
         for name, tensor in self._stream():
             position = len(heads)
+            if keep is not None:
+                keep.append(tensor)
             if not isinstance(tensor, torch.Tensor) or is_lazy(tensor):
                 why = f"is a {type(tensor).__name__}, which has no values"
                 heads.append(Head(name, (), torch.uint8, position, problem=why))
@@ -268,7 +279,7 @@ def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persisten
         raise ValueError(f"include_buffers is 'persistent', 'all' or 'none', not {include_buffers!r}")
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, part in _walk(module, "", []):
+        for prefix, part in _walk(module, "", set()):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     yield prefix + name, parameter
@@ -285,7 +296,7 @@ def module_ties(module: torch.nn.Module) -> dict[str, str]:
     """Names, as the stream has them, that transformers declares tied, to the name each is tied to ("" where
     only an older list is there)."""
     ties: dict[str, str] = {}
-    for prefix, part in _walk(module, "", []):
+    for prefix, part in _walk(module, "", set()):
         declared = getattr(part, "all_tied_weights_keys", None)
         if declared is None:
             declared = dict.fromkeys(getattr(part, "_tied_weights_keys", None) or (), "")
@@ -331,16 +342,19 @@ def cut_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor.detach()[ranges]
 
 
-def _walk(module: torch.nn.Module, prefix: str, above: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+def _walk(module: torch.nn.Module, prefix: str, above: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each submodule with its prefix, at every place that it is used, without the `module.` of data parallel
     wrappers."""
-    if any(module is parent for parent in above):
+    if id(module) in above:
         raise ManifestMismatch(f"{prefix}: the module contains itself", side="trainer")
     yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            wrapper = isinstance(module, DataParallel | DistributedDataParallel) and name == "module"
-            yield from _walk(child, prefix if wrapper else f"{prefix}{name}.", [*above, module])
+    if module._modules:
+        wraps = isinstance(module, DataParallel | DistributedDataParallel)
+        above.add(id(module))
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _walk(child, prefix if wraps and name == "module" else f"{prefix}{name}.", above)
+        above.discard(id(module))
 
 
 def _unwrapped(names: list[str]) -> list[str]:
