@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28, help="28 gives 506 M parameters")
     parser.add_argument("--ways", default="", help="only ways whose name contains this")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--decoding", action="store_true", help="only what a standby costs the decoding beside it")
     arguments = parser.parse_args()
     model = make_model(arguments.layers)
     rows: list[dict[str, Any]] = []
@@ -99,14 +100,16 @@ def main() -> None:
     for tp in arguments.tp:
         for layout in arguments.layout:
             with processes(model, tp, layout) as (engine, trainer, scratch):
-                rows += measure(engine, trainer, scratch, tp, layout, arguments.runs, arguments.ways)
-                add_digest_cost(rows, trainer.ask("digest_cost")["result"], tp, layout)
+                if not arguments.decoding:
+                    rows += measure(engine, trainer, scratch, tp, layout, arguments.runs, arguments.ways)
+                    add_digest_cost(rows, trainer.ask("digest_cost")["result"], tp, layout)
                 decoding.append(measure_decoding(engine, trainer, tp, layout))
     show(rows, decoding)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "update.json").write_text(json.dumps(rows, indent=1) + "\n")
     (arguments.out / "decoding.json").write_text(json.dumps(decoding, indent=1) + "\n")
-    plot(rows, arguments.out / "update.png")
+    if rows:
+        (arguments.out / "update.json").write_text(json.dumps(rows, indent=1) + "\n")
+        plot(rows, arguments.out / "update.png")
     console.print(f"written to {arguments.out}")
 
 
@@ -296,33 +299,39 @@ def add_digest_cost(rows: list[dict[str, Any]], write_s: float, tp: int, layout:
 
 
 def measure_decoding(engine: Remote, trainer: Remote, tp: int, layout: str) -> dict[str, Any]:
-    """Length of a decoding step alone, and while standbys are prepared beside it."""
-    trainer.ask("weightwire", transport="shm", install="standby")
+    """Length of a decoding step alone, and of steps of which most passes while a standby is prepared beside them."""
+    for _ in range(2):
+        trainer.ask("weightwire", transport="shm", install="standby")
+    windows: list[tuple[float, float, float]] = []  # update's start, standby's begin and end
+    taken_s = []
     with ThreadPoolExecutor(1) as pool:
-        decoding = pool.submit(engine.ask, "decode", tokens=120, requests=4)
-        windows = []
-        time.sleep(1.0)
-        while not decoding.done():
-            answer = trainer.ask("weightwire", after_step=True, transport="shm", install="standby")
+        decoding = pool.submit(engine.ask, "decode", tokens=300, requests=4)
+        time.sleep(2.0)
+        while not decoding.done() and len(windows) < 8:
+            answer = trainer.ask("weightwire", transport="shm", install="standby")
             phases = answer["result"]["phases"]
             staged_s = answer["start_s"] + phases["scan"] + phases["agree"] + phases["stage"]
-            windows.append((staged_s, staged_s + phases["seal"], answer["result"]["seconds"]))
-            if len(windows) >= 3:
-                break
+            windows.append((answer["start_s"], staged_s, staged_s + phases["seal"]))
+            taken_s.append(answer["result"]["seconds"])
+            time.sleep(0.7)
         ends = decoding.result()["result"]
+
+    def shared_s(step: tuple[float, float], start: float, end: float) -> float:
+        return max(0.0, min(step[1], end) - max(step[0], start))
+
     steps = list(itertools.pairwise(ends))
-    beside = [e - s for s, e in steps if any(s < stop and e > start for start, stop, _ in windows)]
-    first, last = min(w[0] for w in windows), max(w[1] for w in windows)
-    alone = [e - s for s, e in steps if e < first - 0.3 or s > last + 0.3]
+    beside = [e - s for s, e in steps if 2 * sum(shared_s((s, e), b, c) for _, b, c in windows) > e - s]
+    alone = [e - s for s, e in steps if not any(shared_s((s, e), a, c + 0.1) for a, _, c in windows)]
     return {
         "engine": "vllm",
         "tp": tp,
         "layout": layout,
         "step_alone_s": statistics.median(alone) if alone else None,
         "step_beside_standby_s": statistics.median(beside) if beside else None,
+        "steps": [len(alone), len(beside)],
         "slowdown": statistics.median(beside) / statistics.median(alone) if alone and beside else None,
-        "update_seconds": statistics.median(w[2] for w in windows),
-        "seal_seconds": statistics.median(w[1] - w[0] for w in windows),
+        "update_seconds": statistics.median(taken_s),
+        "seal_seconds": statistics.median(c - b for _, b, c in windows),
     }
 
 

@@ -58,7 +58,7 @@ from inference_plugin.wire.messages import (
 
 __all__ = ["GroupTable", "WeightUpdateGroup"]
 
-BRAKE_SHARE = 0.5
+BRAKE_SHARE = 1 / 3
 """Share of its time that background work may take while the engine is decoding: memory bandwidth is shared."""
 
 CHECK_THREADS = 4

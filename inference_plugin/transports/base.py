@@ -232,10 +232,13 @@ def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[Cut, Bytes]]:
         yield cut, bytes_view(part.to(device="cpu", dtype=dtype).contiguous()).numpy()
 
 
-def place_piece(segment: torch.Tensor, manifest: Manifest, box: Box, data: Bytes) -> None:
-    """Copies a piece's bytes to their place in a segment where they don't lie in a row."""
-    view = box_view(segment, manifest, box)
-    view.copy_(typed(data, view.dtype).view(box.sizes))
+def place_piece(segment: torch.Tensor, manifest: Manifest, cut: Cut, data: Bytes) -> None:
+    """Copies a piece's bytes to their place in a segment."""
+    if cut.place is not None:
+        segment.numpy()[cut.place[0] : cut.place[1]] = data
+    else:
+        view = box_view(segment, manifest, cut.box)
+        view.copy_(typed(data, view.dtype).view(cut.box.sizes))
 
 
 def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:

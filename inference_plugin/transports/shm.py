@@ -214,7 +214,6 @@ class ShmSender(Sender):
         deadline_s: float,
     ) -> tuple[list[Piece], WriteStats]:
         segment = self._segment(decode_as(description, SegmentAddress)).tensor
-        flat = segment.numpy()
         pieces: list[Piece] = []
         stats = WriteStats()
         for item in slices:
@@ -222,10 +221,7 @@ class ShmSender(Sender):
                 started_s = time.perf_counter()
                 digest = digest_bytes(part)
                 digested_s = time.perf_counter()
-                if cut.place is not None:
-                    flat[cut.place[0] : cut.place[1]] = part
-                else:
-                    place_piece(segment, manifest, cut.box, part)
+                place_piece(segment, manifest, cut, part)
                 pieces.append(Piece(cut.box, digest))
                 stats.nbytes += part.nbytes
                 stats.digest_s += digested_s - started_s

@@ -40,7 +40,7 @@ from inference_plugin.wire.errors import (
     WeightwireError,
     first_few,
 )
-from inference_plugin.wire.manifest import Box, Manifest, Piece, intersect
+from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece, intersect
 from inference_plugin.wire.messages import Bucket, Done
 from inference_plugin.wire.tensors import box_view, torch_dtype
 
@@ -70,7 +70,6 @@ class ZmqStaging(Staging):
         self._memory: torch.Tensor | None = memory
         self._release = release
         self.segment = memory[: manifest.layout.nbytes]
-        self._flat = self.segment.numpy()
         self.segment_id = secrets.token_hex(8)
         self.extra_bytes = sum(manifest.box_nbytes(box) for box in needs)
         self._received: dict[Box, int] = {}
@@ -95,11 +94,9 @@ class ZmqStaging(Staging):
         wanted = self._needs.get(box.tensor)
         if wanted is None or (part := intersect(box, wanted)) is None:
             return False
-        if part == box and (place := self._manifest.byte_range(box)) is not None:
-            self._flat[place[0] : place[1]] = data
-            return True
         if part == box:
-            place_piece(self.segment, self._manifest, box, data)
+            cut = Cut(box, 0, data.nbytes, self._manifest.byte_range(box))
+            place_piece(self.segment, self._manifest, cut, data)
             return True
         source = typed(data, torch_dtype(self._manifest.tensors[box.tensor].dtype)).view(box.sizes)
         for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
@@ -127,7 +124,6 @@ class ZmqStaging(Staging):
 
     def close(self) -> None:
         self.segment = torch.empty(0, dtype=torch.uint8)
-        self._flat = self.segment.numpy()
         self._received.clear()
         memory, self._memory = self._memory, None
         if memory is not None:

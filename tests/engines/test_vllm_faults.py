@@ -468,7 +468,9 @@ def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_h
         ended = tp2.engine.wait(running)
         assert {(r["finish_reason"], len(r["tokens"]) == 800) for r in ended} <= {("error", False), ("length", True)}
         assert ended[-1]["finish_reason"] == "error" and {*ended[0]["versions"]} == {str(tp2.version)}
-        assert [(r["finish_reason"], r["tokens"]) for r in tp2.generated()] == [("error", [])] * len(PROMPTS)
+        refused = tp2.generated()
+        assert [(r["finish_reason"], r["tokens"]) for r in refused] == [("error", [])] * len(PROMPTS)
+        assert all("planned fault: undo on rank 0" in r["reason"] for r in (ended[-1], *refused)), refused
         assert tp2.card.state == "torn" and "planned fault" in tp2.card.detail
         assert {s.state for s in statuses(tp2.card)} == {"torn"}
         tp2.version += 1
@@ -585,6 +587,10 @@ def test_a_failed_first_update_is_undone_under_standby_and_torn_under_copy_where
                 assert status == 503, answer
                 assert "planned fault" in answer["error"]["message"] and card.replica in answer["error"]["message"]
                 assert answer["error"]["type"] == "TornReplica"
+            streamed = server.stream(PROMPTS[1], COUNT)
+            assert (
+                "planned fault" in streamed and card.replica in streamed and "Internal server error" not in streamed
+            ), streamed
             faults.write_text("[]")
             sync.update(source(model_b), 2)
             assert [server.tokens(prompt, COUNT) for prompt in PROMPTS] == reference(model_b)

@@ -333,6 +333,18 @@ class Server(Engine):
         headers = {} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}
         return self.request("POST", "/v1/completions", body, headers)
 
+    def stream(self, prompt: Sequence[int], max_tokens: int = 16) -> str:
+        """Everything that a streamed completion sent."""
+        body = {"model": str(self.model), "prompt": list(prompt), "max_tokens": max_tokens, "stream": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
+            text: str = response.read().decode()
+        return text
+
     def tokens(self, prompt: Sequence[int], max_tokens: int = 16, dp_rank: int | None = None) -> list[int]:
         status, answer = self.complete(prompt, max_tokens, dp_rank)
         assert status == 200, answer

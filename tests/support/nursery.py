@@ -37,6 +37,7 @@ def _child(request: dict) -> None:  # type: ignore[type-arg]
     os.close(0)
     os.dup2(2, 1)
     os.environ |= request["environment"]
+    sys.path[:0] = filter(None, request["environment"].get("PYTHONPATH", "").split(":"))
     status = 1
     try:
         module, _, name = request["call"].partition(":")

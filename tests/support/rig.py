@@ -69,12 +69,15 @@ def kill(pid: int) -> None:
 class Rig:
     """One replica of `plain_engine`."""
 
-    def __init__(self, directory: Path, *, tp: int = 1, layers: int = 2, listen: str = "ipc") -> None:
+    def __init__(
+        self, directory: Path, *, tp: int = 1, layers: int = 2, listen: str = "ipc", **environment: str
+    ) -> None:
         known = {card.replica for card in addresses.discover()}
         self.tp, self.layers = tp, layers
         self._control = str(Path(directory) / f"rig-{time.monotonic_ns()}.control")
         self.pid = fork(
             "tests.support.plain_engine:run_front",
+            environment,
             directory=str(directory),
             tp=tp,
             layers=layers,
