@@ -59,7 +59,7 @@ def test_a_worker_without_it_refuses_with_what_there_is(directory: Path, package
     try:
         with (
             SyncManager(transport="file", timeout_s=60) as manager,
-            pytest.raises(TransportUnavailable, match="file.*shm.*zmq"),
+            pytest.raises(TransportUnavailable, match=r"file.*shm.*zmq"),
         ):
             manager.update(ShardSource(checkpoint(1)), 1)
         assert rig.peek() == digests_expected(checkpoint(0))
