@@ -79,6 +79,7 @@ TOUCHES = (
     Touch(_LOADER + "_initialize_model", ("model_config", "load_config", "quant_config"), "called: the skeleton"),
     Touch(_LOADER + "_get_quantization_config", ("model_config", "load_config"), "called: for the skeleton"),
     Touch("sglang.srt.layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading", ("layer",), "called on stand-ins: what the engine does to a module after a load"),
+    Touch("sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", why="recognised: padded on purpose"),
     Touch("sglang.srt.layers.rotary_embedding.factory:_ROPE_DICT", why="saved and restored around the skeleton's construction"),
     Touch("sglang.srt.model_loader.utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
     # starting
@@ -201,7 +202,7 @@ class Site:
     def admit(self, request: Any, is_retracted: bool) -> bool:
         """Whether a request may enter the queue now; else it is held, or ended with the reason."""
         if self.refusal is not None:
-            self._end(request, self.refusal)
+            self._end(request, self.refusal, HTTPStatus.SERVICE_UNAVAILABLE)
             return False
         if self.holding and not is_retracted and not request.output_ids:
             self._held.append(request)
@@ -230,7 +231,7 @@ class Site:
             if operation.name == "abort":
                 held, self._held = self._held, []
                 for request in held:
-                    self._end(request, "aborted for a weight update")
+                    self._end(request, "aborted for a weight update", None)
                 scheduler.abort_request(AbortReq(abort_all=True))
         elif operation.name == "flush":
             return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
@@ -279,13 +280,14 @@ class Site:
         ended = [*self.scheduler.waiting_queue, *self._held]
         self.scheduler.waiting_queue, self._held = [], []
         for request in ended:
-            self._end(request, reason)
+            self._end(request, reason, HTTPStatus.SERVICE_UNAVAILABLE)
         self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    def _end(self, request: Any, reason: str) -> None:
+    def _end(self, request: Any, reason: str, status: HTTPStatus | None) -> None:
+        """Ends a request that computes nothing now; with a status its client gets an error."""
         from sglang.srt.managers.scheduler import _make_abort_req
 
-        why = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": reason}
+        why = {"type": "abort", "status_code": status, "message": reason}
         if self.leads:
             self.scheduler.send_abort_output(_make_abort_req(request, finished_reason=why), request)
         self.scheduler._release_aborted_request(request)
@@ -313,6 +315,11 @@ class SglangModel(LiveModel):
         if hasattr(self.live, "post_load_weights"):
             return f"{type(self.live).__name__} post-processes as a whole"
         return None
+
+    def pads(self, module: nn.Module) -> bool:
+        from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        return isinstance(module, VocabParallelEmbedding)
 
     def read_rebuilt(
         self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype

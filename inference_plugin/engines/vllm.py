@@ -63,6 +63,7 @@ TOUCHES = (
     Touch("vllm.config:set_current_vllm_config", ("vllm_config",), "called: context of model construction and post-processing"),
     Touch("vllm.model_executor.model_loader.utils:initialize_model", ("vllm_config", "model_config"), "called: the skeleton"),
     Touch("vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading", ("layer",), "called on stand-ins: what the engine does to a module after a load"),
+    Touch("vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding", why="recognised: padded on purpose"),
     Touch("vllm.model_executor.layers.attention:MLAAttention", why="recognised: derives weights after loading, refused"),
     Touch("vllm.model_executor.layers.rotary_embedding:_ROPE_DICT", why="saved and restored around the skeleton's construction"),
     Touch("vllm.config:CompilationConfig.static_forward_context", why="replaced in the skeleton's copy of the configuration"),
@@ -230,6 +231,11 @@ class VllmModel(LiveModel):
         if any(isinstance(module, MLAAttention) for module in self.live.modules()):
             return "MLA attention derives weights that are not parameters"
         return None
+
+    def pads(self, module: nn.Module) -> bool:
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        return isinstance(module, VocabParallelEmbedding)
 
     def read_rebuilt(
         self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype

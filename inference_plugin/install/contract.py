@@ -52,6 +52,9 @@ class EngineModel(Protocol):
     def unfinishable(self) -> str | None:
         """Why the model's post-processing can't be repeated module by module; None if it can."""
 
+    def pads(self, module: nn.Module) -> bool:
+        """Whether the engine makes this module larger than the checkpoint has it (a padded vocabulary)."""
+
     def read_rebuilt(
         self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:

@@ -102,6 +102,12 @@ class ModelInstaller:
             if not proof.ok:
                 why_loader = f"the placement plan failed its proof: {proof.reason}"
         layout = LiveLayout(self._model, plan)
+        if filled := layout.filled_over():
+            raise ManifestMismatch(
+                f"the engine's loader would fill in zeros where the engine holds weights: {first_few(filled)}",
+                hint="the trainer's tensors for these are smaller than the engine's",
+                phase="open",
+            )
         if unknown := layout.unaccounted:
             raise EngineUnsupported(
                 f"the engine holds in a form of its own, and no post-processing accounts for it: {first_few(unknown)}",

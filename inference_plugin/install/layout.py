@@ -128,6 +128,21 @@ class LiveLayout:
         live = self._live_by_key()
         return {key: live[key] for key in self._plain}
 
+    def filled_over(self) -> list[str]:
+        """Where the loader fills in constants that the live model doesn't hold: what was sent is too small.
+
+        Modules that the engine pads are left out: started with random weights, it has them in the padding as well.
+        """
+        live = self.live_storages()
+        wrong = []
+        for fill in self._plan.fills:
+            key = fill.dest.tensor
+            if key in live and not self._model.pads(self._live_modules[key.rpartition(".")[0]]):
+                held = fill.dest.of(live[key])
+                if not bool((held == fill.value).all()):
+                    wrong.append(f"{key} ({held.numel()} elements)")
+        return wrong
+
     def finish_aside(self, module: str, storages: Mapping[str, torch.Tensor]) -> Aside:
         """Runs the engine's post-processing on a stand-in for `module` that holds `storages`; what came of it."""
         stand_in = self._stand_in(module, storages)

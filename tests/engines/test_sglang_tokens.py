@@ -1,13 +1,29 @@
-"""Real SGLang engines, updated while they live: as `test_vllm_tokens`, with the same trainer's code on the other side."""
+"""Real SGLang engines, updated while they live: what `test_vllm_tokens` asks of vLLM, with the same trainer's code.
+
+The tests that are imported here run with this module's `live`: an SGLang engine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engines.conftest import Checkpoint
-from tests.engines.test_vllm_tokens import COUNT, PROMPTS, check_life, reference
+from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here once more
+    COUNT,
+    PROMPTS,
+    Live,
+    check_life,
+    reference,
+    test_a_cached_prefix_of_the_old_weights_is_not_used_after_an_idle_update,
+    test_a_manifest_that_does_not_fit_is_refused_with_names_before_anything_changes,
+    test_an_older_version_is_refused_and_changes_nothing,
+    test_requests_in_flight_follow_the_policy_and_their_blocks_serve_no_new_request,
+    test_the_same_version_again_changes_nothing,
+)
 from tests.support.sglang_engines import SglangDriver
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -17,6 +33,10 @@ CASES = {
     "llama-untied-tp2": ("llama", False, 2),
     "llama-tied-tp1": ("llama", True, 1),
     "qwen3_moe-tp1": ("qwen3_moe", False, 1),
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "tp1": {"kind": "qwen3", "tied": True, "tp": 1},
+    "tp2": {"kind": "llama", "tied": False, "tp": 2},
 }
 
 
@@ -31,3 +51,14 @@ def test_an_updated_engine_is_a_fresh_engine(runtime: Path, checkpoint: Checkpoi
     with SglangDriver(runtime, tp=tp) as driver:
         driver.open(model_b)
         assert driver.tokens(PROMPTS, COUNT) == reference(model_b), "a fresh engine with B"
+
+
+@pytest.fixture(scope="module")
+def live(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Live]:
+    if (case := ENGINES.get(request.param)) is None:
+        pytest.skip("vLLM only")
+    model_a, model_b = (checkpoint(case["kind"], tied=case["tied"], seed=seed) for seed in (1, 2))
+    with SglangDriver(runtime, tp=case["tp"]) as driver:
+        driver.open(model_a)
+        yield Live(driver, case["tp"], model_a, model_b)
+    assert driver.leftovers() == [] and driver.family() == []

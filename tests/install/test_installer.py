@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -175,6 +175,35 @@ def test_two_groups_of_one_model_write_their_own_parameters_only() -> None:
         mixed |= own
         assert live_digests(model.live) == digests_expected(mixed)[0]
     assert claims[0] and claims[1] and not claims[0] & claims[1]
+
+
+class PaddingLoader(PlainEngineModel):
+    """A loader that fills what a narrow tensor leaves, and says nothing."""
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        def padded() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                if name == "norm.weight":
+                    target = model.get_parameter(name).data
+                    target[: len(tensor)].copy_(tensor)
+                    target[len(tensor) :].zero_()
+                else:
+                    yield name, tensor
+
+        return super().load_weights(model, padded())
+
+
+def test_a_tensor_that_a_loader_would_pad_silently_is_refused_unless_the_engine_pads_there() -> None:
+    model = PaddingLoader(2, 0, 1)
+    whole = dict(checkpoint(1))
+    narrow = whole | {"norm.weight": whole["norm.weight"][:-3]}
+    installer = ModelInstaller(model)
+    with pytest.raises(ManifestMismatch, match=r"would fill in zeros .*: norm\.weight \(3 elements\)"):
+        installer.open(manifest_of(narrow, TIED), "standby", partial=False)
+    installer.open(manifest_of(whole, TIED), "standby", partial=False)
+    norm = model.live.get_parameter("norm.weight")
+    norm.data[-3:] = 0  # now the engine holds padding there, as it would after a load of its own
+    installer.open(manifest_of(narrow, TIED), "standby", partial=False)
 
 
 def test_what_is_read_back_is_what_was_sent() -> None:

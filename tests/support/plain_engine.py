@@ -179,6 +179,9 @@ class PlainEngineModel:
     def unfinishable(self) -> str | None:
         return None
 
+    def pads(self, module: nn.Module) -> bool:
+        return False
+
     def read_rebuilt(self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         return None
 

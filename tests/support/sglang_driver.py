@@ -6,9 +6,7 @@ Same protocol as `engine_driver.py`. Between two commands the engine's event loo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import queue
 import socket
 import sys
 import traceback
@@ -82,7 +80,7 @@ def versions_of(meta: dict[str, Any], count: int) -> list[str]:
     """The version of each token, as SGLang stamped it."""
     versions = [str(meta.get("weight_version", ""))] * count
     for span in meta.get("weight_versions") or ():
-        version, start, end = (span.values() if isinstance(span, dict) else span)
+        version, start, end = span.values() if isinstance(span, dict) else span
         for i in range(start, min(end, count)):
             versions[i] = str(version)
     return versions
