@@ -59,7 +59,8 @@ class Driver(engine_driver.Driver):
                 state["tokens"] = list(chunk["output_ids"])
                 state["versions"] = versions_of(meta, len(state["tokens"]))
                 if (reason := meta.get("finish_reason")) is not None:
-                    state["finish_reason"] = reason["type"]
+                    # What has a status is an HTTP error to a server's client; an engine's caller sees an abort.
+                    state["finish_reason"] = "error" if reason.get("status_code") else reason["type"]
                     state["reason"] = reason.get("message")
         except Exception as error:  # noqa: BLE001 - what a client sees is what some tests are about
             traceback.print_exc()

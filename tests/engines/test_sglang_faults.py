@@ -1,0 +1,32 @@
+"""The fault table on SGLang: the tests of `test_vllm_faults`, with an SGLang replica of two ranks on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_faults import (  # noqa: F401 -- collected here once more
+    PLUGIN,
+    Faulty,
+    test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_healed_by_an_update,
+    test_a_silent_front_fails_the_commit_by_the_deadline_and_takes_the_next_one_when_it_wakes,
+    test_an_installation_that_fails_on_one_rank_is_undone_on_all,
+    tp2,
+)
+from tests.support.sglang_engines import SglangDriver
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def tp2_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    faults = runtime / "faults-sglang"
+    faults.write_text("[]")
+    with SglangDriver(runtime, tp=2, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as driver:
+        driver.open(model_a)
+        yield Faulty(driver, faults, model_a, model_b)
+    assert driver.leftovers() == []
