@@ -8,7 +8,7 @@ ARGS ?=
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format setup model clean distclean
+.PHONY: help demo test bench lint format setup engines model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,7 +17,7 @@ help: ## this list
 demo: setup model ## train SmolLM2-135M for a few RL steps while it is being served, and prove what the engine holds
 	@$(PY) examples/rl_smollm2/run.py --model $(MODEL) $(ARGS)
 
-test: setup ## every test that this machine can run
+test: engines ## every test that this machine can run
 	@$(PY) -m pytest $(ARGS)
 
 bench: setup ## measure an update against other ways and a plain memory copy; writes benchmarks/results/
@@ -36,6 +36,9 @@ format: setup ## let ruff rewrite what it can
 setup: ## the development environment .venvs/vllm (about 2 minutes and 3 GB the first time)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not on the PATH: install Python 3.11, or name it: make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) tools/envs.py vllm
+
+engines: setup ## the environment of the tests' second engine as well, .venvs/sglang (a minute and 3 GB more)
+	@$(PYTHON) tools/envs.py sglang
 
 model: setup ## the demo's model, .models/smollm2-135m-instruct (93 MB to download the first time)
 	@$(PY) tools/smollm2.py --out $(MODEL)

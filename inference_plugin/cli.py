@@ -76,6 +76,7 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
         facts["runtime_dir"] = str(directory)
         facts["stale_replicas_removed"] = [card.replica for card in addresses.stale_replicas(job)]
         replicas = addresses.discover(job)
+        problems += [f"runs without the plug-in: {text}" for text in addresses.problems(job)]
     except WeightwireError as error:
         problems.append(str(error))
         directory, replicas = None, []
@@ -90,6 +91,7 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
         "WEIGHTWIRE_PLUGINS",
         "WEIGHTWIRE_DISABLE",
         "VLLM_PLUGINS",
+        "SGLANG_PLUGINS",
     ):
         if variable in os.environ:
             facts[variable] = os.environ[variable]
@@ -97,8 +99,10 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
         problems.append(
             "an engine is installed here, but no entry point of weightwire is: pip install weightwire beside it"
         )
-    if "VLLM_PLUGINS" in os.environ and "weightwire" not in os.environ["VLLM_PLUGINS"].split(","):
-        problems.append("VLLM_PLUGINS leaves weightwire out: vLLM won't load the plug-in")
+    for variable, engine in (("VLLM_PLUGINS", "vLLM"), ("SGLANG_PLUGINS", "SGLang")):
+        allowed = os.environ.get(variable, "weightwire")
+        if "weightwire" not in allowed.split(",") and (allowed or engine == "vLLM"):  # SGLang takes "" for all
+            problems.append(f"{variable} leaves weightwire out: {engine} won't load the plug-in by itself")
     if os.environ.get("WEIGHTWIRE_DISABLE", "0") not in ("", "0"):
         problems.append("WEIGHTWIRE_DISABLE is set: engines run without the plug-in")
     facts["replicas"] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from inference_plugin.wire import addresses
+
 __all__ = ["register_sglang", "register_vllm"]
 
 
@@ -22,9 +24,13 @@ def register_sglang() -> None:
     """Entry point of group `sglang.srt.plugins`: SGLang calls it first in each of its processes.
 
     SGLang logs and swallows what it raises (`EngineUnsupported`, if this SGLang is not one that the plug-in knows), and
-    runs without the plug-in. `WEIGHTWIRE_DISABLE=1` turns it off.
+    runs without the plug-in; `weightwire doctor` tells. `WEIGHTWIRE_DISABLE=1` turns it off.
     """
     if os.environ.get("WEIGHTWIRE_DISABLE", "") in ("", "0"):
-        from inference_plugin.engines.sglang import register
+        try:
+            from inference_plugin.engines.sglang import register
 
-        register()
+            register()
+        except Exception as error:
+            addresses.note_problem("sglang", str(error))
+            raise

@@ -68,6 +68,8 @@ TOUCHES = (
     Touch(_SCHEDULER + "is_fully_idle", ("ignore_waiting",), "called: drained?"),
     Touch(_SCHEDULER + "flush_cache", ("empty_cache",), "called"),
     Touch(_SCHEDULER + "record_weight_version_change", ("new_version",), "called: stamps outputs"),
+    Touch("sglang.srt.utils.weight_versions:WeightVersionEvent", ("old_version", "num_output_tokens"), "made: tokens still to be processed"),
+    Touch("sglang.srt.runtime_context:get_serving", why="called: the version that is served"),
     Touch(_SCHEDULER + "send_abort_output", why="called: refuses a request"),
     Touch(_SCHEDULER + "_release_aborted_request", ("req",), "called: what a refused request holds"),
     Touch("sglang.srt.managers.scheduler:_make_abort_req", ("req", "finished_reason"), "called: refuses a request"),
@@ -244,10 +246,27 @@ class Site:
             scheduler.waiting_queue.extend(held)
         elif operation.name == "installed":
             self._turn_namespace(operation.version)
-            scheduler.record_weight_version_change(new_version=str(operation.version))
+            self._stamp(operation.version)
         else:
             self._refuse(operation.reason)
         return True
+
+    def _stamp(self, version: int) -> None:
+        """SGLang's own record, and what it leaves out: tokens of a forward pass whose result is still to be processed
+        (SGLang overlaps the two) are of the weights that it ran with."""
+        from sglang.srt.runtime_context import get_serving
+        from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+        scheduler = self.scheduler
+        old = get_serving().weight_version
+        scheduler.record_weight_version_change(new_version=str(version))
+        for batch, _ in scheduler.result_queue if scheduler.enable_overlap else ():
+            for request in batch.reqs:
+                if request.inflight_middle_chunks > 0 or request.finished():
+                    continue  # a middle chunk of a prompt makes no token
+                if request.output_ids:
+                    request.weight_version_events.pop()
+                request.weight_version_events.append(WeightVersionEvent(old, len(request.output_ids) + 1))
 
     def _turn_namespace(self, version: int) -> None:
         """No request that starts from here on finds cached keys and values that an older version computed.

@@ -3,6 +3,7 @@
     <runtime>/<job>/<replica>.card     what the replica's front wrote last (msgpack ReplicaCard)
     <runtime>/<job>/<replica>.f        the front's socket
     <runtime>/<job>/<replica>.<rank>   each worker's socket
+    <runtime>/<job>/<engine>-*.problem why a living process of an engine runs without the plug-in
 
 A second `bind` on one `ipc://` path silently takes the path over, so a replica's id is never used twice.
 """
@@ -28,6 +29,8 @@ __all__ = [
     "ipc_address",
     "job_name",
     "new_replica_id",
+    "note_problem",
+    "problems",
     "process_is_alive",
     "remove_replica",
     "runtime_dir",
@@ -124,6 +127,20 @@ def remove_replica(replica: str, job: str | None = None) -> None:
         path.unlink(missing_ok=True)
 
 
+def note_problem(engine: str, text: str) -> None:
+    """Leaves word that this process runs without the plug-in, for engines that swallow a plug-in's errors."""
+    (runtime_dir() / f"{new_replica_id(engine)}.problem").write_text(text)
+
+
+def problems(job: str | None = None) -> list[str]:
+    """What living processes noted, with their names."""
+    return [
+        f"{path.stem}: {path.read_text()}"
+        for path in sorted(runtime_dir(job).glob("*.problem"))
+        if (owner := _OWNER.match(path.name)) and process_is_alive(int(owner[2]))
+    ]
+
+
 def process_is_alive(pid: int) -> bool:
     """Whether a process of this host runs: neither gone nor a zombie."""
     try:
@@ -146,10 +163,12 @@ def _is_stale(card: ReplicaCard) -> bool:
 
 
 def _remove_orphans(replicas: set[str], job: str | None) -> None:
-    """Removes sockets of dead processes that no card tells of: of an engine killed while it started, of a trainer."""
+    """Removes what dead processes left and no card tells of: sockets (of an engine killed while it started, of a
+    trainer) and problems."""
     for path in runtime_dir(job).iterdir():
         owner = _OWNER.match(path.name)
-        if owner and owner[1] not in replicas and path.is_socket() and not process_is_alive(int(owner[2])):
+        leftover = path.is_socket() or path.suffix == ".problem"
+        if owner and owner[1] not in replicas and leftover and not process_is_alive(int(owner[2])):
             path.unlink(missing_ok=True)
 
 

@@ -458,7 +458,7 @@ def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_h
     assert isinstance(tp2.engine, Driver)
     with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
         tp2.update(sync=sync)
-        running = tp2.engine.submit([LONG, PROMPTS[1]] * 12, 800)  # more than run at once: some are waiting
+        running = tp2.engine.submit([LONG, PROMPTS[1]] * 100, 800)  # far more than run at once, however slow the update
         tp2.engine.wait_for_tokens(running[:2], 2)
         tp2.order({"rank": 1, "step": "install", "when": "after"}, {"rank": 0, "step": "undo", "when": "before"})
         with pytest.raises(TornReplica, match="planned fault: undo on rank 0") as caught:
@@ -548,7 +548,9 @@ def test_a_torn_engine_in_the_caller_s_process_ends_requests_with_the_reason_unt
 ) -> None:
     assert isinstance(survivor.engine, Driver)
     survivor.update()
-    running = survivor.engine.submit([LONG, PROMPTS[1]] * 12, 800)  # more than run at once: some are waiting
+    running = survivor.engine.submit(
+        [LONG, PROMPTS[1]] * 100, 800
+    )  # far more than run at once, however slow the update
     survivor.engine.wait_for_tokens(running[:2], 2)
     survivor.order({"rank": 0, "step": "install", "when": "after"}, {"rank": 0, "step": "undo", "when": "before"})
     with SyncManager(timeout_s=120, install="copy") as sync, pytest.raises(TornReplica):

@@ -28,7 +28,7 @@ import psutil
 from inference_plugin.wire.addresses import discover
 from inference_plugin.wire.messages import ReplicaCard
 
-__all__ = ["ROOT", "Driver", "Engine", "Server", "eventually", "segments_of", "session_directory"]
+__all__ = ["ROOT", "Driver", "Engine", "HttpEngine", "Server", "eventually", "segments_of", "session_directory"]
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300.0
@@ -193,6 +193,28 @@ class Engine:
         self._before.clear()
 
 
+class HttpEngine(Engine):
+    """An engine behind a port of this host."""
+
+    port = 0
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", **(headers or {})},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
+                status, text = response.status, response.read()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read()
+        return status, json.loads(text) if text else {}
+
+
 class Driver(Engine):
     """An `LLM` held by `engine_driver.py`. `in_process`: everything in that one process, one engine after another."""
 
@@ -288,7 +310,7 @@ class Driver(Engine):
         return reply["result"]
 
 
-class Server(Engine):
+class Server(HttpEngine):
     """vLLM's OpenAI-compatible API server on a port of its own."""
 
     def __init__(
@@ -359,22 +381,6 @@ class Server(Engine):
         assert status == 200, answer
         tokens: list[int] = answer["choices"][0]["token_ids"]
         return tokens
-
-    def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> tuple[int, dict[str, Any]]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", **(headers or {})},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
-                status, text = response.status, response.read()
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read()
-        return status, json.loads(text) if text else {}
 
 
 def segments_of(process: psutil.Process) -> list[int]:

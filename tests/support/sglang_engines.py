@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.engines import ROOT, START_TIMEOUT_S, Driver
+from tests.support.engines import ROOT, START_TIMEOUT_S, Driver, HttpEngine
 
-__all__ = ["PYTHON", "SglangDriver"]
+__all__ = ["PYTHON", "SglangDriver", "SglangServer"]
 
 PYTHON = ROOT / ".venvs" / "sglang" / "bin" / "python"
 
@@ -40,12 +44,68 @@ class SglangDriver(Driver):
     python = str(PYTHON)
     module = "tests.support.sglang_driver"
 
-    def __init__(self, runtime: Path, *, tp: int = 1, job: str = "", **variables: str) -> None:
+    def __init__(
+        self, runtime: Path, *, tp: int = 1, job: str = "", ends_itself: bool = False, **variables: str
+    ) -> None:
         super().__init__(runtime, job=job, **{**environment(tp), **variables})
-        self.tp = tp
+        self.tp, self.ends_itself = tp, ends_itself
 
-    def open(self, model: Path, **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
+    def stop(self) -> None:
+        """`ends_itself`: a part of it was killed, and SGLang ends the rest, or leaves it hanging."""
+        if self.ends_itself:
+            self._kill()
+        else:
+            super().stop()
+
+    def open(self, model: Path, *, explicit: bool = False, **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
+        """`explicit`: by `inference_plugin.engines.sglang.make_engine`."""
         arguments = {"model_path": str(model), "tp_size": self.tp, **ENGINE_ARGUMENTS, **kwargs}
-        self.call("open", timeout_s=START_TIMEOUT_S, kwargs=arguments, env={})
+        variables = {"WEIGHTWIRE_TEST_EXPLICIT": "1"} if explicit else {}
+        self.call("open", timeout_s=START_TIMEOUT_S, kwargs=arguments, env=variables)
         self.family()
         return []
+
+
+class SglangServer(HttpEngine):
+    """SGLang's HTTP server on a port of its own; `explicit` starts it by our launcher."""
+
+    def __init__(self, runtime: Path, model: Path, *, tp: int = 1, explicit: bool = False, **variables: str) -> None:
+        super().__init__(runtime, **{**environment(tp), **variables})
+        self.model, self.tp, self.explicit = model, tp, explicit
+        self.port = 0
+
+    def start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        module = "inference_plugin.engines.sglang" if self.explicit else "sglang.launch_server"
+        command = [str(PYTHON), "-m", module, "--model-path", str(self.model), "--tp-size", str(self.tp)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--skip-server-warmup"]
+        for name, value in ENGINE_ARGUMENTS.items():
+            flag = "--" + name.replace("_", "-")
+            command += [flag] if value is True else [flag, str(value)]
+        self.process = self._spawn(command)
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            assert self.process.poll() is None, "the server ended while it started"
+            assert time.monotonic() < deadline_s, f"the server was not healthy within {START_TIMEOUT_S:g} s"
+            with contextlib.suppress(OSError):
+                if self.request("GET", "/health")[0] == 200:
+                    break
+            time.sleep(0.3)
+        self.family()
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait(60)
+
+    def generate(self, prompt: Sequence[int], max_tokens: int = 16) -> tuple[int, dict[str, Any]]:
+        """HTTP status and answer of `/generate`."""
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        return self.request("POST", "/generate", {"input_ids": list(prompt), "sampling_params": sampling})
+
+    def tokens(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[list[int]]:
+        answers = [self.generate(prompt, max_tokens) for prompt in prompts]
+        assert all(status == 200 for status, _ in answers), answers
+        return [answer["output_ids"] for _, answer in answers]

@@ -1,0 +1,147 @@
+"""Real SGLang engines: ways of loading, the server, one version per token under load, and beside a vLLM replica."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from inference_plugin.wire.errors import PeerLost, WeightwireError
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_one_version import TOKENS, Loaded, Replay
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, check_life, reference, source, weights
+from tests.support.engines import Driver
+from tests.support.sglang_engines import SglangDriver, SglangServer
+from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+NOT_DISCOVERED = {"SGLANG_PLUGINS": "somebody_elses"}
+
+
+@pytest.fixture
+def pair(checkpoint: Checkpoint) -> tuple[Path, Path]:
+    return checkpoint("qwen3", tied=True, seed=1), checkpoint("qwen3", tied=True, seed=2)
+
+
+def test_an_engine_built_by_hand_has_the_extension_where_discovery_leaves_it_out(
+    runtime: Path, pair: tuple[Path, Path]
+) -> None:
+    with SglangDriver(runtime, **NOT_DISCOVERED) as driver:
+        driver.open(pair[0], explicit=True)
+        with SyncManager(timeout_s=180) as manager:
+            manager.update(source(pair[1]), 1)
+        assert driver.tokens(PROMPTS, COUNT) == reference(pair[1])
+
+
+def test_an_engine_that_leaves_the_plug_in_out_runs_without_it(runtime: Path, pair: tuple[Path, Path]) -> None:
+    with SglangDriver(runtime, **NOT_DISCOVERED) as driver:
+        driver.open(pair[0])
+        assert driver.tokens(PROMPTS, COUNT) == reference(pair[0])
+        assert driver.cards == []
+        with SyncManager(timeout_s=60) as manager, pytest.raises(PeerLost, match="no replica"):
+            manager.update(source(pair[1]), 1)
+
+
+class Stalling(ModuleAdapter):
+    """Stops in the middle of its slices until it is told to go on."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.stalled, self.go_on = threading.Event(), threading.Event()
+
+    def slices(self) -> Iterator[LocalSlice]:
+        for i, item in enumerate(super().slices()):
+            if i == 5:
+                self.stalled.set()
+                self.go_on.wait(120)
+            yield item
+
+
+def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_of_a_bad_update(
+    runtime: Path, pair: tuple[Path, Path]
+) -> None:
+    with SglangServer(runtime, pair[0], tp=2, explicit=True, **NOT_DISCOVERED) as server:
+        check_life(server.tokens, *pair)
+        stalling = Stalling(weights(pair[1]))
+        with SyncManager(timeout_s=180) as manager:
+            future = manager.update_async(stalling, 100)
+            assert stalling.stalled.wait(120)
+            for _ in range(3):
+                assert server.tokens(PROMPTS, COUNT) == reference(pair[0])
+                assert server.request("GET", "/health")[0] == 200
+            stalling.go_on.set()
+            assert [r.status for r in future.result(180).replicas] == ["committed"]
+        assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
+        assert server.generate(PROMPTS[0], COUNT)[1]["meta_info"]["weight_version"] == "100"
+        narrow = weights(pair[0])
+        narrow["model.norm.weight"] = narrow["model.norm.weight"][:-1].clone()
+        for bad in (narrow, {"nonsense": torch.zeros(3)}):
+            with SyncManager(timeout_s=180) as manager, pytest.raises(WeightwireError):
+                manager.update(ModuleAdapter(bad), 101)
+            assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
+    assert server.leftovers() == [] and server.family() == []
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_every_token_is_of_exactly_one_version_while_50_updates_alternate_under_load(
+    runtime: Path, checkpoint: Checkpoint, in_flight: str
+) -> None:
+    models = checkpoint("llama", tied=False, seed=1), checkpoint("llama", tied=False, seed=2)
+    with SglangDriver(runtime, tp=2) as driver:
+        driver.open(models[0])
+        loaded = Loaded("sglang", driver, models)
+        sources = [ModuleAdapter(load_file(model / "model.safetensors")) for model in models]
+        names: list[str] = []
+        with SyncManager(in_flight=in_flight, timeout_s=180) as sync:  # type: ignore[arg-type]
+            for _ in range(50):
+                loaded.top_up(names)
+                loaded.version += 1
+                report = sync.update(sources[loaded.version % 2], loaded.version)
+                assert [r.status for r in report.replicas] == ["committed"]
+        done = driver.wait(names)
+    assert [(r["finish_reason"], len(r["tokens"])) for r in done] == [("length", TOKENS)] * len(done)
+    replay = Replay(models, in_flight)
+    for request in done:
+        replay.check(loaded.prompts[request["name"]], request["tokens"], request["versions"])
+    crossing = sum(len(set(r["versions"])) > 1 for r in done)
+    print(f"{len(done)} requests, {crossing} across updates, {replay.total} tokens, {replay.unexplained} unexplained")
+    assert crossing, "no request ran across an update"
+    assert replay.unexplained == 0
+    assert replay.by_other <= replay.sampled // 20, "the two sets can't be told apart"
+
+
+def test_one_update_reaches_vllm_and_sglang_and_goes_on_without_the_one_that_is_killed(
+    runtime: Path, pair: tuple[Path, Path]
+) -> None:
+    with Driver(runtime) as vllm, SglangDriver(runtime, job=vllm.job, ends_itself=True) as sglang:
+        vllm.open(pair[0])
+        sglang.open(pair[0])
+        assert sorted(card.engine for card in vllm.cards) == ["sglang", "vllm"]
+        with SyncManager(timeout_s=180) as manager:
+            report = manager.update(source(pair[1]), 1)
+            assert sorted((r.engine, r.status) for r in report.replicas) == [
+                ("sglang", "committed"),
+                ("vllm", "committed"),
+            ]
+            assert len({r.digest for r in report.replicas}) == 1
+            for driver in (vllm, sglang):
+                assert driver.tokens(PROMPTS, COUNT) == reference(pair[1])
+            assert manager.verify(source(pair[1])).ok
+            (card,) = [card for card in vllm.cards if card.engine == "sglang"]
+            stalling = Stalling(weights(pair[0]))
+            future = manager.update_async(stalling, 2)
+            assert stalling.stalled.wait(120)
+            os.kill(card.pid, signal.SIGKILL)
+            stalling.go_on.set()
+            outcome = {r.engine: r for r in future.result(180).replicas}
+            assert outcome["vllm"].status == "committed" and outcome["sglang"].status == "failed"
+            assert outcome["sglang"].error is not None and outcome["sglang"].error.kind == "PeerLost"
+        assert vllm.tokens(PROMPTS, COUNT) == reference(pair[0])

@@ -1,0 +1,83 @@
+"""The command line, as an operator runs it, beside a living replica."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.plain_engine import ShardSource, checkpoint
+from tests.support.rig import Rig, eventually, fork, kill
+from trainer_adapters import SyncManager
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, Any]:
+    """Exit status and what `--json` printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "inference_plugin.cli", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def plug_in_that_fails(ready: str) -> None:
+    """A process of an SGLang that the plug-in doesn't know: here there is none at all."""
+    import contextlib
+    import signal
+
+    from inference_plugin.plugin import register_sglang
+    from inference_plugin.wire.errors import EngineUnsupported
+
+    with contextlib.suppress(EngineUnsupported):  # as SGLang does
+        register_sglang()
+    Path(ready).touch()
+    signal.pause()
+
+
+def test_status_and_doctor_tell_of_replicas_versions_and_processes(directory: Path) -> None:
+    rig = Rig(directory, tp=2)
+    try:
+        with SyncManager(timeout_s=60) as manager:
+            manager.update(ShardSource(checkpoint(1)), 7)
+            code, status = run("status")
+            assert code == 0 and rig.replica in json.dumps(status) and "7" in json.dumps(status)
+            code, doctor = run("doctor")
+            assert code == 0 and doctor["problems"] == []
+            (replica,) = doctor["facts"]["replicas"]
+            assert replica["replica"] == rig.replica
+            assert set(replica["processes"].values()) == {rig.pid, *(worker.pid for worker in rig.card.workers)}
+    finally:
+        rig.end()
+
+
+def test_doctor_tells_of_an_engine_that_runs_without_the_plug_in_until_it_ends(directory: Path) -> None:
+    ready = directory / "ready"
+    environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
+    pid = fork("tests.manager.test_cli:plug_in_that_fails", environment, ready=str(ready))
+    eventually(ready.exists, "the process to have noted its problem")
+    code, doctor = run("doctor")
+    (problem,) = doctor["problems"]
+    assert code == 1 and problem.startswith(f"runs without the plug-in: sglang-{pid}-")
+    assert "sglang unknown is not the engine this plug-in knows" in problem and "known to work: sglang" in problem
+    kill(pid)
+    assert run("doctor")[1]["problems"] == []
+    assert not list(directory.glob("**/*.problem"))
+
+
+def test_doctor_tells_where_an_engine_s_own_list_leaves_the_plug_in_out(directory: Path) -> None:
+    for variable, value, complaint in (
+        ("VLLM_PLUGINS", "other", True),
+        ("VLLM_PLUGINS", "", True),
+        ("VLLM_PLUGINS", "other,weightwire", False),
+        ("SGLANG_PLUGINS", "other", True),
+        ("SGLANG_PLUGINS", "", False),
+    ):
+        code, doctor = run("doctor", **{variable: value})
+        assert (code, any(variable in problem for problem in doctor["problems"])) == (int(complaint), complaint)
