@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 PY := .venvs/vllm/bin/python
 MODEL := .models/smollm2-135m-instruct
+ENGINE ?= vllm
 ARGS ?=
 
 # No test, no demo and no check asks a model hub for anything.
@@ -13,9 +14,10 @@ export HF_HUB_OFFLINE = 1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Options go in ARGS, as in: make test ARGS='-k digest -x', make demo ARGS='--steps 3'"
+	@echo "  The demo runs on vLLM, or with ENGINE=sglang on SGLang"
 
-demo: setup model ## train SmolLM2-135M for a few RL steps while it is being served, and prove what the engine holds
-	@$(PY) examples/rl_smollm2/run.py --model $(MODEL) $(ARGS)
+demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M for a few RL steps while it is being served, and prove what the engine holds
+	@$(PY) examples/rl_smollm2/run.py --engine $(ENGINE) --model $(MODEL) $(ARGS)
 
 test: engines ## every test that this machine can run
 	@$(PY) -m pytest $(ARGS)

@@ -3,10 +3,10 @@
     make demo                                        # sets everything up, then runs this
     .venvs/vllm/bin/python examples/rl_smollm2/run.py --model .models/smollm2-135m-instruct
 
-1. A stock vLLM serves SmolLM2-135M-Instruct; nothing but ``pip install`` told it about Weightwire.
-2. ``train.py`` trains the same model on two FSDP2 ranks: its samples come from that vLLM.
+1. A stock vLLM (or SGLang) serves SmolLM2-135M-Instruct; nothing but ``pip install`` told it about Weightwire.
+2. ``train.py`` trains the same model on two FSDP2 ranks: its samples come from that engine.
 3. After every step the new weights travel into the running engine, while somebody else keeps asking it questions.
-4. The proof: a second vLLM, started without Weightwire from the trainer's checkpoint, gives the same greedy
+4. The proof: a second one, started without Weightwire from the trainer's checkpoint, gives the same greedy
    tokens; and every tensor in the first has the digest of the trainer's.
 
 Exit status 0 means that all of it held.
@@ -32,12 +32,14 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
-from server import DemoError, complete, own_process, tail, vllm_server
+from server import DemoError, Server, own_process, running_server, tail
 from task import CAPITALS, OTHER_COUNTRIES, prompt_ids
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 OUTPUT = HERE.parent.parent / ".demo"
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+WITHOUT = {"WEIGHTWIRE_DISABLE": "1"}
 COMPARED_TOKENS = 32
 VISITOR_PAUSE_S = 0.5
 SHOWN_ANSWERS = 4
@@ -53,11 +55,11 @@ console = Console(highlight=False, soft_wrap=True)
 class Visitor:
     """Somebody who uses the engine all the time: one question after another, answers and failures counted."""
 
-    def __init__(self, url: str, prompts: list[list[int]]) -> None:
+    def __init__(self, server: Server, prompts: list[list[int]]) -> None:
         self.served = 0
         self.slowest_s = 0.0
         self.failures: list[str] = []
-        self._url, self._prompts = url, prompts
+        self._server, self._prompts = server, prompts
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="visitor", daemon=True)
 
@@ -74,7 +76,7 @@ class Visitor:
             prompt = self._prompts[self.served % len(self._prompts)]
             started = time.monotonic()
             try:
-                complete(self._url, [prompt], max_tokens=16)
+                self._server.complete([prompt], max_tokens=16)
                 self.served += 1
             except (OSError, ValueError, KeyError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
@@ -83,7 +85,8 @@ class Visitor:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="RL on SmolLM2-135M, streamed into a running vLLM.")
+    parser = argparse.ArgumentParser(description="RL on SmolLM2-135M, streamed into a running engine.")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", type=Path, default=HERE.parent.parent / ".models" / "smollm2-135m-instruct")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2, help="FSDP2 ranks")
@@ -101,6 +104,7 @@ def main() -> int:
 
 def demo(args: argparse.Namespace) -> int:
     out = args.out.resolve()
+    name = ENGINES[args.engine]
     checkpoint = out / "checkpoint"
     shutil.rmtree(checkpoint, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -113,20 +117,21 @@ def demo(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="weightwire-demo-") as runtime:
         job = {"WEIGHTWIRE_RUNTIME_DIR": runtime, "WEIGHTWIRE_JOB": "demo"}
         with contextlib.ExitStack() as stack:
-            with doing("starting vLLM (about half a minute)"):
-                url = stack.enter_context(vllm_server(args.model.resolve(), out / "vllm.log", job))
-            console.print(f"vLLM serves [bold]{args.model.name}[/] at {url}; its log: {_shown(out / 'vllm.log')}")
-            before = greedy(url, questions)
-            with Visitor(url, [questions[country] for country in OTHER_COUNTRIES]) as visitor:
-                rewards, verified = watch_training(args, url, checkpoint, job, visitor)
-            after = greedy(url, questions)
+            with doing(f"starting {name} (about half a minute)"):
+                log = out / f"{args.engine}.log"
+                server = stack.enter_context(running_server(args.engine, args.model.resolve(), log, job))
+            console.print(f"{name} serves [bold]{args.model.name}[/] at {server.url}; its log: {_shown(log)}")
+            before = greedy(server, questions)
+            with Visitor(server, [questions[country] for country in OTHER_COUNTRIES]) as visitor:
+                rewards, verified = watch_training(args, server, checkpoint, job, visitor)
+            after = greedy(server, questions)
             with doing("comparing digests with the checkpoint's"):
                 digests, words = verify_checkpoint(checkpoint, job)
         with (
-            doing("starting a second vLLM from the trainer's checkpoint, without Weightwire"),
-            vllm_server(checkpoint, out / "vllm-fresh.log", {"WEIGHTWIRE_DISABLE": "1"}) as fresh_url,
+            doing(f"starting a second {name} from the trainer's checkpoint, without Weightwire"),
+            running_server(args.engine, checkpoint, out / f"{args.engine}-fresh.log", WITHOUT) as fresh_server,
         ):
-            fresh = greedy(fresh_url, questions)
+            fresh = greedy(fresh_server, questions)
 
     same = [country for country in countries if after[country] == fresh[country]]
     changed = [country for country in countries if after[country] != before[country]]
@@ -147,7 +152,7 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def watch_training(
-    args: argparse.Namespace, url: str, checkpoint: Path, job: dict[str, str], visitor: Visitor
+    args: argparse.Namespace, server: Server, checkpoint: Path, job: dict[str, str], visitor: Visitor
 ) -> tuple[list[float], bool]:
     """Run the trainer, show each of its steps; return the rewards and whether the engine verified."""
     log = args.out.resolve() / "trainer.log"
@@ -159,7 +164,15 @@ def watch_training(
         "--nproc-per-node",
         str(args.ranks),
     ]
-    command += [str(HERE / "train.py"), "--server", url, "--model", str(args.model.resolve())]
+    command += [
+        str(HERE / "train.py"),
+        "--engine",
+        server.engine,
+        "--server",
+        server.url,
+        "--model",
+        str(args.model.resolve()),
+    ]
     command += ["--save", str(checkpoint), "--steps", str(args.steps)]
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
     settings = {**job, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
@@ -191,10 +204,10 @@ def watch_training(
     return rewards, verified
 
 
-def greedy(url: str, questions: dict[str, list[int]]) -> dict[str, list[int]]:
+def greedy(server: Server, questions: dict[str, list[int]]) -> dict[str, list[int]]:
     """The engine's most likely answer to each question, asked one by one, as tokens."""
     return {
-        country: complete(url, [prompt], max_tokens=COMPARED_TOKENS)[0][0].token_ids
+        country: server.complete([prompt], max_tokens=COMPARED_TOKENS)[0][0].token_ids
         for country, prompt in questions.items()
     }
 

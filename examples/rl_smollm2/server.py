@@ -1,4 +1,4 @@
-"""A vLLM API server as a subprocess, and the little of its HTTP API that the demo needs."""
+"""A vLLM or SGLang server as a subprocess, and the little of its HTTP API that the demo needs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 MODEL_NAME = "smollm2"
+SGLANG_PYTHON = Path(__file__).resolve().parents[2] / ".venvs" / "sglang" / "bin" / "python"
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
@@ -34,23 +36,101 @@ class Completion:
     """The model ended the answer itself; otherwise it was cut off at the token limit."""
 
 
+@dataclass(frozen=True)
+class Server:
+    """A running server, and how to ask it."""
+
+    engine: str
+    url: str
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, samples: int = 1, temperature: float = 0.0
+    ) -> list[list[Completion]]:
+        """``samples`` completions of each of ``prompts`` (token ids). Temperature 0 is greedy. Raises OSError."""
+        ask = self._ask_sglang if self.engine == "sglang" else self._ask_vllm
+        flat = ask([list(prompt) for prompt in prompts], max_tokens, samples, temperature)
+        return [flat[i : i + samples] for i in range(0, len(flat), samples)]
+
+    def _ask_vllm(
+        self, prompts: list[list[int]], max_tokens: int, samples: int, temperature: float
+    ) -> list[Completion]:
+        answer = self._post(
+            "/v1/completions",
+            {
+                "model": MODEL_NAME,
+                "prompt": prompts,
+                "max_tokens": max_tokens,
+                "n": samples,
+                "temperature": temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "return_token_ids": True,
+            },
+        )
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [Completion(one["text"], one["token_ids"], one["finish_reason"] == "stop") for one in choices]
+
+    def _ask_sglang(
+        self, prompts: list[list[int]], max_tokens: int, samples: int, temperature: float
+    ) -> list[Completion]:
+        answers = self._post(
+            "/generate",
+            {
+                "input_ids": [prompt for prompt in prompts for _ in range(samples)],
+                "sampling_params": {
+                    "temperature": temperature,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "max_new_tokens": max_tokens,
+                },
+            },
+        )
+        return [
+            Completion(one["text"], one["output_ids"], one["meta_info"]["finish_reason"]["type"] == "stop")
+            for one in answers
+        ]
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        request = urllib.request.Request(
+            self.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+            return json.load(response)
+
+
 @contextlib.contextmanager
-def vllm_server(model: Path, log: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """Serve ``model`` on a free port of this host; yields the URL once it answers, and stops it always.
+def running_server(engine: str, model: Path, log: Path, environment: Mapping[str, str]) -> Iterator[Server]:
+    """Serve ``model`` on a free port of this host; yields the server once it answers, and stops it always.
 
     ``environment`` is added to this process's own. Raises :class:`DemoError` when the server does not start.
     """
     port = _free_port()
+    command, settings = (_sglang if engine == "sglang" else _vllm)(model, port)
+    with own_process(command, log, {**settings, **environment}) as process:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_ready(url, process, log)
+        yield Server(engine, url)
+
+
+def _vllm(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--uvicorn-log-level", "warning"]
     command += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "64", "--seed", "0"]
     command += ["--kv-cache-memory-bytes", str(512 << 20)]
-    settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with own_process(command, log, {**settings, **environment}) as process:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_ready(url, process, log)
-        yield url
+    return command, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def _sglang(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    if not SGLANG_PYTHON.exists():
+        raise DemoError("SGLang's environment is not there: `make engines` makes it")
+    command = [str(SGLANG_PYTHON), "-m", "sglang.launch_server", "--model-path", str(model), "--dtype", "bfloat16"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning", "--skip-server-warmup"]
+    command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    command += ["--disable-cuda-graph", "--sleep-on-idle", "--context-length", "512", "--max-running-requests", "64"]
+    command += ["--max-total-tokens", "16384", "--random-seed", "0"]
+    settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
+    return command, {**settings, "TRANSFORMERS_OFFLINE": "1"}
 
 
 @contextlib.contextmanager
@@ -92,45 +172,15 @@ def stop_group(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def complete(
-    url: str,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int,
-    samples: int = 1,
-    temperature: float = 0.0,
-) -> list[list[Completion]]:
-    """``samples`` completions of each of ``prompts`` (token ids). Temperature 0 is greedy. Raises OSError."""
-    body = {
-        "model": MODEL_NAME,
-        "prompt": [list(prompt) for prompt in prompts],
-        "max_tokens": max_tokens,
-        "n": samples,
-        "temperature": temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "return_token_ids": True,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
-        choices = sorted(json.load(response)["choices"], key=lambda choice: choice["index"])
-    flat = [Completion(choice["text"], choice["token_ids"], choice["finish_reason"] == "stop") for choice in choices]
-    return [flat[i : i + samples] for i in range(0, len(flat), samples)]
-
-
 def _wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise DemoError(f"the vLLM server ended with status {process.returncode}; see {log}\n{tail(log)}")
+            raise DemoError(f"the server ended with status {process.returncode}; see {log}\n{tail(log)}")
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
             return
         time.sleep(0.5)
-    raise DemoError(f"the vLLM server did not answer within {START_TIMEOUT_S:.0f} s; see {log}\n{tail(log)}")
+    raise DemoError(f"the server did not answer within {START_TIMEOUT_S:.0f} s; see {log}\n{tail(log)}")
 
 
 def tail(log: Path, lines: int = 15, until: str | None = None) -> str:

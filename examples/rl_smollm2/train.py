@@ -1,4 +1,4 @@
-"""The trainer of the demo: policy gradient on an FSDP2 model; its samples come from a vLLM that it keeps up to date.
+"""The trainer of the demo: policy gradient on an FSDP2 model; its samples come from an engine that it keeps up to date.
 
 Run by ``run.py`` under torchrun, on CPU ranks joined by gloo. One step:
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from server import Completion, complete
+from server import Completion, Server
 from task import CAPITALS, MAX_TOKENS, is_right, prompt_ids, reward
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -51,6 +51,7 @@ class Answers:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--engine", required=True)
     parser.add_argument("--server", required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--save", type=Path, required=True)
@@ -73,13 +74,15 @@ def train(args: argparse.Namespace) -> None:
     mine = list(CAPITALS)[dist.get_rank() :: dist.get_world_size()]
     questions = {country: prompt_ids(tokenizer, country) for country in mine}
 
+    server = Server(args.engine, args.server)
+
     # fp32 shards, sent as bf16: a change of dtype is said aloud, never guessed.
     source = FSDPAdapter(model, dtype_rules={"*": SENT_AS})
     with SyncManager(group="policy", transport="auto", install="auto", in_flight="keep", timeout_s=120) as manager:
         for step in range(1, args.steps + 1):
-            tell("doing", what=f"step {step}: vLLM draws {len(CAPITALS) * args.samples} answers")
+            tell("doing", what=f"step {step}: the engine draws {len(CAPITALS) * args.samples} answers")
             started = time.monotonic()
-            answers = draw(args.server, questions, args.samples)
+            answers = draw(server, questions, args.samples)
             drawn = time.monotonic()
             tell("doing", what=f"step {step}: FSDP2 learns from them")
             learn(model, optimizer, answers, args.samples)
@@ -101,7 +104,7 @@ def train(args: argparse.Namespace) -> None:
                 replicas=[[replica.replica, replica.version, replica.digest] for replica in report.replicas],
             )
         tell("doing", what="the last version answers")
-        tell("final", **summary(draw(args.server, questions, args.samples)))
+        tell("final", **summary(draw(server, questions, args.samples)))
         tell("doing", what="comparing the engine's tensors with the trainer's")
         verified = manager.verify(source)
         tell("verified", ok=verified.ok, boxes=sum(replica.boxes for replica in verified.replicas))
@@ -120,9 +123,9 @@ def load_sharded(directory: Path) -> LlamaForCausalLM:
     return model
 
 
-def draw(server: str, questions: dict[str, list[int]], samples: int) -> Answers:
+def draw(server: Server, questions: dict[str, list[int]], samples: int) -> Answers:
     """``samples`` answers to each question at temperature 1, with their rewards."""
-    groups = complete(server, list(questions.values()), max_tokens=MAX_TOKENS, samples=samples, temperature=1.0)
+    groups = server.complete(list(questions.values()), max_tokens=MAX_TOKENS, samples=samples, temperature=1.0)
     countries = [country for country in questions for _ in range(samples)]
     drawn = [answer for group in groups for answer in group]
     rewards = [
