@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -12,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from inference_plugin.wire.errors import PeerLost, WeightwireError
+from inference_plugin.wire.errors import PeerLost, TornReplica, WeightwireError
 from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_faults import PLUGIN
 from tests.engines.test_vllm_one_version import TOKENS, Loaded, Replay
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, check_life, reference, source, weights
 from tests.support.engines import Driver
@@ -87,6 +89,25 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
                 manager.update(ModuleAdapter(bad), 101)
             assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
     assert server.leftovers() == [] and server.family() == []
+
+
+def test_a_torn_server_answers_503_with_the_reason_until_it_is_healed(runtime: Path, pair: tuple[Path, Path]) -> None:
+    faults = runtime / "faults-sglang-server"
+    faults.write_text('[{"rank": 0, "step": "install", "when": "after"}]')
+    with (
+        SglangServer(runtime, pair[0], WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as server,
+        SyncManager(timeout_s=120, install="copy") as sync,
+    ):
+        with pytest.raises(TornReplica, match="previous version's bytes are gone"):
+            sync.update(source(pair[1]), 1)
+        (card,) = server.cards
+        assert card.state == "torn"
+        for _ in range(2):
+            status, answer = server.generate(PROMPTS[1], COUNT)
+            assert status == 503 and "planned fault" in json.dumps(answer), (status, answer)
+        faults.write_text("[]")
+        sync.update(source(pair[1]), 2)
+        assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
 
 
 @pytest.mark.timeout(900)
