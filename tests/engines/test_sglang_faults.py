@@ -11,8 +11,15 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import (  # noqa: F401 -- collected here once more
     PLUGIN,
     Faulty,
+    test_a_killed_trainer_rank_fails_the_update_on_its_manager_at_once,
+    test_a_manager_killed_after_it_sent_the_commit_leaves_the_old_version_or_the_new_one,
+    test_a_manager_killed_before_the_commit_leaves_the_old_version_and_nothing_of_its_own,
     test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_healed_by_an_update,
     test_a_silent_front_fails_the_commit_by_the_deadline_and_takes_the_next_one_when_it_wakes,
+    test_a_silent_manager_loses_its_lease_and_is_told_so_when_it_wakes,
+    test_a_silent_trainer_rank_fails_the_update_on_its_manager_by_the_deadline,
+    test_a_silent_worker_fails_the_update_by_the_deadline_and_takes_the_next_one_when_it_wakes,
+    test_a_trainer_rank_that_learns_of_its_manager_s_death_fails_with_a_typed_error,
     test_an_installation_that_fails_on_one_rank_is_undone_on_all,
     tp2,
 )
