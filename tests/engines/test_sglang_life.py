@@ -72,7 +72,7 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
     with SglangServer(runtime, pair[0], tp=2, explicit=True, **NOT_DISCOVERED) as server:
         check_life(server.tokens, *pair)
         stalling = Stalling(weights(pair[1]))
-        with SyncManager(timeout_s=180) as manager:
+        with SyncManager(timeout_s=180, lease_s=180) as manager:
             future = manager.update_async(stalling, 100)
             assert stalling.stalled.wait(120)
             for _ in range(3):
@@ -146,7 +146,7 @@ def test_one_update_reaches_vllm_and_sglang_and_goes_on_without_the_one_that_is_
         vllm.open(pair[0])
         sglang.open(pair[0])
         assert sorted(card.engine for card in vllm.cards) == ["sglang", "vllm"]
-        with SyncManager(timeout_s=180) as manager:
+        with SyncManager(timeout_s=180, lease_s=180) as manager:
             report = manager.update(source(pair[1]), 1)
             assert sorted((r.engine, r.status) for r in report.replicas) == [
                 ("sglang", "committed"),
