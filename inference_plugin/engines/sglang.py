@@ -40,7 +40,7 @@ from inference_plugin.engines.touch import Touch, check_touches
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import PeerLost
+from inference_plugin.wire.errors import CommitFailed, PeerLost
 from inference_plugin.wire.messages import InFlight, WorkerCard
 
 __all__ = ["KNOWN_VERSIONS", "TOUCHES", "make_engine", "register", "run_scheduler"]
@@ -62,7 +62,7 @@ TOUCHES = (
     Touch(_SCHEDULER + "_add_request_to_queue", ("req", "is_retracted"), "wrapped: holds new requests during a drain, refuses them while torn"),
     Touch(_SCHEDULER + "_maybe_namespace_elastic_radix_cache", ("req",), "wrapped: new requests get the version's prefix namespace"),
     # pausing, caches, versions
-    Touch(_SCHEDULER + "pause_generation", ("recv_req",), "called: retract"),
+    Touch(_SCHEDULER + "pause_generation", ("recv_req",), "called: retract; its `_engine_paused` is read"),
     Touch(_SCHEDULER + "continue_generation", ("recv_req",), "called"),
     Touch(_SCHEDULER + "abort_request", ("recv_req",), "called: abort all"),
     Touch(_SCHEDULER + "is_fully_idle", ("ignore_waiting",), "called: drained?"),
@@ -133,7 +133,6 @@ class EngineOperation(msgspec.Struct, frozen=True):
 
     name: Literal["retract", "abort", "hold", "flush", "resume", "installed", "refuse"]
     version: int = 0
-    keep: bool = False
     reason: str | None = None
 
 
@@ -178,7 +177,7 @@ class Site:
         self.holding = False
         self.namespace = ""
         self._held: list[Any] = []
-        self._retracted = False
+        self._paused = False
 
     def take_turn(self, _: Turn) -> None:
         """The handler of `Turn`. Nothing that fails here may reach SGLang's event loop: it would end the server."""
@@ -219,12 +218,11 @@ class Site:
             _gather(self.group, self.rank, self.size, self.perform(step))
 
     def _engine(self, operation: EngineOperation) -> bool:
-        from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput, PauseGenerationReqInput
+        from sglang.srt.managers.io_struct import AbortReq
 
         scheduler = self.scheduler
         if operation.name == "retract":
-            self._retracted = True
-            scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            self._retract()
             return bool(scheduler.flush_cache(empty_cache=False))
         if operation.name in ("abort", "hold"):
             self.holding = True
@@ -238,9 +236,7 @@ class Site:
         elif operation.name == "flush":
             return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
         elif operation.name == "resume":
-            if self._retracted:
-                self._retracted = False
-                scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+            self._continue()
             self.holding = False
             held, self._held = self._held, []
             scheduler.waiting_queue.extend(held)
@@ -288,19 +284,31 @@ class Site:
         request.weightwire_key = own
         request.extra_key = "|".join(filter(None, [own, self.namespace])) or own
 
-    def _refuse(self, reason: str | None) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+    def _retract(self) -> None:
+        """SGLang's own pause; one that its user made before stays after `_continue`."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
+        self._paused |= not self.scheduler._engine_paused
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+    def _continue(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        if self._paused:
+            self._paused = False
+            self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def _refuse(self, reason: str | None) -> None:
         self.refusal = reason
         if reason is None:
             return
         # Retracted first: a running request that is aborted takes one step more, and none may be taken.
-        self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self._retract()
         ended = [*self.scheduler.waiting_queue, *self._held]
         self.scheduler.waiting_queue, self._held = [], []
         for request in ended:
             self._end(request, reason, HTTPStatus.SERVICE_UNAVAILABLE)
-        self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        self._continue()
 
     def _end(self, request: Any, reason: str, status: HTTPStatus | None) -> None:
         """Ends a request that computes nothing now; with a status its client gets an error."""
@@ -431,7 +439,8 @@ class TurnControl:
         if in_flight == "keep":
             paused(None)
         elif in_flight == "recompute":
-            self._ask("retract")
+            if not all(reply.done for reply in self._ask("retract")):
+                raise CommitFailed("SGLang could not flush its cache with all requests retracted", phase="commit")
             paused(None)
         else:
             self._ask("abort" if in_flight == "abort" else "hold")
