@@ -176,6 +176,7 @@ class Site:
         self.refusal: str | None = None
         self.holding = False
         self.namespace = ""
+        self._installations = 0
         self._held: list[Any] = []
         self._paused = False
 
@@ -241,7 +242,7 @@ class Site:
             held, self._held = self._held, []
             scheduler.waiting_queue.extend(held)
         elif operation.name == "installed":
-            self._turn_namespace(operation.version)
+            self._turn_namespace()
             self._stamp(operation.version)
         else:
             self._refuse(operation.reason)
@@ -256,24 +257,28 @@ class Site:
         scheduler = self.scheduler
         old = get_serving().weight_version
         scheduler.record_weight_version_change(new_version=str(version))
-        for batch, _ in scheduler.result_queue if scheduler.enable_overlap else ():
+        if old == str(version) or not scheduler.enable_overlap:
+            return
+        for batch, _ in scheduler.result_queue:
             for request in batch.reqs:
                 if request.inflight_middle_chunks > 0 or request.finished():
                     continue  # a middle chunk of a prompt makes no token
-                if request.output_ids:
-                    request.weight_version_events.pop()
-                request.weight_version_events.append(WeightVersionEvent(old, len(request.output_ids) + 1))
+                events, made = request.weight_version_events, len(request.output_ids)
+                if events and events[-1] == WeightVersionEvent(old, made):
+                    events.pop()
+                events.append(WeightVersionEvent(old, made + 1))
 
-    def _turn_namespace(self, version: int) -> None:
+    def _turn_namespace(self) -> None:
         """No request that starts from here on finds cached keys and values that an older version computed.
 
         Requests in flight keep theirs; those that wait have none yet and move to the new namespace.
         """
         scheduler = self.scheduler
+        self._installations += 1  # not the version: two groups may be at the same one
         if scheduler.is_fully_idle(ignore_waiting=True) and scheduler.flush_cache(empty_cache=False):
             self.namespace = ""
         else:
-            self.namespace = f"weightwire={version}"
+            self.namespace = f"weightwire={self._installations}"
         for request in [*scheduler.waiting_queue, *self._held]:
             if not request.output_ids:
                 self.name(request)

@@ -110,6 +110,20 @@ def test_a_torn_server_answers_503_with_the_reason_until_it_is_healed(runtime: P
         assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
 
 
+def test_an_engine_started_under_the_name_of_the_first_version_takes_it_with_requests_in_flight(
+    runtime: Path, pair: tuple[Path, Path]
+) -> None:
+    with SglangDriver(runtime) as driver:
+        driver.open(pair[0], weight_version="1")
+        with SyncManager(timeout_s=180) as manager:
+            running = driver.submit([PROMPTS[1]] * 3, 800)
+            driver.wait_for_tokens(running, 3)
+            report = manager.update(source(pair[1]), 1)
+        assert [r.status for r in report.replicas] == ["committed"]
+        assert {r["finish_reason"] for r in driver.wait(running)} == {"length"}
+        assert driver.tokens(PROMPTS, COUNT) == reference(pair[1])
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
 def test_every_token_is_of_exactly_one_version_while_50_updates_alternate_under_load(
