@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_adapters.fsdp import FSDPAdapter
     from trainer_adapters.manager import SyncManager
+    from trainer_adapters.megatron import MegatronAdapter
     from trainer_adapters.module import ModuleAdapter
     from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
 
-__all__ = ["DtypeRules", "FSDPAdapter", "LocalSlice", "ModuleAdapter", "SyncManager", "WeightSource"]
+__all__ = ["DtypeRules", "FSDPAdapter", "LocalSlice", "MegatronAdapter", "ModuleAdapter", "SyncManager", "WeightSource"]
 
 _HOMES = {
     "DtypeRules": "source",
     "FSDPAdapter": "fsdp",
     "LocalSlice": "source",
+    "MegatronAdapter": "megatron",
     "ModuleAdapter": "module",
     "SyncManager": "manager",
     "WeightSource": "source",

@@ -1,0 +1,388 @@
+"""Megatron-Core's parts, on real gloo ranks: what all ranks write together is the Hugging Face checkpoint, bit for bit.
+
+The trainers run in `.venvs/megatron` (`megatron_worker.py`), all cases of a world size in one launch. Three judges: the
+checkpoint that Megatron-Bridge loaded into the model; Megatron-Bridge's export after a training step; and a gold model
+put together by `tests/support/megatron_gold.py`, also where Megatron-Bridge has no mapping.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+
+from inference_plugin.wire.manifest import Box, Manifest, check_exact_cover
+from inference_plugin.wire.tensors import box_view, bytes_view
+from tests.support.megatron_gold import assemble
+from tests.support.megatron_models import KINDS, write_checkpoint
+
+WORKER = Path(__file__).with_name("megatron_worker.py")
+ROOT = WORKER.parents[2]
+PYTHON = ROOT / ".venvs" / "megatron" / "bin" / "python"
+
+pytestmark = pytest.mark.slow
+
+COMBINATIONS = {
+    2: {
+        "tp2 llama": "llama",
+        "tp2 llama te": "llama",
+        "tp2 one kv head": "mqa",
+        "tp2 qwen2 te": "qwen2",
+        "pp2 qwen2": "qwen2",
+        "tp2 qwen3 tied te": "qwen3 tied",
+        "pp2 qwen3 tied": "qwen3 tied",
+        "pp2 vpp2 qwen3": "qwen3",
+        "dp2 qwen3 te bf16": "qwen3",
+        "ep2 qwen3_moe te": "qwen3_moe",
+        "ep2 qwen3_moe": "qwen3_moe",
+        "etp2 qwen3_moe te": "qwen3_moe",
+        "etp2 qwen3_moe": "qwen3_moe",
+        "tp2 qwen2_moe te": "qwen2_moe",
+        "tp2 deepseek_v3 te": "deepseek_v3",
+        "tp2 deepseek_v3": "deepseek_v3",
+        "ep2 deepseek_v3 mtp te": "deepseek_v3",
+        "pp2 deepseek_v3 mtp": "deepseek_v3",
+    },
+    4: {
+        "tp2 pp2 qwen3 tied te": "qwen3 tied",
+        "tp2 dp2 llama": "llama",
+        "tp4 qwen3": "qwen3",
+        "tp2 ep2 qwen3_moe te": "qwen3_moe",
+        "tp2 ep2 etp2 qwen3_moe te": "qwen3_moe",
+        "pp2 vpp2 ep2 qwen3_moe te": "qwen3_moe",
+        "pp2 vpp2 ep2 qwen3_moe": "qwen3_moe",
+        "tp2 pp2 deepseek_v3 mtp te": "deepseek_v3",
+    },
+}
+ALL = [(world, case) for world, cases in COMBINATIONS.items() for case in cases]
+
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for kind in KINDS:
+        write_checkpoint(kind, directory / kind.replace(" ", "_"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> dict[int, dict[str, Seen]]:
+    return {world: launch(world, tmp_path_factory.mktemp(f"megatron{world}"), checkpoints) for world in COMBINATIONS}
+
+
+def launch(world: int, out: Path, checkpoints: Path) -> dict[str, Seen]:
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = [str(PYTHON), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    ran = subprocess.run(
+        [*command, str(WORKER), str(out), str(checkpoints)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-8000:]
+    results = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
+    return {case: [result[case] for result in results] for case in results[0]}
+
+
+def of(launched: dict[int, dict[str, Seen]], world: int, case: str) -> Seen:
+    return launched[world][case]
+
+
+def written(observed: list[dict[str, Any]]) -> tuple[Manifest, dict[str, torch.Tensor], list[int]]:
+    """The manifest, what the ranks wrote into one segment, and how many bytes each wrote.
+
+    Checks what holds for every source: one manifest, every byte from one rank, no empty slice.
+    """
+    assert len({rank["manifest"] for rank in observed}) == 1, "ranks disagree about the manifest"
+    manifest = msgspec.msgpack.decode(observed[0]["manifest"], type=Manifest).check()
+    segment = torch.full((manifest.layout.nbytes,), 0xAB, dtype=torch.uint8)
+    boxes = []
+    sent = [0] * len(observed)
+    for rank, result in enumerate(observed):
+        for raw, tensor in result["slices"]:
+            box = msgspec.convert(raw, Box)
+            assert tuple(tensor.shape) == box.sizes
+            assert tensor.numel(), f"an empty slice of {manifest.describe(box)}"
+            box_view(segment, manifest, box).copy_(tensor)
+            boxes.append((box, f"rank {rank}"))
+            sent[rank] += manifest.box_nbytes(box)
+    check_exact_cover(manifest, boxes)
+    values = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
+    return manifest, values, sent
+
+
+def assert_equal(values: dict[str, torch.Tensor], gold: dict[str, torch.Tensor]) -> None:
+    assert set(values) == set(gold), sorted(set(values) ^ set(gold))
+    for name, value in values.items():
+        assert value.shape == gold[name].shape, name
+        expected = gold[name].to(value.dtype).contiguous()
+        assert torch.equal(bytes_view(value), bytes_view(expected)), name
+
+
+def of_file(directory: Path) -> dict[str, torch.Tensor]:
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+
+
+def hf_config(checkpoints: Path, kind: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((checkpoints / kind.replace(" ", "_") / "config.json").read_text())
+    return config
+
+
+def gold_of(seen: Seen, hf: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return assemble([{"raw": one["raw"], "place": one["place"]} for one in seen], hf)
+
+
+# --- every combination -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "case"), ALL, ids=[case for _, case in ALL])
+def test_after_a_training_step_all_ranks_together_send_the_gathered_model(
+    launched: dict[int, dict[str, Seen]], checkpoints: Path, world: int, case: str
+) -> None:
+    seen = of(launched, world, case)
+    hf = hf_config(checkpoints, COMBINATIONS[world][case])
+    manifest, values, _ = written([one["trained"] for one in seen])
+    assert [one["trained"]["collectives"] for one in seen] == [0] * world, "something was gathered"
+    gold = gold_of(seen, hf)
+    assert_equal(values, gold)
+    if hf.get("tie_word_embeddings"):
+        assert manifest.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    if "loaded" in seen[0]:
+        before = of_file(checkpoints / COMBINATIONS[world][case].replace(" ", "_"))
+        still = [name for name, value in values.items() if torch.equal(value, before[name].to(value.dtype))]
+        assert all("e_score_correction_bias" in name for name in still), f"training changed nothing in {still}"
+
+
+WITHOUT_BRIDGE = {"tp2 one kv head", "pp2 qwen3 tied", "tp2 qwen2_moe te", "ep2 qwen3_moe", "etp2 qwen3_moe"}
+WITHOUT_BRIDGE |= {"tp2 deepseek_v3", "ep2 deepseek_v3 mtp te", "pp2 deepseek_v3 mtp"}
+WITHOUT_BRIDGE |= {"tp2 dp2 llama", "tp4 qwen3", "pp2 vpp2 ep2 qwen3_moe", "tp2 pp2 deepseek_v3 mtp te"}
+WITH_BRIDGE = [(world, case) for world, case in ALL if case not in WITHOUT_BRIDGE]
+
+
+@pytest.mark.parametrize(("world", "case"), WITH_BRIDGE, ids=[case for _, case in WITH_BRIDGE])
+def test_every_tensor_is_what_megatron_bridge_loads_and_exports(
+    launched: dict[int, dict[str, Seen]], checkpoints: Path, world: int, case: str
+) -> None:
+    seen = of(launched, world, case)
+    directory = checkpoints / COMBINATIONS[world][case].replace(" ", "_")
+    _, loaded, _ = written([one["loaded"] for one in seen])
+    assert_equal(loaded, of_file(directory))
+    _, trained, _ = written([one["trained"] for one in seen])
+    assert_equal(trained, {k: v for k, v in seen[0]["bridge"].items() if k in trained or k != "lm_head.weight"})
+
+
+@pytest.mark.parametrize("case", COMBINATIONS[2])
+def test_names_and_shapes_are_those_of_the_checkpoint_that_transformers_writes(
+    launched: dict[int, dict[str, Seen]], checkpoints: Path, case: str
+) -> None:
+    kind = COMBINATIONS[2][case]
+    manifest, _, _ = written([one["trained"] for one in of(launched, 2, case)])
+    shapes = {spec.name: list(spec.shape) for spec in manifest.tensors}
+    layers = hf_config(checkpoints, kind)["num_hidden_layers"]
+    mtp = {name: shape for name, shape in shapes.items() if name.startswith(f"model.layers.{layers}.")}
+    written_by_transformers = {
+        name: list(tensor.shape) for name, tensor in of_file(checkpoints / kind.replace(" ", "_")).items()
+    }
+    assert {name: shape for name, shape in shapes.items() if name not in mtp} == written_by_transformers
+    assert bool(mtp) == ("mtp" in case)
+    order = [spec.name for spec in manifest.tensors]
+    assert order.index("model.layers.2.input_layernorm.weight") < order.index("model.layers.3.input_layernorm.weight")
+
+
+def test_an_mtp_layer_has_the_names_of_published_checkpoints(launched: dict[int, dict[str, Seen]]) -> None:
+    manifest, _, _ = written([one["trained"] for one in of(launched, 2, "pp2 deepseek_v3 mtp")])
+    own = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "mlp.gate.weight"}
+    assert {f"model.layers.4.{name}" for name in own} <= set(manifest.index)
+    assert manifest.tied == {
+        "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.4.shared_head.head.weight": "lm_head.weight",
+    }
+
+
+def test_data_parallel_copies_share_the_bytes_and_of_tensor_parallel_copies_the_first_is_sent(
+    launched: dict[int, dict[str, Seen]],
+) -> None:
+    manifest, _, sent = written([one["trained"] for one in of(launched, 2, "dp2 qwen3 te bf16")])
+    largest = max(spec.nbytes for spec in manifest.tensors)
+    assert max(sent) - min(sent) <= 2 * largest
+    seen = of(launched, 4, "tp2 dp2 llama")
+    manifest, _, sent = written([one["trained"] for one in seen])
+    assert max(sent) - min(sent) <= 2 * max(spec.nbytes for spec in manifest.tensors)
+    norms = {i for i, spec in enumerate(manifest.tensors) if spec.name.endswith("norm.weight")}
+    for one in seen:
+        mine = {box[0] for box, _ in one["trained"]["slices"]}
+        assert not (one["place"]["tp"] and mine & norms)
+
+
+def test_the_first_stage_sends_tied_embeddings(launched: dict[int, dict[str, Seen]]) -> None:
+    for world, case in ((2, "pp2 qwen3 tied"), (4, "tp2 pp2 qwen3 tied te")):
+        seen = of(launched, world, case)
+        manifest, _, _ = written([one["trained"] for one in seen])
+        embedding = manifest.index["model.embed_tokens.weight"]
+        senders = {one["place"]["pp"] for one in seen if embedding in {b[0] for b, _ in one["trained"]["slices"]}}
+        assert senders == {0}
+
+
+# --- dtypes and values that are not plain ----------------------------------------------------------------------------
+
+
+def test_the_routers_bias_is_fp32_in_a_bf16_model_before_and_after_the_first_step(
+    launched: dict[int, dict[str, Seen]], checkpoints: Path
+) -> None:
+    seen = of(launched, 2, "float16 module")
+    manifest, values, _ = written([one["trained"] for one in seen])
+    assert [one["bias"] for one in seen] == [["torch.bfloat16", "torch.float32"]] * 2
+    assert all(one["same"] for one in seen)
+    dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
+    kept = {n for n, d in dtypes.items() if d == "float32"}
+    assert kept == {n for n in dtypes if n.endswith(("norm.weight", "e_score_correction_bias"))}
+    assert_equal(values, gold_of(seen, hf_config(checkpoints, "deepseek_v3")))
+
+
+def test_gates_of_attention_lie_behind_each_heads_query(
+    launched: dict[int, dict[str, Seen]], checkpoints: Path
+) -> None:
+    seen = of(launched, 2, "gated attention")
+    _, values, _ = written([one["trained"] for one in seen])
+    hf = hf_config(checkpoints, "qwen3") | {"gated": True}
+    assert values["model.layers.0.self_attn.q_proj.weight"].shape == (2 * 4 * 16, 32)
+    assert_equal(values, gold_of(seen, hf))
+
+
+def test_zero_centered_norms_travel_with_their_one(launched: dict[int, dict[str, Seen]], checkpoints: Path) -> None:
+    seen = of(launched, 2, "zero-centered norms")
+    _, values, _ = written([one["trained"] for one in seen])
+    gold = gold_of(seen, hf_config(checkpoints, "llama"))
+    assert_equal(values, {name: t + 1 if name.endswith("norm.weight") else t for name, t in gold.items()})
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+def test_an_architecture_that_the_tables_lack_is_added_by_its_names(
+    launched: dict[int, dict[str, Seen]], checkpoints: Path
+) -> None:
+    seen = of(launched, 2, "ep2 mixtral")
+    for one in seen:
+        assert one["unknown"]["error"] == "ManifestMismatch"
+        assert "no table for model_type 'mixtral'; there are llama" in one["unknown"]["text"]
+    _, values, _ = written([one["trained"] for one in seen])
+    gold = {}
+    for name, tensor in gold_of(seen, hf_config(checkpoints, "mixtral")).items():
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        for ours, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            name = name.replace(ours, theirs)
+        gold[name] = tensor
+    assert_equal(values, gold)
+    written_by_transformers = of_file(checkpoints / "mixtral")
+    assert {n: t.shape for n, t in values.items()} == {n: t.shape for n, t in written_by_transformers.items()}
+
+
+def test_an_architecture_that_the_tables_lack_is_added_with_a_rule_of_its_own(
+    launched: dict[int, dict[str, Seen]], checkpoints: Path
+) -> None:
+    seen = of(launched, 2, "tp2 phi3")
+    _, values, _ = written([one["trained"] for one in seen])
+    gold = gold_of(seen, hf_config(checkpoints, "phi3"))
+    for layer in range(4):
+        at = f"model.layers.{layer}"
+        qkv = [gold.pop(f"{at}.self_attn.{x}_proj.weight") for x in "qkv"]
+        gold[f"{at}.self_attn.qkv_proj.weight"] = torch.cat(qkv)
+        gold[f"{at}.mlp.gate_up_proj.weight"] = torch.cat(
+            [gold.pop(f"{at}.mlp.{x}_proj.weight") for x in ("gate", "up")]
+        )
+    assert_equal(values, gold)
+    written_by_transformers = of_file(checkpoints / "phi3")
+    assert {n: t.shape for n, t in values.items()} == {n: t.shape for n, t in written_by_transformers.items()}
+
+
+def test_another_converters_export_is_a_source_where_no_table_fits(
+    launched: dict[int, dict[str, Seen]], checkpoints: Path
+) -> None:
+    seen = of(launched, 2, "fallback")
+    _, values, _ = written([one["trained"] for one in seen])
+    assert_equal(values, gold_of(seen, hf_config(checkpoints, "qwen3")))
+
+
+# --- changes and refusals --------------------------------------------------------------------------------------------
+
+
+def test_slices_are_the_parameters_own_memory_and_follow_training(launched: dict[int, dict[str, Seen]]) -> None:
+    for one in of(launched, 2, "several updates"):
+        assert one["views"], "a slice is a copy"
+        assert one["same"]
+        changed, total = one["changed"]
+        assert changed == total > 0
+
+
+def test_a_model_that_changed_between_updates_is_refused_by_name(launched: dict[int, dict[str, Seen]]) -> None:
+    for one in of(launched, 2, "several updates"):
+        reshaped, appeared, healed = one["errors"]
+        assert (reshaped["error"], appeared["error"], healed["error"]) == ("ManifestMismatch",) * 2 + (None,)
+        assert (
+            "layers.0.mlp.linear_fc2.weight was torch.float32 [32, 24] and is torch.float32 [3, 3]" in reshaped["text"]
+        )
+        assert "decoder.layers.0.extra appeared" in appeared["text"]
+        assert "make a new MegatronAdapter, on all ranks" in appeared["text"]
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("no rule", ["rank=1", "no rule for Megatron's decoder.layers.1.mlp.extra [2, 2]", "docs/megatron.md"]),
+        ("no table", ["no table for model_type 'gpt_oss'; there are llama"]),
+        ("tied", ["tie_word_embeddings is True", "share_embeddings_and_output_weights is False"]),
+        ("vocabulary", ["different models: vocabulary is 249, on rank 0 250"]),
+        ("meta", ["rank=1", "decoder.final_layernorm.weight is on the meta device"]),
+        ("a chunk is missing", ["no rank holds decoder layer 3"]),
+        ("chunks in another order", ["rank=1", "was built as layer"]),
+        ("another shape", ["different models: model.layers.0.mlp.gate_proj.weight is float32 [64, 32] on rank 1"]),
+        ("another depth", ["different models: layers is 3, on rank 0 4"]),
+        ("another number of heads", ["linear_qkv.weight has 96 rows over all ranks", "accounts for 128"]),
+    ],
+)
+def test_one_rank_that_is_wrong_is_an_error_on_all_ranks(
+    launched: dict[int, dict[str, Seen]], what: str, parts: list[str]
+) -> None:
+    for one in of(launched, 2, "refuse"):
+        assert one[what]["error"] == "ManifestMismatch", one[what]
+        assert [part for part in parts if part not in one[what]["text"]] == [], one[what]["text"]
+
+
+def test_what_is_no_megatron_model_is_a_type_error_there_and_a_mismatch_elsewhere(
+    launched: dict[int, dict[str, Seen]],
+) -> None:
+    first, second = (one["no model"] for one in of(launched, 2, "refuse"))
+    assert second["error"] == "TypeError"
+    assert first["error"] == "ManifestMismatch"
+    assert all("expected Megatron-Core's GPTModel" in one["text"] for one in (first, second))
+
+
+def test_a_refusal_leaves_nothing_behind(launched: dict[int, dict[str, Seen]]) -> None:
+    for one in of(launched, 2, "refuse"):
+        assert one["fine"]["error"] is None
+        assert one["any order of chunks that know their stage"]["error"] is None
+
+
+def test_importing_the_adapter_needs_no_megatron() -> None:
+    code = "import sys, trainer_adapters; trainer_adapters.MegatronAdapter; sys.exit('megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
