@@ -5,9 +5,11 @@ All cases of one world size run in one launch (`fsdp_worker.py`); each test belo
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +43,27 @@ def launch(ranks: int, out: Path) -> Ranks:
     return {case: [result[case] for result in results] for case in results[0]}
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch(request.param, tmp_path_factory.mktemp("fsdp"))
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Ranks]:
+    """What a number of ranks saw, launched once."""
+    return functools.cache(lambda count: launch(count, tmp_path_factory.mktemp("fsdp")))
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks(request: pytest.FixtureRequest, launched: Callable[[int], Ranks]) -> Ranks:
+    return launched(request.param)
+
+
+def on(names: str, both: Sequence[Any] = (), four: Sequence[Any] = ()) -> pytest.MarkDecorator:
+    """Parameters of a test: those of `both` on two and on four ranks, those of `four`, which need them, on four."""
+    rows = [(count, entry) for entry in both for count in (2, 4)] + [(4, entry) for entry in four]
+    values = [(count, *(entry if isinstance(entry, tuple) else (entry,))) for count, entry in rows]
+    ids = [f"{count} ranks-{entry[0] if isinstance(entry, tuple) else entry}" for count, entry in rows]
+    return pytest.mark.parametrize(f"ranks,{names}", values, ids=ids, indirect=["ranks"])
 
 
 def of(ranks: Ranks, case: str) -> list[dict[str, Any]]:
     """What each rank saw in a case."""
-    if case not in ranks:
-        pytest.skip("needs four ranks")
     crashes = [seen["crash"] for seen in ranks[case] if "crash" in seen]
     assert not crashes, crashes[0]
     return ranks[case]
@@ -109,7 +123,7 @@ def test_dtype_rules_give_bf16_with_fp32_norms_from_fp32_shards(ranks: Ranks) ->
     assert_is_gold(values, seen[0]["gold"], {})
 
 
-@pytest.mark.parametrize("case", ["odd_parts", "odd_parts_offloaded", "copies_and_shards", "one_model_on_each_half"])
+@on("case", both=["odd_parts", "odd_parts_offloaded"], four=["copies_and_shards", "one_model_on_each_half"])
 def test_few_rows_mixed_dtypes_frozen_ignored_and_buffers_arrive_once(ranks: Ranks, case: str) -> None:
     seen = of(ranks, case)
     manifest, values, _ = written(seen)
@@ -129,6 +143,7 @@ def test_what_every_rank_holds_is_divided_by_bytes(ranks: Ranks) -> None:
         assert min(sent) > 0
 
 
+@pytest.mark.parametrize("ranks", [4], ids=["4 ranks"], indirect=True)
 def test_of_the_copies_of_a_shard_the_first_is_sent(ranks: Ranks) -> None:
     seen = of(ranks, "copies_and_shards")
     manifest, _, _ = written(seen)
@@ -192,9 +207,9 @@ def test_unsharded_parameters_are_refused_until_they_are_resharded(ranks: Ranks)
         assert seen["after_reshard"] is None
 
 
-@pytest.mark.parametrize(
-    ("case", "error", "parts"),
-    [
+@on(
+    "case,error,parts",
+    both=[
         (
             "refuse_while_a_layer_is_unsharded",
             "ManifestMismatch",
@@ -210,6 +225,8 @@ def test_unsharded_parameters_are_refused_until_they_are_resharded(ranks: Ranks)
         ("refuse_a_module_that_is_not_sharded", "TypeError", ["use ModuleAdapter"]),
         ("refuse_a_sharded_module_in_a_module_adapter", "TypeError", ["use FSDPAdapter"]),
         ("refuse_a_rank_outside_the_mesh", "ManifestMismatch", ["far lives on ranks [", "and this is rank"]),
+    ],
+    four=[
         ("refuse_two_sharded_dimensions", "ManifestMismatch", ["0.weight has placements", "DTensorAdapter"]),
         (
             "refuse_tensor_parallel_below_fsdp",
