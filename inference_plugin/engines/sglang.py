@@ -22,7 +22,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from http import HTTPStatus
 from typing import Any, Literal
@@ -32,16 +32,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from inference_plugin.engines.front import Front, replica_card
-from inference_plugin.engines.hooking import finish, installed_version, wrap
-from inference_plugin.engines.live import LiveModel
+from inference_plugin.engines.front import open_front
+from inference_plugin.engines.hooking import installed_version, wrap
+from inference_plugin.engines.live import LiveModel, on_meta
 from inference_plugin.engines.rank import RankIdentity, RankReply, RankRuntime
 from inference_plugin.engines.touch import Touch, check_touches
-from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import CommitFailed, PeerLost
-from inference_plugin.wire.messages import InFlight, WorkerCard
+from inference_plugin.wire.messages import InFlight
 
 __all__ = ["KNOWN_VERSIONS", "TOUCHES", "make_engine", "register", "run_scheduler"]
 
@@ -163,15 +162,8 @@ class Site:
         self.size = int(self.parallel.tp_size)
         self.leads = self.rank == 0
         self.replica = _broadcast(self.group, self.size, self.leads, replica.encode()).decode()
-        listen = os.environ.get("WEIGHTWIRE_LISTEN", "ipc")
         self.model = SglangModel(scheduler)
-        self.runtime = RankRuntime(
-            RankIdentity(self.replica, self.rank, tp_rank=self.rank, pp_rank=0, device=str(self.model.device)),
-            addresses.ipc_address(self.replica, str(self.rank)) if listen == "ipc" else listen,
-            lambda _group: ModelInstaller(self.model),
-            self.model.free_bytes,
-            self.model.decoding,
-        )
+        self.runtime = RankRuntime(RankIdentity(self.replica, self.rank, tp_rank=self.rank), self.model)
         self.control: TurnControl | None = None
         self.refusal: str | None = None
         self.holding = False
@@ -329,19 +321,13 @@ class SglangModel(LiveModel):
     """`install.contract.EngineModel` of one rank."""
 
     def __init__(self, scheduler: Any) -> None:
-        self._runner = scheduler.tp_worker.model_runner
-        live: nn.Module = self._runner.model
-        super().__init__(live, next(live.parameters()).device)
-        self.skeleton = self._make_skeleton()
-
-    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 
-        return {
-            name: functools.partial(finish, quant_method)
-            for name, module in self.skeleton.named_modules()
-            if isinstance(quant_method := getattr(module, "quant_method", None), QuantizeMethodBase)
-        }
+        runner = scheduler.tp_worker.model_runner
+        live: nn.Module = runner.model
+        self.post_processing = QuantizeMethodBase
+        super().__init__(live, next(live.parameters()).device, _skeleton(runner))
+        self.fixed_addresses = self.device.type != "cpu" and not runner.server_args.disable_cuda_graph
 
     def unfinishable(self) -> str | None:
         if hasattr(self.live, "post_load_weights"):
@@ -353,37 +339,17 @@ class SglangModel(LiveModel):
 
         return isinstance(module, VocabParallelEmbedding)
 
-    def read_rebuilt(
-        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        return None
 
-    @property
-    def fixed_addresses(self) -> bool:
-        return self.device.type != "cpu" and not self._runner.server_args.disable_cuda_graph
+def _skeleton(runner: Any) -> nn.Module:
+    """The model's class once more, on the meta device."""
+    from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        with torch.no_grad():
-            yield
-
-    def _make_skeleton(self) -> nn.Module:
-        """The model's class once more, on the meta device, with a table of rotary embeddings of its own."""
-        from sglang.srt.layers.rotary_embedding import factory
-        from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
-        from sglang.srt.model_loader.utils import set_default_torch_dtype
-
-        config, load_config = self._runner.model_config, self._runner.load_config
-        ropes = dict(factory._ROPE_DICT)
-        factory._ROPE_DICT.clear()
-        try:
-            with set_default_torch_dtype(config.dtype), torch.device("meta"):
-                model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
-                torch.empty(1).copy_(torch.empty(1))  # the first operation on meta takes a second of imports: now
-        finally:
-            factory._ROPE_DICT.clear()
-            factory._ROPE_DICT.update(ropes)
-        return model.eval()
+    config, load_config = runner.model_config, runner.load_config
+    with on_meta(set_default_torch_dtype(config.dtype), factory._ROPE_DICT):
+        model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
+    return model.eval()
 
 
 # --- the first rank ---------------------------------------------------------------------------------------------------
@@ -584,30 +550,19 @@ def _start(scheduler: Any) -> None:
     ]
     if not site.leads:
         return
-    workers: list[WorkerCard] = [card for card in cards if card is not None]
-    control = site.control = TurnControl(site)
-    listen = os.environ.get("WEIGHTWIRE_LISTEN", "ipc")
-    front = Front(
+    control = _leader = site.control = TurnControl(site)
+    open_front(
         control,
-        addresses.ipc_address(site.replica, "f") if listen == "ipc" else listen,
-        {"side": "front", "replica": site.replica},
+        site.replica,
+        cards,
+        engine="sglang",
+        engine_version=installed_version("sglang"),
+        model=str(scheduler.model_config.model_path),
+        tp=site.size,
+        pp=1,
+        dp_rank=int(parallel.dp_rank or 0),
+        parent_pid=os.getppid(),
     )
-    _leader = control
-    front.publish(
-        replica_card(
-            replica=site.replica,
-            engine="sglang",
-            engine_version=installed_version("sglang"),
-            model=str(scheduler.model_config.model_path),
-            address=front.address,
-            workers=tuple(sorted(workers, key=lambda card: card.rank)),
-            tp=site.size,
-            pp=1,
-            dp_rank=int(parallel.dp_rank or 0),
-            parent_pid=os.getppid(),
-        )
-    )
-    logger.info("weightwire: replica %s is ready for weight updates at %s", site.replica, front.address)
 
 
 def main() -> None:

@@ -14,17 +14,19 @@ import pytest
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here once more
     COUNT,
+    IN_FLIGHT,
     PROMPTS,
     Live,
     check_life,
+    check_requests_in_flight,
     reference,
     test_a_cached_prefix_of_the_old_weights_is_not_used_after_an_idle_update,
     test_a_manifest_that_does_not_fit_is_refused_with_names_before_anything_changes,
     test_an_older_version_is_refused_and_changes_nothing,
-    test_requests_in_flight_follow_the_policy_and_their_blocks_serve_no_new_request,
     test_the_same_version_again_changes_nothing,
 )
 from tests.support.sglang_engines import SglangDriver
+from trainer_adapters import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -55,10 +57,24 @@ def test_an_updated_engine_is_a_fresh_engine(runtime: Path, checkpoint: Checkpoi
 
 @pytest.fixture(scope="module")
 def live(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Live]:
-    if (case := ENGINES.get(request.param)) is None:
-        pytest.skip("vLLM only")
+    case = ENGINES[request.param]
     model_a, model_b = (checkpoint(case["kind"], tied=case["tied"], seed=seed) for seed in (1, 2))
     with SglangDriver(runtime, tp=case["tp"]) as driver:
         driver.open(model_a)
         yield Live(driver, case["tp"], model_a, model_b)
     assert driver.leftovers() == [] and driver.family() == []
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize("live", list(ENGINES), indirect=True)
+def test_requests_in_flight_follow_the_policy_and_their_keys_serve_no_new_request(live: Live, in_flight: str) -> None:
+    check_requests_in_flight(live, in_flight)
+
+
+@pytest.mark.parametrize("live", ["tp1"], indirect=True)
+def test_twenty_times_there_and_back(live: Live) -> None:
+    with SyncManager(timeout_s=180) as manager:
+        for _ in range(20):
+            for which in ("B", "A"):
+                live.update(which, manager)
+                live.assert_serves(which)
