@@ -22,7 +22,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from http import HTTPStatus
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 import torch.distributed as dist
+import zmq
 from torch import nn
 
 from inference_plugin.engines.front import open_front
@@ -161,9 +162,11 @@ class Site:
         self.rank = int(self.parallel.tp_rank)
         self.size = int(self.parallel.tp_size)
         self.leads = self.rank == 0
+        self._speaks = self.parallel.attn_tp_rank == 0  # for its part of the requests, to their clients
         self.replica = _broadcast(self.group, self.size, self.leads, replica.encode()).decode()
         self.model = SglangModel(scheduler)
         self.runtime = RankRuntime(RankIdentity(self.replica, self.rank, tp_rank=self.rank), self.model)
+        self.bell = Doorbell(scheduler.idle_sleeper, self.replica, self.rank)
         self.control: TurnControl | None = None
         self.refusal: str | None = None
         self.holding = False
@@ -312,7 +315,7 @@ class Site:
         from sglang.srt.managers.scheduler import _make_abort_req
 
         why = {"type": "abort", "status_code": status, "message": reason}
-        if self.leads:
+        if self._speaks:
             self.scheduler.send_abort_output(_make_abort_req(request, finished_reason=why), request)
         self.scheduler._release_aborted_request(request)
 
@@ -358,34 +361,21 @@ def _skeleton(runner: Any) -> nn.Module:
 class TurnControl:
     """`engines.front.EngineControl` on the first rank: commands wait for a turn, and a turn reaches all ranks."""
 
-    def __init__(self, site: Site) -> None:
-        import zmq
-
+    def __init__(self, site: Site, bells: Sequence[str]) -> None:
         self._site = site
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._waiting: Callable[[BaseException | None], None] | None = None
         self._lock = threading.Lock()
-        context: Any = zmq.Context()
-        self._doorbell = context.socket(zmq.PULL)
-        self._doorbell.bind("inproc://turn")
-        self._ring = context.socket(zmq.PUSH)
-        self._ring.connect("inproc://turn")
-        poller = getattr(site.scheduler.idle_sleeper, "poller", None)
-        if poller is not None:
-            poller.register(self._doorbell, zmq.POLLIN)  # an idle scheduler wakes for a command at once
+        self._bells = [_connected(address) for address in bells if address]
 
     def submit(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        with self._lock:
-            self._ring.send(b"")
+        with self._lock, contextlib.suppress(zmq.Again):  # a bell that nobody answers has been rung often enough
+            for bell in self._bells:
+                bell.send(b"", zmq.DONTWAIT)
 
     def wants_turn(self) -> bool:
         """Called in each pass of the event loop."""
-        import zmq
-
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._doorbell.recv(zmq.DONTWAIT)
         if self._waiting is not None and self._site.scheduler.is_fully_idle():
             return True
         return bool(self._commands)
@@ -439,6 +429,35 @@ class TurnControl:
         site = self._site
         _broadcast(site.group, site.size, True, msgspec.msgpack.encode(step))
         return _gather(site.group, 0, site.size, site.perform(step))
+
+
+class Doorbell:
+    """Wakes a rank that sleeps on idle until one of its sockets has something. `address` is empty where none does.
+
+    Beside the first rank those are, with data-parallel attention, all that have requests of their own.
+    """
+
+    def __init__(self, sleeper: Any, replica: str, rank: int) -> None:
+        self.address = ""
+        self._socket: zmq.Socket[bytes] | None = None
+        if (poller := getattr(sleeper, "poller", None)) is not None:
+            self._socket = zmq.Context.instance().socket(zmq.PULL)
+            self._socket.bind(addresses.ipc_address(replica, f"bell{rank}"))
+            self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            poller.register(self._socket, zmq.POLLIN)
+
+    def quiet(self) -> None:
+        """Takes what was rung; called in each pass of the event loop."""
+        with contextlib.suppress(zmq.Again):
+            while self._socket is not None:
+                self._socket.recv(zmq.DONTWAIT)
+
+
+def _connected(address: str) -> Any:
+    bell: Any = zmq.Context.instance().socket(zmq.PUSH)
+    bell.setsockopt(zmq.LINGER, 0)
+    bell.connect(address)
+    return bell
 
 
 def _own_group(parallel: Any) -> Any:
@@ -500,8 +519,10 @@ def _hook_scheduler() -> None:
     @wrap(SchedulerRequestReceiver, "_pull_raw_reqs")
     def pull_raw_reqs(original: Callable[..., Any], self: Any) -> Any:
         requests = original(self)
-        if requests is not None and _leader is not None and _leader.wants_turn():
-            requests.append(Turn())
+        if requests is not None and _site is not None:
+            _site.bell.quiet()
+            if _site.control is not None and _site.control.wants_turn():
+                requests.append(Turn())
         return requests
 
     @wrap(Scheduler, "run_batch")
@@ -526,20 +547,18 @@ def _hook_scheduler() -> None:
         return result
 
 
-_leader: TurnControl | None = None
-"""The first rank's control, in its process: the request receiver doesn't know its scheduler."""
+_site: Site | None = None
+"""This process's rank: the request receiver doesn't know its scheduler."""
 
 
 def _start(scheduler: Any) -> None:
     """Starts this rank and, on the first, the front; publishes the replica's card."""
-    global _leader
+    global _site
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    if parallel.pp_size > 1:
-        logger.warning(
-            "weightwire: off, no trainer will find this engine: pipeline parallelism isn't supported on SGLang"
-        )
+    if why := _unserved(parallel):
+        logger.warning("weightwire: off, no trainer will find this engine: %s", why)
         return
     site = scheduler._weightwire_site = Site(scheduler, addresses.new_replica_id("sglang"))
     scheduler._request_dispatcher._mapping[Turn] = site.take_turn
@@ -548,9 +567,11 @@ def _start(scheduler: Any) -> None:
         decode_as(card, RankReply).card
         for card in _gather(site.group, site.rank, site.size, msgspec.msgpack.encode(start))
     ]
+    bells = _gather(site.group, site.rank, site.size, site.bell.address.encode())
+    _site = site
     if not site.leads:
         return
-    control = _leader = site.control = TurnControl(site)
+    control = site.control = TurnControl(site, [bell.decode() for bell in bells])
     open_front(
         control,
         site.replica,
@@ -563,6 +584,15 @@ def _start(scheduler: Any) -> None:
         dp_rank=int(parallel.dp_rank or 0),
         parent_pid=os.getppid(),
     )
+
+
+def _unserved(parallel: Any) -> str:
+    """Why a turn would not reach all ranks in the same pass; "" if it does."""
+    if parallel.pp_size > 1:
+        return "the stages of a pipeline don't take requests in the same pass"
+    if parallel.attn_dp_enabled and parallel.enable_dp_attention_local_control_broadcast:
+        return "local control broadcast keeps one group's control requests from the others"
+    return ""
 
 
 def main() -> None:

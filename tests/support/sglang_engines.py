@@ -38,6 +38,13 @@ def environment(tp: int = 1) -> dict[str, str]:
     }
 
 
+def free_port() -> int:
+    """An engine with data-parallel attention takes ports too, counted from its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class SglangDriver(Driver):
     """An `sgl.Engine` held by `sglang_driver.py`."""
 
@@ -59,7 +66,8 @@ class SglangDriver(Driver):
 
     def open(self, model: Path, *, explicit: bool = False, **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
         """`explicit`: by `inference_plugin.engines.sglang.make_engine`."""
-        arguments = {"model_path": str(model), "tp_size": self.tp, **ENGINE_ARGUMENTS, **kwargs}
+        own = {"model_path": str(model), "tp_size": self.tp, "port": free_port()}
+        arguments = {**own, **ENGINE_ARGUMENTS, **kwargs}
         variables = {"WEIGHTWIRE_TEST_EXPLICIT": "1"} if explicit else {}
         self.call("open", timeout_s=START_TIMEOUT_S, kwargs=arguments, env=variables)
         self.family()
@@ -75,9 +83,7 @@ class SglangServer(HttpEngine):
         self.port = 0
 
     def start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         module = "inference_plugin.engines.sglang" if self.explicit else "sglang.launch_server"
         command = [str(PYTHON), "-m", module, "--model-path", str(self.model), "--tp-size", str(self.tp)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--skip-server-warmup"]
