@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from inference_plugin.wire.errors import ManifestMismatch
 from trainer_adapters.experts import checkpoint_layout
@@ -32,8 +32,6 @@ from trainer_adapters.scan import Holding, Look, Pairs, ScannedSource, why_not_p
 from trainer_adapters.source import LocalSlice
 
 __all__ = ["FlatSource"]
-
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class FlatSource(ScannedSource):
@@ -106,7 +104,7 @@ class FlatSource(ScannedSource):
 
     def _sharers(self) -> tuple[int, int]:
         units = [part for part in FullyShardedDataParallel.fsdp_modules(self._model) if part._handle is not None]
-        if not units or any(part.sharding_strategy in HYBRID for part in units):
+        if not units or any(hasattr(part, "_inter_node_pg") for part in units):
             return dist.get_rank(), dist.get_world_size()
         group = units[0].process_group
         return dist.get_rank(group), dist.get_world_size(group)
@@ -195,7 +193,7 @@ class Unit:
         ends = accumulate(self.flat._numels_with_padding, initial=0)
         self.starts = [start for start, padding in zip(ends, self.flat._is_padding_mask, strict=False) if not padding]
         self.is_summoned = self.handle._training_state.name == "SUMMON_FULL_PARAMS"
-        between = getattr(module, "_inter_node_pg", None) if module.sharding_strategy in HYBRID else None
+        between = getattr(module, "_inter_node_pg", None)  # of a hybrid strategy
         self.sends = between is None or dist.get_rank(between) == 0
 
     def pieces(self) -> Iterator[tuple[torch.nn.Module, str, Piece]]:

@@ -45,13 +45,14 @@ def of(ranks: Ranks, case: str) -> list[dict[str, Any]]:
     return ranks[case]
 
 
-def written(seen: list[dict[str, Any]]) -> tuple[Manifest, dict[str, torch.Tensor], list[int]]:
+def written(seen: list[dict[str, Any]], collectives: int = 0) -> tuple[Manifest, dict[str, torch.Tensor], list[int]]:
     """The manifest, what the ranks wrote into one segment, and how many bytes each wrote.
 
-    Checks what holds for every source: one manifest, slices as claimed, an exact cover, no empty slice, no collective.
+    Checks what holds for every source: one manifest, slices as claimed, an exact cover, no empty slice, no collective
+    (but for a way that gathers).
     """
     assert len({rank["manifest"] for rank in seen}) == 1, "ranks disagree about the manifest"
-    assert [rank["collectives"] for rank in seen] == [0] * len(seen)
+    assert [rank["collectives"] for rank in seen] == [collectives] * len(seen)
     manifest = msgspec.msgpack.decode(seen[0]["manifest"], type=Manifest).check()
     segment = torch.full((manifest.layout.nbytes,), 0xAB, dtype=torch.uint8)
     boxes = []
