@@ -78,6 +78,9 @@ class FSDPAdapter(WeightSource):
     def claims(self) -> tuple[Box, ...] | None:
         return self._source.claims()
 
+    def made_together(self) -> frozenset[int]:
+        return self._source.made_together()
+
 
 class FullyShardSource(ShardedSource):
     """FSDP2 alone: all DTensors are on one mesh, and what every rank of it holds is the same everywhere."""

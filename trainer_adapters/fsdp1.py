@@ -61,6 +61,15 @@ class FlatSource(ScannedSource):
         )
         self._model = model
 
+    def made_together(self) -> frozenset[int]:
+        plan = self._takes().plan
+        return frozenset(
+            index
+            for head, places in zip(plan.heads, plan.places, strict=True)
+            if isinstance(head.layout, FlatLayout) and head.layout.summoned
+            for index, _ in places
+        )
+
     def _all(self) -> Pairs:
         """The model in the order of its state dict: pieces of flat parameters, and what FSDP doesn't manage."""
         units = [Unit(part) for part in FullyShardedDataParallel.fsdp_modules(self._model) if part._handle is not None]

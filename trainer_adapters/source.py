@@ -71,6 +71,11 @@ class WeightSource(ABC):
         """The boxes that `slices()` yields, known without a look at the values; None if they aren't known."""
         return None
 
+    def made_together(self) -> frozenset[int]:
+        """Tensors, by index of the manifest, that `slices()` makes by talking to the other ranks. If there are any, all
+        ranks run through it together; these slices are gone with the next one."""
+        return frozenset()
+
     def copies(self) -> Iterator[LocalSlice]:
         """Slices that this rank holds too and leaves to another, where nothing keeps the two equal.
 

@@ -23,6 +23,7 @@ Ranks = dict[str, list[dict[str, Any]]]
 
 def launch(worker: str, ranks: int, out: Path) -> Ranks:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
+    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once, so that a peak can be measured
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     ran = subprocess.run(
         [*command, str(Path(__file__).with_name(worker)), str(out)],

@@ -50,7 +50,7 @@ def refused(action: Callable[[], object]) -> Result:
     """The error that `action` raises."""
     try:
         action()
-    except (WeightwireError, TypeError) as error:
+    except (WeightwireError, TypeError, RuntimeError) as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": None, "text": ""}
 
