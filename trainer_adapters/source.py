@@ -16,7 +16,7 @@ from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
 from inference_plugin.wire.tensors import torch_dtype
 
-__all__ = ["DtypeRules", "LocalSlice", "WeightSource", "share_by_bytes"]
+__all__ = ["DtypeRules", "LocalSlice", "NameFilter", "WeightSource", "share_by_bytes"]
 
 MIN_CUT_BYTES = 1 << 20
 """Smaller tensors are never divided between ranks that hold the same copy."""
@@ -47,6 +47,8 @@ class WeightSource(ABC):
     - The two agree element for element. A source that finds out that they don't (a parameter that came, went
       or changed shape since `manifest()`) raises `ManifestMismatch`; one that doesn't find out is caught by
       whoever receives the slices, and the update is aborted: the old version stays in service.
+    - `claims()` says beforehand which boxes `slices()` is going to yield, so that gaps and doubles between ranks are
+      found before a byte moves. A source that can't tell returns None; what it wrote is checked then.
     - Nobody changes the model between the first slice and the last. What does change is not noticed, and the
       digests are then of that mixture.
     """
@@ -58,11 +60,58 @@ class WeightSource(ABC):
 
     @abstractmethod
     def slices(self) -> Iterator[LocalSlice]:
-        """This rank's slices of the manifest that `manifest()` returned last, in its order.
+        """This rank's slices of the manifest that `manifest()` returned last, in its order; what has to be put together
+        first may come after the rest.
 
         A slice's tensor is valid until the next one is asked for: the iterator may hold one tensor at a time.
         Raises `ManifestMismatch`, at once or on the way, when the model is no longer what the manifest says.
         """
+
+    def claims(self) -> tuple[Box, ...] | None:
+        """The boxes that `slices()` yields, known without a look at the values; None if they aren't known."""
+        return None
+
+    def made_together(self) -> frozenset[int]:
+        """Tensors, by index of the manifest, that `slices()` makes by talking to the other ranks. If there are any, all
+        ranks run through it together; these slices are gone with the next one."""
+        return frozenset()
+
+    def copies(self) -> Iterator[LocalSlice]:
+        """Slices that this rank holds too and leaves to another, where nothing keeps the two equal.
+
+        They don't travel: their digests are compared with the sender's now and then, and a difference is warned about.
+        """
+        return iter(())
+
+
+class NameFilter:
+    """Which tensors travel at all, by patterns of `fnmatch` on the names of the manifest, case-sensitive.
+
+    With `include`, only names that match one of its patterns; of those, none that matches one of `exclude`.
+    """
+
+    def __init__(self, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> None:
+        for patterns in (include, exclude):
+            if isinstance(patterns, str):
+                raise TypeError(f"include and exclude are lists of patterns, not one string: [{patterns!r}]")
+        self.include = tuple(include)
+        self.exclude = tuple(exclude)
+
+    def keep(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` that travel. Raises `ManifestMismatch` for a pattern that matches none of them."""
+        names = list(names)
+        if idle := [p for p in self.include + self.exclude if not any(fnmatchcase(name, p) for name in names)]:
+            raise ManifestMismatch(
+                f"include or exclude patterns that match no name: {first_few(idle)}",
+                hint="patterns are matched against the names of the manifest, after rename; correct or remove these",
+                side="trainer",
+            )
+        return {
+            name
+            for name in names
+            if (not self.include or any(fnmatchcase(name, p) for p in self.include))
+            and not any(fnmatchcase(name, p) for p in self.exclude)
+        }
 
 
 class DtypeRules:

@@ -6,99 +6,24 @@ All cases of one world size run in one launch (`fsdp_worker.py`); each test belo
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-import msgspec
 import pytest
 import torch
 
-from inference_plugin.wire.manifest import Box, Manifest, check_exact_cover
-from inference_plugin.wire.tensors import box_view, bytes_view
+from tests.trainers.launching import Ranks, assert_is_gold, launch, of, on, written
 from trainer_adapters.source import MIN_CUT_BYTES
-
-WORKER = Path(__file__).with_name("fsdp_worker.py")
-ROOT = WORKER.parents[2]
-
-Ranks = dict[str, list[dict[str, Any]]]
-
-
-def launch(ranks: int, out: Path) -> Ranks:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    ran = subprocess.run(
-        [*command, str(WORKER), str(out)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-8000:]
-    results = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
-    return {case: [result[case] for result in results] for case in results[0]}
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Ranks]:
     """What a number of ranks saw, launched once."""
-    return functools.cache(lambda count: launch(count, tmp_path_factory.mktemp("fsdp")))
+    return functools.cache(lambda count: launch("fsdp_worker.py", count, tmp_path_factory.mktemp("fsdp")))
 
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
 def ranks(request: pytest.FixtureRequest, launched: Callable[[int], Ranks]) -> Ranks:
     return launched(request.param)
-
-
-def on(names: str, both: Sequence[Any] = (), four: Sequence[Any] = ()) -> pytest.MarkDecorator:
-    """Parameters of a test: those of `both` on two and on four ranks, those of `four`, which need them, on four."""
-    rows = [(count, entry) for entry in both for count in (2, 4)] + [(4, entry) for entry in four]
-    values = [(count, *(entry if isinstance(entry, tuple) else (entry,))) for count, entry in rows]
-    ids = [f"{count} ranks-{entry[0] if isinstance(entry, tuple) else entry}" for count, entry in rows]
-    return pytest.mark.parametrize(f"ranks,{names}", values, ids=ids, indirect=["ranks"])
-
-
-def of(ranks: Ranks, case: str) -> list[dict[str, Any]]:
-    """What each rank saw in a case."""
-    crashes = [seen["crash"] for seen in ranks[case] if "crash" in seen]
-    assert not crashes, crashes[0]
-    return ranks[case]
-
-
-def written(seen: list[dict[str, Any]]) -> tuple[Manifest, dict[str, torch.Tensor], list[int]]:
-    """The manifest, what the ranks wrote into one segment, and how many bytes each wrote.
-
-    Checks what holds for every source: one manifest, an exact cover, no empty slice, no collective.
-    """
-    assert len({rank["manifest"] for rank in seen}) == 1, "ranks disagree about the manifest"
-    assert [rank["collectives"] for rank in seen] == [0] * len(seen)
-    manifest = msgspec.msgpack.decode(seen[0]["manifest"], type=Manifest).check()
-    segment = torch.full((manifest.layout.nbytes,), 0xAB, dtype=torch.uint8)
-    boxes = []
-    sent = [0] * len(seen)
-    for rank, result in enumerate(seen):
-        for raw, tensor in result["slices"]:
-            box = msgspec.convert(raw, Box)
-            assert tuple(tensor.shape) == box.sizes
-            assert tensor.numel(), f"an empty slice of {manifest.describe(box)}"
-            box_view(segment, manifest, box).copy_(tensor)
-            boxes.append((box, f"rank {rank}"))
-            sent[rank] += manifest.box_nbytes(box)
-    check_exact_cover(manifest, boxes)
-    values = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
-    return manifest, values, sent
-
-
-def assert_is_gold(values: dict[str, torch.Tensor], gold: dict[str, torch.Tensor], tied: dict[str, str]) -> None:
-    assert set(values) == set(gold) - set(tied)
-    for name, value in values.items():
-        expected = gold[name].to(value.dtype).contiguous()
-        assert value.shape == expected.shape, name
-        assert torch.equal(bytes_view(value), bytes_view(expected)), name
 
 
 TIE = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -176,6 +101,20 @@ def test_a_value_head_is_left_out_and_the_rest_renamed(ranks: Ranks) -> None:
     manifest, values, _ = written(seen)
     assert manifest.tied == TIE
     assert_is_gold(values, seen[0]["gold"], TIE)
+
+
+@pytest.mark.parametrize("case", ["stacked_experts", "stacked_experts_by_columns"])
+def test_stacked_experts_arrive_one_by_one_without_a_gather(ranks: Ranks, case: str) -> None:
+    seen = of(ranks, case)
+    _, values, _ = written(seen)
+    assert_is_gold(values, seen[0]["gold"], {})
+    assert values["model.layers.1.mlp.experts.4.up_proj.weight"].shape == (14, 20)
+
+
+def test_filters_leave_tensors_out_of_manifest_and_slices(ranks: Ranks) -> None:
+    seen = of(ranks, "filtered")
+    _, values, _ = written(seen)
+    assert_is_gold(values, seen[0]["gold"], {})
 
 
 def test_data_parallel_copies_are_sent_once(ranks: Ranks) -> None:
