@@ -1,14 +1,19 @@
 """SGLang: its HTTP server, in its own environment, as a trainer's user runs it.
 
-Its own ways are driven from the trainer's rank 0 over HTTP, as RL frameworks do it. Two of them take many requests, one
-for each bucket, and are correct only inside a pause: without one, SGLang decodes with a mixture of weights between two
-buckets, or waits until all requests have ended before each. How they are counted:
+Its own ways are driven from the trainer's rank 0 over HTTP, as RL frameworks do it. Two of them take a request for each
+bucket, so they need a pause: without one SGLang decodes with a mixture of weights between two buckets, or waits before
+each until all requests have ended. What they do is what is best for them here:
+
+- Everything is gathered into buckets before the pause. Frameworks gather bucket by bucket inside it, for memory's sake;
+  that stops generation for the whole update and is not faster, since a paused scheduler spins, on one of our two cores.
+- One bucket after the other. Gathering the next one meanwhile, in the pause, only makes both slower on two cores.
+- A reload is one request and needs no pause.
+
+How they are counted:
 
 - `seconds`: from the trainer's call until the answer to the last request, gathering included.
-- `stopped_s`: from the answer to `pause_generation` until `continue_generation` is sent. For the reload, which is one
-  request and needs no pause, the time of that request. Requests in flight would have to end first; none are.
-- `handlers_s` in the row: the sum of the requests that transfer weights. Their handlers hold the scheduler's only
-  thread: whoever gathers everything before the pause, at the cost of a second copy of the model, still stops so long.
+- `stopped_s`: from the answer to `pause_generation` until `continue_generation` is sent; under the reload, the time of
+  its request. What requests in flight do to it is left out: there are none.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -99,17 +104,16 @@ class Sglang(Engine):
         # Written on the way: gathering 3 (into a socket, out of it, into the tensor), the engine's load 1, and
         copies, extra_bytes, command = {
             # the bucket, and the bucket again where the engine can see it
-            FROM_TENSOR: (6, 3 * weights.largest, {"way": "from_tensor"}),
+            FROM_TENSOR: (6, weights.nbytes + 2 * weights.largest, {"way": "from_tensor"}),
             # the bucket, into a socket, out of it
-            FROM_DISTRIBUTED: (7, (2 + self._tp) * weights.largest, {"way": "from_distributed"}),
+            FROM_DISTRIBUTED: (7, weights.nbytes + self._tp * weights.largest, {"way": "from_distributed"}),
             # a clone, bytes, the page cache
             FROM_DISK: (7, 2 * weights.nbytes, {"way": "from_disk", "path": str(self._checkpoint)}),
         }[way]
         answer = trainer.ask("native", after_step=True, **command)
-        got = answer["result"]
-        messages = got["requests"] + len(weights.metas)
-        details = {"handlers_s": got["handlers_s"]}
-        return Sample(answer["seconds"], got["stopped_s"], messages, copies, extra_bytes, details)
+        result = answer["result"]
+        messages = result["messages"] + len(weights.metas)
+        return Sample(answer["seconds"], result["stopped_s"], messages, copies, extra_bytes)
 
     def stop(self) -> None:
         self._process.stop()
@@ -124,74 +128,67 @@ class Sender:
     """The trainer's side of SGLang's own ways: each method is called on every rank, rank 0 speaks to the server.
 
     The buckets are made as SGLang's `FlattenedTensorBucket` and `MultiprocessingSerializer` make them, which the
-    trainer's environment lacks. The next bucket is gathered while the engine loads the one before.
+    trainer's environment lacks.
     """
 
     def __init__(self, model: Any, url: str, tp: int, port: int) -> None:
         self._model, self._url, self._tp = model, url, tp
         self._pool = ThreadPoolExecutor(1)
-        self._handlers_s = 0.0
-        self._requests = 0
+        self._messages = 0
         self._group: Any = None
         self._leads = dist.get_rank() == 0
         if self._leads:
             # Handles of the other strategy can be opened only by processes of one family.
             torch.multiprocessing.set_sharing_strategy("file_system")
             self._group = self._join(port)
+            self._messages = 0
 
     def from_tensor(self) -> dict[str, Any] | None:
         """Buckets in shared memory; each rank of the engine gets a handle, opens it and loads."""
+        gathered = []
+        for bucket in gather.gathered_buckets(self._model):
+            if self._leads:
+                payload = {"flattened_tensor": gather.flat(bucket), "metadata": flat_metadata(bucket)}
+                # One for each rank: a handle counts who opened it.
+                gathered.append((payload, [pickled(payload) for _ in range(self._tp)]))
         with self._stopped() as taken:
-            previous: Future[None] | None = None
-            for bucket in gather.gathered_buckets(self._model):
-                if not self._leads:
-                    continue
-                flat = gather.flat(bucket)
-                payload = {"flattened_tensor": flat, "metadata": flat_metadata(bucket)}
-                body = {
-                    # One for each: a handle counts who opened it.
-                    "serialized_named_tensors": [pickled(payload) for _ in range(self._tp)],
-                    "load_format": "flattened_bucket",
-                    "flush_cache": False,
-                }
-                wait(previous)
-                previous = self._pool.submit(self._transfer, "update_weights_from_tensor", body)
-            wait(previous)
+            for number, (_, handles) in enumerate(gathered, 1):
+                request = {"serialized_named_tensors": handles}
+                self._post("update_weights_from_tensor", request | how(last=number == len(gathered)))
         return self._result(taken)
 
     def from_distributed(self) -> dict[str, Any] | None:
         """Buckets by broadcast: while the engine's handler receives, rank 0 sends."""
-        with self._stopped() as taken:
-            previous: Future[None] | None = None
-            for bucket in gather.gathered_buckets(self._model):
-                if not self._leads:
-                    continue
-                flat = gather.flat(bucket)
-                body = {
+        gathered = []
+        for bucket in gather.gathered_buckets(self._model):
+            if self._leads:
+                request = {
                     "names": [name for name, _ in bucket],
                     "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                     "shapes": [list(tensor.shape) for _, tensor in bucket],
                     "group_name": GROUP,
-                    "load_format": "flattened_bucket",
-                    "flush_cache": False,
                 }
-                wait(previous)
-                previous = self._pool.submit(self._transfer, "update_weights_from_distributed", body)
+                gathered.append((gather.flat(bucket), request))
+        with self._stopped() as taken:
+            for number, (flat, request) in enumerate(gathered, 1):
+                request |= how(last=number == len(gathered))
+                loaded = self._pool.submit(self._post, "update_weights_from_distributed", request)
                 gather.broadcast(self._group, flat)
-                self._requests += 1
-            wait(previous)
+                loaded.result()
+                self._messages += 1
         return self._result(taken)
 
     def from_disk(self, path: str) -> dict[str, Any] | None:
         """A checkpoint, and one request to load it."""
         gather.save(self._model, path)
+        started_s = time.perf_counter()
         if self._leads:
-            self._transfer("update_weights_from_disk", {"model_path": path})
-        return self._result([self._handlers_s])
+            self._post("update_weights_from_disk", {"model_path": path})
+        return self._result([time.perf_counter() - started_s])
 
     @contextlib.contextmanager
     def _stopped(self) -> Iterator[list[float]]:
-        """Pauses the engine and opens a session; yields where its seconds will stand."""
+        """Pauses the engine and opens a session; yields where the seconds will stand."""
         taken: list[float] = []
         if not self._leads:
             yield taken
@@ -201,24 +198,17 @@ class Sender:
         self._post("begin_weight_update", {})
         yield taken
         self._post("end_weight_update", {})
-        self._post("flush_cache", {})
         taken.append(time.perf_counter() - started_s)
         self._post("continue_generation", {"torch_empty_cache": False})
 
     def _result(self, taken: list[float]) -> dict[str, Any] | None:
         if not self._leads:
             return None
-        result = {"stopped_s": taken[0], "handlers_s": self._handlers_s, "requests": self._requests}
-        self._handlers_s, self._requests = 0.0, 0
-        return result
-
-    def _transfer(self, verb: str, body: dict[str, Any]) -> None:
-        started_s = time.perf_counter()
-        self._post(verb, body)
-        self._handlers_s += time.perf_counter() - started_s
+        messages, self._messages = self._messages, 0
+        return {"stopped_s": taken[0], "messages": messages}
 
     def _post(self, verb: str, body: dict[str, Any]) -> None:
-        self._requests += 1
+        self._messages += 1
         with open_url(f"{self._url}/{verb}", body) as answer:
             answer.read()
 
@@ -245,6 +235,11 @@ class Sender:
         return group
 
 
+def how(*, last: bool) -> dict[str, Any]:
+    """Of each bucket; the caches are flushed once, with the last."""
+    return {"load_format": "flattened_bucket", "flush_cache": last}
+
+
 def flat_metadata(bucket: list[tuple[str, torch.Tensor]]) -> list[SimpleNamespace]:
     """Where each tensor lies in the bucket."""
     ends = list(itertools.accumulate(tensor.nbytes for _, tensor in bucket))
@@ -266,11 +261,6 @@ def pickled(payload: dict[str, Any]) -> str:
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(payload)
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-def wait(future: Future[None] | None) -> None:
-    if future is not None:
-        future.result()
 
 
 def open_url(url: str, body: dict[str, Any] | None = None) -> Any:
