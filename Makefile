@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE = 1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Options go in ARGS, as in: make test ARGS='-k digest -x', make demo ARGS='--steps 3'"
-	@echo "  The demo runs on vLLM, or with ENGINE=sglang on SGLang"
+	@echo "  demo and bench run on vLLM, or with ENGINE=sglang on SGLang"
 
 demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M for a few RL steps while it is being served, and prove what the engine holds
 	@$(PY) examples/rl_smollm2/run.py --engine $(ENGINE) --model $(MODEL) $(ARGS)
@@ -22,8 +22,8 @@ demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M
 test: engines ## every test that this machine can run
 	@$(PY) -m pytest $(ARGS)
 
-bench: setup ## measure an update against other ways and a plain memory copy; writes benchmarks/results/
-	@$(PY) -m benchmarks.update $(ARGS)
+bench: setup $(if $(filter sglang,$(ENGINE)),engines) ## measure an update against other ways and a plain memory copy; writes benchmarks/results/
+	@$(PY) -m benchmarks.update --engine $(ENGINE) $(ARGS)
 
 lint: setup ## ruff, mypy --strict, import-linter
 	@$(PY) -m ruff check .
