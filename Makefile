@@ -9,10 +9,10 @@ ARGS ?=
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format setup engines model clean distclean
+.PHONY: help demo test bench bench-trainers lint format setup engines model clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Options go in ARGS, as in: make test ARGS='-k digest -x', make demo ARGS='--steps 3'"
 	@echo "  demo and bench run on vLLM, or with ENGINE=sglang on SGLang"
 
@@ -24,6 +24,9 @@ test: engines ## every test that this machine can run
 
 bench: setup $(if $(filter sglang,$(ENGINE)),engines) ## measure an update against other ways and a plain memory copy; writes benchmarks/results/
 	@$(PY) -m benchmarks.update --engine $(ENGINE) $(ARGS)
+
+bench-trainers: setup ## measure each trainer's slices against gathering and a memory copy; writes benchmarks/results/trainers.json
+	@$(PY) -m benchmarks.trainers $(ARGS)
 
 lint: setup ## ruff, mypy --strict, import-linter
 	@$(PY) -m ruff check .
