@@ -11,17 +11,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_adapters.dtensor import DTensorAdapter
     from trainer_adapters.fsdp import FSDPAdapter
+    from trainer_adapters.lora import MergedLoRAAdapter
     from trainer_adapters.manager import SyncManager
     from trainer_adapters.module import ModuleAdapter
     from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
 
-__all__ = ["DTensorAdapter", "DtypeRules", "FSDPAdapter", "LocalSlice", "ModuleAdapter", "SyncManager", "WeightSource"]
+__all__ = [
+    "DTensorAdapter",
+    "DtypeRules",
+    "FSDPAdapter",
+    "LocalSlice",
+    "MergedLoRAAdapter",
+    "ModuleAdapter",
+    "SyncManager",
+    "WeightSource",
+]
 
 _HOMES = {
     "DTensorAdapter": "dtensor",
     "DtypeRules": "source",
     "FSDPAdapter": "fsdp",
     "LocalSlice": "source",
+    "MergedLoRAAdapter": "lora",
     "ModuleAdapter": "module",
     "SyncManager": "manager",
     "WeightSource": "source",
