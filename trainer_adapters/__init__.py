@@ -9,19 +9,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer_adapters.dtensor import DTensorAdapter
     from trainer_adapters.fsdp import FSDPAdapter
+    from trainer_adapters.lora import MergedLoRAAdapter
     from trainer_adapters.manager import SyncManager
     from trainer_adapters.megatron import MegatronAdapter
     from trainer_adapters.module import ModuleAdapter
     from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
 
-__all__ = ["DtypeRules", "FSDPAdapter", "LocalSlice", "MegatronAdapter", "ModuleAdapter", "SyncManager", "WeightSource"]
+__all__ = [
+    "DTensorAdapter",
+    "DtypeRules",
+    "FSDPAdapter",
+    "LocalSlice",
+    "MegatronAdapter",
+    "MergedLoRAAdapter",
+    "ModuleAdapter",
+    "SyncManager",
+    "WeightSource",
+]
 
 _HOMES = {
+    "DTensorAdapter": "dtensor",
     "DtypeRules": "source",
     "FSDPAdapter": "fsdp",
     "LocalSlice": "source",
     "MegatronAdapter": "megatron",
+    "MergedLoRAAdapter": "lora",
     "ModuleAdapter": "module",
     "SyncManager": "manager",
     "WeightSource": "source",

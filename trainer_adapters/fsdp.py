@@ -1,72 +1,47 @@
-"""FSDP2 (`fully_shard`): each rank sends the shards that it holds, where they are. Nothing is gathered.
+"""FSDP alone, the second one (`fully_shard`) or the first (`FullyShardedDataParallel`): one adapter for both.
 
-A `Shard(0)` shard is one contiguous range of its checkpoint tensor, a `Shard(1)` shard a strided region of
-it; both are boxes. What every rank holds whole (ignored parameters, buffers) is divided between the ranks by
-bytes.
-
-From torch's private side: `compute_local_shape_and_global_offset` (checked against the shard it describes)
-and `FSDPModule._get_fsdp_state()`, whose groups know whether parameters are sharded just now.
+FSDP2's parameters are DTensors over one mesh dimension, or over (replicate, shard) as HSDP: what `dtensor.py` sends,
+with the copies that FSDP keeps equal divided between the ranks. FSDP1's flat parameters are in `fsdp1.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import Shard
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from inference_plugin.wire.manifest import Box, box_volume
-from trainer_adapters.module import (
-    NOT_SENT,
-    Buffers,
-    Head,
-    Plan,
-    Rename,
-    Rules,
-    ScannedSource,
-    cut_box,
-    module_stream,
-    module_ties,
-    why_not_plain,
-)
-from trainer_adapters.source import share_by_bytes
+from inference_plugin.wire.manifest import Box, Manifest
+from trainer_adapters.dtensor import Mesh, ShardedSource, Spread
+from trainer_adapters.fsdp1 import FlatSource
+from trainer_adapters.module import Buffers
+from trainer_adapters.plan import Head, Plan, Rename, Rules, whole_part
+from trainer_adapters.scan import Holding
+from trainer_adapters.source import LocalSlice, WeightSource
 
 __all__ = ["FSDPAdapter"]
 
-Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a shard in its tensor."""
 
-FREED_HINT = (
-    "call reshard() on the modules named here (the root's covers only parameters of its own), or update "
-    "after backward(), which reshards: after a forward pass alone the root stays unsharded"
-)
+class FSDPAdapter(WeightSource):
+    """A source for a model that FSDP has sharded, and nothing else: FSDP2 (`fully_shard`) over one mesh dimension or, as
+    HSDP, over (replicate, shard); or FSDP1 (`FullyShardedDataParallel`) with any sharding strategy.
 
+    Every rank makes one, and contributes its own shards: views of the parameters' memory, uneven ones included, on the
+    CPU where they are offloaded. HSDP's copies of a shard, and what each rank holds whole (parameters that FSDP ignores,
+    buffers, those under NO_SHARD), are divided between their ranks by bytes; ranks must agree on them (FSDP doesn't
+    synchronise buffers). Frozen parameters are sent like the others. Nothing is gathered, but for units of FSDP1
+    with a parameter that isn't contiguous: see `trainer_adapters.fsdp1`.
 
-class FSDPAdapter(ScannedSource):
-    """A source for a model that `fully_shard` has sharded, over one mesh dimension or, as HSDP, over
-    (replicate, shard).
+    `dtype_rules`, `include_buffers`, `rename`, `include`, `exclude`, stacked experts and tied weights are as in
+    `ModuleAdapter`. The parameters' dtype is that of the shards (the optimizer's), not that of `MixedPrecision(Policy)`:
+    `dtype_rules={"*": torch.bfloat16}` sends bf16.
 
-    Every rank of the mesh makes one, and contributes its own shards: views of the parameters' memory, uneven
-    and dim-1 shards included, on the CPU where they are offloaded. Of HSDP's copies the first sends.
-    Parameters that `fully_shard` ignored and buffers, which each rank holds whole, are divided between the
-    ranks by bytes; ranks must agree on them (buffers aren't synchronised by FSDP). Frozen parameters are sent
-    like the others.
-
-    `dtype_rules`, `include_buffers`, `rename` and tied weights are as in `ModuleAdapter`. The parameters'
-    dtype is that of the shards (the optimizer's), not that of `MixedPrecisionPolicy`: `dtype_rules={"*":
-    torch.bfloat16}` sends bf16.
-
-    Raises TypeError for a model without `fully_shard`, and `ManifestMismatch` where parameters are unsharded
-    just now, have pending sums (`Partial`), are sharded in more than one dimension of the mesh, or live on
-    ranks that differ from one parameter to the next or that this rank isn't among.
+    Raises TypeError for a model without FSDP, and `ManifestMismatch` where parameters are unsharded just now (FSDP2), have
+    pending sums (`Partial`), are sharded in more than one dimension of the mesh, or live on ranks that differ from one
+    parameter to the next or that this rank isn't among: `DTensorAdapter` takes FSDP2 with other parallelisms.
     """
 
     def __init__(
@@ -76,157 +51,62 @@ class FSDPAdapter(ScannedSource):
         dtype_rules: Rules = None,
         include_buffers: Buffers = "persistent",
         rename: Rename = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
     ) -> None:
-        _refuse_others(model)
-        super().__init__(
-            module_stream(model, include_buffers),
-            ties=lambda: module_ties(model),
-            rescan=True,
-            twins=True,
+        first = any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
+        second = any(isinstance(part, FSDPModule) for part in model.modules())
+        if first and second:
+            raise TypeError("this model has parts of FSDP1 and of FSDP2: shard all of it with fully_shard")
+        if not first and not second:
+            raise TypeError("neither fully_shard nor FullyShardedDataParallel was applied here: use ModuleAdapter")
+        self._source: WeightSource = (FlatSource if first else FullyShardSource)(
+            model,
             dtype_rules=dtype_rules,
+            include_buffers=include_buffers,
             rename=rename,
+            include=include,
+            exclude=exclude,
         )
-        self._model = model
-        self._known: dict[tuple[tuple[int, ...], _Layout], Place] = {}
-        self._boxed: tuple[Plan, Mapping[int, Box]] | None = None
-        self._layouts: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Layout] = {}
 
-    def _scan(self, keep: list[torch.Tensor] | None = None) -> tuple[Head, ...]:
-        if unsharded := _unsharded(self._model):
-            raise ManifestMismatch(
-                f"parameters are unsharded just now in {first_few(unsharded)}",
-                hint=FREED_HINT,
-                side="trainer",
-            )
-        with torch.no_grad():
-            return super()._scan(keep)
+    def manifest(self) -> Manifest:
+        return self._source.manifest()
 
-    def _look(self, tensor: torch.Tensor) -> tuple[Hashable, str]:
-        if not isinstance(tensor, DTensor):
-            return None, why_not_plain(tensor)
-        local = _shard(tensor)
-        key = tensor.device_mesh, tuple(tensor.placements)
-        layout = self._layouts.setdefault(key, _Layout(*key))
-        problem = why_not_plain(local) or layout.problem
-        if not problem and layout.is_sharded:
-            _, sizes = self._place(tuple(tensor.shape), layout)
-            if sizes != tuple(local.shape):
-                problem = f"holds a shard of shape {list(local.shape)} where {list(sizes)} is expected"
-        return layout, problem
+    def slices(self) -> Iterator[LocalSlice]:
+        return self._source.slices()
+
+    def claims(self) -> tuple[Box, ...] | None:
+        return self._source.claims()
+
+    def made_together(self) -> frozenset[int]:
+        return self._source.made_together()
+
+
+class FullyShardSource(ShardedSource):
+    """FSDP2 alone: all DTensors are on one mesh, and what every rank of it holds is the same everywhere."""
+
+    def _problem_of(self, mesh: Mesh) -> str:
+        if mesh.coordinate is None:
+            return f"lives on ranks {list(mesh.ranks)}, and this is rank {dist.get_rank()}"
+        if mesh.is_sharded and [type(p) for p in mesh.placements if not p.is_replicate()] != [Shard]:
+            return f"has placements {mesh.placements}: with a parallelism beside FSDP use DTensorAdapter"
+        return ""
 
     def _check_plan(self, plan: Plan) -> None:
         meshes: dict[tuple[int, ...], str] = {}
-        for head, place in zip(plan.heads, plan.places, strict=True):
-            if isinstance(head.layout, _Layout) and place != NOT_SENT:
-                meshes.setdefault(head.layout.ranks, head.name)
+        for head, places in zip(plan.heads, plan.places, strict=True):
+            if isinstance(head.layout, Spread) and places:
+                meshes.setdefault(head.layout.mesh.ranks, head.name)
         if len(meshes) > 1:
             uses = [f"{name} on ranks {list(ranks)}" for ranks, name in meshes.items()]
             raise ManifestMismatch(
                 f"parameters live on different sets of ranks: {first_few(uses)}",
-                hint="FSDP2 with a further parallelism (TP, EP) is what DTensorAdapter is going to serve",
+                hint="with a parallelism beside FSDP (TP, EP) use DTensorAdapter",
                 side="trainer",
             )
+        self._ranks = next(iter(meshes), tuple(range(dist.get_world_size())))
 
-    def _boxes(self, plan: Plan) -> Mapping[int, Box]:
-        if self._boxed is None or self._boxed[0] is not plan:
-            self._boxed = plan, self._boxes_of(plan)
-        return self._boxed[1]
-
-    def _boxes_of(self, plan: Plan) -> Mapping[int, Box]:
-        boxes: dict[int, Box] = {}
-        shared: list[int] = []
-        ranks = tuple(range(dist.get_world_size()))
-        for head, place in zip(plan.heads, plan.places, strict=True):
-            if place == NOT_SENT:
-                continue
-            if isinstance(head.layout, _Layout):
-                ranks = head.layout.ranks
-            if not isinstance(head.layout, _Layout) or not head.layout.is_sharded:
-                shared.append(place)
-            elif head.layout.is_first_copy():
-                box = Box(place, *self._place(head.shape, head.layout))
-                if box_volume(box):
-                    boxes[place] = box
-        return boxes | share_by_bytes(plan.manifest, shared, ranks.index(dist.get_rank()), len(ranks))
-
-    def _local(self, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            return cut_box(tensor, box)
-        with torch.no_grad():
-            local = _shard(tensor)
-        return local if tuple(local.shape) == box.sizes else cut_box(local, box)
-
-    def _place(self, shape: tuple[int, ...], layout: _Layout) -> Place:
-        """Where this rank's shard lies. Kept: models repeat their shapes, and torch takes its time."""
-        key = (shape, layout)
-        if key not in self._known:
-            sizes, offsets = compute_local_shape_and_global_offset(shape, layout.mesh, layout.placements)
-            self._known[key] = tuple(map(int, offsets)), tuple(map(int, sizes))
-        return self._known[key]
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How a DTensor lies on its mesh. An adapter keeps one of each kind, since a mesh takes its time to answer."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks of the mesh, ascending."""
-        return tuple(sorted(self.mesh.mesh.flatten().tolist()))
-
-    @cached_property
-    def is_sharded(self) -> bool:
-        return any(not placement.is_replicate() for placement in self.placements)
-
-    def is_first_copy(self) -> bool:
-        """Whether this rank is the first in each mesh dimension that holds copies."""
-        coordinate = self.mesh.get_coordinate() or ()
-        return not any(at for at, kind in zip(coordinate, self.placements, strict=True) if kind.is_replicate())
-
-    @cached_property
-    def problem(self) -> str:
-        """Why a tensor that lies like this can't be sent; "" if it can."""
-        if self.mesh.get_coordinate() is None:
-            return f"lives on ranks {list(self.ranks)}, and this is rank {dist.get_rank()}"
-        if any(placement.is_partial() for placement in self.placements):
-            return f"has placements {self.placements}: sums are pending, redistribute it to Shard or Replicate"
-        others = [placement for placement in self.placements if type(placement) not in (Shard, Replicate)]
-        if others or sum(type(placement) is Shard for placement in self.placements) > 1:
-            return (
-                f"has placements {self.placements}: FSDPAdapter takes one Shard, beside Replicate; "
-                "DTensorAdapter is going to serve FSDP2 with tensor parallelism"
-            )
-        return ""
-
-
-def _shard(tensor: DTensor) -> torch.Tensor:
-    """What this rank holds of a DTensor: the memory itself. Called without gradients, else torch keeps a record."""
-    return tensor.to_local().detach()
-
-
-def _refuse_others(model: torch.nn.Module) -> None:
-    parts = list(model.modules())
-    if any(isinstance(part, FullyShardedDataParallel) for part in parts):
-        raise TypeError("FSDP1 isn't supported: shard the model with fully_shard")
-    if not any(isinstance(part, FSDPModule) for part in parts):
-        raise TypeError("fully_shard was applied to no part of this model: use ModuleAdapter")
-
-
-def _unsharded(model: torch.nn.Module) -> list[str]:
-    """Names of the FSDP modules whose parameters are not the shards just now."""
-    return [
-        name or "the root"
-        for name, part in model.named_modules()
-        if isinstance(part, FSDPModule)
-        and any(parameter.sharded_state.name != "SHARDED" for group in _groups(part) for parameter in group.fsdp_params)
-    ]
-
-
-def _groups(part: FSDPModule) -> list[Any]:
-    state: Any = part._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    def _holding(self, head: Head) -> Holding:
+        if not isinstance(head.layout, Spread):
+            return Holding((whole_part(head.shape),), self._ranks, self._ranks.index(dist.get_rank()))
+        return head.layout.holding()

@@ -41,7 +41,7 @@ from inference_plugin.wire.errors import (
     VersionConflict,
     WeightwireError,
 )
-from inference_plugin.wire.manifest import ExactCover, Manifest, Piece
+from inference_plugin.wire.manifest import Box, ExactCover, Manifest, Piece
 from inference_plugin.wire.messages import (
     Abort,
     Begin,
@@ -76,6 +76,7 @@ from inference_plugin.wire.reports import (
     missing_boxes,
 )
 from inference_plugin.wire.tensors import box_view
+from trainer_adapters.agreement import Claims, digests_of, what_differs
 from trainer_adapters.crew import Crew
 from trainer_adapters.replicas import ReplicaSession
 
@@ -142,6 +143,7 @@ class SyncManager:
         self._transports = available_transports() if transport == Transport.AUTO else [transport_named(transport)]
         self._senders: dict[str, TransportSender] = {}
         self._crew = Crew(process_group)
+        self._claims = Claims()
         self._session = secrets.token_hex(8)
         self._replicas: dict[str, ReplicaSession] = {}
         self._covered: tuple[Manifest, ExactCover] | None = None
@@ -241,9 +243,11 @@ class SyncManager:
     def _follow(self, operation: str, source: WeightSource) -> bytes:
         """A rank above 0: report, write, report."""
         manifest: Manifest | None = None
+        claims: tuple[Box, ...] | None = None
         error: WeightwireError | None = None
         try:
             manifest = source.manifest()
+            claims = source.claims()
         except Exception as raised:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
             error = WeightwireError.wrap(raised).at(side="trainer", rank=self.rank)
         ready = Ready(
@@ -252,11 +256,13 @@ class SyncManager:
             self.rank,
             manifest.fingerprint if manifest else "",
             error.info() if error else None,
+            *(self._claims.news(self.rank, manifest, claims) if manifest else (None, False)),
         )
         # The manager answers by its own deadline; a little more lets its answer arrive first.
         timeout_s = self.timeout_s + 10
         go = self._crew.ask_go(ready, timeout_s=timeout_s)
         assert manifest is not None
+        self._claims.agree(self.rank, manifest, claims)
         wrote = self._write(go, manifest, source, tick=lambda: None)
         return self._crew.ask_outcome(wrote, timeout_s=timeout_s)
 
@@ -265,6 +271,7 @@ class SyncManager:
         deadline_s = time.monotonic() + go.timeout_s
         started_s = time.perf_counter()
         pieces: list[Piece] | None = None
+        copies: tuple[Piece, ...] = ()
         total = WriteStats()
         try:
             for way in go.transports:
@@ -286,6 +293,8 @@ class SyncManager:
                 total.move_s += stats.move_s
                 total.digest_s += stats.digest_s
                 total.lost |= stats.lost
+            if go.copies:
+                copies = tuple(digests_of(manifest, _ticking(source.copies(), tick)))
         except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
             info = (
                 WeightwireError.wrap(error).at(side="trainer", rank=self.rank, group=self.group, phase="stage").info()
@@ -301,6 +310,7 @@ class SyncManager:
             total.digest_s,
             time.perf_counter() - started_s,
             {replica: error.info() for replica, error in total.lost.items()},
+            copies=copies,
         )
 
     def _versions(self) -> dict[str, int | None]:
@@ -387,11 +397,12 @@ class _Operation:
                     hint="build the same model and the same adapter on every rank",
                     rank=ready.rank,
                 )
+        manager._claims.check(self.manifest, self.source.claims(), readies)
 
-    def write(self, transports: tuple[GoTransport, ...]) -> list[Wrote]:
+    def write(self, transports: tuple[GoTransport, ...], *, compare_copies: bool) -> list[Wrote]:
         """Every rank writes; what they wrote covers the manifest exactly, or this raises `ManifestMismatch`."""
         manager = self.manager
-        go = Go(self.txn, transports, self.left_s)
+        go = Go(self.txn, transports, self.left_s, compare_copies)
         manager._crew.tell_all(go)
         mine = manager._write(go, self.manifest, self.source, self.tick)
         if mine.error is not None:
@@ -408,6 +419,12 @@ class _Operation:
             owners = [wrote.rank for wrote in everyone for _ in wrote.pieces]
             boxes = [piece.box for wrote in everyone for piece in wrote.pieces]
             manager._cover(self.manifest).check(boxes, lambda position: f"rank {owners[position]}")
+        pieces = {wrote.rank: wrote.pieces for wrote in everyone}
+        copies = {wrote.rank: wrote.copies for wrote in everyone}
+        if any(copies.values()) and (apart := what_differs(self.manifest, pieces, copies)):
+            logger.warning(
+                "weightwire: trainer ranks hold copies that have come apart; one of each was sent: %s", apart
+            )
         return everyone
 
     def connect(self) -> list[ReplicaSession]:
@@ -453,7 +470,7 @@ class _Update(_Operation):
                 self.gather_ready()
                 ways = self._agree()
             with self._phase("stage"):
-                wrote = self.write(ways)
+                wrote = self.write(ways, compare_copies=bool(ways) and self.manager._claims.copies_are_due())
                 self._drop_lost(wrote)
             with self._phase("seal"):
                 sealed = self._seal(tuple(piece for w in wrote for piece in w.pieces))
@@ -701,7 +718,7 @@ class _Verification(_Operation):
         scratch = SharedSegment.create(self.manifest.layout.nbytes)
         try:
             segment = msgspec.msgpack.encode(scratch.address)
-            self.write((GoTransport("shm", segment, ()),))
+            self.write((GoTransport("shm", segment, ()),), compare_copies=True)
             sessions = self.connect()
             requests = [Outgoing(s.front, Verify(manager.group, self.left_s)) for s in sessions]
             replies = fan_out(requests, Verified, timeout_s=self.left_s)

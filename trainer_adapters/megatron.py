@@ -3,7 +3,7 @@
 How it works:
 1. `megatron_rules` says, for each parameter that this rank holds, which rows of which checkpoint tensors its rows are;
    numbers of layers and experts are turned into those of the whole model by Megatron's own functions and groups;
-2. at construction the ranks exchange what they hold (`claims`), since no pipeline stage knows the others' tensors;
+2. at construction the ranks exchange what they hold (`inventory`), since no pipeline stage knows the others' tensors;
    from that follow, on each rank alone, the manifest and who sends what;
 3. `slices()` cuts views of the parameters as they are then. A model that is no longer what was exchanged is an error.
 
@@ -13,7 +13,7 @@ Megatron is imported where it is used.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError, first_few
-from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.tensors import dtype_name
-from trainer_adapters.claims import Claim, Record, Share, exchange, merge, raise_first, shares
+from trainer_adapters.inventory import Inventory, Item, Share, divide, exchange, merge, raise_first
 from trainer_adapters.megatron_rules import ARCHITECTURES, PADDING, Architecture, Facts, Match
-from trainer_adapters.module import Rules, module_stream, why_not_plain
-from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
+from trainer_adapters.module import module_stream
+from trainer_adapters.plan import Rules
+from trainer_adapters.scan import why_not_plain
+from trainer_adapters.source import DtypeRules, LocalSlice, NameFilter, WeightSource
 
 __all__ = ["MegatronAdapter"]
 
@@ -46,11 +48,12 @@ class MegatronAdapter(WeightSource):
     Collective over `process_group` (default: all of torch.distributed): every rank that holds part of the model makes
     one, at the same time. Parameters and persistent buffers are sent, names of wrappers removed. Tied embeddings
     travel once, from the first stage. Copies that tensor-parallel ranks hold (norms) are sent by the first of them.
-    `dtype_rules` as in `ModuleAdapter`; the router's expert bias counts as fp32, which is what Megatron keeps it in.
+    `dtype_rules`, `include` and `exclude` as in `ModuleAdapter`; the router's expert bias counts as fp32, which is what
+    Megatron keeps it in.
 
     Raises `ManifestMismatch`, on all ranks and naming the rank it comes from, for a parameter that the table has no
     rule for or that does not have the size that the config says; for ranks with different models; for elements that
-    no rank or two parts claim. `manifest()` and `slices()` raise it where this rank's parameters have changed in name,
+    are on no rank, or in two parts. `manifest()` and `slices()` raise it where this rank's parameters have changed in name,
     shape or dtype since: make a new adapter then, on all ranks.
     """
 
@@ -60,28 +63,34 @@ class MegatronAdapter(WeightSource):
         hf_config: Any,
         *,
         dtype_rules: Rules = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
         architecture: Architecture | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         own: Exception | None = None
-        record = Record()
         try:
             self._chunks = _chunks(model, hf_config, architecture)
             self._heads, self._cuts = _look(self._chunks)
-            record = _record(self._chunks, self._cuts)
-        except Exception as error:  # noqa: BLE001  the others wait in the exchange: they get it first, then we raise it
+            mine = _inventory(self._chunks, self._cuts)
+        except Exception as error:  # noqa: BLE001 -- raised below, when the others know: they wait in the exchange
             own = error
             told = error if isinstance(error, WeightwireError) else ManifestMismatch(f"{type(error).__name__}: {error}")
-            record = Record(error=told.info())
-        records = exchange(record, process_group)
+            mine = Inventory(error=told.info())
+        everybody = exchange(mine, process_group)
         if own is not None and not isinstance(own, WeightwireError):
             raise own
-        raise_first(records)
-        _check_complete(records)
-        tied = self._chunks[0].ties()
-        self._manifest = merge(records, tied=tied, rules=DtypeRules(dtype_rules))
-        rank = dist.get_rank(process_group) if len(records) > 1 else 0
-        self._shares: list[Share] = shares(self._manifest, records, rank)
+        raise_first(everybody)
+        _check_complete(everybody)
+        self._manifest = merge(
+            everybody,
+            tied=self._chunks[0].ties(),
+            rules=DtypeRules(dtype_rules),
+            names=NameFilter(include, exclude),
+        )
+        rank = dist.get_rank(process_group) if len(everybody) > 1 else 0
+        self._sent, self._left = divide(self._manifest, everybody, rank)
+        self._claims = tuple(share.box for share in self._sent)
 
     def manifest(self) -> Manifest:
         self._tensors()
@@ -89,14 +98,23 @@ class MegatronAdapter(WeightSource):
 
     def slices(self) -> Iterator[LocalSlice]:
         tensors = self._tensors()
-        return (self._slice(share, tensors) for share in self._shares)
+        return (self._slice(share, tensors) for share in self._sent)
+
+    def claims(self) -> tuple[Box, ...]:
+        return self._claims
+
+    def copies(self) -> Iterator[LocalSlice]:
+        """What tensor-parallel ranks and stages hold of what another one sends: norms, routers, embeddings. Only
+        Megatron's reduction of their gradients keeps these equal."""
+        tensors = self._tensors()
+        return (self._slice(share, tensors) for share in self._left)
 
     def _slice(self, share: Share, tensors: Mapping[tuple[int, str], torch.Tensor]) -> LocalSlice:
-        cut = self._cuts[share.claim]
+        cut = self._cuts[share.item]
         values = tensors[cut.parameter].detach()
         starts = list(cut.starts)
-        for dim, (offset, claimed) in enumerate(zip(share.box.offsets, cut.claim.offsets, strict=True)):
-            starts[dim] += offset - claimed
+        for dim, (offset, held) in enumerate(zip(share.box.offsets, cut.item.offsets, strict=True)):
+            starts[dim] += offset - held
         for dim, (start, size) in enumerate(zip(starts, share.box.sizes, strict=True)):
             values = values.narrow(dim, start, size)
         return LocalSlice(share.box, values + cut.plus if cut.plus else values)
@@ -123,9 +141,9 @@ class MegatronAdapter(WeightSource):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A claim, and where its values are: from `starts` on in `parameter` (chunk and name), with `plus` added."""
+    """An item, and where its values are: from `starts` on in `parameter` (chunk and name), with `plus` added."""
 
-    claim: Claim
+    item: Item
     parameter: tuple[int, str]
     starts: tuple[int, ...]
     plus: float
@@ -355,7 +373,7 @@ def _head(chunk: _Chunk, name: str, tensor: torch.Tensor) -> str:
 
 
 def _cuts(chunk: _Chunk, parameter: tuple[int, str], tensor: torch.Tensor) -> Iterator[_Cut]:
-    """The claims that one parameter makes, each with the part of the parameter that has its values."""
+    """The boxes of checkpoint tensors that one parameter holds."""
     match = chunk.match(parameter[1], tensor)
     if match.rule is None:
         return
@@ -380,7 +398,7 @@ def _cuts(chunk: _Chunk, parameter: tuple[int, str], tensor: torch.Tensor) -> It
         low, high = max(row, first), min(row + run.rows, first + held[along])
         if low < high and run.part != PADDING:
             yield _Cut(
-                Claim(
+                Item(
                     name=names[run.part],
                     dtype=dtype_name(match.rule.dtype(tensor.dtype)),
                     shape=_with(held, along, sizes[run.part]),
@@ -399,7 +417,7 @@ def _with(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]
     return (*values[:position], value, *values[position + 1 :])
 
 
-def _record(chunks: list[_Chunk], cuts: list[_Cut]) -> Record:
+def _inventory(chunks: list[_Chunk], cuts: list[_Cut]) -> Inventory:
     config = chunks[0].model.config
     parts: set[tuple[str, int, int]] = set()
     for chunk in chunks:
@@ -413,13 +431,13 @@ def _record(chunks: list[_Chunk], cuts: list[_Cut]) -> Record:
         "vocabulary": chunks[0].vocab_size,
         "tied embeddings": chunks[0].tied,
     }
-    return Record([cut.claim for cut in cuts], {key: str(fact) for key, fact in facts.items()}, sorted(parts))
+    return Inventory([cut.item for cut in cuts], {key: str(fact) for key, fact in facts.items()}, sorted(parts))
 
 
-def _check_complete(records: Sequence[Record]) -> None:
+def _check_complete(inventories: Sequence[Inventory]) -> None:
     """Every layer and every expert is on some rank. Raises `ManifestMismatch` that names those that aren't."""
-    facts = records[0].facts
-    parts = {part for record in records for part in record.parts}
+    facts = inventories[0].facts
+    parts = {part for inventory in inventories for part in inventory.parts}
     missing = []
     for where, count in (("decoder", int(facts["layers"])), ("mtp", int(facts["MTP layers"]))):
         layers = {layer for kind, layer, _ in parts if kind == where}

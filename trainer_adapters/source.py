@@ -13,13 +13,13 @@ from fnmatch import fnmatchcase
 import torch
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
+from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.tensors import torch_dtype
 
-__all__ = ["DtypeRules", "LocalSlice", "WeightSource", "share_by_bytes"]
+__all__ = ["DtypeRules", "LocalSlice", "NameFilter", "WeightSource", "share_boxes", "share_by_bytes"]
 
 MIN_CUT_BYTES = 1 << 20
-"""Smaller tensors are never divided between ranks that hold the same copy."""
+"""Smaller boxes are never divided between ranks that hold the same copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class WeightSource(ABC):
     - The two agree element for element. A source that finds out that they don't (a parameter that came, went
       or changed shape since `manifest()`) raises `ManifestMismatch`; one that doesn't find out is caught by
       whoever receives the slices, and the update is aborted: the old version stays in service.
+    - `claims()` says beforehand which boxes `slices()` is going to yield, so that gaps and doubles between ranks are
+      found before a byte moves. A source that can't tell returns None; what it wrote is checked then.
     - Nobody changes the model between the first slice and the last. What does change is not noticed, and the
       digests are then of that mixture.
     """
@@ -58,11 +60,58 @@ class WeightSource(ABC):
 
     @abstractmethod
     def slices(self) -> Iterator[LocalSlice]:
-        """This rank's slices of the manifest that `manifest()` returned last, in its order.
+        """This rank's slices of the manifest that `manifest()` returned last, in its order; what has to be put together
+        first may come after the rest.
 
         A slice's tensor is valid until the next one is asked for: the iterator may hold one tensor at a time.
         Raises `ManifestMismatch`, at once or on the way, when the model is no longer what the manifest says.
         """
+
+    def claims(self) -> tuple[Box, ...] | None:
+        """The boxes that `slices()` yields, known without a look at the values; None if they aren't known."""
+        return None
+
+    def made_together(self) -> frozenset[int]:
+        """Tensors, by index of the manifest, that `slices()` makes by talking to the other ranks. If there are any, all
+        ranks run through it together; these slices are gone with the next one."""
+        return frozenset()
+
+    def copies(self) -> Iterator[LocalSlice]:
+        """Slices that this rank holds too and leaves to another, where nothing keeps the two equal.
+
+        They don't travel: their digests are compared with the sender's now and then, and a difference is warned about.
+        """
+        return iter(())
+
+
+class NameFilter:
+    """Which tensors travel at all, by patterns of `fnmatch` on the names of the manifest, case-sensitive.
+
+    With `include`, only names that match one of its patterns; of those, none that matches one of `exclude`.
+    """
+
+    def __init__(self, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> None:
+        for patterns in (include, exclude):
+            if isinstance(patterns, str):
+                raise TypeError(f"include and exclude are lists of patterns, not one string: [{patterns!r}]")
+        self.include = tuple(include)
+        self.exclude = tuple(exclude)
+
+    def keep(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` that travel. Raises `ManifestMismatch` for a pattern that matches none of them."""
+        names = list(names)
+        if idle := [p for p in self.include + self.exclude if not any(fnmatchcase(name, p) for name in names)]:
+            raise ManifestMismatch(
+                f"include or exclude patterns that match no name: {first_few(idle)}",
+                hint="patterns are matched against the names of the manifest, after rename; correct or remove these",
+                side="trainer",
+            )
+        return {
+            name
+            for name in names
+            if (not self.include or any(fnmatchcase(name, p) for p in self.include))
+            and not any(fnmatchcase(name, p) for p in self.exclude)
+        }
 
 
 class DtypeRules:
@@ -140,43 +189,46 @@ class DtypeRules:
 
 
 def share_by_bytes(manifest: Manifest, tensors: Sequence[int], rank: int, world_size: int) -> dict[int, Box]:
-    """What `rank` sends of tensors that `world_size` ranks all hold: by tensor index, nothing where it sends
+    """`share_boxes` of whole tensors, by tensor index."""
+    shares = share_boxes(manifest, [manifest.whole(i) for i in tensors], rank, world_size)
+    return {box.tensor: box for box in shares.values()}
+
+
+def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size: int) -> dict[int, Box]:
+    """What `rank` sends of boxes that `world_size` ranks all hold: by position in `boxes`, nothing where it sends
     nothing.
 
-    The tensors are laid end to end and the bytes are divided evenly; a tensor goes to the rank that its first
+    The boxes are laid end to end and the bytes are divided evenly; a box goes to the rank that its first
     byte falls to, one of `MIN_CUT_BYTES` or more is cut between rows. A pure function: the ranks need not
     talk.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1}, not {rank}")
-    total = sum(manifest.tensors[i].nbytes for i in tensors)
-    low, high = total * rank // world_size, total * (rank + 1) // world_size
+    sizes = [manifest.box_nbytes(box) for box in boxes]
+    low, high = sum(sizes) * rank // world_size, sum(sizes) * (rank + 1) // world_size
     shares = {}
     start = 0
-    for i in tensors:
-        spec = manifest.tensors[i]
-        if (box := _rows_that_begin_in(i, spec, low - start, high - start)) is not None:
-            shares[i] = box
-        start += spec.nbytes
+    for position, (box, nbytes) in enumerate(zip(boxes, sizes, strict=True)):
+        if (share := _rows_that_begin_in(box, nbytes, low - start, high - start)) is not None:
+            shares[position] = share
+        start += nbytes
     return shares
 
 
-def _rows_that_begin_in(tensor: int, spec: TensorSpec, low: int, high: int) -> Box | None:
-    """The rows of a tensor whose first byte lies in `[low, high)`, counted from the tensor's own first
-    byte."""
-    if not spec.nbytes:
+def _rows_that_begin_in(box: Box, nbytes: int, low: int, high: int) -> Box | None:
+    """The rows of a box whose first byte lies in `[low, high)`, counted from the box's own first byte."""
+    if not nbytes:
         return None
-    whole = Box(tensor, (0,) * len(spec.shape), spec.shape)
-    dim = next((d for d, size in enumerate(spec.shape) if size > 1), None)
-    if dim is None or spec.nbytes < MIN_CUT_BYTES:
-        return whole if low <= 0 < high else None
-    rows = spec.shape[dim]
-    row_bytes = spec.nbytes // rows
+    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None or nbytes < MIN_CUT_BYTES:
+        return box if low <= 0 < high else None
+    rows = box.sizes[dim]
+    row_bytes = nbytes // rows
     first, last = (min(max(-(-edge // row_bytes), 0), rows) for edge in (low, high))
     if first >= last:
         return None
-    offsets = tuple(first if d == dim else 0 for d in range(len(spec.shape)))
-    return Box(tensor, offsets, (*spec.shape[:dim], last - first, *spec.shape[dim + 1 :]))
+    offsets = (*box.offsets[:dim], box.offsets[dim] + first, *box.offsets[dim + 1 :])
+    return Box(box.tensor, offsets, (*box.sizes[:dim], last - first, *box.sizes[dim + 1 :]))
 
 
 def _kind(dtype: torch.dtype) -> str:

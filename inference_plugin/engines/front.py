@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -45,9 +45,10 @@ from inference_plugin.wire.messages import (
     ReplicaCard,
     Verified,
     Verify,
+    WorkerCard,
 )
 
-__all__ = ["EngineControl", "Front"]
+__all__ = ["EngineControl", "Front", "open_front"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,18 @@ class EngineControl(Protocol):
 
     def refuse(self, reason: str | None) -> None:
         """From now on every request is refused with `reason`; None: generation is allowed again."""
+
+
+def open_front(control: EngineControl, replica: str, workers: Iterable[WorkerCard | None], **card: Any) -> Front:
+    """Starts a replica's front and publishes its card: from now on trainers find it.
+
+    `card`: the fields of `ReplicaCard` that the engine knows (engine, engine_version, model, tp, ...).
+    """
+    front = Front(control, addresses.listen_address(replica, "f"), {"side": "front", "replica": replica})
+    ordered = sorted((worker for worker in workers if worker is not None), key=lambda worker: worker.rank)
+    front.publish(replica_card(replica=replica, address=front.address, workers=tuple(ordered), **card))
+    logger.info("weightwire: replica %s is ready for weight updates at %s", replica, front.address)
+    return front
 
 
 class Front:

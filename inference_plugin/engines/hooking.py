@@ -1,17 +1,14 @@
-"""What the files of all engines use to hook in."""
+"""What the files of engines use to hook in."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from torch import nn
-
-__all__ = ["finish", "installed_version", "wrap"]
+__all__ = ["installed_version", "wrap"]
 
 
 def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -37,11 +34,3 @@ def installed_version(*distributions: str) -> str:
             if version := metadata.version(name):
                 return version
     return "unknown"
-
-
-def finish(quant_method: Any, module: nn.Module) -> None:
-    """An engine's post-processing of one module, by a method as it was before any load.
-
-    The method of a mixture of experts may remember that it has packed once, and pack no more from then on.
-    """
-    copy.copy(quant_method).process_weights_after_loading(module)

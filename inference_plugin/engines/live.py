@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-__all__ = ["LiveModel"]
+__all__ = ["LiveModel", "on_meta"]
 
 DECODING_S = 0.1
 """An engine whose last step ended no longer ago is decoding."""
 
 
 class LiveModel:
-    """One worker's model: the part of `install.contract.EngineModel` that needs nothing of the engine."""
+    """`install.contract.EngineModel` of one worker, for an engine whose model has a `load_weights` and whose layers are
+    post-processed by a `quant_method` of theirs, or not at all. An engine's file overrides what it does otherwise."""
 
-    def __init__(self, live: nn.Module, device: torch.device) -> None:
+    fixed_addresses = False
+    post_processing: type | tuple[()] = ()
+    """The class of the engine's `quant_method`s that post-process."""
+
+    def __init__(self, live: nn.Module, device: torch.device, skeleton: nn.Module) -> None:
         self.live = live
         self.device = device
+        self.skeleton = skeleton
         self.lock = threading.Lock()
         self._stepping = False
         self._stepped_at_s = -math.inf
@@ -31,10 +41,31 @@ class LiveModel:
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         return model.load_weights(tensors)  # type: ignore[operator]
 
+    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
+        return {
+            name: functools.partial(_finish, quant_method)
+            for name, module in self.skeleton.named_modules()
+            if isinstance(quant_method := getattr(module, "quant_method", None), self.post_processing)
+        }
+
+    def unfinishable(self) -> str | None:
+        return None
+
+    def pads(self, module: nn.Module) -> bool:
+        return False
+
+    def read_rebuilt(
+        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        return None
+
     def free_bytes(self) -> int:
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
         return int(psutil.virtual_memory().available)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return torch.no_grad()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -49,3 +80,30 @@ class LiveModel:
     def decoding(self) -> bool:
         """Whether a step runs, however long, or ended within `DECODING_S`. Any thread."""
         return self._stepping or time.monotonic() - self._stepped_at_s < DECODING_S
+
+
+@contextlib.contextmanager
+def on_meta(dtype: AbstractContextManager[Any], ropes: dict[Any, Any] | None = None) -> Iterator[None]:
+    """Around the construction of a skeleton: on the meta device, in `dtype`, and with the engine's table of rotary
+    embeddings (`ropes`: one of each kind, shared by all models of the process) empty for that while.
+
+    On the engine's own thread only: default dtype and table are the process's.
+    """
+    table = {} if ropes is None else ropes
+    kept = dict(table)
+    table.clear()
+    try:
+        with dtype, torch.device("meta"):
+            yield
+            torch.empty(1).copy_(torch.empty(1))  # the first operation on meta takes a second of imports: now
+    finally:
+        table.clear()
+        table.update(kept)
+
+
+def _finish(quant_method: Any, module: nn.Module) -> None:
+    """An engine's post-processing of one module, by a method as it was before any load.
+
+    The method of a mixture of experts may remember that it has packed once, and pack no more from then on.
+    """
+    copy.copy(quant_method).process_weights_after_loading(module)

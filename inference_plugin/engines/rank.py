@@ -6,15 +6,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
+from inference_plugin.engines.live import LiveModel
 from inference_plugin.groups import GroupTable
-from inference_plugin.install.contract import Installer
+from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.server import WorkerServer
+from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ErrorInfo, WeightwireError
 from inference_plugin.wire.messages import RankCommit, RankVerify, WorkerCard
@@ -55,26 +56,19 @@ class RankIdentity:
     replica: str
     rank: int
     tp_rank: int
-    pp_rank: int
-    device: str
+    pp_rank: int = 0
 
 
 class RankRuntime:
     """Groups and server of one worker; lives from the engine's start to its shutdown."""
 
-    def __init__(
-        self,
-        identity: RankIdentity,
-        listen: str,
-        make_installer: Callable[[str], Installer],
-        free_bytes: Callable[[], int],
-        decoding: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, identity: RankIdentity, model: LiveModel) -> None:
         self.identity = identity
-        self._free_bytes = free_bytes
-        self._table = GroupTable(identity.replica, identity.rank, make_installer, decoding)
+        self.model = model
+        self._table = GroupTable(identity.replica, identity.rank, lambda _group: ModelInstaller(model), model.decoding)
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._where = where
+        listen = addresses.listen_address(identity.replica, str(identity.rank))
         self._server = WorkerServer(self._table, listen, self.card, where)
         self._server.start()
 
@@ -87,8 +81,8 @@ class RankRuntime:
             pp_rank=self.identity.pp_rank,
             pid=os.getpid(),
             address=self._server.address,
-            device=self.identity.device,
-            free_bytes=self._free_bytes(),
+            device=str(self.model.device),
+            free_bytes=self.model.free_bytes(),
             groups=self._table.statuses(),
         )
 

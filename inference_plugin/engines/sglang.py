@@ -22,7 +22,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from http import HTTPStatus
 from typing import Any, Literal
@@ -30,18 +30,18 @@ from typing import Any, Literal
 import msgspec
 import torch
 import torch.distributed as dist
+import zmq
 from torch import nn
 
-from inference_plugin.engines.front import Front, replica_card
-from inference_plugin.engines.hooking import finish, installed_version, wrap
-from inference_plugin.engines.live import LiveModel
+from inference_plugin.engines.front import open_front
+from inference_plugin.engines.hooking import installed_version, wrap
+from inference_plugin.engines.live import LiveModel, on_meta
 from inference_plugin.engines.rank import RankIdentity, RankReply, RankRuntime
 from inference_plugin.engines.touch import Touch, check_touches
-from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import CommitFailed, PeerLost
-from inference_plugin.wire.messages import InFlight, WorkerCard
+from inference_plugin.wire.messages import InFlight
 
 __all__ = ["KNOWN_VERSIONS", "TOUCHES", "make_engine", "register", "run_scheduler"]
 
@@ -162,16 +162,11 @@ class Site:
         self.rank = int(self.parallel.tp_rank)
         self.size = int(self.parallel.tp_size)
         self.leads = self.rank == 0
+        self._speaks = self.parallel.attn_tp_rank == 0  # for its part of the requests, to their clients
         self.replica = _broadcast(self.group, self.size, self.leads, replica.encode()).decode()
-        listen = os.environ.get("WEIGHTWIRE_LISTEN", "ipc")
         self.model = SglangModel(scheduler)
-        self.runtime = RankRuntime(
-            RankIdentity(self.replica, self.rank, tp_rank=self.rank, pp_rank=0, device=str(self.model.device)),
-            addresses.ipc_address(self.replica, str(self.rank)) if listen == "ipc" else listen,
-            lambda _group: ModelInstaller(self.model),
-            self.model.free_bytes,
-            self.model.decoding,
-        )
+        self.runtime = RankRuntime(RankIdentity(self.replica, self.rank, tp_rank=self.rank), self.model)
+        self.bell = Doorbell(scheduler.idle_sleeper, self.replica, self.rank)
         self.control: TurnControl | None = None
         self.refusal: str | None = None
         self.holding = False
@@ -320,7 +315,7 @@ class Site:
         from sglang.srt.managers.scheduler import _make_abort_req
 
         why = {"type": "abort", "status_code": status, "message": reason}
-        if self.leads:
+        if self._speaks:
             self.scheduler.send_abort_output(_make_abort_req(request, finished_reason=why), request)
         self.scheduler._release_aborted_request(request)
 
@@ -329,19 +324,13 @@ class SglangModel(LiveModel):
     """`install.contract.EngineModel` of one rank."""
 
     def __init__(self, scheduler: Any) -> None:
-        self._runner = scheduler.tp_worker.model_runner
-        live: nn.Module = self._runner.model
-        super().__init__(live, next(live.parameters()).device)
-        self.skeleton = self._make_skeleton()
-
-    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 
-        return {
-            name: functools.partial(finish, quant_method)
-            for name, module in self.skeleton.named_modules()
-            if isinstance(quant_method := getattr(module, "quant_method", None), QuantizeMethodBase)
-        }
+        runner = scheduler.tp_worker.model_runner
+        live: nn.Module = runner.model
+        self.post_processing = QuantizeMethodBase
+        super().__init__(live, next(live.parameters()).device, _skeleton(runner))
+        self.fixed_addresses = self.device.type != "cpu" and not runner.server_args.disable_cuda_graph
 
     def unfinishable(self) -> str | None:
         if hasattr(self.live, "post_load_weights"):
@@ -353,37 +342,17 @@ class SglangModel(LiveModel):
 
         return isinstance(module, VocabParallelEmbedding)
 
-    def read_rebuilt(
-        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        return None
 
-    @property
-    def fixed_addresses(self) -> bool:
-        return self.device.type != "cpu" and not self._runner.server_args.disable_cuda_graph
+def _skeleton(runner: Any) -> nn.Module:
+    """The model's class once more, on the meta device."""
+    from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        with torch.no_grad():
-            yield
-
-    def _make_skeleton(self) -> nn.Module:
-        """The model's class once more, on the meta device, with a table of rotary embeddings of its own."""
-        from sglang.srt.layers.rotary_embedding import factory
-        from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
-        from sglang.srt.model_loader.utils import set_default_torch_dtype
-
-        config, load_config = self._runner.model_config, self._runner.load_config
-        ropes = dict(factory._ROPE_DICT)
-        factory._ROPE_DICT.clear()
-        try:
-            with set_default_torch_dtype(config.dtype), torch.device("meta"):
-                model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
-                torch.empty(1).copy_(torch.empty(1))  # the first operation on meta takes a second of imports: now
-        finally:
-            factory._ROPE_DICT.clear()
-            factory._ROPE_DICT.update(ropes)
-        return model.eval()
+    config, load_config = runner.model_config, runner.load_config
+    with on_meta(set_default_torch_dtype(config.dtype), factory._ROPE_DICT):
+        model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
+    return model.eval()
 
 
 # --- the first rank ---------------------------------------------------------------------------------------------------
@@ -392,34 +361,21 @@ class SglangModel(LiveModel):
 class TurnControl:
     """`engines.front.EngineControl` on the first rank: commands wait for a turn, and a turn reaches all ranks."""
 
-    def __init__(self, site: Site) -> None:
-        import zmq
-
+    def __init__(self, site: Site, bells: Sequence[str]) -> None:
         self._site = site
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._waiting: Callable[[BaseException | None], None] | None = None
         self._lock = threading.Lock()
-        context: Any = zmq.Context()
-        self._doorbell = context.socket(zmq.PULL)
-        self._doorbell.bind("inproc://turn")
-        self._ring = context.socket(zmq.PUSH)
-        self._ring.connect("inproc://turn")
-        poller = getattr(site.scheduler.idle_sleeper, "poller", None)
-        if poller is not None:
-            poller.register(self._doorbell, zmq.POLLIN)  # an idle scheduler wakes for a command at once
+        self._bells = [_connected(address) for address in bells if address]
 
     def submit(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        with self._lock:
-            self._ring.send(b"")
+        with self._lock, contextlib.suppress(zmq.Again):  # a bell that nobody answers has been rung often enough
+            for bell in self._bells:
+                bell.send(b"", zmq.DONTWAIT)
 
     def wants_turn(self) -> bool:
         """Called in each pass of the event loop."""
-        import zmq
-
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._doorbell.recv(zmq.DONTWAIT)
         if self._waiting is not None and self._site.scheduler.is_fully_idle():
             return True
         return bool(self._commands)
@@ -473,6 +429,35 @@ class TurnControl:
         site = self._site
         _broadcast(site.group, site.size, True, msgspec.msgpack.encode(step))
         return _gather(site.group, 0, site.size, site.perform(step))
+
+
+class Doorbell:
+    """Wakes a rank that sleeps on idle until one of its sockets has something. `address` is empty where none does.
+
+    Beside the first rank those are, with data-parallel attention, all that have requests of their own.
+    """
+
+    def __init__(self, sleeper: Any, replica: str, rank: int) -> None:
+        self.address = ""
+        self._socket: zmq.Socket[bytes] | None = None
+        if (poller := getattr(sleeper, "poller", None)) is not None:
+            self._socket = zmq.Context.instance().socket(zmq.PULL)
+            self._socket.bind(addresses.ipc_address(replica, f"bell{rank}"))
+            self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            poller.register(self._socket, zmq.POLLIN)
+
+    def quiet(self) -> None:
+        """Takes what was rung; called in each pass of the event loop."""
+        with contextlib.suppress(zmq.Again):
+            while self._socket is not None:
+                self._socket.recv(zmq.DONTWAIT)
+
+
+def _connected(address: str) -> Any:
+    bell: Any = zmq.Context.instance().socket(zmq.PUSH)
+    bell.setsockopt(zmq.LINGER, 0)
+    bell.connect(address)
+    return bell
 
 
 def _own_group(parallel: Any) -> Any:
@@ -534,8 +519,10 @@ def _hook_scheduler() -> None:
     @wrap(SchedulerRequestReceiver, "_pull_raw_reqs")
     def pull_raw_reqs(original: Callable[..., Any], self: Any) -> Any:
         requests = original(self)
-        if requests is not None and _leader is not None and _leader.wants_turn():
-            requests.append(Turn())
+        if requests is not None and _site is not None:
+            _site.bell.quiet()
+            if _site.control is not None and _site.control.wants_turn():
+                requests.append(Turn())
         return requests
 
     @wrap(Scheduler, "run_batch")
@@ -560,20 +547,18 @@ def _hook_scheduler() -> None:
         return result
 
 
-_leader: TurnControl | None = None
-"""The first rank's control, in its process: the request receiver doesn't know its scheduler."""
+_site: Site | None = None
+"""This process's rank: the request receiver doesn't know its scheduler."""
 
 
 def _start(scheduler: Any) -> None:
     """Starts this rank and, on the first, the front; publishes the replica's card."""
-    global _leader
+    global _site
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    if parallel.pp_size > 1:
-        logger.warning(
-            "weightwire: off, no trainer will find this engine: pipeline parallelism isn't supported on SGLang"
-        )
+    if why := _unserved(parallel):
+        logger.warning("weightwire: off, no trainer will find this engine: %s", why)
         return
     site = scheduler._weightwire_site = Site(scheduler, addresses.new_replica_id("sglang"))
     scheduler._request_dispatcher._mapping[Turn] = site.take_turn
@@ -582,32 +567,32 @@ def _start(scheduler: Any) -> None:
         decode_as(card, RankReply).card
         for card in _gather(site.group, site.rank, site.size, msgspec.msgpack.encode(start))
     ]
+    bells = _gather(site.group, site.rank, site.size, site.bell.address.encode())
+    _site = site
     if not site.leads:
         return
-    workers: list[WorkerCard] = [card for card in cards if card is not None]
-    control = site.control = TurnControl(site)
-    listen = os.environ.get("WEIGHTWIRE_LISTEN", "ipc")
-    front = Front(
+    control = site.control = TurnControl(site, [bell.decode() for bell in bells])
+    open_front(
         control,
-        addresses.ipc_address(site.replica, "f") if listen == "ipc" else listen,
-        {"side": "front", "replica": site.replica},
+        site.replica,
+        cards,
+        engine="sglang",
+        engine_version=installed_version("sglang"),
+        model=str(scheduler.model_config.model_path),
+        tp=site.size,
+        pp=1,
+        dp_rank=int(parallel.dp_rank or 0),
+        parent_pid=os.getppid(),
     )
-    _leader = control
-    front.publish(
-        replica_card(
-            replica=site.replica,
-            engine="sglang",
-            engine_version=installed_version("sglang"),
-            model=str(scheduler.model_config.model_path),
-            address=front.address,
-            workers=tuple(sorted(workers, key=lambda card: card.rank)),
-            tp=site.size,
-            pp=1,
-            dp_rank=int(parallel.dp_rank or 0),
-            parent_pid=os.getppid(),
-        )
-    )
-    logger.info("weightwire: replica %s is ready for weight updates at %s", site.replica, front.address)
+
+
+def _unserved(parallel: Any) -> str:
+    """Why a turn would not reach all ranks in the same pass; "" if it does."""
+    if parallel.pp_size > 1:
+        return "the stages of a pipeline don't take requests in the same pass"
+    if parallel.attn_dp_enabled and parallel.enable_dp_attention_local_control_broadcast:
+        return "local control broadcast keeps one group's control requests from the others"
+    return ""
 
 
 def main() -> None:

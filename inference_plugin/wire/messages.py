@@ -188,7 +188,8 @@ class Verify(msgspec.Struct, frozen=True, tag="verify"):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """A trainer rank entered an operation (an update, a verification) and waits for `Go`, or failed before it began.
 
-    `count` is how many operations the rank has entered: it tells a leftover of an earlier one.
+    `count` is how many operations the rank has entered: it tells a leftover of an earlier one. `claims` is what it is
+    going to write, None if it can't tell, or if they are the `same_claims` as in its last operation.
     """
 
     count: int
@@ -196,10 +197,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     rank: Annotated[int, msgspec.Meta(ge=0)]
     fingerprint: str = ""
     error: ErrorInfo | None = None
+    claims: tuple[Box, ...] | None = None
+    same_claims: bool = False
 
 
 class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
-    """A trainer rank wrote its slices, or failed to; it waits for `Outcome`. `lost`: replicas that it couldn't reach."""
+    """A trainer rank wrote its slices, or failed to; it waits for `Outcome`. `lost`: replicas that it couldn't reach.
+    `copies`: digests of what it holds too and another sends, where `Go` asked for them."""
 
     txn: Txn
     rank: Annotated[int, msgspec.Meta(ge=0)]
@@ -211,6 +215,7 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     seconds: float = 0.0
     lost: dict[str, ErrorInfo] = {}
     error: ErrorInfo | None = None
+    copies: tuple[Piece, ...] = ()
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -382,6 +387,7 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
     txn: Txn
     transports: tuple[GoTransport, ...]
     timeout_s: Seconds
+    copies: bool = False
 
 
 class Outcome(msgspec.Struct, frozen=True, tag="outcome"):

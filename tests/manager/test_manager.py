@@ -97,7 +97,7 @@ def test_every_rank_of_every_replica_holds_each_version_in_turn(start: Start, tr
 
 
 def test_a_workers_socket_may_be_tcp_on_loopback(start: Start) -> None:
-    rig = start(tp=2, listen="tcp://127.0.0.1:*")
+    rig = start(tp=2, WEIGHTWIRE_LISTEN="tcp://127.0.0.1:*")
     assert all(worker.address.startswith("tcp://127.0.0.1:") for worker in rig.card.workers)
     with SyncManager(transport="zmq", timeout_s=60) as manager:
         assert manager.update(source(1), 1).failed == ()

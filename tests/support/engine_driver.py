@@ -116,14 +116,7 @@ class Driver:
         for request in requests:
             params = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True)
             name = request["name"]
-            self.requests[name] = {
-                "name": name,
-                "tokens": [],
-                "versions": [],
-                "finished": False,
-                "finish_reason": None,
-                "reason": None,
-            }
+            self.requests[name] = begun(name)
             self.llm.llm_engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
 
     def do_wait(self, names: list[str], number: int) -> None:
@@ -142,6 +135,11 @@ class Driver:
         self.llm = None
         self.requests.clear()
         gc.collect()
+
+
+def begun(name: str) -> dict[str, Any]:
+    """What is known of a request when it starts; the driver fills the rest in."""
+    return {"name": name, "tokens": [], "versions": [], "finished": False, "finish_reason": None, "reason": None}
 
 
 def _per_token(spans: Any, count: int) -> list[str]:

@@ -193,10 +193,37 @@ class Engine:
         self._before.clear()
 
 
+def free_port() -> int:
+    """A port of this host that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class HttpEngine(Engine):
     """An engine behind a port of this host."""
 
     port = 0
+
+    def serve(self, command: Sequence[str], arguments: dict[str, Any]) -> None:
+        """Starts a server with `arguments` as flags on a free port, and waits until it is healthy."""
+        self.port = free_port()
+        flags = ["--host", "127.0.0.1", "--port", str(self.port)]
+        for name, value in arguments.items():
+            flag = "--" + name.replace("_", "-")
+            flags += [flag] if value is True else [flag, str(value)]
+        process = self.process = self._spawn([*command, *flags])
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self._healthy():
+            assert process.poll() is None, "the server ended while it started"
+            assert time.monotonic() < deadline_s, f"the server was not healthy within {START_TIMEOUT_S:g} s"
+            time.sleep(0.3)
+        self.family()
+
+    def _healthy(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.request("GET", "/health")[0] == 200
+        return False
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -319,27 +346,10 @@ class Server(HttpEngine):
         super().__init__(runtime, WEIGHTWIRE_TEST_LAYOUT="plain" if plain else "packed", **environment)
         self.model = model
         self.arguments = list(arguments)
-        self.port = 0
 
     def start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--worker-extension-cls", EXTENSION]
-        for name, value in ENGINE_ARGUMENTS.items():
-            flag = "--" + name.replace("_", "-")
-            command += [flag] if value is True else [flag, str(value)]
-        self.process = self._spawn([*command, *self.arguments])
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            assert self.process.poll() is None, "the server ended while it started"
-            assert time.monotonic() < deadline_s, f"the server was not healthy within {START_TIMEOUT_S:g} s"
-            with contextlib.suppress(OSError):
-                if self.request("GET", "/health")[0] == 200:
-                    break
-            time.sleep(0.3)
-        self.family()
+        self.serve([*command, "--worker-extension-cls", EXTENSION, *self.arguments], ENGINE_ARGUMENTS)
 
     def stop(self) -> None:
         """As an operator does. Where the machine is slow vLLM kills its engine cores; the next reader then cleans up."""

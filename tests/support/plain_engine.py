@@ -29,10 +29,10 @@ import msgspec
 import torch
 from torch import nn
 
-from inference_plugin.engines.front import Front, replica_card
+from inference_plugin.engines.front import open_front
+from inference_plugin.engines.live import LiveModel
 from inference_plugin.engines.rank import RankIdentity, RankReply, RankRuntime
 from inference_plugin.hooks import hookimpl, plugin_manager
-from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire import addresses
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
@@ -156,40 +156,17 @@ def digests_expected(tensors: Mapping[str, torch.Tensor], tp: int = 1, layers: i
     return expected
 
 
-class PlainEngineModel:
+class PlainEngineModel(LiveModel):
     """What the installer knows of this engine (`EngineModel`)."""
 
-    device = torch.device("cpu")
-    fixed_addresses = False
-
     def __init__(self, layers: int, rank: int, tp: int) -> None:
-        self.lock = threading.Lock()
-        self.live: nn.Module = PlainModel(layers, rank, tp)
-        self.live.load_weights(checkpoint(0, layers).items())  # type: ignore[operator]
         with torch.device("meta"):
-            self.skeleton: nn.Module = PlainModel(layers, rank, tp)
-
-    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
-        assert isinstance(model, PlainModel)
-        return model.load_weights(tensors)
-
-    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
-        return {}
-
-    def unfinishable(self) -> str | None:
-        return None
-
-    def pads(self, module: nn.Module) -> bool:
-        return False
-
-    def read_rebuilt(self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        return None
+            skeleton = PlainModel(layers, rank, tp)
+        super().__init__(PlainModel(layers, rank, tp), torch.device("cpu"), skeleton)
+        self.load_weights(self.live, checkpoint(0, layers).items())
 
     def free_bytes(self) -> int:
         return 1 << 30
-
-    def computing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 # --- a worker process -------------------------------------------------------------------------------------------------
@@ -208,18 +185,13 @@ class Faults:
             raise RuntimeError(f"the test lets {step!r} fail")
 
 
-def run_worker(pipe: Connection, replica: str, rank: int, tp: int, layers: int, listen: str) -> None:
+def run_worker(pipe: Connection, replica: str, rank: int, tp: int, layers: int) -> None:
     """The worker's own thread: one operation after the other until the pipe ends."""
     torch.set_num_threads(1)
     faults = Faults()
     plugin_manager().register(faults)
     model = PlainEngineModel(layers, rank, tp)
-    runtime = RankRuntime(
-        RankIdentity(replica, rank, tp_rank=rank, pp_rank=0, device="cpu"),
-        listen,
-        lambda _group: ModelInstaller(model),
-        model.free_bytes,
-    )
+    runtime = RankRuntime(RankIdentity(replica, rank, tp_rank=rank), model)
     pipe.send_bytes(msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card())))
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -287,7 +259,7 @@ class PlainControl:
         self.refusal = reason
 
 
-def run_front(directory: str, tp: int, layers: int, listen: str, control_path: str) -> None:
+def run_front(directory: str, tp: int, layers: int, control_path: str) -> None:
     """A replica: forks its workers, publishes its card, and turns its loop until it is told to stop."""
     torch.set_num_threads(1)
     os.environ["WEIGHTWIRE_RUNTIME_DIR"] = directory
@@ -300,28 +272,16 @@ def run_front(directory: str, tp: int, layers: int, listen: str, control_path: s
             ours.close()
             for other in pipes:
                 other.close()
-            address = addresses.ipc_address(replica, str(rank)) if listen == "ipc" else listen
-            run_worker(theirs, replica, rank, tp, layers, address)
+            run_worker(theirs, replica, rank, tp, layers)
             os._exit(0)
         theirs.close()
         pipes.append(ours)
     replies = [msgspec.msgpack.decode(pipe.recv_bytes(), type=RankReply) for pipe in pipes]
     control = PlainControl(pipes)
-    front = Front(control, addresses.ipc_address(replica, "f"), {"side": "front", "replica": replica})
     stop = threading.Event()
     threading.Thread(target=_serve_tests, args=(control_path, control, stop), daemon=True).start()
-    workers = tuple(reply.card for reply in replies if reply.card is not None)
-    front.publish(
-        replica_card(
-            replica=replica,
-            engine="plain",
-            engine_version="0",
-            model="plain",
-            address=front.address,
-            workers=workers,
-            tp=tp,
-        )
-    )
+    cards = [reply.card for reply in replies]
+    front = open_front(control, replica, cards, engine="plain", engine_version="0", model="plain", tp=tp)
     while True:
         command = control.commands.get()
         control.open_boundary.wait()

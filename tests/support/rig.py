@@ -69,9 +69,7 @@ def kill(pid: int) -> None:
 class Rig:
     """One replica of `plain_engine`."""
 
-    def __init__(
-        self, directory: Path, *, tp: int = 1, layers: int = 2, listen: str = "ipc", **environment: str
-    ) -> None:
+    def __init__(self, directory: Path, *, tp: int = 1, layers: int = 2, **environment: str) -> None:
         known = {card.replica for card in addresses.discover()}
         self.tp, self.layers = tp, layers
         self._control = str(Path(directory) / f"rig-{time.monotonic_ns()}.control")
@@ -81,7 +79,6 @@ class Rig:
             directory=str(directory),
             tp=tp,
             layers=layers,
-            listen=listen,
             control_path=self._control,
         )
         self.card: ReplicaCard = eventually(

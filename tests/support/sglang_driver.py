@@ -37,14 +37,7 @@ class Driver(engine_driver.Driver):
     def do_submit(self, requests: list[dict[str, Any]]) -> None:
         for request in requests:
             name = request["name"]
-            self.requests[name] = {
-                "name": name,
-                "tokens": [],
-                "versions": [],
-                "finished": False,
-                "finish_reason": None,
-                "reason": None,
-            }
+            self.requests[name] = engine_driver.begun(name)
             self.llm.loop.create_task(self._generate(self.requests[name], request))
 
     async def _generate(self, state: dict[str, Any], request: dict[str, Any]) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.engines import ROOT, START_TIMEOUT_S, Driver, HttpEngine
+from tests.support.engines import ROOT, START_TIMEOUT_S, Driver, HttpEngine, free_port
 
 __all__ = ["PYTHON", "SglangDriver", "SglangServer"]
 
@@ -59,7 +56,12 @@ class SglangDriver(Driver):
 
     def open(self, model: Path, *, explicit: bool = False, **kwargs: Any) -> list[dict[str, Any]]:  # type: ignore[override]
         """`explicit`: by `inference_plugin.engines.sglang.make_engine`."""
-        arguments = {"model_path": str(model), "tp_size": self.tp, **ENGINE_ARGUMENTS, **kwargs}
+        own = {
+            "model_path": str(model),
+            "tp_size": self.tp,
+            "port": free_port(),
+        }  # data-parallel attention counts its ports from it
+        arguments = {**own, **ENGINE_ARGUMENTS, **kwargs}
         variables = {"WEIGHTWIRE_TEST_EXPLICIT": "1"} if explicit else {}
         self.call("open", timeout_s=START_TIMEOUT_S, kwargs=arguments, env=variables)
         self.family()
@@ -72,28 +74,11 @@ class SglangServer(HttpEngine):
     def __init__(self, runtime: Path, model: Path, *, tp: int = 1, explicit: bool = False, **variables: str) -> None:
         super().__init__(runtime, **{**environment(tp), **variables})
         self.model, self.tp, self.explicit = model, tp, explicit
-        self.port = 0
 
     def start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
         module = "inference_plugin.engines.sglang" if self.explicit else "sglang.launch_server"
         command = [str(PYTHON), "-m", module, "--model-path", str(self.model), "--tp-size", str(self.tp)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--skip-server-warmup"]
-        for name, value in ENGINE_ARGUMENTS.items():
-            flag = "--" + name.replace("_", "-")
-            command += [flag] if value is True else [flag, str(value)]
-        self.process = self._spawn(command)
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            assert self.process.poll() is None, "the server ended while it started"
-            assert time.monotonic() < deadline_s, f"the server was not healthy within {START_TIMEOUT_S:g} s"
-            with contextlib.suppress(OSError):
-                if self.request("GET", "/health")[0] == 200:
-                    break
-            time.sleep(0.3)
-        self.family()
+        self.serve([*command, "--skip-server-warmup"], ENGINE_ARGUMENTS)
 
     def stop(self) -> None:
         assert self.process is not None

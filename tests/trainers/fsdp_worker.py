@@ -1,93 +1,23 @@
-"""Run by `torchrun`: one training rank that takes every case in turn and leaves what it saw in a directory.
-
-Usage: fsdp_worker.py OUT_DIRECTORY. A case is a function that returns what `observe` does, or a mapping of
-its own; its results are compared with the gold model's in `test_fsdp_adapter.py`, which knows what each must
-be.
-"""
+"""The cases of `test_fsdp_adapter.py`, run by torchrun (see `observing.py`)."""
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from inference_plugin.wire.errors import WeightwireError
-from trainer_adapters import FSDPAdapter, ModuleAdapter, WeightSource
-
-Result = dict[str, Any]
-
-
-# --- what a case leaves behind ------------------------------------------------
-
-
-def observe(source: WeightSource, gold: dict[str, torch.Tensor] | None = None) -> Result:
-    """This rank's manifest and slices (values copied), how many collectives ran, and the gold values on rank
-    0."""
-    with CommDebugMode() as communication:
-        manifest = source.manifest()
-        slices = [(msgspec.to_builtins(piece.box), piece.tensor.clone()) for piece in source.slices()]
-    return {
-        "manifest": msgspec.msgpack.encode(manifest),
-        "slices": slices,
-        "collectives": communication.get_total_counts(),
-        "gold": gold if dist.get_rank() == 0 else None,
-    }
-
-
-def refused(action: Callable[[], object]) -> Result:
-    """The error that `action` raises."""
-    try:
-        action()
-    except (WeightwireError, TypeError) as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"error": None, "text": ""}
-
-
-# --- models -------------------------------------------------------------------
-
-
-def tiny_qwen3(tied: bool = True) -> nn.Module:
-    """Odd in every size that FSDP divides: vocabulary 251, head_dim 10, intermediate 130."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=251,
-        hidden_size=36,
-        intermediate_size=130,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=10,
-        tie_word_embeddings=tied,
-        attn_implementation="eager",
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def train(model: nn.Module, steps: int = 1) -> None:
-    """Real steps; the batch is the same on all ranks, so that the mean gradient is the unsharded one, bit for
-    bit."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    tokens = torch.arange(40).view(2, 20) * 7 % 251
-    for _ in range(steps):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+from tests.trainers.observing import Result, main, nudge, observe, refused, state, tiny_qwen3, tiny_qwen3_moe, train
+from trainer_adapters import FSDPAdapter, ModuleAdapter
 
 
 class Odd(nn.Module):
@@ -118,10 +48,6 @@ def shard_layers(model: Any, **options: Any) -> Any:
     for layer in model.model.layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
-
-
-def state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 # --- cases that must arrive ---------------------------------------------------
@@ -206,7 +132,32 @@ def one_model_on_each_half() -> Result:
     gold = state(Odd())
     model = shard_odd(Odd(), mesh=half["shard"])
     result = observe(FSDPAdapter(model), gold)
-    return result if inside else {**result, "slices": []}
+    return result if inside else {**result, "slices": [], "claims": []}
+
+
+def stacked_experts(columns: bool = False) -> Result:
+    """Five experts over the ranks, whole or by columns of each: shards are cut into what the checkpoint has."""
+    gold = tiny_qwen3_moe()
+    nudge(gold)
+    with tempfile.TemporaryDirectory() as directory:
+        gold.save_pretrained(directory)
+        # In a process group only rank 0 writes, and only its gold is compared.
+        saved = load_file(Path(directory) / "model.safetensors") if dist.get_rank() == 0 else {}
+    options = {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 3 else None} if columns else {}
+    model = shard_layers(tiny_qwen3_moe(), **options)
+    nudge(model)
+    return observe(FSDPAdapter(model), saved)
+
+
+def stacked_experts_by_columns() -> Result:
+    return stacked_experts(columns=True)
+
+
+def filtered() -> Result:
+    model = shard_layers(tiny_qwen3())
+    source = FSDPAdapter(model, include=["model.layers.*"], exclude=["*norm.weight"])
+    values = {n: t for n, t in state(tiny_qwen3()).items() if n.startswith("model.layers.") and "norm" not in n}
+    return observe(source, values)
 
 
 def data_parallel_module() -> Result:
@@ -322,6 +273,9 @@ ANY_WORLD = [
     renamed_without_the_value_head,
     replicated_dtensors,
     data_parallel_module,
+    stacked_experts,
+    stacked_experts_by_columns,
+    filtered,
     several_updates,
     refuse_after_a_forward_pass_alone,
     refuse_while_a_layer_is_unsharded,
@@ -341,21 +295,5 @@ FOUR_RANKS = [
 ]
 
 
-def main(out: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    results: dict[str, Result] = {}
-    for case in ANY_WORLD + (FOUR_RANKS if dist.get_world_size() == 4 else []):
-        try:
-            results[case.__name__] = case()
-        except Exception:  # noqa: BLE001  the test of this case fails with it, the others go on
-            results[case.__name__] = {"crash": traceback.format_exc()}
-        dist.barrier()
-    torch.save(results, out / f"rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    main(Path(sys.argv[1]))
+    main(ANY_WORLD, FOUR_RANKS)

@@ -20,19 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from torch.distributed.tensor.debug import CommDebugMode
 
-from inference_plugin.wire.errors import WeightwireError
 from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu
 from tests.support.megatron_models import KINDS, Layout, build, shift, train
-from trainer_adapters import MegatronAdapter, ModuleAdapter, WeightSource
+from tests.trainers.observing import Result, observe, refused
+from trainer_adapters import MegatronAdapter, ModuleAdapter
 from trainer_adapters.megatron_rules import LLAMA, QKV, Architecture, Columns, Facts, GateUp, Rule, Run, Whole
-
-Result = dict[str, Any]
 
 CASES: dict[int, dict[str, tuple[str, Layout]]] = {
     2: {
@@ -66,18 +62,6 @@ CASES: dict[int, dict[str, tuple[str, Layout]]] = {
         "tp2 pp2 deepseek_v3 mtp te": ("deepseek_v3", Layout(tp=2, pp=2, mtp=1, te=True, padded=True)),
     },
 }
-
-
-def observe(source: WeightSource) -> Result:
-    """This rank's manifest and slices, values copied."""
-    with CommDebugMode() as communication:
-        manifest = source.manifest()
-        slices = [(msgspec.to_builtins(piece.box), piece.tensor.clone()) for piece in source.slices()]
-    return {
-        "manifest": msgspec.msgpack.encode(manifest),
-        "slices": slices,
-        "collectives": communication.get_total_counts(),
-    }
 
 
 def raw(chunks: list[Any]) -> list[tuple[str, torch.Tensor]]:
@@ -322,15 +306,6 @@ SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
     },
     4: {},
 }
-
-
-def refused(action: Callable[[], object]) -> dict[str, str | None]:
-    """The error that `action` raises."""
-    try:
-        action()
-    except (WeightwireError, TypeError) as error:
-        return {"error": type(error).__name__, "text": str(error)}
-    return {"error": None, "text": ""}
 
 
 def config_of(kind: str, checkpoints: Path) -> dict[str, Any]:

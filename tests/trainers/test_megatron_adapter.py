@@ -8,24 +8,19 @@ put together by `tests/support/megatron_gold.py`, also where Megatron-Bridge has
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors import safe_open
 
-from inference_plugin.wire.manifest import Box, Manifest, check_exact_cover
-from inference_plugin.wire.tensors import box_view, bytes_view
 from tests.support.megatron_gold import assemble
 from tests.support.megatron_models import KINDS, write_checkpoint
+from tests.trainers.launching import ROOT, Ranks, assert_is_gold, launch, of, written
 
-WORKER = Path(__file__).with_name("megatron_worker.py")
-ROOT = WORKER.parents[2]
 PYTHON = ROOT / ".venvs" / "megatron" / "bin" / "python"
 
 pytestmark = pytest.mark.slow
@@ -65,6 +60,7 @@ COMBINATIONS = {
 ALL = [(world, case) for world, cases in COMBINATIONS.items() for case in cases]
 
 Seen = list[dict[str, Any]]
+Launched = dict[int, Ranks]
 
 
 @pytest.fixture(scope="module")
@@ -76,65 +72,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> dict[int, dict[str, Seen]]:
-    return {world: launch(world, tmp_path_factory.mktemp(f"megatron{world}"), checkpoints) for world in COMBINATIONS}
-
-
-def launch(world: int, out: Path, checkpoints: Path) -> dict[str, Seen]:
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
+def launched(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Launched:
+    out = {world: tmp_path_factory.mktemp(f"megatron{world}") for world in COMBINATIONS}
+    return {
+        world: launch("megatron_worker.py", world, directory, checkpoints, python=str(PYTHON))
+        for world, directory in out.items()
     }
-    command = [str(PYTHON), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    ran = subprocess.run(
-        [*command, str(WORKER), str(out), str(checkpoints)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-8000:]
-    results = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
-    return {case: [result[case] for result in results] for case in results[0]}
-
-
-def of(launched: dict[int, dict[str, Seen]], world: int, case: str) -> Seen:
-    return launched[world][case]
-
-
-def written(observed: list[dict[str, Any]]) -> tuple[Manifest, dict[str, torch.Tensor], list[int]]:
-    """The manifest, what the ranks wrote into one segment, and how many bytes each wrote.
-
-    Checks what holds for every source: one manifest, every byte from one rank, no empty slice.
-    """
-    assert len({rank["manifest"] for rank in observed}) == 1, "ranks disagree about the manifest"
-    manifest = msgspec.msgpack.decode(observed[0]["manifest"], type=Manifest).check()
-    segment = torch.full((manifest.layout.nbytes,), 0xAB, dtype=torch.uint8)
-    boxes = []
-    sent = [0] * len(observed)
-    for rank, result in enumerate(observed):
-        for raw, tensor in result["slices"]:
-            box = msgspec.convert(raw, Box)
-            assert tuple(tensor.shape) == box.sizes
-            assert tensor.numel(), f"an empty slice of {manifest.describe(box)}"
-            box_view(segment, manifest, box).copy_(tensor)
-            boxes.append((box, f"rank {rank}"))
-            sent[rank] += manifest.box_nbytes(box)
-    check_exact_cover(manifest, boxes)
-    values = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
-    return manifest, values, sent
-
-
-def assert_equal(values: dict[str, torch.Tensor], gold: dict[str, torch.Tensor]) -> None:
-    assert set(values) == set(gold), sorted(set(values) ^ set(gold))
-    for name, value in values.items():
-        assert value.shape == gold[name].shape, name
-        expected = gold[name].to(value.dtype).contiguous()
-        assert torch.equal(bytes_view(value), bytes_view(expected)), name
 
 
 def of_file(directory: Path) -> dict[str, torch.Tensor]:
@@ -156,14 +99,17 @@ def gold_of(seen: Seen, hf: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("world", "case"), ALL, ids=[case for _, case in ALL])
 def test_after_a_training_step_all_ranks_together_send_the_gathered_model(
-    launched: dict[int, dict[str, Seen]], checkpoints: Path, world: int, case: str
+    launched: Launched, checkpoints: Path, world: int, case: str
 ) -> None:
-    seen = of(launched, world, case)
+    seen = of(launched[world], case)
     hf = hf_config(checkpoints, COMBINATIONS[world][case])
     manifest, values, _ = written([one["trained"] for one in seen])
-    assert [one["trained"]["collectives"] for one in seen] == [0] * world, "something was gathered"
     gold = gold_of(seen, hf)
-    assert_equal(values, gold)
+    assert_is_gold(values, gold, {})
+    for one in seen:
+        for (tensor, offsets, sizes), copy in one["trained"]["copies"]:
+            at = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            assert torch.equal(values[manifest.tensors[tensor].name][at], copy), "a copy is not what was sent"
     if hf.get("tie_word_embeddings"):
         assert manifest.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     if "loaded" in seen[0]:
@@ -180,22 +126,22 @@ WITH_BRIDGE = [(world, case) for world, case in ALL if case not in WITHOUT_BRIDG
 
 @pytest.mark.parametrize(("world", "case"), WITH_BRIDGE, ids=[case for _, case in WITH_BRIDGE])
 def test_every_tensor_is_what_megatron_bridge_loads_and_exports(
-    launched: dict[int, dict[str, Seen]], checkpoints: Path, world: int, case: str
+    launched: Launched, checkpoints: Path, world: int, case: str
 ) -> None:
-    seen = of(launched, world, case)
+    seen = of(launched[world], case)
     directory = checkpoints / COMBINATIONS[world][case].replace(" ", "_")
     _, loaded, _ = written([one["loaded"] for one in seen])
-    assert_equal(loaded, of_file(directory))
+    assert_is_gold(loaded, of_file(directory), {})
     _, trained, _ = written([one["trained"] for one in seen])
-    assert_equal(trained, {k: v for k, v in seen[0]["bridge"].items() if k in trained or k != "lm_head.weight"})
+    assert_is_gold(trained, {k: v for k, v in seen[0]["bridge"].items() if k in trained or k != "lm_head.weight"}, {})
 
 
 @pytest.mark.parametrize("case", COMBINATIONS[2])
 def test_names_and_shapes_are_those_of_the_checkpoint_that_transformers_writes(
-    launched: dict[int, dict[str, Seen]], checkpoints: Path, case: str
+    launched: Launched, checkpoints: Path, case: str
 ) -> None:
     kind = COMBINATIONS[2][case]
-    manifest, _, _ = written([one["trained"] for one in of(launched, 2, case)])
+    manifest, _, _ = written([one["trained"] for one in of(launched[2], case)])
     shapes = {spec.name: list(spec.shape) for spec in manifest.tensors}
     layers = hf_config(checkpoints, kind)["num_hidden_layers"]
     mtp = {name: shape for name, shape in shapes.items() if name.startswith(f"model.layers.{layers}.")}
@@ -208,8 +154,8 @@ def test_names_and_shapes_are_those_of_the_checkpoint_that_transformers_writes(
     assert order.index("model.layers.2.input_layernorm.weight") < order.index("model.layers.3.input_layernorm.weight")
 
 
-def test_an_mtp_layer_has_the_names_of_published_checkpoints(launched: dict[int, dict[str, Seen]]) -> None:
-    manifest, _, _ = written([one["trained"] for one in of(launched, 2, "pp2 deepseek_v3 mtp")])
+def test_an_mtp_layer_has_the_names_of_published_checkpoints(launched: Launched) -> None:
+    manifest, _, _ = written([one["trained"] for one in of(launched[2], "pp2 deepseek_v3 mtp")])
     own = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "mlp.gate.weight"}
     assert {f"model.layers.4.{name}" for name in own} <= set(manifest.index)
     assert manifest.tied == {
@@ -219,69 +165,69 @@ def test_an_mtp_layer_has_the_names_of_published_checkpoints(launched: dict[int,
 
 
 def test_data_parallel_copies_share_the_bytes_and_of_tensor_parallel_copies_the_first_is_sent(
-    launched: dict[int, dict[str, Seen]],
+    launched: Launched,
 ) -> None:
-    manifest, _, sent = written([one["trained"] for one in of(launched, 2, "dp2 qwen3 te bf16")])
+    manifest, _, sent = written([one["trained"] for one in of(launched[2], "dp2 qwen3 te bf16")])
     largest = max(spec.nbytes for spec in manifest.tensors)
     assert max(sent) - min(sent) <= 2 * largest
-    seen = of(launched, 4, "tp2 dp2 llama")
+    seen = of(launched[4], "tp2 dp2 llama")
     manifest, _, sent = written([one["trained"] for one in seen])
     assert max(sent) - min(sent) <= 2 * max(spec.nbytes for spec in manifest.tensors)
     norms = {i for i, spec in enumerate(manifest.tensors) if spec.name.endswith("norm.weight")}
     for one in seen:
         mine = {box[0] for box, _ in one["trained"]["slices"]}
+        copies = {box[0] for box, _ in one["trained"]["copies"]}
         assert not (one["place"]["tp"] and mine & norms)
+        assert copies == (norms if one["place"]["tp"] else set()), "what may come apart is compared with what was sent"
 
 
-def test_the_first_stage_sends_tied_embeddings(launched: dict[int, dict[str, Seen]]) -> None:
+def test_the_first_stage_sends_tied_embeddings(launched: Launched) -> None:
     for world, case in ((2, "pp2 qwen3 tied"), (4, "tp2 pp2 qwen3 tied te")):
-        seen = of(launched, world, case)
+        seen = of(launched[world], case)
         manifest, _, _ = written([one["trained"] for one in seen])
         embedding = manifest.index["model.embed_tokens.weight"]
         senders = {one["place"]["pp"] for one in seen if embedding in {b[0] for b, _ in one["trained"]["slices"]}}
         assert senders == {0}
+        copies = {one["place"]["pp"] for one in seen if embedding in {b[0] for b, _ in one["trained"]["copies"]}}
+        assert copies == {1}, "only the reduction of their gradients keeps them equal"
 
 
 # --- dtypes and values that are not plain ----------------------------------------------------------------------------
 
 
 def test_the_routers_bias_is_fp32_in_a_bf16_model_before_and_after_the_first_step(
-    launched: dict[int, dict[str, Seen]], checkpoints: Path
+    launched: Launched, checkpoints: Path
 ) -> None:
-    seen = of(launched, 2, "float16 module")
+    seen = of(launched[2], "float16 module")
     manifest, values, _ = written([one["trained"] for one in seen])
     assert [one["bias"] for one in seen] == [["torch.bfloat16", "torch.float32"]] * 2
     assert all(one["same"] for one in seen)
     dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
     kept = {n for n, d in dtypes.items() if d == "float32"}
     assert kept == {n for n in dtypes if n.endswith(("norm.weight", "e_score_correction_bias"))}
-    assert_equal(values, gold_of(seen, hf_config(checkpoints, "deepseek_v3")))
+    assert_is_gold(values, gold_of(seen, hf_config(checkpoints, "deepseek_v3")), {})
 
 
-def test_gates_of_attention_lie_behind_each_heads_query(
-    launched: dict[int, dict[str, Seen]], checkpoints: Path
-) -> None:
-    seen = of(launched, 2, "gated attention")
+def test_gates_of_attention_lie_behind_each_heads_query(launched: Launched, checkpoints: Path) -> None:
+    seen = of(launched[2], "gated attention")
     _, values, _ = written([one["trained"] for one in seen])
     hf = hf_config(checkpoints, "qwen3") | {"gated": True}
     assert values["model.layers.0.self_attn.q_proj.weight"].shape == (2 * 4 * 16, 32)
-    assert_equal(values, gold_of(seen, hf))
+    assert_is_gold(values, gold_of(seen, hf), {})
 
 
-def test_zero_centered_norms_travel_with_their_one(launched: dict[int, dict[str, Seen]], checkpoints: Path) -> None:
-    seen = of(launched, 2, "zero-centered norms")
+def test_zero_centered_norms_travel_with_their_one(launched: Launched, checkpoints: Path) -> None:
+    seen = of(launched[2], "zero-centered norms")
     _, values, _ = written([one["trained"] for one in seen])
     gold = gold_of(seen, hf_config(checkpoints, "llama"))
-    assert_equal(values, {name: t + 1 if name.endswith("norm.weight") else t for name, t in gold.items()})
+    assert_is_gold(values, {name: t + 1 if name.endswith("norm.weight") else t for name, t in gold.items()}, {})
 
 
 # --- the tables ------------------------------------------------------------------------------------------------------
 
 
-def test_an_architecture_that_the_tables_lack_is_added_by_its_names(
-    launched: dict[int, dict[str, Seen]], checkpoints: Path
-) -> None:
-    seen = of(launched, 2, "ep2 mixtral")
+def test_an_architecture_that_the_tables_lack_is_added_by_its_names(launched: Launched, checkpoints: Path) -> None:
+    seen = of(launched[2], "ep2 mixtral")
     for one in seen:
         assert one["unknown"]["error"] == "ManifestMismatch"
         assert "no table for model_type 'mixtral'; there are llama" in one["unknown"]["text"]
@@ -292,15 +238,15 @@ def test_an_architecture_that_the_tables_lack_is_added_by_its_names(
         for ours, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
             name = name.replace(ours, theirs)
         gold[name] = tensor
-    assert_equal(values, gold)
+    assert_is_gold(values, gold, {})
     written_by_transformers = of_file(checkpoints / "mixtral")
     assert {n: t.shape for n, t in values.items()} == {n: t.shape for n, t in written_by_transformers.items()}
 
 
 def test_an_architecture_that_the_tables_lack_is_added_with_a_rule_of_its_own(
-    launched: dict[int, dict[str, Seen]], checkpoints: Path
+    launched: Launched, checkpoints: Path
 ) -> None:
-    seen = of(launched, 2, "tp2 phi3")
+    seen = of(launched[2], "tp2 phi3")
     _, values, _ = written([one["trained"] for one in seen])
     gold = gold_of(seen, hf_config(checkpoints, "phi3"))
     for layer in range(4):
@@ -310,32 +256,30 @@ def test_an_architecture_that_the_tables_lack_is_added_with_a_rule_of_its_own(
         gold[f"{at}.mlp.gate_up_proj.weight"] = torch.cat(
             [gold.pop(f"{at}.mlp.{x}_proj.weight") for x in ("gate", "up")]
         )
-    assert_equal(values, gold)
+    assert_is_gold(values, gold, {})
     written_by_transformers = of_file(checkpoints / "phi3")
     assert {n: t.shape for n, t in values.items()} == {n: t.shape for n, t in written_by_transformers.items()}
 
 
-def test_another_converters_export_is_a_source_where_no_table_fits(
-    launched: dict[int, dict[str, Seen]], checkpoints: Path
-) -> None:
-    seen = of(launched, 2, "fallback")
+def test_another_converters_export_is_a_source_where_no_table_fits(launched: Launched, checkpoints: Path) -> None:
+    seen = of(launched[2], "fallback")
     _, values, _ = written([one["trained"] for one in seen])
-    assert_equal(values, gold_of(seen, hf_config(checkpoints, "qwen3")))
+    assert_is_gold(values, gold_of(seen, hf_config(checkpoints, "qwen3")), {})
 
 
 # --- changes and refusals --------------------------------------------------------------------------------------------
 
 
-def test_slices_are_the_parameters_own_memory_and_follow_training(launched: dict[int, dict[str, Seen]]) -> None:
-    for one in of(launched, 2, "several updates"):
+def test_slices_are_the_parameters_own_memory_and_follow_training(launched: Launched) -> None:
+    for one in of(launched[2], "several updates"):
         assert one["views"], "a slice is a copy"
         assert one["same"]
         changed, total = one["changed"]
         assert changed == total > 0
 
 
-def test_a_model_that_changed_between_updates_is_refused_by_name(launched: dict[int, dict[str, Seen]]) -> None:
-    for one in of(launched, 2, "several updates"):
+def test_a_model_that_changed_between_updates_is_refused_by_name(launched: Launched) -> None:
+    for one in of(launched[2], "several updates"):
         reshaped, appeared, healed = one["errors"]
         assert (reshaped["error"], appeared["error"], healed["error"]) == ("ManifestMismatch",) * 2 + (None,)
         assert (
@@ -360,25 +304,23 @@ def test_a_model_that_changed_between_updates_is_refused_by_name(launched: dict[
         ("another number of heads", ["linear_qkv.weight has 96 rows over all ranks", "accounts for 128"]),
     ],
 )
-def test_one_rank_that_is_wrong_is_an_error_on_all_ranks(
-    launched: dict[int, dict[str, Seen]], what: str, parts: list[str]
-) -> None:
-    for one in of(launched, 2, "refuse"):
+def test_one_rank_that_is_wrong_is_an_error_on_all_ranks(launched: Launched, what: str, parts: list[str]) -> None:
+    for one in of(launched[2], "refuse"):
         assert one[what]["error"] == "ManifestMismatch", one[what]
         assert [part for part in parts if part not in one[what]["text"]] == [], one[what]["text"]
 
 
 def test_what_is_no_megatron_model_is_a_type_error_there_and_a_mismatch_elsewhere(
-    launched: dict[int, dict[str, Seen]],
+    launched: Launched,
 ) -> None:
-    first, second = (one["no model"] for one in of(launched, 2, "refuse"))
+    first, second = (one["no model"] for one in of(launched[2], "refuse"))
     assert second["error"] == "TypeError"
     assert first["error"] == "ManifestMismatch"
     assert all("expected Megatron-Core's GPTModel" in one["text"] for one in (first, second))
 
 
-def test_a_refusal_leaves_nothing_behind(launched: dict[int, dict[str, Seen]]) -> None:
-    for one in of(launched, 2, "refuse"):
+def test_a_refusal_leaves_nothing_behind(launched: Launched) -> None:
+    for one in of(launched[2], "refuse"):
         assert one["fine"]["error"] is None
         assert one["any order of chunks that know their stage"]["error"] is None
 

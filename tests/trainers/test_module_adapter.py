@@ -209,6 +209,31 @@ def test_renaming_mistakes_are_refused() -> None:
         ModuleAdapter(Net(), rename={"kept": ""}).manifest()
 
 
+def test_include_and_exclude_choose_by_the_names_of_the_manifest() -> None:
+    net = Net()
+    assert names(ModuleAdapter(net, include=["first.*", "kept"])) == ["kept", "first.weight", "first.bias"]
+    assert names(ModuleAdapter(net, exclude=["*.bias", "kept"])) == ["first.weight", "second.weight"]
+    source = ModuleAdapter(net, rename={"kept": "model.kept"}, include=["*.weight", "model.*"], exclude=["second.*"])
+    assert set(received(source)) == {"first.weight", "model.kept"}
+
+
+@pytest.mark.parametrize("patterns", [{"include": ["first.*", "thrid.*"]}, {"exclude": ["thrid.*"]}])
+def test_a_filter_pattern_that_matches_nothing_is_refused(patterns: dict[str, list[str]]) -> None:
+    with pytest.raises(ManifestMismatch, match=r"patterns that match no name: thrid.\* \(1 in all\)"):
+        ModuleAdapter(Net(), **patterns).manifest()
+
+
+def test_one_string_as_a_list_of_patterns_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"lists of patterns, not one string: \['\*.weight'\]"):
+        ModuleAdapter(Net(), include="*.weight")
+
+
+def test_the_other_name_of_a_tied_weight_travels_where_the_first_is_left_out() -> None:
+    weight = torch.ones(2)
+    manifest = ModuleAdapter({"a": weight, "b": weight}, exclude=["a"]).manifest()
+    assert ([spec.name for spec in manifest.tensors], manifest.tied) == (["b"], {})
+
+
 def test_dtype_rules_say_what_travels_and_the_first_match_wins() -> None:
     net = Net()
     rules = {"first.bias": torch.float32, "kept": "int32", "*": torch.bfloat16}

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from inference_plugin.engines.front import Front, replica_card
+from inference_plugin.engines.front import Front, open_front
 from inference_plugin.engines.rank import RankOperation, RankReply
 from inference_plugin.wire import addresses
 from inference_plugin.wire.channel import Channel
@@ -56,11 +56,8 @@ class Control:
 
 def front_of(control: Control, workers: int) -> Front:
     replica = addresses.new_replica_id("plain")
-    front = Front(control, addresses.ipc_address(replica, "f"), {"side": "front", "replica": replica})
-    cards = tuple(WorkerCard(replica, rank, rank, 0, 1, "", "cpu", 0) for rank in range(workers))
-    fields = {"replica": replica, "engine": "plain", "engine_version": "0", "model": "m"}
-    front.publish(replica_card(address=front.address, workers=cards, tp=workers, **fields))
-    return front
+    cards = [WorkerCard(replica, rank, rank, 0, 1, "", "cpu", 0) for rank in range(workers)]
+    return open_front(control, replica, cards, engine="plain", engine_version="0", model="m", tp=workers)
 
 
 def committed(operation: RankOperation, ranks: int) -> list[RankReply]:

@@ -11,7 +11,7 @@ from inference_plugin.engines.live import LiveModel
 
 
 def test_an_engine_is_decoding_through_all_of_a_step_and_a_while_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LiveModel(nn.Linear(1, 1), torch.device("cpu"))
+    model = LiveModel(nn.Linear(1, 1), torch.device("cpu"), nn.Linear(1, 1))
     assert not model.decoding()
     with model.step():
         assert model.decoding()
@@ -23,7 +23,7 @@ def test_an_engine_is_decoding_through_all_of_a_step_and_a_while_after_it(monkey
 
 
 def test_a_step_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LiveModel(nn.Linear(1, 1), torch.device("cpu"))
+    model = LiveModel(nn.Linear(1, 1), torch.device("cpu"), nn.Linear(1, 1))
     monkeypatch.setattr(live, "DECODING_S", 0.0)
     with pytest.raises(RuntimeError), model.step():
         raise RuntimeError

@@ -1,0 +1,234 @@
+"""A generate loop around a `transformers` model: the smallest engine there is, and a real one.
+
+It is for those who add an engine (docs/adding-an-engine.md walks through this file) and for those who have none at hand:
+
+    with TransformersEngine("path/to/a/checkpoint") as engine:
+        completion = engine.generate([1, 5, 9], max_new_tokens=16).result()
+
+or `python -m inference_plugin.engines.transformers CHECKPOINT`, which continues the lines it is given. One process, one
+rank, greedy; each step computes the next token of every request. Models whose parameters are called as in their
+checkpoint, which all but mixtures of experts are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from inference_plugin.engines.front import open_front
+from inference_plugin.engines.hooking import installed_version
+from inference_plugin.engines.live import LiveModel, on_meta
+from inference_plugin.engines.rank import RankIdentity, RankRuntime
+from inference_plugin.wire import addresses
+from inference_plugin.wire.errors import TornReplica
+from inference_plugin.wire.messages import InFlight
+
+__all__ = ["Completion", "TransformersEngine"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated: tokens, the version of the weights that each was computed with, and why it ended."""
+
+    tokens: list[int]
+    versions: list[int]
+    finish_reason: Literal["length", "abort"]
+
+
+class TransformersEngine:
+    """Serves one model from a thread of its own. `version` is the one it serves; 0 is the checkpoint's."""
+
+    def __init__(self, checkpoint: str | Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        models: Any = AutoModelForCausalLM
+        live = models.from_pretrained(checkpoint).eval()
+        with on_meta(nullcontext()):
+            skeleton = models.from_config(live.config, dtype=live.dtype).eval()
+        self._loop = _Loop(_Model(live, live.device, skeleton))
+        self._front = open_front(
+            self._loop,
+            self._loop.replica,
+            [self._loop.runtime.card()],
+            engine="transformers",
+            engine_version=installed_version("transformers"),
+            model=str(checkpoint),
+            tp=1,
+        )
+
+    @property
+    def version(self) -> int:
+        return self._loop.version
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Future[Completion]:
+        """Continues `prompt` (token ids) by `max_new_tokens` tokens. The future raises `TornReplica` from a torn engine."""
+        request = _Request(list(prompt), max_new_tokens)
+        self._loop.submit(lambda: self._loop.admit(request))
+        return request.future
+
+    def close(self) -> None:
+        """Ends the thread, after what was submitted before; requests in flight end as aborted."""
+        self._loop.submit(self._loop.stop)
+        self._loop.thread.join()
+        self._front.close()
+        self._loop.runtime.close()
+
+    def __enter__(self) -> TransformersEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt: list[int]
+    max_new_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    cache: Any = None
+    future: Future[Completion] = field(default_factory=Future)
+
+    def end(self, why: Literal["length", "abort"]) -> None:
+        self.future.set_result(Completion(self.tokens, self.versions, why))
+
+
+class _Model(LiveModel):
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """By name. A tied weight comes under one of its names or under all: it is written once."""
+        targets = model.state_dict(keep_vars=True)
+        written: set[int] = set()
+        for name, tensor in tensors:
+            target = targets[name]
+            if id(target) not in written:
+                written.add(id(target))
+                target.data.copy_(tensor)
+        return None
+
+
+class _Loop:
+    """The engine's own thread, and the front's `EngineControl` of it."""
+
+    def __init__(self, model: _Model) -> None:
+        self.version = 0
+        self.replica = addresses.new_replica_id("transformers")
+        self.runtime = RankRuntime(RankIdentity(self.replica, 0, tp_rank=0), model)
+        self._model = model
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: list[_Request] = []
+        self._held: list[_Request] = []
+        self._drained: Callable[[BaseException | None], None] | None = None
+        self._refusal: str | None = None
+        self._stopping = False
+        self.thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            if not self._running or not self._work.empty():
+                self._work.get()()  # between two steps
+            else:
+                self._step()
+            if self._drained is not None and not self._running:
+                drained, self._drained = self._drained, None
+                drained(None)
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        with self._model.step():
+            for request in self._running:
+                known = [*request.prompt, *request.tokens]
+                fresh = torch.tensor([known if request.cache is None else known[-1:]], device=self._model.device)
+                output = self._model.live(input_ids=fresh, past_key_values=request.cache, use_cache=True)
+                request.cache = output.past_key_values
+                request.tokens.append(int(output.logits[0, -1].argmax()))
+                request.versions.append(self.version)
+        for request in [r for r in self._running if len(r.tokens) >= r.max_new_tokens]:
+            self._running.remove(request)
+            request.end("length")
+
+    def admit(self, request: _Request) -> None:
+        if self._refusal is not None:
+            request.future.set_exception(TornReplica(self._refusal))
+        elif request.max_new_tokens < 1:
+            request.end("length")
+        else:
+            (self._running if self._drained is None else self._held).append(request)
+
+    def stop(self) -> None:
+        self._end_all()
+        self._stopping = True
+
+    def _end_all(self) -> None:
+        ended, self._running, self._held = [*self._running, *self._held], [], []
+        for request in ended:
+            if self._refusal is not None:
+                request.future.set_exception(TornReplica(self._refusal))
+            else:
+                request.end("abort")
+
+    # what the front asks for (`engines.front.EngineControl`)
+
+    def submit(self, command: Callable[[], None]) -> None:
+        self._work.put(command)
+
+    def call_ranks(self, request: bytes) -> list[bytes]:
+        return [self.runtime.call(request)]
+
+    def pause(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+        # A command runs between two steps, and no step is taken until it returns: only `drain` has to wait.
+        if in_flight == "drain":
+            self._drained = paused
+            return
+        if in_flight == "abort":
+            self._end_all()
+        elif in_flight == "recompute":
+            for request in self._running:
+                request.cache = None
+        paused(None)
+
+    def resume(self) -> None:
+        self._drained = None
+        self._running += self._held
+        self._held = []
+
+    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+        self.version = version
+
+    def refuse(self, reason: str | None) -> None:
+        self._refusal = reason
+        if reason is not None:
+            self._end_all()
+
+
+def main() -> None:
+    """Continues each line of standard input, and says which version of the weights it was computed with."""
+    parser = argparse.ArgumentParser(prog="python -m inference_plugin.engines.transformers", description=main.__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    arguments = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
+    with TransformersEngine(arguments.checkpoint) as engine:
+        for line in sys.stdin:
+            done = engine.generate(tokenizer(line.strip())["input_ids"], arguments.max_new_tokens).result()
+            print(
+                f"[version {', '.join(map(str, sorted(set(done.versions))))}] {tokenizer.decode(done.tokens)}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The smallest engine there is keeps the same promises: what `test_vllm_tokens` asks of vLLM, and a torn replica."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_plugin.engines.transformers import Completion, TransformersEngine
+from inference_plugin.hooks import plugin_manager
+from inference_plugin.wire import addresses
+from inference_plugin.wire.errors import TornReplica
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here once more
+    COUNT,
+    IN_FLIGHT,
+    PROMPTS,
+    Live,
+    check_life,
+    check_requests_in_flight,
+    reference,
+    source,
+    test_a_manifest_that_does_not_fit_is_refused_with_names_before_anything_changes,
+    test_an_older_version_is_refused_and_changes_nothing,
+    test_the_same_version_again_changes_nothing,
+)
+from tests.support.models import make_llama
+from tests.support.plain_engine import Faults
+from tests.support.rig import runtime as runtime_directory
+from trainer_adapters import SyncManager
+
+ENGINES = {"tp1": ("qwen3", True), "tp2": ("llama", False)}
+"""Both have one rank; the names are those of the tests that are imported."""
+
+
+class TransformersDriver:
+    """What those tests ask of an engine."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine = engine
+
+    def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Future[Completion]]:
+        return [self.engine.generate(prompt, max_tokens) for prompt in prompts]
+
+    def wait_for_tokens(self, running: list[Future[Completion]], count: int) -> None:
+        loop = self.engine._loop
+        while not all(future.done() for future in running) and any(
+            len(request.tokens) < count for request in [*loop._running, *loop._held]
+        ):
+            time.sleep(0.001)
+
+    def wait(self, running: list[Future[Completion]]) -> list[dict[str, Any]]:
+        done = [future.result(120) for future in running]
+        return [
+            {"tokens": d.tokens, "versions": [str(v) for v in d.versions], "finish_reason": d.finish_reason}
+            for d in done
+        ]
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
+        return self.wait(self.submit(prompts, max_tokens))
+
+    def tokens(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        return [done["tokens"] for done in self.generate(prompts, max_tokens)]
+
+
+@pytest.fixture(scope="module")
+def directory() -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch, runtime_directory(patch) as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def live(request: pytest.FixtureRequest, directory: Path, checkpoint: Checkpoint) -> Iterator[Live]:
+    kind, tied = ENGINES[request.param]
+    model_a, model_b = (checkpoint(kind, tied=tied, seed=seed) for seed in (1, 2))
+    with TransformersEngine(model_a) as engine:
+        yield Live(TransformersDriver(engine), 1, model_a, model_b)  # type: ignore[arg-type]
+    assert addresses.discover() == []
+
+
+@pytest.mark.parametrize(("kind", "tied"), ENGINES.values())
+def test_an_updated_engine_is_a_fresh_engine(checkpoint: Checkpoint, kind: str, tied: bool) -> None:
+    model_a, model_b = (checkpoint(kind, tied=tied, seed=seed) for seed in (1, 2))
+    with pytest.MonkeyPatch.context() as patch, runtime_directory(patch), TransformersEngine(model_a) as engine:
+        check_life(TransformersDriver(engine).tokens, model_a, model_b)
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize("live", ["tp1"], indirect=True)
+def test_requests_in_flight_follow_the_policy(live: Live, in_flight: str) -> None:
+    check_requests_in_flight(live, in_flight)
+
+
+@pytest.mark.parametrize("live", ["tp1"], indirect=True)
+def test_a_torn_engine_refuses_with_the_reason_until_a_full_update_heals_it(live: Live) -> None:
+    live.update("A")
+    faults = Faults()
+    faults.steps = ["install", "undo"]
+    plugin_manager().register(faults)
+    try:
+        running = live.driver.submit(PROMPTS[:1], 900)
+        with SyncManager() as manager, pytest.raises(TornReplica):
+            manager.update(live.source("B"), live.version + 1)
+    finally:
+        plugin_manager().unregister(faults)
+    for future in [*running, *live.driver.submit(PROMPTS[:1], 4)]:
+        with pytest.raises(TornReplica, match="the test lets 'undo' fail"):
+            future.result(60)  # type: ignore[attr-defined]
+    live.version += 1
+    live.update("B")
+    live.assert_serves("B")
+
+
+def test_a_user_without_an_engine_can_play_with_it(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "inference_plugin.engines.transformers", make_llama(tmp_path, seed=1)],
+        input="hello\nonce more\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert [line.split("]")[0] for line in ran.stdout.splitlines() if line.startswith("[")] == ["[version 0"] * 2

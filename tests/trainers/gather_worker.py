@@ -1,0 +1,189 @@
+"""The cases of `test_gather.py`, run by torchrun (see `observing.py`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
+
+from inference_plugin.wire.manifest import Box
+from tests.trainers.dtensor_worker import parallel_qwen3, two_dimensions
+from tests.trainers.fsdp1_worker import CPU, Images, wrap
+from tests.trainers.fsdp_worker import Odd, shard_layers, shard_odd
+from tests.trainers.observing import Result, main, observe, refused, tiny_qwen3, tiny_qwen3_moe
+from trainer_adapters import DTensorAdapter, FSDPAdapter, LocalSlice, ModuleAdapter, WeightSource
+from trainer_adapters.gather import gathered
+
+MIB = 1 << 20
+
+
+def both_ways(source: WeightSource, bucket_bytes: int) -> Result:
+    """What the ranks would write, and what each rank has in the end when all of it is gathered."""
+    result = observe(source)
+    whole = {name: tensor.clone() for name, tensor in gathered(source, bucket_bytes=bucket_bytes)}
+    return {**result, "gathered": whole}
+
+
+def fsdp_in_small_buckets() -> Result:
+    return both_ways(FSDPAdapter(shard_layers(tiny_qwen3()), dtype_rules={"*": torch.bfloat16}), 1000)
+
+
+def odd_parts_in_tiny_buckets() -> Result:
+    return both_ways(FSDPAdapter(shard_odd(Odd()), exclude=["ignored"]), 7)
+
+
+def hybrid_in_one_bucket() -> Result:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return both_ways(FSDPAdapter(shard_odd(Odd(), mesh=mesh)), 8 * MIB)
+
+
+def flat_parameters() -> Result:
+    return both_ways(FSDPAdapter(wrap(tiny_qwen3(), use_orig_params=False)), 4096)
+
+
+def two_dimensions_of_shards() -> Result:
+    return both_ways(DTensorAdapter(parallel_qwen3(two_dimensions())), 4096)
+
+
+def stacked_experts_by_columns() -> Result:
+    options = {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 3 else None}
+    return both_ways(FSDPAdapter(shard_layers(tiny_qwen3_moe(), **options)), 4096)
+
+
+def summoned_units() -> Result:
+    model = Images()
+    model.second = FullyShardedDataParallel(model.second, device_id=CPU, use_orig_params=True)
+    model = FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True, ignored_modules=[model.ignored])
+    return both_ways(FSDPAdapter(model), 128)
+
+
+def one_at_a_time() -> Result:
+    """A stream of tensors of every kind: the iterator holds one, and each rank sends a share."""
+    torch.manual_seed(0)
+    kinds = [torch.float64, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64]
+    tensors = [(torch.randn(5, 3) * 3).to(kind) for kind in kinds]
+    tensors += [torch.tensor(3.5), torch.empty(0, 2), torch.randn(600, 500), torch.empty(3, 0)]
+    return both_ways(ModuleAdapter(lambda: ((f"t{i}", t.clone()) for i, t in enumerate(tensors))), 100_000)
+
+
+# --- ranks that fail ----------------------------------------------------------
+
+
+class Faulty(ModuleAdapter):
+    """Rank 1 does one thing wrong; the tensors are such that every rank has a part of every bucket."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault if dist.get_rank() == 1 else ""
+        tensors = {f"t{i}": torch.full((600, 600), float(i)) for i in range(6)}
+        super().__init__(tensors | ({"more": torch.ones(2)} if self.fault == "another model" else {}))
+
+    def claims(self) -> tuple[Box, ...] | None:
+        claims = super().claims() or ()
+        return claims[:-1] if self.fault == "claims too little" else claims
+
+    def slices(self) -> Iterator[LocalSlice]:
+        for i, item in enumerate(super().slices()):
+            if i == 1 and self.fault == "raises":
+                raise RuntimeError("out of memory, says rank 1")
+            if i == 1 and self.fault == "skips":
+                continue
+            yield item
+
+
+def fails(fault: str) -> Callable[[], Result]:
+    def case() -> Result:
+        source = Faulty(fault)
+        seen = refused(lambda: [None for _ in gathered(source, bucket_bytes=100_000)])
+        healthy = sum(int(tensor[0, 0]) for _, tensor in gathered(Faulty("")))
+        return {**seen, "next": healthy}
+
+    case.__name__ = fault
+    return case
+
+
+def no_bucket() -> Result:
+    try:
+        next(gathered(Faulty(""), bucket_bytes=0))
+    except ValueError as error:
+        return {"text": str(error)}
+    return {"text": ""}
+
+
+# --- memory -------------------------------------------------------------------
+
+
+def peak_bytes(action: Callable[[], Any]) -> int:
+    """How far the process's resident memory rises above what it is at the beginning."""
+
+    def now(field: str) -> int:
+        found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found
+        return int(found[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = now("VmRSS")
+    action()
+    return now("VmHWM") - before
+
+
+def drain(items: Iterator[Any]) -> None:
+    for _ in items:
+        pass
+
+
+def memory_of_gathering() -> Result:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    for layer in model:
+        fully_shard(layer)
+    source = FSDPAdapter(fully_shard(model))
+    drain(gathered(source, bucket_bytes=MIB))  # the first time also touches the collectives' own memory
+    return {"peak": peak_bytes(lambda: drain(gathered(source, bucket_bytes=MIB))), "model": 24 * 4 * MIB}
+
+
+def memory_of_summoning() -> Result:
+    def unit() -> nn.Module:
+        return FullyShardedDataParallel(
+            nn.Conv2d(256, 512, 3, bias=False).to(memory_format=torch.channels_last), device_id=CPU
+        )
+
+    source = FSDPAdapter(FullyShardedDataParallel(nn.Sequential(*(unit() for _ in range(20))), device_id=CPU))
+    source.manifest()
+    drain(source.slices())
+    return {"peak": peak_bytes(lambda: drain(source.slices())), "model": 20 * 256 * 512 * 9 * 4}
+
+
+def memory_of_flat_slices() -> Result:
+    layers = [FullyShardedDataParallel(nn.Linear(1024, 1024), device_id=CPU) for _ in range(24)]
+    source = FSDPAdapter(FullyShardedDataParallel(nn.Sequential(*layers), device_id=CPU))
+    source.manifest()
+    drain(source.slices())
+    return {"peak": peak_bytes(lambda: drain(source.slices())), "model": 24 * 4 * MIB}
+
+
+FAULTS = ["raises", "skips", "another model", "claims too little"]
+CASES = [
+    fsdp_in_small_buckets,
+    odd_parts_in_tiny_buckets,
+    hybrid_in_one_bucket,
+    flat_parameters,
+    two_dimensions_of_shards,
+    stacked_experts_by_columns,
+    summoned_units,
+    one_at_a_time,
+    *(fails(fault) for fault in FAULTS),
+    no_bucket,
+    memory_of_gathering,
+    memory_of_summoning,
+    memory_of_flat_slices,
+]
+
+if __name__ == "__main__":
+    main([], CASES)

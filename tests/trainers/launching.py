@@ -1,0 +1,94 @@
+"""Launching a worker of these tests, and what its ranks' slices must be together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from inference_plugin.wire.manifest import Box, Manifest, check_exact_cover
+from inference_plugin.wire.tensors import box_view, bytes_view
+
+ROOT = Path(__file__).parents[2]
+
+Ranks = dict[str, list[dict[str, Any]]]
+
+
+def launch(worker: str, ranks: int, out: Path, *arguments: Path, python: str = sys.executable) -> Ranks:
+    """What each rank saw in each case of a worker."""
+    torchrun(worker, ranks, out, *arguments, python=python)
+    results = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return {case: [result[case] for result in results] for case in results[0]}
+
+
+def torchrun(worker: str, ranks: int, out: Path, *arguments: Path, python: str = sys.executable) -> None:
+    """Runs a worker of this directory to its end, in this environment or that of another `python`."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
+    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once, so that a peak can be measured
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    ran = subprocess.run(
+        [*command, str(Path(__file__).with_name(worker)), str(out), *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-8000:]
+
+
+def on(names: str, both: Sequence[Any] = (), four: Sequence[Any] = ()) -> pytest.MarkDecorator:
+    """Parameters of a test with a `ranks` fixture: those of `both` on two and on four ranks, those of `four`, which need
+    them, on four."""
+    rows = [(count, entry) for entry in both for count in (2, 4)] + [(4, entry) for entry in four]
+    values = [(count, *(entry if isinstance(entry, tuple) else (entry,))) for count, entry in rows]
+    ids = [f"{count} ranks-{entry[0] if isinstance(entry, tuple) else entry}" for count, entry in rows]
+    return pytest.mark.parametrize(f"ranks,{names}", values, ids=ids, indirect=["ranks"])
+
+
+def of(ranks: Ranks, case: str) -> list[dict[str, Any]]:
+    """What each rank saw in a case."""
+    crashes = [seen["crash"] for seen in ranks[case] if "crash" in seen]
+    assert not crashes, crashes[0]
+    return ranks[case]
+
+
+def written(seen: list[dict[str, Any]], collectives: int = 0) -> tuple[Manifest, dict[str, torch.Tensor], list[int]]:
+    """The manifest, what the ranks wrote into one segment, and how many bytes each wrote.
+
+    Checks what holds for every source: one manifest, slices as claimed, an exact cover, no empty slice, no collective
+    (but for a way that gathers).
+    """
+    assert len({rank["manifest"] for rank in seen}) == 1, "ranks disagree about the manifest"
+    assert [rank["collectives"] for rank in seen] == [collectives] * len(seen)
+    manifest = msgspec.msgpack.decode(seen[0]["manifest"], type=Manifest).check()
+    segment = torch.full((manifest.layout.nbytes,), 0xAB, dtype=torch.uint8)
+    boxes = []
+    sent = [0] * len(seen)
+    for rank, result in enumerate(seen):
+        assert sorted(result["claims"]) == sorted(raw for raw, _ in result["slices"]), "slices are not what was claimed"
+        for raw, tensor in result["slices"]:
+            box = msgspec.convert(raw, Box)
+            assert tuple(tensor.shape) == box.sizes
+            assert tensor.numel(), f"an empty slice of {manifest.describe(box)}"
+            box_view(segment, manifest, box).copy_(tensor)
+            boxes.append((box, f"rank {rank}"))
+            sent[rank] += manifest.box_nbytes(box)
+    check_exact_cover(manifest, boxes)
+    values = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
+    return manifest, values, sent
+
+
+def assert_is_gold(values: dict[str, torch.Tensor], gold: dict[str, torch.Tensor], tied: dict[str, str]) -> None:
+    assert set(values) == set(gold) - set(tied)
+    for name, value in values.items():
+        expected = gold[name].to(value.dtype).contiguous()
+        assert value.shape == expected.shape, name
+        assert torch.equal(bytes_view(value), bytes_view(expected)), name

@@ -1,0 +1,82 @@
+"""Whole tensors gathered from slices, on four gloo ranks: element for element what the slices say, in bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference_plugin.wire.tensors import bytes_view
+from tests.trainers.launching import Ranks, launch, of, written
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch("gather_worker.py", 4, tmp_path_factory.mktemp("gather"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "fsdp_in_small_buckets",
+        "odd_parts_in_tiny_buckets",
+        "hybrid_in_one_bucket",
+        "flat_parameters",
+        "two_dimensions_of_shards",
+        "stacked_experts_by_columns",
+        "summoned_units",
+        "one_at_a_time",
+    ],
+)
+def test_every_rank_gets_what_the_slices_are_together_bit_for_bit(ranks: Ranks, case: str) -> None:
+    seen = of(ranks, case)
+    manifest, values, _ = written(seen, collectives=seen[0]["collectives"])
+    for rank in seen:
+        assert list(rank["gathered"]) == [spec.name for spec in manifest.tensors]
+        for name, whole in rank["gathered"].items():
+            assert whole.dtype == values[name].dtype and whole.shape == values[name].shape, name
+            assert torch.equal(bytes_view(whole), bytes_view(values[name])), name
+
+
+def test_a_rank_that_raises_in_the_middle_is_an_error_on_all_and_the_next_time_works(ranks: Ranks) -> None:
+    seen = of(ranks, "raises")
+    assert [(rank["error"], "rank 1 failed while" in rank["text"]) for rank in seen[:1] + seen[2:]] == [
+        ("WeightwireError", True)
+    ] * 3
+    assert "out of memory, says rank 1" in seen[1]["text"]
+    assert [rank["next"] for rank in seen] == [15] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("another model", "rank 1 has another model than rank 0"),
+        ("claims too little", "written by nobody: t"),
+        ("skips", ""),
+    ],
+)
+def test_ranks_that_disagree_are_an_error_on_all_and_the_next_time_works(ranks: Ranks, case: str, text: str) -> None:
+    seen = of(ranks, case)
+    assert all(rank["error"] and text in rank["text"] for rank in seen), seen
+    assert [rank["next"] for rank in seen] == [15] * 4
+
+
+def test_a_bucket_without_bytes_is_refused_before_anything_is_sent(ranks: Ranks) -> None:
+    assert {rank["text"] for rank in of(ranks, "no_bucket")} == {"bucket_bytes must be positive, not 0"}
+
+
+def test_gathering_holds_two_buckets_and_the_largest_tensor(ranks: Ranks) -> None:
+    for seen in of(ranks, "memory_of_gathering"):
+        assert seen["peak"] <= 2 * MIB + 4 * MIB + 8 * MIB < seen["model"] / 4
+
+
+def test_summoning_holds_one_unit(ranks: Ranks) -> None:
+    for seen in of(ranks, "memory_of_summoning"):
+        unit = seen["model"] // 20
+        assert seen["peak"] <= 3 * unit + 8 * MIB < seen["model"] / 2
+
+
+def test_flat_slices_hold_nothing_beside_the_model(ranks: Ranks) -> None:
+    for seen in of(ranks, "memory_of_flat_slices"):
+        assert seen["peak"] <= 4 * MIB

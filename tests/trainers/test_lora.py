@@ -1,0 +1,121 @@
+"""LoRA adapters merged while streaming, on real gloo ranks: what all ranks write together is what PEFT's own
+`merge_and_unload()` makes of an unsharded model with the same weights.
+
+All cases run in one launch (`lora_worker.py`); each test below looks at one case.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch("lora_worker.py", 2, tmp_path_factory.mktemp("lora"))
+
+
+BIT_FOR_BIT = [
+    "trained_by_real_steps",
+    "unsharded_on_every_rank",
+    "rank_stabilised_with_patterns",
+    "two_active_adapters",
+    "one_of_two_adapters",
+    "base_in_bf16",
+    "sent_as_bf16",
+    "transposed_with_biases",
+    "biases_of_adapted_layers_and_of_adapters",
+    "modules_to_save",
+    "adapted_embeddings",
+    "renamed_and_filtered",
+]
+TO_THE_LAST_PLACE = ["row_norms_of_dora", "stacked_experts"]
+"""PEFT computes these otherwise than row by row and expert by expert: they are equal up to the order of a sum."""
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize("case", BIT_FOR_BIT)
+def test_merged_slices_equal_merge_and_unload_bit_for_bit(ranks: Ranks, case: str) -> None:
+    seen = of(ranks, case)
+    manifest, values, _ = written(seen, seen[0]["collectives"])
+    assert_is_gold(values, seen[0]["gold"], manifest.tied)
+    assert manifest.tied in ({}, TIED)
+
+
+@pytest.mark.parametrize("case", TO_THE_LAST_PLACE)
+def test_norms_of_rows_and_stacked_experts_equal_merge_and_unload_up_to_the_last_place(ranks: Ranks, case: str) -> None:
+    seen = of(ranks, case)
+    _, values, _ = written(seen, seen[0]["collectives"])
+    assert set(values) >= set(seen[0]["gold"]) - set(TIED)
+    for name, value in values.items():
+        torch.testing.assert_close(value, seen[0]["gold"][name], rtol=4 * torch.finfo(torch.float32).eps, atol=1e-8)
+
+
+def test_a_and_b_are_gathered_in_a_few_collectives_and_the_base_never(ranks: Ranks) -> None:
+    for rank in of(ranks, "trained_by_real_steps"):
+        assert rank["collectives"] == 2 + 2, "who has what, twice; and one bucket, a broadcast a rank"
+    for rank in of(ranks, "unsharded_on_every_rank"):
+        assert rank["collectives"] == 0
+
+
+def test_bits_do_not_depend_on_the_sharding_and_differ_from_one_large_product_in_the_last_place(ranks: Ranks) -> None:
+    seen = of(ranks, "of_many_tiles")[0]
+    _, split, _ = written(of(ranks, "tensor_parallel_of_many_tiles"), 2 + 1)
+    for name, gold in seen["gold"].items():
+        assert torch.equal(seen["whole"][name], seen["rows"][name])
+        assert torch.equal(seen["whole"][name], split[name])
+        # rank 16: at most so many roundings of terms below 0.1, far below what bf16 or a training step can see
+        assert (seen["whole"][name] - gold).abs().max() < 16 * torch.finfo(torch.float32).eps * 0.1
+
+
+def test_the_model_is_not_touched_and_updates_follow_it(ranks: Ranks) -> None:
+    for seen in of(ranks, "several_updates"):
+        assert seen["untouched"], "the base was merged in place"
+        assert seen["same"]
+        assert seen["changed"]
+        assert not torch.equal(seen["first"], seen["second"])
+
+
+def test_a_switch_of_adapters_between_manifest_and_slices_is_noticed(ranks: Ranks) -> None:
+    for seen in of(ranks, "several_updates"):
+        assert seen["error"] == "ManifestMismatch"
+        assert "adapters were switched" in seen["text"]
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "parts"),
+    [
+        ("refuse_merged_in_place", "ManifestMismatch", ["q_proj has default merged", "unmerge_adapter()"]),
+        ("refuse_disabled", "ManifestMismatch", ["q_proj is disabled just now", "outside of disable_adapter()"]),
+        ("refuse_dora_by_columns", "ManifestMismatch", ["self_attn.q_proj.weight[0:20, ", "shard them by rows"]),
+        ("refuse_two_adapters_with_dora", "ManifestMismatch", ["q_proj has DoRA adapter default beside another"]),
+        ("refuse_a_variant_without_a_rule", "ManifestMismatch", ["adapter default of variant ALoraLinearVariant"]),
+        ("refuse_convolutions", "ManifestMismatch", ["0 is a lora.Conv2d", "merge_and_unload()"]),
+        ("refuse_tied_weights_adapted_in_one_place", "ManifestMismatch", ["model.embed_tokens.weight", "tie_word"]),
+        ("refuse_tied_weights_saved_in_one_place", "ManifestMismatch", ["lm_head.weight and", "modules_to_save"]),
+        ("refuse_other_adapters_than_lora", "TypeError", ["no LoRA layers"]),
+        ("refuse_a_model_without_adapters", "TypeError", ["no LoRA layers", "use FSDPAdapter"]),
+        ("refuse_fsdp1", "TypeError", ["shard with fully_shard"]),
+        ("refuse_a_typo_in_rename", "ManifestMismatch", ["rename has names", "model.norm (1 in all)"]),
+    ],
+)
+def test_what_cannot_be_merged_rightly_is_refused_on_every_rank_by_name(
+    ranks: Ranks, case: str, error: str, parts: list[str]
+) -> None:
+    for seen in of(ranks, case):
+        assert seen["error"] == error, seen
+        assert [part for part in parts if part not in seen["text"]] == [], seen["text"]
+        assert seen.get("after") is None, "it must work again afterwards"
+
+
+def test_a_rank_with_another_adapter_is_an_error_on_all_and_no_hang(ranks: Ranks) -> None:
+    for seen in of(ranks, "refuse_another_rank_of_the_adapter_on_one_trainer_rank"):
+        assert seen["error"] == "ManifestMismatch"
+        assert "trainer rank 1 has another model" in seen["text"]
+
+
+def test_a_plain_adapter_sends_no_base_model_by_mistake(ranks: Ranks) -> None:
+    for seen in of(ranks, "names_that_a_plain_adapter_gives"):
+        assert seen["prefixed"]
