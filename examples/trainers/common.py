@@ -48,7 +48,9 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
 def tell(report: UpdateReport) -> None:
     if dist.get_rank() == 0:
         for replica in report.replicas:
-            print(f"version {report.version}: {replica.replica} {replica.status}, stopped {replica.stopped_s * 1e3:.1f} ms")
+            print(
+                f"version {report.version}: {replica.replica} {replica.status}, stopped {replica.stopped_s * 1e3:.1f} ms"
+            )
 
 
 def export(model: torch.nn.Module, like: Path, directory: Path | None) -> None:

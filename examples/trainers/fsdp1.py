@@ -1,6 +1,6 @@
 """FSDP1 (`FullyShardedDataParallel`), nested units: after each optimizer step the weights go into every running engine.
 
-    torchrun --nproc-per-node 2 examples/trainers/fsdp1.py MODEL [--steps 2] [--export DIR]
+torchrun --nproc-per-node 2 examples/trainers/fsdp1.py MODEL [--steps 2] [--export DIR]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FSDP2 (`fully_shard`): after each optimizer step the weights go into every running engine of the job.
 
-    torchrun --nproc-per-node 4 examples/trainers/fsdp2.py MODEL [--steps 2] [--export DIR]
+torchrun --nproc-per-node 4 examples/trainers/fsdp2.py MODEL [--steps 2] [--export DIR]
 """
 
 from __future__ import annotations

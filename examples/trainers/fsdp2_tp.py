@@ -1,6 +1,6 @@
 """FSDP2 over tensor parallelism (a mesh of two dimensions): each rank sends the pieces that it holds, ungathered.
 
-    torchrun --nproc-per-node 4 examples/trainers/fsdp2_tp.py MODEL [--steps 2] [--export DIR]
+torchrun --nproc-per-node 4 examples/trainers/fsdp2_tp.py MODEL [--steps 2] [--export DIR]
 """
 
 from __future__ import annotations
