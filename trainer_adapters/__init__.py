@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_adapters.dtensor import DTensorAdapter
+    from trainer_adapters.export import ExportAdapter
     from trainer_adapters.fsdp import FSDPAdapter
     from trainer_adapters.lora import MergedLoRAAdapter
     from trainer_adapters.manager import SyncManager
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DTensorAdapter",
     "DtypeRules",
+    "ExportAdapter",
     "FSDPAdapter",
     "LocalSlice",
     "MegatronAdapter",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES = {
     "DTensorAdapter": "dtensor",
     "DtypeRules": "source",
+    "ExportAdapter": "export",
     "FSDPAdapter": "fsdp",
     "LocalSlice": "source",
     "MegatronAdapter": "megatron",

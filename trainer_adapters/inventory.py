@@ -96,10 +96,15 @@ def raise_first(inventories: Sequence[Inventory]) -> None:
 
 
 def merge(
-    inventories: Sequence[Inventory], *, tied: Mapping[str, str], rules: DtypeRules, names: NameFilter
+    inventories: Sequence[Inventory],
+    *,
+    tied: Mapping[str, str],
+    rules: DtypeRules,
+    names: NameFilter,
+    in_natural_order: bool = True,
 ) -> Manifest:
-    """The manifest of all items that `names` keeps: in natural order of names (layer 2 before layer 10), dtype rules
-    applied.
+    """The manifest of all items that `names` keeps: in natural order of names (layer 2 before layer 10), or as the ranks
+    list them one after the other; dtype rules applied.
 
     Raises `ManifestMismatch` where ranks disagree about a tensor, where an element is on no rank or in two different
     boxes (the same box on several ranks are copies), and as `NameFilter` and `DtypeRules` do.
@@ -113,7 +118,8 @@ def merge(
                 disagree.append(f"{_told(item)} on rank {rank}, {_told(other)} on rank {other_rank}")
     if disagree:
         raise ManifestMismatch(f"the ranks hold different models: {first_few(disagree)}", side="trainer")
-    kept = sorted(names.keep(whole), key=_natural)
+    chosen = names.keep(whole)
+    kept = sorted(chosen, key=_natural) if in_natural_order else [name for name in whole if name in chosen]
     tied = {name: source for name, source in tied.items() if source in set(kept)}
     dtypes = rules.resolve({name: torch_dtype(whole[name][0].dtype) for name in kept}, tied)
     specs = (TensorSpec(name, dtype_name(dtypes[name]), whole[name][0].shape) for name in kept)

@@ -3,6 +3,9 @@
 Building a model needs almost nothing of this; a training step through Megatron's own schedules does. Call
 `run_on_cpu()` before a model is built, `fake_transformer_engine()` for layers with Transformer Engine's class and
 parameter names, `import_bridge()` for Megatron-Bridge.
+
+Run as a script, `megatron_cpu.py SCRIPT ARGUMENTS`, it does all of this and then runs the script, as it is: one that was
+written for GPUs with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
+import runpy
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +70,7 @@ def run_on_cpu() -> None:
     nn.Module.cuda = lambda self, *a, **k: self
     # Dropout on the GPU draws from a generator of its own; there is neither here.
     CudaRNGStatesTracker.fork = lambda self, *a, **k: contextlib.nullcontext()
+    CudaRNGStatesTracker.add = lambda self, *a, **k: None
     # The mixture of experts overlaps its copies on side streams.
     torch.cuda.Stream = torch.cuda.Event = _Anything("Stream")
     torch.cuda.current_stream = lambda *a: torch.cuda.Stream()
@@ -254,3 +260,28 @@ def fake_transformer_engine() -> None:
     specs.TESpecProvider = FakeTESpecProvider
     specs.TENorm = TENorm
     mla.TELinear, mla.TEColumnParallelLinear = TELinear, TEColumnParallelLinear
+
+
+def _without_fused_kernels() -> None:
+    """What Megatron-Bridge's providers turn on, and a CPU doesn't have."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    finalize = GPTModelProvider.finalize
+
+    def finalized(self: Any) -> None:
+        for name in ("gradient_accumulation", "bias_activation", "bias_dropout", "masked_softmax", "apply_rope"):
+            setattr(self, f"{name}_fusion", False)
+        self.moe_permute_fusion = self.persist_layer_norm = self.batch_p2p_comm = False
+        finalize(self)
+
+    GPTModelProvider.finalize = finalized
+
+
+if __name__ == "__main__":
+    run_on_cpu()
+    fake_transformer_engine()
+    import_bridge()
+    _without_fused_kernels()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
