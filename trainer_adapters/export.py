@@ -29,7 +29,9 @@ __all__ = ["ExportAdapter"]
 
 Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
-HINT = "an export must yield the same names, shapes and dtypes in the same order each time; if the model changed, make a "
+HINT = (
+    "an export must yield the same names, shapes and dtypes in the same order each time; if the model changed, make a "
+)
 HINT += "new ExportAdapter, on all ranks"
 
 
@@ -125,6 +127,7 @@ def _look(export: Export) -> list[Item]:
     """Runs through an export, to its end whatever is wrong with it. Raises `ManifestMismatch` for what can't be sent."""
     items: dict[str, Item] = {}
     problems = []
+    tensor: Any
     for name, tensor in export():
         if name in items:
             problems.append(f"{name} comes twice")

@@ -160,12 +160,12 @@ def divide(manifest: Manifest, inventories: Sequence[Inventory], rank: int) -> t
 
 
 def _boxes(manifest: Manifest, inventory: Inventory) -> dict[Box, int]:
-    """What of an inventory is in the manifest, with its position."""
-    return {
-        Box(manifest.index[item.name], item.offsets, item.sizes): position
-        for position, item in enumerate(inventory.items)
-        if item.name in manifest.index
-    }
+    """What of an inventory is in the manifest, with its position: the first of a rank's own copies."""
+    boxes: dict[Box, int] = {}
+    for position, item in enumerate(inventory.items):
+        if item.name in manifest.index:
+            boxes.setdefault(Box(manifest.index[item.name], item.offsets, item.sizes), position)
+    return boxes
 
 
 def _box_of(share: Share) -> Box:

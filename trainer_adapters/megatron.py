@@ -162,11 +162,8 @@ class _Chunk:
     mtp_offset: int
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and values of all parameters and persistent buffers that are sent."""
-        for name, tensor in module_stream(self.model)():
-            # The last stage's copy of the embedding, under the name of what it is used as.
-            if not (self.tied and name == "output_layer.weight"):
-                yield name, tensor
+        """Names and values of all parameters and persistent buffers."""
+        yield from module_stream(self.model)()
 
     def match(self, name: str, tensor: torch.Tensor) -> Match:
         """What the table says. Raises `ManifestMismatch` if that is nothing."""
@@ -192,7 +189,9 @@ class _Chunk:
         elif match.where == "mtp":
             prefix = self.mtp_prefix(layer)
         templates = match.rule.names if match.rule is not None else ()
-        return [prefix + name.replace("*", match.word).replace("{expert}", str(expert)) for name in templates]
+        names = [prefix + name.replace("*", match.word).replace("{expert}", str(expert)) for name in templates]
+        # The last stage's copy of a tied embedding is called after what it is used as.
+        return [self.architecture.ties.get(name, name) for name in names] if self.tied else names
 
     def mtp_prefix(self, number: int) -> str:
         return self.architecture.mtp_prefix.format(layer=self.model.config.num_layers + number, mtp=number)

@@ -2,7 +2,7 @@
 
 Building a model needs almost nothing of this; a training step through Megatron's own schedules does. Call
 `run_on_cpu()` before a model is built, `fake_transformer_engine()` for layers with Transformer Engine's class and
-parameter names, `import_bridge()` for Megatron-Bridge.
+parameter names, `import_bridge()` for Megatron-Bridge, `without_fused_kernels()` for the models that it makes.
 
 Run as a script, `megatron_cpu.py SCRIPT ARGUMENTS`, it does all of this and then runs the script, as it is: one that was
 written for GPUs with Transformer Engine.
@@ -148,6 +148,21 @@ def import_bridge() -> Any:
     return AutoBridge
 
 
+def without_fused_kernels() -> None:
+    """What Megatron-Bridge's providers turn on, and a CPU doesn't have."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    finalize = GPTModelProvider.finalize
+
+    def finalized(self: Any) -> None:
+        for name in ("gradient_accumulation", "bias_activation", "bias_dropout", "masked_softmax", "apply_rope"):
+            setattr(self, f"{name}_fusion", False)
+        self.moe_permute_fusion = self.persist_layer_norm = self.batch_p2p_comm = False
+        finalize(self)
+
+    GPTModelProvider.finalize = finalized
+
+
 def fake_transformer_engine() -> None:
     """Makes Megatron's Transformer Engine specs build CPU layers with Transformer Engine's class and parameter names.
 
@@ -155,6 +170,7 @@ def fake_transformer_engine() -> None:
     """
     import megatron.core.models.gpt.gpt_layer_specs as specs
     import megatron.core.transformer.multi_latent_attention as mla
+    import megatron.core.transformer.transformer_block as transformer_block
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
@@ -258,30 +274,15 @@ def fake_transformer_engine() -> None:
             return SequentialMLP, MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
 
     specs.TESpecProvider = FakeTESpecProvider
-    specs.TENorm = TENorm
+    specs.TENorm = transformer_block.LayerNormImpl = TENorm
     mla.TELinear, mla.TEColumnParallelLinear = TELinear, TEColumnParallelLinear
-
-
-def _without_fused_kernels() -> None:
-    """What Megatron-Bridge's providers turn on, and a CPU doesn't have."""
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-
-    finalize = GPTModelProvider.finalize
-
-    def finalized(self: Any) -> None:
-        for name in ("gradient_accumulation", "bias_activation", "bias_dropout", "masked_softmax", "apply_rope"):
-            setattr(self, f"{name}_fusion", False)
-        self.moe_permute_fusion = self.persist_layer_norm = self.batch_p2p_comm = False
-        finalize(self)
-
-    GPTModelProvider.finalize = finalized
 
 
 if __name__ == "__main__":
     run_on_cpu()
     fake_transformer_engine()
     import_bridge()
-    _without_fused_kernels()
+    without_fused_kernels()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -63,6 +63,7 @@ KINDS = {
     "qwen2_moe": Kind("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40, "head_dim": 8}, bridge=False),
     "deepseek_v3": Kind("DeepseekV3", {k: v for k, v in SHAPE.items() if k != "head_dim"} | MLA),
     "mixtral": Kind("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, bridge=False),
+    "gemma": Kind("Gemma", {"tie_word_embeddings": True}, bridge=False),
     "phi3": Kind("Phi3", {"head_dim": 8, "pad_token_id": 0}, bridge=False),
 }
 

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu
+from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu, without_fused_kernels
 from tests.support.megatron_models import KINDS, Layout, build, shift, train
 from tests.trainers.observing import Result, observe, refused
-from trainer_adapters import MegatronAdapter, ModuleAdapter
+from trainer_adapters import ExportAdapter, MegatronAdapter
 from trainer_adapters.megatron_rules import LLAMA, QKV, Architecture, Columns, Facts, GateUp, Rule, Run, Whole
 
 CASES: dict[int, dict[str, tuple[str, Layout]]] = {
@@ -284,13 +284,26 @@ def refuse(checkpoints: Path) -> Result:
 
 
 def fallback_to_megatron_bridge(checkpoints: Path) -> Result:
-    """Any iterable of names and tensors is a source: Megatron-Bridge's export, which gathers."""
-    hf = config_of("qwen3", checkpoints)
-    Layout(tp=2, te=True).enter()
-    chunks = build(hf, Layout(tp=2, te=True))
-    bridge = BRIDGE.from_hf_pretrained(checkpoints / "qwen3")
-    source = ModuleAdapter(lambda: bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
-    return {"place": place(), "trained": observe(source), "raw": raw(chunks)}
+    """A model that the tables don't have: Megatron-Bridge's export, which gathers, yielded on all ranks or on one."""
+    Layout(tp=2).enter()
+    bridge = BRIDGE.from_hf_pretrained(checkpoints / "gemma")
+    provider = bridge.to_megatron_provider()
+    provider.tensor_model_parallel_size = 2
+    provider.finalize()
+    chunks = provider.provide_distributed_model(wrap_with_ddp=False)
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        return bridge.export_hf_weights(chunks, cpu=True, show_progress=False)
+
+    source = ExportAdapter(export)
+    result: Result = {
+        "unknown": refused(lambda: MegatronAdapter(chunks, config_of("gemma", checkpoints))),
+        "loaded": observe(source),
+    }
+    shift(chunks)
+    result["shifted"] = observe(source)
+    result["by rank 0"] = observe(ExportAdapter(lambda: (pair for pair in export() if dist.get_rank() == 0)))
+    return result
 
 
 SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
@@ -344,4 +357,5 @@ if __name__ == "__main__":
     run_on_cpu()
     fake_transformer_engine()
     BRIDGE = import_bridge()
+    without_fused_kernels()
     main(Path(sys.argv[1]), Path(sys.argv[2]))

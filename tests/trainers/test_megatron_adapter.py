@@ -261,10 +261,18 @@ def test_an_architecture_that_the_tables_lack_is_added_with_a_rule_of_its_own(
     assert {n: t.shape for n, t in values.items()} == {n: t.shape for n, t in written_by_transformers.items()}
 
 
-def test_another_converters_export_is_a_source_where_no_table_fits(launched: Launched, checkpoints: Path) -> None:
+def test_megatron_bridges_export_is_a_source_where_no_table_fits(launched: Launched, checkpoints: Path) -> None:
     seen = of(launched[2], "fallback")
-    _, values, _ = written([one["trained"] for one in seen])
-    assert_is_gold(values, gold_of(seen, hf_config(checkpoints, "qwen3")), {})
+    assert all("no table for model_type 'gemma'" in one["unknown"]["text"] for one in seen)
+    loaded, shifted, by_rank_0 = (
+        written([one[what] for one in seen], collectives=seen[0][what]["collectives"])
+        for what in ("loaded", "shifted", "by rank 0")
+    )
+    gold = of_file(checkpoints / "gemma")
+    assert_is_gold(loaded[1], gold, {})
+    for _, values, _ in (shifted, by_rank_0):
+        assert_is_gold(values, {name: tensor.mul(1.03).add(0.01) for name, tensor in gold.items()}, {})
+    assert all(shifted[2]) and not by_rank_0[2][1], "what all ranks yield they share, what one yields it sends"
 
 
 # --- changes and refusals --------------------------------------------------------------------------------------------
