@@ -67,6 +67,14 @@ def run_on_cpu() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *a: None
     torch.Tensor.cuda = lambda self, *a, **k: self
+    # The optimizers ask whether they have GPU tensors by the name of their type.
+    type_of = torch.Tensor.type
+
+    def type_on_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) and ".cuda." not in found else found
+
+    torch.Tensor.type = type_on_gpu
     nn.Module.cuda = lambda self, *a, **k: self
     # Dropout on the GPU draws from a generator of its own; there is neither here.
     CudaRNGStatesTracker.fork = lambda self, *a, **k: contextlib.nullcontext()
