@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer.enums import AttnBackend
 
 from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu, without_fused_kernels
 from tests.support.megatron_models import KINDS, Layout, build, shift, train
@@ -289,6 +290,7 @@ def fallback_to_megatron_bridge(checkpoints: Path) -> Result:
     bridge = BRIDGE.from_hf_pretrained(checkpoints / "gemma")
     provider = bridge.to_megatron_provider()
     provider.tensor_model_parallel_size = 2
+    provider.attention_backend = AttnBackend.auto  # as the models before it: Megatron keeps that in the environment
     provider.finalize()
     chunks = provider.provide_distributed_model(wrap_with_ddp=False)
 

@@ -13,13 +13,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
 
+from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.manifest import Box, Piece
+from inference_plugin.wire.messages import Ready
 from tests.support.megatron_gold import assemble
 from tests.support.megatron_models import KINDS, write_checkpoint
 from tests.trainers.launching import ROOT, Ranks, assert_is_gold, launch, of, written
+from trainer_adapters import LocalSlice
+from trainer_adapters.agreement import Claims, digests_of, what_differs
 
 PYTHON = ROOT / ".venvs" / "megatron" / "bin" / "python"
 
@@ -190,6 +196,48 @@ def test_the_first_stage_sends_tied_embeddings(launched: Launched) -> None:
         assert senders == {0}
         copies = {one["place"]["pp"] for one in seen if embedding in {b[0] for b, _ in one["trained"]["copies"]}}
         assert copies == {1}, "only the reduction of their gradients keeps them equal"
+
+
+# --- what the ranks of a manager hold against each other -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "case"), [(2, "etp2 qwen3_moe te"), (4, "tp2 pp2 qwen3 tied te")])
+def test_an_orphan_and_a_double_among_the_ranks_claims_are_named(launched: Launched, world: int, case: str) -> None:
+    seen = [one["trained"] for one in of(launched[world], case)]
+    manifest, _, _ = written(seen)
+    claims = [msgspec.convert(one["claims"], tuple[Box, ...]) for one in seen]
+
+    def check(of_rank_1: tuple[Box, ...]) -> None:
+        others = [of_rank_1, *claims[2:]]
+        readies = [Ready(1, "update:1", i, manifest.fingerprint, claims=own) for i, own in enumerate(others, start=1)]
+        Claims().check(manifest, claims[0], readies)
+
+    check(claims[1])
+    with pytest.raises(ManifestMismatch, match="each byte once: written by nobody: "):
+        check(claims[1][:-1])
+    with pytest.raises(ManifestMismatch, match=r"each byte once: written more than once: .* by rank 0 and rank 1"):
+        check((*claims[1], claims[0][0]))
+
+
+@pytest.mark.parametrize(
+    ("world", "case"), [(2, "tp2 deepseek_v3 te"), (4, "tp2 pp2 qwen3 tied te"), (4, "tp2 dp2 llama")]
+)
+def test_every_copy_is_compared_with_what_was_sent(launched: Launched, world: int, case: str) -> None:
+    seen = [one["trained"] for one in of(launched[world], case)]
+    manifest, _, _ = written(seen)
+
+    def pieces(what: str, plus: int = 0) -> dict[int, list[Piece]]:
+        by_rank = {}
+        for rank, one in enumerate(seen):
+            slices = [LocalSlice(msgspec.convert(box, Box), tensor + plus) for box, tensor in one[what]]
+            by_rank[rank] = list(digests_of(manifest, slices))
+        return by_rank
+
+    sent, copies = pieces("slices"), pieces("copies")
+    boxes = {piece.box for own in sent.values() for piece in own}
+    assert copies[len(seen) - 1] and all(piece.box in boxes for own in copies.values() for piece in own)
+    assert what_differs(manifest, sent, copies) == ""
+    assert "norm.weight" in what_differs(manifest, sent, pieces("copies", plus=1))
 
 
 # --- dtypes and values that are not plain ----------------------------------------------------------------------------
