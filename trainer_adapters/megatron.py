@@ -32,7 +32,7 @@ from trainer_adapters.source import DtypeRules, LocalSlice, NameFilter, WeightSo
 
 __all__ = ["MegatronAdapter"]
 
-FALLBACK = "add it to the architecture's table, or send what another converter exports (docs/megatron.md)"
+FALLBACK = "add it to the architecture's table, or send what another converter exports (docs/trainers/megatron.md)"
 
 
 class MegatronAdapter(WeightSource):
@@ -267,7 +267,7 @@ def _architecture(model_type: str) -> Architecture:
     if (found := ARCHITECTURES.get(model_type)) is None:
         raise ManifestMismatch(
             f"no table for model_type {model_type!r}; there are {', '.join(ARCHITECTURES)}",
-            hint="give MegatronAdapter(architecture=...), or send what another converter exports (docs/megatron.md)",
+            hint="give MegatronAdapter(architecture=...), or send what another converter exports (docs/trainers/megatron.md)",
             side="trainer",
         )
     return found

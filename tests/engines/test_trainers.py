@@ -48,6 +48,7 @@ class Trainer:
 TRAINERS = {
     "fsdp1-2-ranks": Trainer("fsdp1.py", 2),
     "fsdp2-4-ranks": Trainer("fsdp2.py", 4),
+    "hsdp-2-x-2": Trainer("hsdp.py", 4),
     "fsdp2-2-x-tp-2": Trainer("fsdp2_tp.py", 4),
     "megatron-tp-2-x-pp-2": Trainer("megatron.py", 4, "qwen3", ("--tp", "2", "--pp", "2")),
     "megatron-ep-2": Trainer("megatron.py", 2, "qwen3_moe", ("--ep", "2")),

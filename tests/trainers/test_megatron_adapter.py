@@ -348,7 +348,10 @@ def test_a_model_that_changed_between_updates_is_refused_by_name(launched: Launc
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("no rule", ["rank=1", "no rule for Megatron's decoder.layers.1.mlp.extra [2, 2]", "docs/megatron.md"]),
+        (
+            "no rule",
+            ["rank=1", "no rule for Megatron's decoder.layers.1.mlp.extra [2, 2]", "docs/trainers/megatron.md"],
+        ),
         ("no table", ["no table for model_type 'gpt_oss'; there are llama"]),
         ("tied", ["tie_word_embeddings is True", "share_embeddings_and_output_weights is False"]),
         ("vocabulary", ["different models: vocabulary is 249, on rank 0 250"]),
