@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from inference_plugin.wire import codec
 from inference_plugin.wire.errors import ErrorInfo, ManifestMismatch, WeightwireError, first_few
 from inference_plugin.wire.manifest import Box, Manifest, TensorSpec, check_exact_cover
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
+from trainer_adapters.exchange import exchange_bytes
 from trainer_adapters.source import DtypeRules, NameFilter, share_boxes
 
 __all__ = ["Inventory", "Item", "Share", "divide", "exchange", "merge", "raise_first"]
@@ -58,20 +58,8 @@ def exchange(inventory: Inventory, group: dist.ProcessGroup | None) -> list[Inve
     """Every rank's, in order of rank, as bytes (no pickle). Collective over `group` (None: the default group)."""
     if not (dist.is_available() and dist.is_initialized()):
         return [inventory]
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    raw = torch.frombuffer(bytearray(msgspec.msgpack.encode(inventory)), dtype=torch.uint8)
-    size = torch.tensor([raw.numel()], device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(one.item()) for one in sizes]
-    mine = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    mine[: raw.numel()] = raw.to(device)
-    everybody = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(everybody, mine, group=group)
-    return [
-        codec.decode_as(one.cpu().numpy()[:length].tobytes(), Inventory)
-        for one, length in zip(everybody, lengths, strict=True)
-    ]
+    everybody = exchange_bytes(msgspec.msgpack.encode(inventory), group)
+    return [codec.decode_as(one, Inventory) for one in everybody]
 
 
 def raise_first(inventories: Sequence[Inventory]) -> None:

@@ -149,7 +149,13 @@ class SyncManager:
         self._covered: tuple[Manifest, ExactCover] | None = None
         self._count = 0
         self._began_s = 0.0
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weightwire-manager")
+        cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._thread = concurrent.futures.ThreadPoolExecutor(
+            1,
+            thread_name_prefix="weightwire-manager",
+            initializer=_use_device,
+            initargs=(torch.cuda.current_device() if cuda else None,),
+        )
 
     @property
     def rank(self) -> int:
@@ -765,6 +771,12 @@ def _ticking(slices: Iterator[LocalSlice], tick: Callable[[], None]) -> Iterator
     for item in slices:
         yield item
         tick()
+
+
+def _use_device(device: int | None) -> None:
+    """A new thread has the first GPU as its own; sources that gather there need the one that this rank was given."""
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 @contextlib.contextmanager

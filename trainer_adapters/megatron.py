@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError, first_few
 from inference_plugin.wire.manifest import Box, Manifest
-from inference_plugin.wire.tensors import dtype_name
+from inference_plugin.wire.tensors import dtype_name, torch_dtype
 from trainer_adapters.inventory import Inventory, Item, Share, divide, exchange, merge, raise_first
+from trainer_adapters.megatron_lora import Adapted, base_name, look_for_adapters, make_factors
 from trainer_adapters.megatron_rules import ARCHITECTURES, PADDING, Architecture, Facts, Match
 from trainer_adapters.module import module_stream
 from trainer_adapters.plan import Rules
@@ -50,6 +51,9 @@ class MegatronAdapter(WeightSource):
     travel once, from the first stage. Copies that tensor-parallel ranks hold (norms) are sent by the first of them.
     `dtype_rules`, `include` and `exclude` as in `ModuleAdapter`; the router's expert bias counts as fp32, which is what
     Megatron keeps it in.
+
+    LoRA adapters of Megatron-Bridge are merged into what is sent; their A and B are gathered over tensor-parallel ranks,
+    once per update, in the manager's thread (`megatron_lora`).
 
     Raises `ManifestMismatch`, on all ranks and naming the rank it comes from, for a parameter that the table has no
     rule for or that does not have the size that the config says; for ranks with different models; for elements that
@@ -91,6 +95,7 @@ class MegatronAdapter(WeightSource):
         rank = dist.get_rank(process_group) if len(everybody) > 1 else 0
         self._sent, self._left = divide(self._manifest, everybody, rank)
         self._claims = tuple(share.box for share in self._sent)
+        self._factors = make_factors([chunk.model for chunk in self._chunks], [chunk.adapted for chunk in self._chunks])
 
     def manifest(self) -> Manifest:
         self._tensors()
@@ -98,10 +103,18 @@ class MegatronAdapter(WeightSource):
 
     def slices(self) -> Iterator[LocalSlice]:
         tensors = self._tensors()
+        if self._factors is not None:
+            self._factors.gather()
         return (self._slice(share, tensors) for share in self._sent)
 
     def claims(self) -> tuple[Box, ...]:
         return self._claims
+
+    def made_together(self) -> frozenset[int]:
+        if self._factors is None or not self._factors.are_divided:
+            return frozenset()
+        adapted = (cut.item.name for cut in self._cuts if cut.adapted)
+        return frozenset(self._manifest.index[name] for name in adapted if name in self._manifest.index)
 
     def copies(self) -> Iterator[LocalSlice]:
         """What tensor-parallel ranks and stages hold of what another one sends: norms, routers, embeddings. Only
@@ -117,11 +130,21 @@ class MegatronAdapter(WeightSource):
             starts[dim] += offset - held
         for dim, (start, size) in enumerate(zip(starts, share.box.sizes, strict=True)):
             values = values.narrow(dim, start, size)
+        if cut.adapted and self._factors is not None:
+            layer = cut.parameter[0], cut.parameter[1].rpartition(".")[0]
+            values = self._factors.merged(layer, values, tuple(map(sum, zip(cut.origin, starts, strict=True))))
+            return LocalSlice(share.box, values.to(torch_dtype(self._manifest.tensors[share.box.tensor].dtype)))
         return LocalSlice(share.box, values + cut.plus if cut.plus else values)
 
     def _tensors(self) -> dict[tuple[int, str], torch.Tensor]:
         """The parameters and buffers of now. Raises `ManifestMismatch` if they aren't those of the exchange."""
         tensors = {(i, name): tensor for i, chunk in enumerate(self._chunks) for name, tensor in chunk.stream()}
+        if any(look_for_adapters(chunk.model) != chunk.adapted for chunk in self._chunks):
+            raise ManifestMismatch(
+                "LoRA adapters came, went or were scaled after the adapter of the model was made",
+                hint="make a new MegatronAdapter, on all ranks",
+                side="trainer",
+            )
         heads = {key: _head(self._chunks[key[0]], key[1], tensor) for key, tensor in tensors.items()}
         if heads != self._heads:
             changes = [f"{name} appeared" for (i, name) in heads if (i, name) not in self._heads]
@@ -141,12 +164,15 @@ class MegatronAdapter(WeightSource):
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """An item, and where its values are: from `starts` on in `parameter` (chunk and name), with `plus` added."""
+    """An item, and where its values are: from `starts` on in `parameter` (chunk and name), with `plus` added. This rank's
+    part of the whole parameter begins at `origin`; `adapted` by LoRA."""
 
     item: Item
     parameter: tuple[int, str]
     starts: tuple[int, ...]
     plus: float
+    origin: tuple[int, ...]
+    adapted: bool
 
 
 @dataclass(frozen=True)
@@ -160,10 +186,14 @@ class _Chunk:
     place: _Place
     layer_offset: int
     mtp_offset: int
+    adapted: Mapping[str, Adapted]
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and values of all parameters and persistent buffers."""
-        yield from module_stream(self.model)()
+        """Names and values of all parameters and persistent buffers, but for those of LoRA adapters."""
+        for name, tensor in module_stream(self.model)():
+            base = base_name(name) if self.adapted else name
+            if base is not None:
+                yield base, tensor
 
     def match(self, name: str, tensor: torch.Tensor) -> Match:
         """What the table says. Raises `ManifestMismatch` if that is nothing."""
@@ -242,6 +272,7 @@ def _chunks(model: Any, hf_config: Any, architecture: Architecture | None) -> li
             place=place,
             layer_offset=_layer_offset(one.config, stage, place.pp_rank),
             mtp_offset=_mtp_offset(one.config, stage),
+            adapted=look_for_adapters(one),
         )
         _check_layer_numbers(chunk)
         chunks.append(chunk)
@@ -319,8 +350,7 @@ def _mtp_offset(config: Any, stage: int | None) -> int:
 
 
 def _asked(function: Callable[..., int], config: Any, stage: int | None, pp_rank: int) -> int:
-    """Its answer; which of the arguments it takes differs from version to version. One that takes no stage reads
-    Megatron's global one."""
+    """Its answer; which arguments it takes differs from version to version. One without a stage reads a global one."""
     from megatron.core import parallel_state as mpu
 
     known = {"vp_stage": stage, "pp_rank": pp_rank}
@@ -391,6 +421,7 @@ def _cuts(chunk: _Chunk, parameter: tuple[int, str], tensor: torch.Tensor) -> It
             side="trainer",
         )
     names = chunk.names(match)
+    layer, _, word = parameter[1].rpartition(".")
     sizes = [max((r.start + r.rows for r in runs if r.part == part), default=0) for part in range(len(names))]
     row = 0
     for run in runs:
@@ -408,6 +439,8 @@ def _cuts(chunk: _Chunk, parameter: tuple[int, str], tensor: torch.Tensor) -> It
                 parameter,
                 _with((0,) * len(held), along, low - first),
                 match.rule.plus(match.word, chunk.norm_offset),
+                _with((0,) * len(held), along, first),
+                layer in chunk.adapted and word.startswith("weight"),
             )
         row += run.rows
 

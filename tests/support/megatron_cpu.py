@@ -44,6 +44,10 @@ def _answer(self: Any, name: str) -> Any:
     return _Anything(name)()
 
 
+STAND_INS: dict[str, Any] = {}
+"""Classes of `fake_transformer_engine()`, by the names that Megatron-Bridge's LoRA has for the real ones."""
+
+
 class _OnCpu(TorchFunctionMode):
     """Schedules and point-to-point buffers ask for `device="cuda"` outright."""
 
@@ -151,8 +155,11 @@ def import_bridge() -> Any:
     sys.meta_path.insert(0, finder)
     try:
         from megatron.bridge import AutoBridge
+        from megatron.bridge.peft import utils
     finally:
         sys.meta_path.remove(finder)
+    for name, stand_in in STAND_INS.items():
+        setattr(utils, name, stand_in)
     return AutoBridge
 
 
@@ -235,9 +242,10 @@ def fake_transformer_engine() -> None:
             self, experts: int, input_size: int, output_size: int, *, config: Any, pg_collection: Any, **_: Any
         ) -> None:
             super().__init__()
-            self.experts = experts
+            self.num_gemms, self.config = experts, config
             shape = [output_size, input_size]
             shape[self.dim] //= pg_collection.expt_tp.size()
+            self.out_features, self.in_features = shape
             for i in range(experts):
                 weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
                 config.init_method(weight)
@@ -281,6 +289,12 @@ def fake_transformer_engine() -> None:
                 )
             return SequentialMLP, MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
 
+    STAND_INS.update(
+        TELinear=TELinear,
+        TELayerNormColumnParallelLinear=TELayerNormColumnParallelLinear,
+        TECL=(TEColumnParallelGroupedLinear,),  # the others are recognised by what they inherit from
+        TERL=(TERowParallelGroupedLinear,),
+    )
     specs.TESpecProvider = FakeTESpecProvider
     specs.TENorm = transformer_block.LayerNormImpl = TENorm
     mla.TELinear, mla.TEColumnParallelLinear = TELinear, TEColumnParallelLinear

@@ -241,7 +241,7 @@ def train(chunks: list[Any], *, steps: int = 1) -> list[Any]:
     wrapped = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
     for one in wrapped:
         one.broadcast_params()
-    parameters = [p for one in wrapped for p in one.parameters()]
+    parameters = [p for one in wrapped for p in one.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     tokens = torch.arange(16).view(1, 16) * 7 % VOCAB
     positions = torch.arange(16).view(1, 16)

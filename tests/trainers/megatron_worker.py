@@ -29,6 +29,7 @@ from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, r
 from tests.support.megatron_models import KINDS, Layout, build, shift, train
 from tests.trainers.observing import Result, observe, refused
 from trainer_adapters import ExportAdapter, MegatronAdapter
+from trainer_adapters.gather import gathered
 from trainer_adapters.megatron_rules import LLAMA, QKV, Architecture, Columns, Facts, GateUp, Rule, Run, Whole
 
 CASES: dict[int, dict[str, tuple[str, Layout]]] = {
@@ -308,6 +309,51 @@ def fallback_to_megatron_bridge(checkpoints: Path) -> Result:
     return result
 
 
+def lora(kind: str, layout: Layout, *targets: str) -> Callable[[Path], Result]:
+    """Megatron-Bridge's adapters, trained. It exports them merged; where it can't, they are merged in place, by itself."""
+
+    def case(checkpoints: Path) -> Result:
+        from megatron.bridge.peft.lora import LoRA, LoRAMerge
+
+        hf = config_of(kind, checkpoints)
+        layout.enter()
+        chunks = build(hf, layout)
+        before = raw(chunks)
+        LoRA(target_modules=list(targets), dim=4, alpha=6)(chunks)
+        wrapped = train(chunks, steps=2)
+        source = MegatronAdapter(wrapped, hf)
+        result: Result = {"place": place(), "merged": observe(source), "before": before}
+        result["gathered"] = {name: tensor.clone() for name, tensor in gathered(source)}
+        adapter = next(part.adapter for part in chunks[0].modules() if hasattr(part, "to_wrap"))
+        adapter.alpha = 7
+        result["scaled"] = refused(source.slices)
+        adapter.alpha = 6
+        if layout.te:
+            bridge = BRIDGE.from_hf_pretrained(checkpoints / kind.replace(" ", "_"))
+            result["bridge"] = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
+        LoRA.disable_adapter_layers(LoRA(), chunks)
+        result["disabled"] = refused(source.slices)
+        if layout.tp == 1:
+            LoRAMerge()(chunks, training=False)
+            result["raw"] = [
+                (name.replace(".to_wrap.", "."), tensor) for name, tensor in raw(chunks) if ".adapter." not in name
+            ]
+        return result
+
+    return case
+
+
+def lora_without_a_rule(checkpoints: Path) -> Result:
+    """An adapter for each of queries, keys and values, where the layer has them in one."""
+    from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+
+    hf = config_of("qwen3", checkpoints)
+    Layout().enter()
+    chunks = build(hf, Layout())
+    CanonicalLoRA(dim=4)(chunks)
+    return refused(lambda: MegatronAdapter(chunks, hf))
+
+
 SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
     2: {
         "ep2 mixtral": own_architecture("mixtral", Layout(ep=2, te=True), MIXTRAL),
@@ -318,8 +364,19 @@ SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
         "several updates": several_updates,
         "refuse": refuse,
         "fallback": fallback_to_megatron_bridge,
+        "lora tp2 qwen3 te": lora(
+            "qwen3", Layout(tp=2, te=True), "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
+        ),
+        "lora ep2 qwen3_moe": lora("qwen3_moe", Layout(ep=2), "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        "lora ep2 qwen3_moe te": lora(
+            "qwen3_moe", Layout(ep=2, te=True), "*.experts.linear_fc1", "*.experts.linear_fc2"
+        ),
+        "lora etp2 qwen3_moe te": lora(
+            "qwen3_moe", Layout(tp=2, etp=2, te=True), "linear_qkv", "linear_fc1", "linear_fc2"
+        ),
+        "lora without a rule": lora_without_a_rule,
     },
-    4: {},
+    4: {"lora tp2 pp2 qwen3 te": lora("qwen3", Layout(tp=2, pp=2, te=True), "linear_proj", "*.layers.1.*.linear_fc1")},
 }
 
 

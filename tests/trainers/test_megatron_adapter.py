@@ -8,6 +8,7 @@ put together by `tests/support/megatron_gold.py`, also where Megatron-Bridge has
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -321,6 +322,50 @@ def test_megatron_bridges_export_is_a_source_where_no_table_fits(launched: Launc
     for _, values, _ in (shifted, by_rank_0):
         assert_is_gold(values, {name: tensor.mul(1.03).add(0.01) for name, tensor in gold.items()}, {})
     assert all(shifted[2]) and not by_rank_0[2][1], "what all ranks yield they share, what one yields it sends"
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+LORA = {
+    (2, "lora tp2 qwen3 te"): r"layers\.\d\.(self_attn\.._proj|mlp\..*_proj)\.",
+    (2, "lora ep2 qwen3_moe"): r"layers\.\d\.(self_attn\.._proj|mlp\.experts.*_proj)\.",
+    (2, "lora ep2 qwen3_moe te"): r"layers\.\d\.mlp\.experts.*_proj\.",
+    (2, "lora etp2 qwen3_moe te"): r"layers\.\d\.(self_attn\.[qkv]_proj|mlp\.experts.*_proj)\.",
+    (4, "lora tp2 pp2 qwen3 te"): r"layers\.(\d\.self_attn\.o_proj|[13]\.mlp\.(gate|up)_proj)\.",
+}
+"""Which tensors are adapted. Targets are each stage's own names: `layers.1` on two stages is layers 1 and 3."""
+
+
+@pytest.mark.parametrize(("world", "case"), LORA, ids=[case for _, case in LORA])
+def test_lora_adapters_are_merged_into_what_is_sent_as_megatron_bridge_merges_them(
+    launched: Launched, checkpoints: Path, world: int, case: str
+) -> None:
+    seen = of(launched[world], case)
+    hf = hf_config(checkpoints, "qwen3_moe" if "moe" in case else "qwen3")
+    _, values, _ = written([one["merged"] for one in seen], collectives=seen[0]["merged"]["collectives"])
+    base = assemble([{"raw": one["before"], "place": one["place"]} for one in seen], hf)
+    assert {n for n, t in values.items() if not torch.equal(t, base[n])} == {
+        n for n in base if re.search(LORA[world, case], n)
+    }
+    golds = [seen[0]["bridge"]] if "bridge" in seen[0] else []
+    for gold in golds + ([gold_of(seen, hf)] if "raw" in seen[0] else []):
+        assert values.keys() == gold.keys()
+        for name, value in values.items():
+            torch.testing.assert_close(value, gold[name], rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+    for one in seen:
+        assert all(torch.equal(one["gathered"][name], value) for name, value in values.items())
+
+
+def test_adapters_that_were_scaled_or_disabled_meanwhile_and_kinds_without_a_rule_are_refused(
+    launched: Launched,
+) -> None:
+    for one in of(launched[2], "lora tp2 qwen3 te"):
+        assert "LoRA adapters came, went or were scaled" in one["scaled"]["text"]
+        assert "decoder.layers.0.self_attention.linear_proj has an adapter that is disabled" in one["disabled"]["text"]
+    for one in of(launched[2], "lora without a rule"):
+        assert one["error"] == "ManifestMismatch"
+        assert "which has no rule here" in one["text"] and "ExportAdapter" in one["text"]
+        assert "layers.0.self_attention.linear_qkv has Megatron-Bridge's" in one["text"]
 
 
 # --- changes and refusals --------------------------------------------------------------------------------------------
