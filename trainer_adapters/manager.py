@@ -121,8 +121,15 @@ class SyncManager:
         return self._thread.submit(self._verify, source).result()
 
     def discover(self) -> list[ReplicaCard]:
-        """The living replicas of the job, from the runtime directory."""
-        return addresses.discover()
+        """The living replicas of the job: those of this host by the runtime directory, on rank 0 also those that
+        registered at `WEIGHTWIRE_REGISTRY`."""
+        return self._rank.registry.cards() if self._rank.registry is not None else addresses.discover()
+
+    def wait_for_replicas(self, count: int, *, timeout_s: float) -> list[ReplicaCard]:
+        """Rank 0: `discover()` once at least `count` replicas are there. Raises `SyncTimeout`. Not collective."""
+        if self._rank.registry is None:
+            raise RuntimeError("only rank 0 waits for replicas; its update waits for the others anyway")
+        return self._rank.registry.wait(count, timeout_s)
 
     def versions(self) -> dict[str, int | None]:
         """The version that each living replica serves, by replica id; None before its first update. Not collective."""
@@ -184,7 +191,7 @@ class SyncManager:
 
     def _versions(self) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
-        for card in addresses.discover():
+        for card in self.discover():
             session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
             try:
                 workers: list[WorkerCard] = session.ask_workers(Describe(), WorkerCard, timeout_s=CONTROL_TIMEOUT_S)

@@ -101,7 +101,8 @@ class Operation:
 
     def connect(self) -> list[ReplicaSession]:
         """Sessions of all living replicas, old ones kept. Raises `PeerLost` if there is none."""
-        cards = {card.replica: card for card in addresses.discover()}
+        assert self.rank.registry is not None, "rank 0 has it"
+        cards = {card.replica: card for card in self.rank.registry.cards()}
         for gone in set(self.rank.replicas) - set(cards):
             self.rank.replicas.pop(gone).close()
         for name, card in cards.items():
@@ -111,7 +112,7 @@ class Operation:
             raise PeerLost(
                 f"no replica of job {addresses.job_name()!r} is running; looked in {addresses.runtime_dir()}",
                 hint="start the engine with the plug-in installed, the same WEIGHTWIRE_JOB and WEIGHTWIRE_RUNTIME_DIR; "
-                "`weightwire doctor` tells what is there",
+                "`weightwire doctor` tells what is there; on other hosts also the same WEIGHTWIRE_REGISTRY and WEIGHTWIRE_KEY",
                 phase="agree",
             )
         return [self.rank.replicas[name] for name in sorted(cards)]

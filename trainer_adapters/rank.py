@@ -16,6 +16,7 @@ from inference_plugin.wire.channel import Outgoing, fan_out
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, ExactCover, Manifest, Piece
 from inference_plugin.wire.messages import Done, Go, InFlight, InstallPolicy, Ready, Release, Wrote
+from trainer_adapters import registry
 from trainer_adapters.agreement import Claims, digests_of
 from trainer_adapters.crew import Crew
 from trainer_adapters.replicas import ReplicaSession
@@ -48,6 +49,7 @@ class Rank:
         self.settings = settings
         self.crew = crew
         self.claims = Claims()
+        self.registry = registry.take() if crew.rank == 0 else None
         self.session = secrets.token_hex(8)
         self.replicas: dict[str, ReplicaSession] = {}
         self.count = 0
@@ -159,6 +161,9 @@ class Rank:
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()
+        if self.registry is not None:
+            registry.give_back(self.registry)
+            self.registry = None
         self.crew.close()
 
 
