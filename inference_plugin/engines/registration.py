@@ -11,14 +11,12 @@ import threading
 
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.link import SILENCE_S
 from inference_plugin.wire.messages import Done, Leave, Register, ReplicaCard
 
 __all__ = ["Registration"]
 
 logger = logging.getLogger(__name__)
-
-LEASE_S = 10.0
-"""A replica that the registry hasn't heard of for so long is lost."""
 
 ASK_TIMEOUT_S = 5.0
 
@@ -50,7 +48,7 @@ class Registration:
         channel = Channel(self._address, side="manager", replica=self._card.replica)
         while not self._closing:
             try:
-                channel.request(Register(self._card, LEASE_S), Done, timeout_s=ASK_TIMEOUT_S)
+                channel.request(Register(self._card, SILENCE_S), Done, timeout_s=ASK_TIMEOUT_S)
             except WeightwireError as error:
                 if reached is not False:
                     logger.warning("weightwire: %s can't register: %s; trying on", self._card.replica, error)
@@ -61,7 +59,7 @@ class Registration:
                 if not reached:
                     logger.info("weightwire: %s is registered at %s", self._card.replica, self._address)
                 reached = True
-            self._news.wait(LEASE_S / 3)
+            self._news.wait(SILENCE_S / 3)
             self._news.clear()
         if reached:
             try:

@@ -14,14 +14,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from inference_plugin.wire.curve import secure_client
+from inference_plugin.wire.environment import seconds
 
 __all__ = ["SILENCE_S", "Link"]
 
-SILENCE_S = 10.0
+SILENCE_S = seconds("WEIGHTWIRE_SILENCE_S", 10.0)
 """A peer that isn't heard of for so long is lost, and one that can't be connected to. Above what a frame of 8 MiB takes on a
 slow link: heartbeats queue behind it."""
 
-HEARTBEAT_MS = 1000
+HEARTBEATS = 5
+"""In that time."""
 
 EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -41,7 +43,7 @@ class Link:
     def __init__(self, socket: zmq.Socket[Any], address: str) -> None:
         socket.setsockopt(zmq.IPV6, 1 if address.startswith("tcp://[") else 0)
         secure_client(socket)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(SILENCE_S / HEARTBEATS * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket = socket
