@@ -344,14 +344,18 @@ def lora(kind: str, layout: Layout, *targets: str) -> Callable[[Path], Result]:
 
 
 def lora_without_a_rule(checkpoints: Path) -> Result:
-    """An adapter for each of queries, keys and values, where the layer has them in one."""
+    """An adapter for each of queries, keys and values, where the layer has them in one; and rows that are scaled."""
     from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+    from megatron.bridge.peft.dora import DoRA
 
     hf = config_of("qwen3", checkpoints)
     Layout().enter()
-    chunks = build(hf, Layout())
-    CanonicalLoRA(dim=4)(chunks)
-    return refused(lambda: MegatronAdapter(chunks, hf))
+    out: Result = {}
+    for kind in (CanonicalLoRA, DoRA):
+        chunks = build(hf, Layout())
+        kind(dim=4)(chunks)
+        out[kind.__name__] = refused(partial(MegatronAdapter, chunks, hf))
+    return out
 
 
 SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {

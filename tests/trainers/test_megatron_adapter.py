@@ -329,7 +329,7 @@ def test_megatron_bridges_export_is_a_source_where_no_table_fits(launched: Launc
 LORA = {
     (2, "lora tp2 qwen3 te"): r"layers\.\d\.(self_attn\.._proj|mlp\..*_proj)\.",
     (2, "lora ep2 qwen3_moe"): r"layers\.\d\.(self_attn\.._proj|mlp\.experts.*_proj)\.",
-    (2, "lora ep2 qwen3_moe te"): r"layers\.\d\.mlp\.experts.*_proj\.",
+    (2, "lora ep2 qwen3_moe te"): r"layers\.\d\.mlp\.(experts.*_proj|gate)\.",
     (2, "lora etp2 qwen3_moe te"): r"layers\.\d\.(self_attn\.[qkv]_proj|mlp\.experts.*_proj)\.",
     (4, "lora tp2 pp2 qwen3 te"): r"layers\.(\d\.self_attn\.o_proj|[13]\.mlp\.(gate|up)_proj)\.",
 }
@@ -363,9 +363,10 @@ def test_adapters_that_were_scaled_or_disabled_meanwhile_and_kinds_without_a_rul
         assert "LoRA adapters came, went or were scaled" in one["scaled"]["text"]
         assert "decoder.layers.0.self_attention.linear_proj has an adapter that is disabled" in one["disabled"]["text"]
     for one in of(launched[2], "lora without a rule"):
-        assert one["error"] == "ManifestMismatch"
-        assert "which has no rule here" in one["text"] and "ExportAdapter" in one["text"]
-        assert "layers.0.self_attention.linear_qkv has Megatron-Bridge's" in one["text"]
+        for kind in ("CanonicalLoRA", "DoRA"):
+            assert one[kind]["error"] == "ManifestMismatch"
+            assert "which has no rule here" in one[kind]["text"] and "ExportAdapter" in one[kind]["text"]
+            assert "layers.0.self_attention.linear_qkv has Megatron-Bridge's" in one[kind]["text"]
 
 
 # --- changes and refusals --------------------------------------------------------------------------------------------
