@@ -25,7 +25,7 @@ from trainer_adapters.lora_product import add_product
 
 __all__ = ["Adapted", "Factors", "base_name", "look_for_adapters", "make_factors"]
 
-KNOWN = {"LoRALinear", "TEFusedLoRALinear", "LoRATopKRouter"}
+KNOWN = {"LoRALinear", "TEFusedLoRALinear"}
 HINT = "change it as it says, or send what Megatron-Bridge exports, which merges too (ExportAdapter)"
 
 Layer = tuple[int, str]

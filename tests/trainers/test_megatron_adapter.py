@@ -329,7 +329,7 @@ def test_megatron_bridges_export_is_a_source_where_no_table_fits(launched: Launc
 LORA = {
     (2, "lora tp2 qwen3 te"): r"layers\.\d\.(self_attn\.._proj|mlp\..*_proj)\.",
     (2, "lora ep2 qwen3_moe"): r"layers\.\d\.(self_attn\.._proj|mlp\.experts.*_proj)\.",
-    (2, "lora ep2 qwen3_moe te"): r"layers\.\d\.mlp\.(experts.*_proj|gate)\.",
+    (2, "lora ep2 qwen3_moe te"): r"layers\.\d\.mlp\.experts.*_proj\.",
     (2, "lora etp2 qwen3_moe te"): r"layers\.\d\.(self_attn\.[qkv]_proj|mlp\.experts.*_proj)\.",
     (4, "lora tp2 pp2 qwen3 te"): r"layers\.(\d\.self_attn\.o_proj|[13]\.mlp\.(gate|up)_proj)\.",
 }
