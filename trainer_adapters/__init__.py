@@ -14,26 +14,34 @@ if TYPE_CHECKING:
     from trainer_adapters.lora import MergedLoRAAdapter
     from trainer_adapters.manager import SyncManager
     from trainer_adapters.module import ModuleAdapter
+    from trainer_adapters.pending import PendingUpdate
     from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
+    from trainer_adapters.stragglers import BestEffort, Quorum
 
 __all__ = [
+    "BestEffort",
     "DTensorAdapter",
     "DtypeRules",
     "FSDPAdapter",
     "LocalSlice",
     "MergedLoRAAdapter",
     "ModuleAdapter",
+    "PendingUpdate",
+    "Quorum",
     "SyncManager",
     "WeightSource",
 ]
 
 _HOMES = {
+    "BestEffort": "stragglers",
     "DTensorAdapter": "dtensor",
     "DtypeRules": "source",
     "FSDPAdapter": "fsdp",
     "LocalSlice": "source",
     "MergedLoRAAdapter": "lora",
     "ModuleAdapter": "module",
+    "PendingUpdate": "pending",
+    "Quorum": "stragglers",
     "SyncManager": "manager",
     "WeightSource": "source",
 }
