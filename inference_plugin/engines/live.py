@@ -16,6 +16,11 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
+from inference_plugin.install.adapter import GROUP_PREFIX, AdapterInstaller
+from inference_plugin.install.contract import AdapterSlots, Installer
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.errors import EngineUnsupported
+
 __all__ = ["LiveModel", "on_meta"]
 
 DECODING_S = 0.1
@@ -29,6 +34,8 @@ class LiveModel:
     fixed_addresses = False
     post_processing: type | tuple[()] = ()
     """The class of the engine's `quant_method`s that post-process."""
+    adapter_slots: AdapterSlots | None = None
+    """The engine's own LoRA slots, where it has some."""
 
     def __init__(self, live: nn.Module, device: torch.device, skeleton: nn.Module) -> None:
         self.live = live
@@ -37,6 +44,18 @@ class LiveModel:
         self.lock = threading.Lock()
         self._stepping = False
         self._stepped_at_s = -math.inf
+
+    def installer(self, group: str) -> Installer:
+        """What installs a group: of an adapter where its name says so, else of the whole model."""
+        if not group.startswith(GROUP_PREFIX):
+            return ModelInstaller(self)
+        if self.adapter_slots is None:
+            raise EngineUnsupported(
+                f"group {group!r} is a LoRA adapter, and this engine has no LoRA slots",
+                hint="start the engine with LoRA enabled, or send the merged model with MergedLoRAAdapter",
+                phase="open",
+            )
+        return AdapterInstaller(self.adapter_slots, group.removeprefix(GROUP_PREFIX))
 
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         return model.load_weights(tensors)  # type: ignore[operator]
