@@ -16,7 +16,8 @@ import torch.distributed as dist
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.tensors import torch_dtype
-from trainer_adapters.lora_layers import AddedBias, AddedProduct, PeftLook, look_at, look_for_layers, source_of
+from trainer_adapters.lora import check_kind, source_of
+from trainer_adapters.lora_layers import AddedProduct, PeftLook, look_at
 from trainer_adapters.plan import Rules
 from trainer_adapters.source import LocalSlice, WeightSource
 
@@ -45,10 +46,11 @@ class LoRAAdapter(WeightSource):
         dtype_rules: Rules = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        look_for_layers(model)
+        check_kind(model)
         self._model = model
         self._adapter = adapter
-        self._options: dict[str, Any] = {"dtype_rules": dtype_rules, "process_group": process_group}
+        self._ranks = process_group
+        self._options: dict[str, Any] = {"dtype_rules": dtype_rules, "include_buffers": "none"}
         self._names: dict[str, str] = {}
         self._scaling: dict[str, float] = {}
         self._source: WeightSource | None = None
@@ -57,10 +59,10 @@ class LoRAAdapter(WeightSource):
     def manifest(self) -> Manifest:
         look = look_at(self._model, only=self._adapter)
         products = self._products(look)
-        names = {name: _saved(name, self._adapter, look) for product in products for name in product.names}
+        names = {name: _saved(name, look) for product in products for name in product.names}
         if self._source is None or names != self._names:
             self._names = names
-            self._source = source_of(self._model, names.get, include_buffers="none", **self._options)
+            self._source = source_of(self._model, names.get, self._ranks, **self._options)
         self._scaling = {names[product.b]: product.scaling for product in products}
         self._manifest = self._source.manifest()
         return self._manifest
@@ -85,11 +87,10 @@ class LoRAAdapter(WeightSource):
         refused = list(look.replaced)
         for name, additions in look.additions.items():
             for addition in additions:
-                plain = isinstance(addition, AddedProduct) and not addition.magnitude and addition.experts == 1
-                if isinstance(addition, AddedBias) or not plain or "lora_embedding" in addition.a:
-                    refused.append(name)
-                else:
+                if isinstance(addition, AddedProduct) and ".lora_A." in addition.a and _is_plain(addition):
                     products.append(addition)
+                else:
+                    refused.append(name)
         if refused:
             raise ManifestMismatch(
                 f"an engine's LoRA slots can't hold what adapter {self._adapter!r} changes in: {first_few(refused)}",
@@ -109,9 +110,12 @@ class LoRAAdapter(WeightSource):
             yield LocalSlice(item.box, (item.tensor.to(exact) * scaling).to(torch_dtype(spec.dtype)))
 
 
-def _saved(name: str, adapter: str, look: PeftLook) -> str:
-    """PEFT's name in a checkpoint: that of the module, without what else was put around it, and without the adapter's."""
-    prefix, _, factor = name.rpartition(f".lora_{'A' if '.lora_A.' in name else 'B'}.")
-    kind = name[len(prefix) + 1 :].split(".")[0]
-    del factor, adapter
-    return f"{PREFIX}{(look.base_name(prefix + '.base_layer.') or '').removesuffix('.')}.{kind}.weight"
+def _is_plain(product: AddedProduct) -> bool:
+    return product.experts == 1 and not product.magnitude
+
+
+def _saved(name: str, look: PeftLook) -> str:
+    """What PEFT's checkpoints call A or B of a layer: the module's name in the base model, and no adapter's."""
+    kind = "lora_A" if ".lora_A." in name else "lora_B"
+    layer = name[: name.rindex(f"{kind}.")]
+    return f"{PREFIX}{look.base_name(layer + 'base_layer.')}{kind}.weight"
