@@ -9,12 +9,12 @@ ARGS ?=
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format setup engines model clean distclean
+.PHONY: help demo test bench bench-trainers lint format setup engines model clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Options go in ARGS, as in: make test ARGS='-k digest -x', make demo ARGS='--steps 3'"
-	@echo "  The demo runs on vLLM, or with ENGINE=sglang on SGLang"
+	@echo "  demo and bench run on vLLM, or with ENGINE=sglang on SGLang"
 
 demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M for a few RL steps while it is being served, and prove what the engine holds
 	@$(PY) examples/rl_smollm2/run.py --engine $(ENGINE) --model $(MODEL) $(ARGS)
@@ -22,8 +22,11 @@ demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M
 test: engines ## every test that this machine can run
 	@$(PY) -m pytest $(ARGS)
 
-bench: setup ## measure an update against other ways and a plain memory copy; writes benchmarks/results/
-	@$(PY) -m benchmarks.update $(ARGS)
+bench: setup $(if $(filter sglang,$(ENGINE)),engines) ## measure an update against other ways and a plain memory copy; writes benchmarks/results/
+	@$(PY) -m benchmarks.update --engine $(ENGINE) $(ARGS)
+
+bench-trainers: setup ## measure each trainer's slices against gathering and a memory copy; writes benchmarks/results/trainers.json
+	@$(PY) -m benchmarks.trainers $(ARGS)
 
 lint: setup ## ruff, mypy --strict, import-linter
 	@$(PY) -m ruff check .

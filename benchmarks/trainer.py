@@ -8,7 +8,6 @@ import math
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ import zmq
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.baseline import broadcast, buckets, group
+from benchmarks import gather
+from benchmarks.engines.registry import SENDERS
 from inference_plugin.transports import shm
 from inference_plugin.wire.digest import digest_bytes
 from trainer_adapters import FSDPAdapter, SyncManager
@@ -30,13 +30,14 @@ STEP_S = 0.3
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--engine", required=True)
     parser.add_argument("--address", required=True)
     arguments = parser.parse_args()
     rank = int(os.environ["RANK"])
     os.sched_setaffinity(0, {CORES[rank % len(CORES)]})  # a core of its own, as launchers give one
     dist.init_process_group("gloo")
     model = load(arguments.model)
-    trainer = Trainer(model)
+    trainer = Trainer(model, SENDERS[arguments.engine])
     socket: Any = None
     if rank == 0:
         socket = zmq.Context.instance().socket(zmq.REP)
@@ -57,15 +58,23 @@ def main() -> None:
 class Trainer:
     """Each method is one command, called on every rank."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, sender: Any) -> None:
         self.model = model
+        self.sender = sender
         self.source = FSDPAdapter(model)
         self.version = 0
         self.managers: dict[tuple[str, str], SyncManager] = {}
-        self.group: Any = None
 
     def metas(self) -> list[tuple[str, str, list[int]]]:
-        return [(name, str(p.dtype).removeprefix("torch."), list(p.shape)) for name, p in self.model.named_parameters()]
+        return gather.metas_of(self.model)
+
+    def connect(self, **arguments: Any) -> None:
+        """For the engine's own ways."""
+        self.sender = self.sender(self.model, **arguments)
+
+    def native(self, way: str, **arguments: Any) -> Any:
+        """One of the engine's own ways."""
+        return getattr(self.sender, way)(**arguments)
 
     def weightwire(self, transport: str, install: str) -> dict[str, Any]:
         manager = self.managers.get((transport, install))
@@ -112,32 +121,8 @@ class Trainer:
         return statistics.median(taken_s[digest_bytes]) - statistics.median(taken_s[no_digest])
 
     def verify(self) -> bool:
+        """Whether the engine holds what this trainer holds, however it got there."""
         return next(iter(self.managers.values())).verify(self.source).ok
-
-    def connect(self, store_path: str, size: int) -> None:
-        if dist.get_rank() == 0:
-            self.group = group(store_path, 0, size)
-
-    def send(self, way: str) -> None:
-        """`full_tensor()` on all ranks, then rank 0 broadcasts: each tensor, or buckets."""
-        if way == "per-tensor":
-            for _, tensor in self._gathered():
-                if self.group is not None:
-                    broadcast(self.group, tensor)
-            return
-        gathered = self._gathered()
-        for bucket in buckets(self.metas()):
-            tensors = [next(gathered)[1] for _ in bucket]
-            if self.group is not None:
-                broadcast(self.group, torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]))
-
-    def save(self, path: str) -> None:
-        """Gathers to rank 0 and writes safetensors."""
-        from safetensors.torch import save_file
-
-        state = {name: tensor.clone() for name, tensor in self._gathered() if dist.get_rank() == 0}
-        if dist.get_rank() == 0:
-            save_file(state, str(Path(path) / "model.safetensors"), metadata={"format": "pt"})
 
     def step(self) -> None:
         """What comes before an update: every rank computes, then changes every weight a little. All end it together."""
@@ -172,11 +157,6 @@ class Trainer:
             os.sched_setaffinity(0, own)
         dist.barrier()
         return taken_s[8:]
-
-    def _gathered(self) -> Any:
-        for name, p in self.model.named_parameters():
-            with torch.no_grad():
-                yield name, (p.full_tensor() if isinstance(p, DTensor) else p.detach()).contiguous()
 
 
 def no_digest(buffer: Any) -> int:

@@ -112,8 +112,8 @@ class DTensorAdapter(ShardedSource):
     """A source for a model of DTensors: tensor-parallel plans, `fully_shard` over them, expert-parallel meshes.
 
     Every rank makes one, and contributes its own shards: views of the parameters' memory. Meshes and placements may
-    differ from one parameter to the next; `_StridedShard` and uneven shards are fine. Of copies that a mesh describes
-    (`Replicate`) the first sends; tensors that a whole mesh replicates are divided between its ranks by bytes.
+    differ from one parameter to the next; `_StridedShard` and uneven shards are fine. Copies that a mesh describes
+    (`Replicate`) are divided between their ranks by bytes.
 
     Copies that no mesh describes may have come apart in training: parameters on the data-parallel submesh only, and plain
     tensors, are held by each tensor-parallel rank, and nothing sums the gradients that each sees. The copy of the lowest
@@ -151,15 +151,12 @@ class DTensorAdapter(ShardedSource):
     def _holding(self, head: Head) -> Holding:
         if not isinstance(head.layout, Spread):
             role: Any = "send" if dist.get_rank() == self._ranks[0] else "copy"
-            return Holding((whole_part(head.shape),), role)
-        mesh, parts = head.layout.mesh, head.layout.parts
-        if mesh.coordinate is None or not mesh.is_first_copy:
-            return Holding(())
+            return Holding((whole_part(head.shape),), role=role)
+        mesh = head.layout.mesh
         # Meshes that are cut from one hold a copy each; of these the one with the lowest rank sends.
-        sends = min(set(mesh.family) & set(self._ranks), default=-1) in mesh.ranks
-        if not mesh.is_sharded and sends:
-            return Holding(parts, "share", (mesh.ranks.index(dist.get_rank()), len(mesh.ranks)))
-        return Holding(parts, "send" if sends else "copy")
+        if min(set(mesh.family) & set(self._ranks), default=-1) in mesh.ranks:
+            return head.layout.holding()
+        return Holding(head.layout.parts if mesh.is_first_copy else (), role="copy")
 
 
 @dataclass(frozen=True)
@@ -191,12 +188,17 @@ class Mesh:
         return any(not placement.is_replicate() for placement in self.placements)
 
     @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """The ranks that hold what this one holds, itself among them; none if it isn't in the mesh."""
+        if self.coordinate is None:
+            return ()
+        pairs = zip(self.coordinate, self.placements, strict=True)
+        index = tuple(slice(None) if placement.is_replicate() else at for at, placement in pairs)
+        return tuple(sorted(self.mesh.mesh[index].flatten().tolist()))
+
+    @cached_property
     def is_first_copy(self) -> bool:
-        """Whether this rank is the first in each mesh dimension that holds copies; with nothing sharded, always."""
-        if not self.is_sharded:
-            return True
-        pairs = zip(self.coordinate or (), self.placements, strict=True)
-        return not any(at for at, placement in pairs if placement.is_replicate())
+        return dist.get_rank() in self.copies[:1]
 
     @cached_property
     def problem(self) -> str:
@@ -216,6 +218,11 @@ class Spread:
     mesh: Mesh
     parts: tuple[Part, ...]
     problem: str = ""
+
+    def holding(self) -> Holding:
+        """Of these ranks, each sends a share of what they all hold."""
+        copies = self.mesh.copies
+        return Holding(self.parts, copies, copies.index(dist.get_rank())) if copies else Holding(())
 
     @staticmethod
     def of(mesh: Mesh, shape: Dims, local: Dims) -> Spread:

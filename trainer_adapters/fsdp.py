@@ -30,9 +30,9 @@ class FSDPAdapter(WeightSource):
     HSDP, over (replicate, shard); or FSDP1 (`FullyShardedDataParallel`) with any sharding strategy.
 
     Every rank makes one, and contributes its own shards: views of the parameters' memory, uneven ones included, on the
-    CPU where they are offloaded. Of HSDP's copies the first sends. What each rank holds whole (parameters that FSDP
-    ignores, buffers, those under NO_SHARD) is divided between the ranks by bytes; ranks must agree on it (FSDP
-    doesn't synchronise buffers). Frozen parameters are sent like the others. Nothing is gathered, but for units of FSDP1
+    CPU where they are offloaded. HSDP's copies of a shard, and what each rank holds whole (parameters that FSDP ignores,
+    buffers, those under NO_SHARD), are divided between their ranks by bytes; ranks must agree on them (FSDP doesn't
+    synchronise buffers). Frozen parameters are sent like the others. Nothing is gathered, but for units of FSDP1
     with a parameter that isn't contiguous: see `trainer_adapters.fsdp1`.
 
     `dtype_rules`, `include_buffers`, `rename`, `include`, `exclude`, stacked experts and tied weights are as in
@@ -107,6 +107,6 @@ class FullyShardSource(ShardedSource):
         self._ranks = next(iter(meshes), tuple(range(dist.get_world_size())))
 
     def _holding(self, head: Head) -> Holding:
-        if not isinstance(head.layout, Spread) or not head.layout.mesh.is_sharded:
-            return Holding((whole_part(head.shape),), "share", (self._ranks.index(dist.get_rank()), len(self._ranks)))
-        return Holding(head.layout.parts if head.layout.mesh.is_first_copy else ())
+        if not isinstance(head.layout, Spread):
+            return Holding((whole_part(head.shape),), self._ranks, self._ranks.index(dist.get_rank()))
+        return head.layout.holding()

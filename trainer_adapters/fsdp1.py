@@ -102,21 +102,17 @@ class FlatSource(ScannedSource):
     def _holding(self, head: Head) -> Holding:
         layout = head.layout
         if not isinstance(layout, FlatLayout):
-            return Holding((whole_part(head.shape),), "share", self._sharers())
-        if not layout.sends:
-            return Holding(())
+            ranks = self._ranks()
+            return Holding((whole_part(head.shape),), ranks, ranks.index(dist.get_rank()))
+        place = layout.copies.index(dist.get_rank())
         if layout.summoned:
-            return Holding((whole_part(head.shape),), "share", layout.group)
-        if layout.is_sharded:
-            return Holding(tuple(parts_of_run(head.shape, layout.start, layout.count, layout.at)))
-        return Holding((whole_part(head.shape, (layout.at,)),), "share", layout.group)
+            return Holding((whole_part(head.shape),), layout.copies, place)
+        return Holding(tuple(parts_of_run(head.shape, layout.start, layout.count, layout.at)), layout.copies, place)
 
-    def _sharers(self) -> tuple[int, int]:
-        units = [part for part in FullyShardedDataParallel.fsdp_modules(self._model) if part._handle is not None]
-        if not units or any(hasattr(part, "_inter_node_pg") for part in units):
-            return dist.get_rank(), dist.get_world_size()
-        group = units[0].process_group
-        return dist.get_rank(group), dist.get_world_size(group)
+    def _ranks(self) -> tuple[int, ...]:
+        """All ranks of this FSDP."""
+        units = (Unit(part) for part in FullyShardedDataParallel.fsdp_modules(self._model) if part._handle is not None)
+        return next((unit.everyone for unit in units), tuple(range(dist.get_world_size())))
 
     def _cut(self, things: list[Any], takes: dict[int, list[Take]]) -> Iterator[LocalSlice]:
         apart: dict[FullyShardedDataParallel, list[int]] = {}
@@ -137,16 +133,13 @@ class FlatSource(ScannedSource):
 class FlatLayout:
     """Of one parameter: which run of its elements this rank has, and where in the shard it begins.
 
-    `group` is this rank's place in the group that divides the flat parameter, and the group's size; `sends` is whether
-    this group's copy is the one that is sent.
+    `copies` are the ranks that have the same; they divide it.
     """
 
     start: int
     count: int
     at: int
-    is_sharded: bool
-    group: tuple[int, int]
-    sends: bool
+    copies: tuple[int, ...]
     summoned: bool
 
 
@@ -173,15 +166,9 @@ class Piece:
         start = unit.starts[i]
         first = min(max(unit.begin, start), start + math.prod(shape))
         last = max(first, min(unit.begin + unit.shard.numel(), start + math.prod(shape)))
-        layout = FlatLayout(
-            first - start,
-            last - first,
-            first - unit.begin if last > first else 0,
-            unit.is_sharded,
-            unit.group,
-            unit.sends,
-            self.is_summoned,
-        )
+        at = first - unit.begin if last > first else 0
+        copies = unit.everyone if self.is_summoned else unit.copies
+        layout = FlatLayout(first - start, last - first, at, copies, self.is_summoned)
         memory: Hashable = ("flat parameter", id(unit.handle), i)
         return Look(shape, unit.shard.dtype, layout, unit.problem(i, layout), memory)
 
@@ -196,14 +183,18 @@ class Unit:
         self.flat: Any = self.handle.flat_param
         # Before the first forward pass there is nothing but the shard; then it is kept beside what is computed with.
         self.shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat.data).detach()
-        self.is_sharded = bool(self.handle.uses_sharded_strategy)
-        self.group = (dist.get_rank(self.handle.process_group), dist.get_world_size(self.handle.process_group))
-        self.begin = self.shard.numel() * self.group[0] if self.is_sharded else 0
+        group = handle.process_group
+        self.begin = self.shard.numel() * dist.get_rank(group) if handle.uses_sharded_strategy else 0
         ends = accumulate(self.flat._numels_with_padding, initial=0)
         self.starts = [start for start, padding in zip(ends, self.flat._is_padding_mask, strict=False) if not padding]
         self.is_summoned = self.handle._training_state.name == "SUMMON_FULL_PARAMS"
-        between = getattr(module, "_inter_node_pg", None)  # of a hybrid strategy
-        self.sends = between is None or dist.get_rank(between) == 0
+        own = tuple(sorted(dist.get_process_group_ranks(group)))
+        # A hybrid strategy keeps copies of each shard in a second group; it doesn't tell who else there is.
+        between = getattr(module, "_inter_node_pg", None)
+        replicas = tuple(sorted(dist.get_process_group_ranks(between))) if between is not None else (dist.get_rank(),)
+        both = tuple(range(dist.get_world_size()))
+        self.everyone = own if len(replicas) == 1 else replicas if len(own) == 1 else both
+        self.copies = replicas if handle.uses_sharded_strategy else self.everyone
 
     def pieces(self) -> Iterator[tuple[torch.nn.Module, str, Piece]]:
         """Each parameter with the module that has it and its name there; tied ones at each of their places."""

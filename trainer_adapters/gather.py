@@ -6,10 +6,9 @@
 4. each tensor is put together in one scratch buffer, and yielded when its last piece is there.
 
 So a rank holds two buckets and the largest tensor beside the model (and its share of what the ranks made together).
-Bytes travel in the manifest's dtype and are copied,
-never computed with: the result is what the slices say, bit for bit. A rank that fails on the way says so in its part of
-the bucket, and all stop there. A rank that stops taking leaves the others waiting for as long as the process group's
-timeout is: a collective has no other deadline.
+Bytes travel in the manifest's dtype and are copied, never computed with: the result is what the slices say, bit for bit.
+A rank that fails on the way says so in its part of the bucket, and all stop there. A rank that stops taking leaves the
+others waiting for as long as the process group's timeout is: a collective has no other deadline.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class ModuleAdapter(ScannedSource):
         whole = (whole_part(head.shape),)
         if self._only_rank_0:
             return Holding(whole if rank == 0 else ())
-        return Holding(whole, "share", (rank, world_size))
+        return Holding(whole, tuple(range(world_size)), rank)
 
     def _position(self) -> tuple[int, int]:
         if self._rank is not None and self._world_size is not None:

@@ -33,7 +33,6 @@ __all__ = [
     "Take",
     "make_plan",
     "parts_of_run",
-    "take_box",
     "takes_of",
     "whole_part",
 ]
@@ -117,6 +116,13 @@ class Take:
                 local = local.narrow(dim, start, size)
         return local if len(self.box.sizes) == local.dim() else local.view(self.box.sizes)
 
+    def cut(self, box: Box) -> Take:
+        """The part of it that is `box`, which lies within its own."""
+        dropped = (0,) * (len(self.sizes) - len(box.sizes))
+        steps = (*dropped, *(o - first for o, first in zip(box.offsets, self.box.offsets, strict=True)))
+        inside = tuple(map(sum, zip(self.inside, steps, strict=True)))
+        return Take(box, self.part, inside, (1,) * len(dropped) + box.sizes)
+
 
 def whole_part(shape: Dims, at: Dims | None = None) -> Part:
     """All of a tensor."""
@@ -141,13 +147,6 @@ def takes_of(plan: Plan, position: int, parts: Iterable[Part]) -> list[Take]:
                 inside = tuple(start - first for start, first in zip(starts, part.offsets, strict=True))
                 takes.append(Take(box, part, inside, sizes))
     return takes
-
-
-def take_box(box: Box, region: Region, part: Part) -> Take:
-    """`box` of the tensor that `region` holds, where `part` is all of the trainer's tensor."""
-    lead = (0,) * region.dropped + box.offsets
-    inside = tuple(first + offset for first, offset in zip(region.offsets, lead, strict=True))
-    return Take(box, part, inside, (1,) * region.dropped + box.sizes)
 
 
 def parts_of_run(shape: Dims, start: int, count: int, at: int) -> list[Part]:

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.manifest import MAX_DIMS, Box, Manifest
-from trainer_adapters.plan import Dims, Head, Layout, Part, Plan, Rename, Rules, Take, make_plan, take_box, takes_of
-from trainer_adapters.source import DtypeRules, LocalSlice, NameFilter, WeightSource, share_by_bytes
+from trainer_adapters.plan import Dims, Head, Layout, Part, Plan, Rename, Rules, Take, make_plan, takes_of
+from trainer_adapters.source import DtypeRules, LocalSlice, NameFilter, WeightSource, share_boxes
 
 __all__ = ["Holding", "Look", "Pairs", "ScannedSource", "Stream", "memory_of", "why_not_plain"]
 
@@ -49,13 +49,14 @@ class Look:
 class Holding:
     """Which parts of a tensor a rank has, and what it does with them.
 
-    "send": it sends them; "share": `parts` is the whole tensor, which it holds as the others of `sharers` (its place
-    among them, and their number) do, and they divide it by bytes; "copy": another rank sends them.
+    `ranks` hold the same parts, kept equal, and divide them by bytes; this one's place among them is `place`. A "copy" is
+    what another rank sends, and nothing keeps equal.
     """
 
     parts: tuple[Part, ...]
-    role: Literal["send", "share", "copy"] = "send"
-    sharers: tuple[int, int] = (0, 1)
+    ranks: tuple[int, ...] = (0,)
+    place: int = 0
+    role: Literal["send", "copy"] = "send"
 
 
 @dataclass(frozen=True)
@@ -159,24 +160,27 @@ class ScannedSource(WeightSource):
     def _takes_of(self, plan: Plan) -> Takes:
         sent: dict[int, list[Take]] = {}
         copied: dict[int, list[Take]] = {}
-        shared: dict[tuple[int, int], list[int]] = {}
-        wholes: dict[int, Part] = {}
-        for position, places in enumerate(plan.places):
-            if not places:
+        shared: dict[tuple[int, ...], list[tuple[int, Take]]] = {}
+        places: dict[tuple[int, ...], int] = {}
+        for position in range(len(plan.heads)):
+            if not plan.places[position]:
                 continue
             holding = self._holding(plan.heads[position])
-            if holding.role == "share":
-                shared.setdefault(holding.sharers, []).append(position)
-                (wholes[position],) = holding.parts
-            elif takes := takes_of(plan, position, holding.parts):
-                (sent if holding.role == "send" else copied)[position] = takes
-        for (rank, size), positions in shared.items():
-            indices = [index for position in positions for index, _ in plan.places[position]]
-            boxes = share_by_bytes(plan.manifest, indices, rank, size)
-            for position in positions:
-                own = [(boxes[index], region) for index, region in plan.places[position] if index in boxes]
-                if own:
-                    sent[position] = [take_box(box, region, wholes[position]) for box, region in own]
+            takes = takes_of(plan, position, holding.parts)
+            if not takes:
+                continue
+            if holding.role == "copy":
+                copied[position] = takes
+            elif len(holding.ranks) == 1:
+                sent[position] = takes
+            else:
+                shared.setdefault(holding.ranks, []).extend((position, take) for take in takes)
+                places[holding.ranks] = holding.place
+        for ranks, entries in shared.items():
+            boxes = share_boxes(plan.manifest, [take.box for _, take in entries], places[ranks], len(ranks))
+            for i, box in boxes.items():
+                position, take = entries[i]
+                sent.setdefault(position, []).append(take if box == take.box else take.cut(box))
         claims = tuple(take.box for position in sorted(sent) for take in sent[position])
         return Takes(plan, sent, copied, claims)
 

@@ -13,13 +13,13 @@ from fnmatch import fnmatchcase
 import torch
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
+from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.tensors import torch_dtype
 
-__all__ = ["DtypeRules", "LocalSlice", "NameFilter", "WeightSource", "share_by_bytes"]
+__all__ = ["DtypeRules", "LocalSlice", "NameFilter", "WeightSource", "share_boxes", "share_by_bytes"]
 
 MIN_CUT_BYTES = 1 << 20
-"""Smaller tensors are never divided between ranks that hold the same copy."""
+"""Smaller boxes are never divided between ranks that hold the same copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,43 +189,46 @@ class DtypeRules:
 
 
 def share_by_bytes(manifest: Manifest, tensors: Sequence[int], rank: int, world_size: int) -> dict[int, Box]:
-    """What `rank` sends of tensors that `world_size` ranks all hold: by tensor index, nothing where it sends
+    """`share_boxes` of whole tensors, by tensor index."""
+    shares = share_boxes(manifest, [manifest.whole(i) for i in tensors], rank, world_size)
+    return {box.tensor: box for box in shares.values()}
+
+
+def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size: int) -> dict[int, Box]:
+    """What `rank` sends of boxes that `world_size` ranks all hold: by position in `boxes`, nothing where it sends
     nothing.
 
-    The tensors are laid end to end and the bytes are divided evenly; a tensor goes to the rank that its first
+    The boxes are laid end to end and the bytes are divided evenly; a box goes to the rank that its first
     byte falls to, one of `MIN_CUT_BYTES` or more is cut between rows. A pure function: the ranks need not
     talk.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1}, not {rank}")
-    total = sum(manifest.tensors[i].nbytes for i in tensors)
-    low, high = total * rank // world_size, total * (rank + 1) // world_size
+    sizes = [manifest.box_nbytes(box) for box in boxes]
+    low, high = sum(sizes) * rank // world_size, sum(sizes) * (rank + 1) // world_size
     shares = {}
     start = 0
-    for i in tensors:
-        spec = manifest.tensors[i]
-        if (box := _rows_that_begin_in(i, spec, low - start, high - start)) is not None:
-            shares[i] = box
-        start += spec.nbytes
+    for position, (box, nbytes) in enumerate(zip(boxes, sizes, strict=True)):
+        if (share := _rows_that_begin_in(box, nbytes, low - start, high - start)) is not None:
+            shares[position] = share
+        start += nbytes
     return shares
 
 
-def _rows_that_begin_in(tensor: int, spec: TensorSpec, low: int, high: int) -> Box | None:
-    """The rows of a tensor whose first byte lies in `[low, high)`, counted from the tensor's own first
-    byte."""
-    if not spec.nbytes:
+def _rows_that_begin_in(box: Box, nbytes: int, low: int, high: int) -> Box | None:
+    """The rows of a box whose first byte lies in `[low, high)`, counted from the box's own first byte."""
+    if not nbytes:
         return None
-    whole = Box(tensor, (0,) * len(spec.shape), spec.shape)
-    dim = next((d for d, size in enumerate(spec.shape) if size > 1), None)
-    if dim is None or spec.nbytes < MIN_CUT_BYTES:
-        return whole if low <= 0 < high else None
-    rows = spec.shape[dim]
-    row_bytes = spec.nbytes // rows
+    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None or nbytes < MIN_CUT_BYTES:
+        return box if low <= 0 < high else None
+    rows = box.sizes[dim]
+    row_bytes = nbytes // rows
     first, last = (min(max(-(-edge // row_bytes), 0), rows) for edge in (low, high))
     if first >= last:
         return None
-    offsets = tuple(first if d == dim else 0 for d in range(len(spec.shape)))
-    return Box(tensor, offsets, (*spec.shape[:dim], last - first, *spec.shape[dim + 1 :]))
+    offsets = (*box.offsets[:dim], box.offsets[dim] + first, *box.offsets[dim + 1 :])
+    return Box(box.tensor, offsets, (*box.sizes[:dim], last - first, *box.sizes[dim + 1 :]))
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import (  # noqa: F401 -- collected here once more
     PLUGIN,
     Faulty,
+    check_a_worker_killed_while_it_installs,
     test_a_killed_trainer_rank_fails_the_update_on_its_manager_at_once,
     test_a_manager_killed_after_it_sent_the_commit_leaves_the_old_version_or_the_new_one,
     test_a_manager_killed_before_the_commit_leaves_the_old_version_and_nothing_of_its_own,
@@ -37,3 +38,10 @@ def tp2_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
         driver.open(model_a)
         yield Faulty(driver, faults, model_a, model_b)
     assert driver.leftovers() == []
+
+
+def test_a_worker_killed_while_it_installs_takes_its_engine_down_and_the_manager_is_told(tp2: Faulty) -> None:  # noqa: F811
+    """The last one for this engine."""
+    assert isinstance(tp2.engine, SglangDriver)
+    tp2.engine.ends_itself = True
+    check_a_worker_killed_while_it_installs(tp2)

@@ -481,8 +481,8 @@ def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_h
     tp2.assert_recovered()
 
 
-def test_a_worker_killed_while_it_installs_takes_its_engine_down_and_the_manager_is_told(tp2: Faulty) -> None:
-    """The last one for this engine: nothing of it survives."""
+def check_a_worker_killed_while_it_installs(tp2: Faulty) -> None:
+    """Nothing of the engine survives, and the manager is told."""
     tp2.order({"rank": 1, "step": "install", "when": "hang"})
     with SyncManager(timeout_s=120) as sync:
         future = sync.update_async(source(tp2.models[tp2.other]), tp2.version + 1)
@@ -494,6 +494,11 @@ def test_a_worker_killed_while_it_installs_takes_its_engine_down_and_the_manager
         assert type(caught.value).__name__ in ("PeerLost", "TornReplica")
         assert_gone(card)
         assert tp2.engine.cards == [] and tp2.engine.leftovers() == []
+
+
+def test_a_worker_killed_while_it_installs_takes_its_engine_down_and_the_manager_is_told(tp2: Faulty) -> None:
+    """The last one for this engine."""
+    check_a_worker_killed_while_it_installs(tp2)
 
 
 # --- replicas that die beside others that don't -------------------------------------------------------------------------------

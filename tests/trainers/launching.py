@@ -22,6 +22,14 @@ Ranks = dict[str, list[dict[str, Any]]]
 
 
 def launch(worker: str, ranks: int, out: Path) -> Ranks:
+    """What each rank saw in each case of a worker."""
+    torchrun(worker, ranks, out)
+    results = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return {case: [result[case] for result in results] for case in results[0]}
+
+
+def torchrun(worker: str, ranks: int, out: Path) -> None:
+    """Runs a worker of this directory to its end."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
     environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once, so that a peak can be measured
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -34,8 +42,6 @@ def launch(worker: str, ranks: int, out: Path) -> Ranks:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-8000:]
-    results = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
-    return {case: [result[case] for result in results] for case in results[0]}
 
 
 def on(names: str, both: Sequence[Any] = (), four: Sequence[Any] = ()) -> pytest.MarkDecorator:

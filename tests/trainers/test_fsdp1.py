@@ -32,10 +32,11 @@ def test_every_strategys_shards_equal_the_unsharded_gold_after_training(ranks: R
     assert [spec.name for spec in manifest.tensors] == [name for name in seen[0]["gold"] if name not in TIE]
     assert_is_gold(values, seen[0]["gold"], TIE)
     assert all(rank["as summoned"] for rank in seen)
-    senders = sent[:2] if strategy == "HYBRID_SHARD" else sent
-    assert not any(sent[len(senders) :])
-    if strategy != "NO_SHARD":
-        assert max(senders) - min(senders) <= 64
+    if strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        assert max(sent) - min(sent) <= 64
+    else:  # copies are divided between whole tensors of this size
+        largest = max(spec.nbytes for spec in manifest.tensors)
+        assert max(sent) <= manifest.nbytes / len(sent) + largest and min(sent) > 0
 
 
 @pytest.mark.parametrize(

@@ -6,52 +6,22 @@ them on a CPU.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-BUCKET_BYTES = 64 << 20
-
-
-def group(store_path: str, rank: int, size: int) -> Any:
-    """A gloo group of its own between trainer rank 0 (rank 0 here) and all workers."""
-    return dist.ProcessGroupGloo(dist.FileStore(store_path, size), rank, size, timedelta(seconds=120))
-
-
-def broadcast(gloo: Any, tensor: torch.Tensor) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    gloo.broadcast([tensor], options).wait()
-
-
-def buckets(
-    metas: list[tuple[str, str, list[int]]],
-) -> Iterator[list[tuple[str, torch.dtype, list[int], int]]]:
-    """Names in order, cut into buckets of about `BUCKET_BYTES`: (name, dtype, shape, bytes)."""
-    bucket: list[tuple[str, torch.dtype, list[int], int]] = []
-    used = 0
-    for name, dtype_name, shape in metas:
-        dtype = getattr(torch, dtype_name)
-        nbytes = math.prod(shape) * dtype.itemsize
-        if bucket and used + nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, used = [], 0
-        bucket.append((name, dtype, shape, nbytes))
-        used += nbytes
-    yield bucket
+from benchmarks.gather import broadcast, buckets, group
 
 
 class BaselineExtension:
     """Methods that the benchmark calls by `collective_rpc`; prefixed, as an extension's must be."""
 
     def bench_connect(self: Any, store_path: str, size: int) -> None:
-        self.bench_group = group(store_path, 1 + self.rank, size)
+        self.bench_group = group(dist.FileStore(store_path, size), 1 + self.rank, size)
 
     def bench_receive(self: Any, way: str, metas: list[tuple[str, str, list[int]]]) -> float:
         """Receives every tensor and loads it; returns the seconds."""

@@ -27,7 +27,7 @@ def main() -> None:
         max_model_len=1024,
         max_num_seqs=8,
         kv_cache_memory_bytes=256 << 20,
-        worker_extension_cls="benchmarks.baseline.BaselineExtension",
+        worker_extension_cls="benchmarks.engines.vllm_worker.BaselineExtension",
         enable_prefix_caching=False,
     )
     socket: Any = zmq.Context.instance().socket(zmq.REP)
@@ -39,9 +39,9 @@ def main() -> None:
             return
         started_s = time.monotonic()
         if command["do"] == "decode":
-            result: Any = decode(llm, command["tokens"], command["requests"])
+            result: Any = decode(llm, **command["args"])
         else:
-            result = llm.collective_rpc(command["do"], args=tuple(command["args"]))
+            result = llm.collective_rpc(command["do"], kwargs=command["args"])
         now_s = time.monotonic()
         socket.send(json.dumps({"result": result, "seconds": now_s - started_s, "end_s": now_s}).encode())
 

@@ -1,0 +1,131 @@
+"""Runs every way in turn, and decoding beside a standby."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.engines.base import Engine, Sample, Weights
+from benchmarks.processes import Remote
+
+SETTLE_S = 3.0
+"""Between what one way frees and the next measurement: a virtual machine gives pages back to its host in the background."""
+
+OURS = [
+    ("weightwire shm", "copy"),
+    ("weightwire shm", "standby"),
+    ("weightwire zmq", "copy"),
+    ("weightwire zmq", "standby"),
+]
+PLAIN_COPY = "plain memory copy"
+
+Row = dict[str, Any]
+
+
+def measure(engine: Engine, trainer: Remote, case: Row, runs: int, only: str, say: Callable[[str], None]) -> list[Row]:
+    """All ways in turn, `runs` times, after one warm-up; medians. Each way's first update is checked, byte for byte."""
+    weights = Weights(trainer.ask("metas")["result"])
+    trainer.ask("weightwire", transport="shm", install="copy")  # opens the group, which `verify` needs
+    ways = [*OURS, *((way, "engine") for way in engine.ways)]
+    taken: dict[tuple[str, str], list[Sample]] = {}
+    for run in range(runs + 1):
+        for way, install in [*(pair for pair in ways if only in pair[0]), (PLAIN_COPY, "none")]:
+            if way == PLAIN_COPY:
+                sample = plain_copy(trainer)
+            elif install == "engine":
+                time.sleep(SETTLE_S)
+                sample = engine.update(way, trainer, weights)
+            else:
+                sample = ours(trainer, way.split()[1], install, weights)
+            if run:
+                taken.setdefault((way, install), []).append(sample)
+            elif way != PLAIN_COPY and not trainer.ask("verify")["result"]:
+                raise SystemExit(f"{way} ({install}): the engine does not hold what the trainer sent")
+        say(f"  tp={case['tp']} {case['layout']}: run {run} of {runs}{' (warm-up)' if not run else ''}")
+    rows = [
+        row(case | {"way": way, "install": install, "bytes": weights.nbytes}, s) for (way, install), s in taken.items()
+    ]
+    add_digest_cost(rows, trainer.ask("digest_cost")["result"])
+    return rows
+
+
+def ours(trainer: Remote, transport: str, install: str, weights: Weights) -> Sample:
+    # A manager per way: its first update agrees on the plan, the second warms the second segment.
+    for _ in range(2):
+        trainer.ask("weightwire", transport=transport, install=install)
+    time.sleep(SETTLE_S)
+    got = trainer.ask("weightwire", after_step=True, transport=transport, install=install)["result"]
+    return Sample(
+        got["seconds"],
+        got["stopped_s"],
+        got["messages"],
+        got["copies_per_byte"],
+        got["extra_bytes"] + (got["segments"] * weights.nbytes if transport == "shm" else 0),
+        {key: got[key] for key in ("phases", "verify_s", "prepare_s", "install_s")},
+    )
+
+
+def plain_copy(trainer: Remote) -> Sample:
+    time.sleep(SETTLE_S)
+    copies_s = trainer.ask("copy", threads=2)["result"]
+    seconds = statistics.median(copies_s)
+    return Sample(seconds, seconds, 0, 1, 0, {"best_seconds": min(copies_s)})
+
+
+def row(head: Row, samples: list[Sample]) -> Row:
+    """One line of the results: medians."""
+    names = ("seconds", "stopped_s", "messages", "copies_per_byte", "extra_bytes")
+    made = head | {name: statistics.median(getattr(sample, name) for sample in samples) for name in names}
+    for name, value in samples[0].details.items():
+        values = [sample.details[name] for sample in samples]
+        if isinstance(value, dict):
+            made[name] = {key: statistics.median(each[key] for each in values) for key in value}
+        else:
+            made[name] = min(values) if name == "best_seconds" else statistics.median(values)
+    return made
+
+
+def add_digest_cost(rows: list[Row], write_s: float) -> None:
+    """Digests in an update over shm: what they add to the writing, and the workers' checking, which is nothing else."""
+    for each in rows:
+        if each["way"] == "weightwire shm":
+            each["digest_s"] = write_s + each["verify_s"]
+            each["digest_share"] = each["digest_s"] / each["seconds"]
+
+
+def measure_decoding(engine: Engine, trainer: Remote, case: Row) -> Row:
+    """Length of a decoding step alone, and of steps of which most passes while a standby is prepared beside them."""
+    for _ in range(2):
+        trainer.ask("weightwire", transport="shm", install="standby")
+    windows: list[tuple[float, float, float]] = []  # update's start, standby's begin and end
+    taken_s = []
+    with ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(engine.decode, tokens=300, requests=4)
+        time.sleep(2.0)
+        while not decoding.done() and len(windows) < 8:
+            answer = trainer.ask("weightwire", transport="shm", install="standby")
+            phases = answer["result"]["phases"]
+            staged_s = answer["start_s"] + phases["scan"] + phases["agree"] + phases["stage"]
+            windows.append((answer["start_s"], staged_s, staged_s + phases["seal"]))
+            taken_s.append(answer["result"]["seconds"])
+            time.sleep(0.7)
+        ends = decoding.result()
+
+    def shared_s(step: tuple[float, float], start: float, end: float) -> float:
+        return max(0.0, min(step[1], end) - max(step[0], start))
+
+    steps = list(itertools.pairwise(ends))
+    beside = [e - s for s, e in steps if 2 * sum(shared_s((s, e), b, c) for _, b, c in windows) > e - s]
+    alone = [e - s for s, e in steps if not any(shared_s((s, e), a, c + 0.1) for a, _, c in windows)]
+    return case | {
+        "step_alone_s": statistics.median(alone) if alone else None,
+        "step_beside_standby_s": statistics.median(beside) if beside else None,
+        "steps": [len(alone), len(beside)],
+        "slowdown": statistics.median(beside) / statistics.median(alone) if alone and beside else None,
+        "update_seconds": statistics.median(taken_s),
+        "seal_seconds": statistics.median(c - b for _, b, c in windows),
+    }

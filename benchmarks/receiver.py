@@ -1,0 +1,57 @@
+"""A replica without an engine for the trainers' benchmark: the real front, worker and installer around the model's tensors
+under their checkpoint names. One worker process.
+
+Usage: receiver.py DIRECTORY LAYERS
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.models import bench_model
+from tests.support import plain_engine
+
+
+class Holder(nn.Module):
+    """The model's parameters, and a loader that copies each to its place."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.model = bench_model(layers)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        loaded = set()
+        for name, tensor in tensors:
+            own[name].data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+class HolderModel(plain_engine.PlainEngineModel):
+    """What the installer knows of it."""
+
+    def __init__(self, layers: int, rank: int, tp: int) -> None:
+        super().__init__(1, rank, tp)
+        self.live = Holder(layers)
+        with torch.device("meta"):
+            self.skeleton = Holder(layers)
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        assert isinstance(model, Holder)
+        return model.load_weights(tensors)
+
+
+def main() -> None:
+    directory, layers = sys.argv[1], int(sys.argv[2])
+    plain_engine.PlainEngineModel = HolderModel  # type: ignore[misc]
+    plain_engine.run_front(directory, 1, layers, "ipc", str(Path(directory) / "receiver.control"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Tables, plots and files of results. One file holds the rows of all engines; a run replaces its own engine's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import OURS, PLAIN_COPY
+
+Row = dict[str, Any]
+
+COLUMNS = ("way", "install", "seconds", "x copy", "stopped s", "x copy", "messages", "copies/byte", "extra MB")
+
+
+def show(console: Console, title: str, rows: list[Row], decoding: list[Row]) -> None:
+    for tp, layout in cases(rows):
+        own = [row for row in rows if (row["tp"], row["layout"]) == (tp, layout)]
+        limit = next(row["seconds"] for row in own if row["way"] == PLAIN_COPY)
+        table = Table(title=f"{title} tp={tp}, {layout} layout, {own[0]['bytes'] / 1e9:.2f} GB")
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column in ("way", "install") else "right")
+        for row in own:
+            table.add_row(
+                row["way"],
+                row["install"],
+                f"{row['seconds']:.3f}",
+                f"{row['seconds'] / limit:.1f}",
+                f"{row['stopped_s']:.4f}",
+                f"{row['stopped_s'] / limit:.2f}",
+                f"{row['messages']:.0f}",
+                f"{row['copies_per_byte']:.0f}",
+                f"{row['extra_bytes'] / 1e6:.0f}",
+            )
+        console.print(table)
+        compare(console, own)
+    for row in decoding:
+        console.print(f"decoding beside a standby: {row}")
+
+
+def compare(console: Console, own: list[Row]) -> None:
+    """Our ways against the best of the engine's own."""
+    native = [row for row in own if row["install"] == "engine"]
+    for row in own if native else []:
+        if (row["way"], row["install"]) in OURS:
+            faster = min(each["seconds"] for each in native) / row["seconds"]
+            stopped = row["stopped_s"] / min(each["stopped_s"] for each in native)
+            console.print(
+                f"{row['way']} {row['install']}: {faster:.1f} times faster than the fastest of the engine's own ways; "
+                f"stopped {stopped:.2f} times as long as under the one that stops least"
+            )
+
+
+def merge(path: Path, engine: str, rows: list[Row]) -> list[Row]:
+    """Writes the rows of `engine` in place of its former ones; returns all."""
+    before = json.loads(path.read_text()) if path.exists() else []
+    merged = [row for row in before if row["engine"] != engine] + rows
+    path.write_text(json.dumps(merged, indent=1) + "\n")
+    return merged
+
+
+def plot(title: str, rows: list[Row], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(cases(rows)), figsize=(5.5 * len(cases(rows)), 5), squeeze=False, sharey=True)
+    for axis, (tp, layout) in zip(axes[0], cases(rows), strict=True):
+        own = [row for row in rows if (row["tp"], row["layout"]) == (tp, layout)]
+        names = [f"{row['way'].split(' + ')[0]}\n({row['install']})" for row in own]
+        axis.barh(names, [row["seconds"] for row in own], color="#9ecae1", label="whole update")
+        axis.barh(names, [row["stopped_s"] for row in own], color="#de2d26", height=0.4, label="generation stopped")
+        axis.set_xscale("log")
+        axis.set_title(f"tp={tp}, {layout} layout")
+        axis.set_xlabel("seconds")
+        axis.invert_yaxis()
+    axes[0][0].legend(loc="lower right")
+    figure.suptitle(f"{title}, {rows[0]['bytes'] / 1e9:.2f} GB, 2 cores, medians")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def cases(rows: list[Row]) -> list[tuple[int, str]]:
+    return sorted({(row["tp"], row["layout"]) for row in rows})

@@ -1,0 +1,68 @@
+"""What the examples beside this file share: their arguments, a training step, and a checkpoint to compare with."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from inference_plugin.wire.reports import UpdateReport
+from trainer_adapters import SyncManager
+
+BATCH, LENGTH = 2, 16
+
+
+def begin(about: str | None) -> argparse.Namespace:
+    """Reads the arguments and joins the other ranks of torchrun."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="the checkpoint that the engines were started with")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--export", type=Path, help="write the trained model there")
+    dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
+    return parser.parse_args()
+
+
+def next_versions(manager: SyncManager, steps: int) -> Iterator[int]:
+    """As many versions as there are steps, above what the engines serve. The ranks ask rank 0."""
+    served = torch.tensor([max([v or 0 for v in manager.versions().values()] or [0]) if dist.get_rank() == 0 else 0])
+    dist.broadcast(served, 0)
+    return iter(range(int(served) + 1, int(served) + 1 + steps))
+
+
+def train_step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One step on random tokens: weights change, and that is all this is for."""
+    torch.manual_seed(seed)
+    tokens = torch.randint(0, model.config.vocab_size, (BATCH, LENGTH))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tell(report: UpdateReport) -> None:
+    if dist.get_rank() == 0:
+        for replica in report.replicas:
+            print(
+                f"version {report.version}: {replica.replica} {replica.status}, stopped {replica.stopped_s * 1e3:.1f} ms"
+            )
+
+
+def export(model: torch.nn.Module, like: Path, directory: Path | None) -> None:
+    """Gathers the model to rank 0 and writes a checkpoint with the configuration of `like`."""
+    if directory is None:
+        return
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        tensors = {name: tensor.detach().contiguous() for name, tensor in state.items() if name not in tied}
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in like.iterdir():
+            if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
+                shutil.copy(file, directory)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

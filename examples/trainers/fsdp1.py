@@ -1,0 +1,40 @@
+"""FSDP1 (`FullyShardedDataParallel`), nested units: after each optimizer step the weights go into every running engine.
+
+torchrun --nproc-per-node 2 examples/trainers/fsdp1.py MODEL [--steps 2] [--export DIR]
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from common import begin, export, next_versions, tell, train_step
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import AutoModelForCausalLM
+
+from trainer_adapters import FSDPAdapter, SyncManager
+
+
+def main() -> None:
+    arguments = begin(__doc__)
+    plain = AutoModelForCausalLM.from_pretrained(arguments.model)
+    wrap = functools.partial(FullyShardedDataParallel, use_orig_params=True, device_id=device())
+    model: Any = wrap(plain, auto_wrap_policy=ModuleWrapPolicy({type(plain.model.layers[0])}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    source = FSDPAdapter(model)
+    with SyncManager() as manager:
+        for version in next_versions(manager, arguments.steps):
+            train_step(model, optimizer, seed=version)
+            tell(manager.update(source, version))
+    export(model, arguments.model, arguments.export)
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+if __name__ == "__main__":
+    main()
