@@ -21,7 +21,7 @@ from inference_plugin.install.contract import AdapterSlots, Installer
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import EngineUnsupported
 
-__all__ = ["LiveModel", "on_meta"]
+__all__ = ["LiveModel", "on_meta", "without_wrappers"]
 
 DECODING_S = 0.1
 """An engine whose last step ended no longer ago is decoding."""
@@ -118,6 +118,34 @@ def on_meta(dtype: AbstractContextManager[Any], ropes: dict[Any, Any] | None = N
     finally:
         table.clear()
         table.update(kept)
+
+
+def without_wrappers(model: nn.Module, wrapper: type[nn.Module]) -> nn.Module:
+    """The model as it was before the engine put wrappers with a `base_layer` around some of its modules.
+
+    Parameters, buffers and the tables that hold them are the model's own; only modules with a wrapper somewhere below
+    them are shallow copies.
+    """
+    done: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> nn.Module:
+        if id(module) not in done:
+            if isinstance(module, wrapper):
+                base: Any = module.base_layer
+                done[id(module)] = visit(base)
+            else:
+                children = {name: child if child is None else visit(child) for name, child in module._modules.items()}
+                plain = all(child is children[name] for name, child in module._modules.items())
+                done[id(module)] = module if plain else _with_children(module, children)
+        return done[id(module)]
+
+    return visit(model)
+
+
+def _with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__ = module.__dict__ | {"_modules": children}
+    return twin
 
 
 def _finish(quant_method: Any, module: nn.Module) -> None:

@@ -33,7 +33,7 @@ from torch import nn
 
 from inference_plugin.engines.front import Front, open_front
 from inference_plugin.engines.hooking import installed_version, wrap
-from inference_plugin.engines.live import LiveModel, on_meta
+from inference_plugin.engines.live import LiveModel, on_meta, without_wrappers
 from inference_plugin.engines.rank import RankIdentity, RankOperation, RankReply, RankRuntime
 from inference_plugin.engines.touch import Touch, check_touches
 from inference_plugin.engines.vllm_lora import LORA_TOUCHES, VllmAdapterSlots, hook_lora
@@ -193,10 +193,14 @@ class VllmModel(LiveModel):
 
         self._config = worker.vllm_config
         self.post_processing = QuantizeMethodBase
-        super().__init__(worker.model_runner.get_model(), torch.device(worker.device), _skeleton(self._config))
-        self.fixed_addresses = self.device.type != "cpu" and not self._config.model_config.enforce_eager
+        live: nn.Module = worker.model_runner.get_model()
         if self._config.lora_config is not None:
+            from vllm.lora.layers import BaseLayerWithLoRA
+
+            live = without_wrappers(live, BaseLayerWithLoRA)
             self.adapter_slots = VllmAdapterSlots(worker.model_runner.lora_manager)
+        super().__init__(live, torch.device(worker.device), _skeleton(self._config))
+        self.fixed_addresses = self.device.type != "cpu" and not self._config.model_config.enforce_eager
         if self.device.type == "cpu":
             # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
             # would die of SIGILL.

@@ -34,6 +34,7 @@ LORA_TOUCHES = (
     Touch("vllm.lora.lora_model:LoRAModel", ("lora_model_id", "rank", "loras"), "made"),
     Touch("vllm.lora.lora_weights:LoRALayerWeights", ("module_name", "rank", "lora_alpha", "lora_a", "lora_b", "scaling"), "made"),
     Touch("vllm.lora.utils:parse_fine_tuned_lora_name", ("name", "weights_mapper"), "called: the engine's name of a module"),
+    Touch("vllm.lora.layers:BaseLayerWithLoRA", why="recognised: around the model's own layers"),
     Touch("vllm.lora.layers:MergedQKVParallelLinearWithLoRA", why="recognised: attention's packed projections"),
     Touch("vllm.lora.layers:MergedColumnParallelLinearWithLoRA", why="recognised: packed projections"),
     Touch("vllm.lora.layers:ColumnParallelLinearWithLoRA", why="recognised"),
@@ -82,11 +83,12 @@ class VllmAdapterSlots:
         outputs = layer.output_sizes if hasattr(layer, "output_sizes") else [base.output_size]
         return AdapterPlace(outputs[at], base.input_size)
 
-    def held(self, adapter: str) -> Mapping[str, torch.Tensor] | None:
+    def held(self, adapter: str) -> object:
+        """None where vLLM has what it read itself, or nothing yet."""
         return self._adapters.get(adapter)
 
-    def put(self, adapter: str, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        manager = self._manager
+    def put(self, adapter: str, what: Any) -> None:
+        manager, tensors = self._manager, what
         if tensors is None:
             self._adapters.pop(adapter, None)
         else:

@@ -8,7 +8,7 @@ adapter from disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import torch
@@ -39,7 +39,7 @@ class AdapterInstaller:
         self._manifest: Manifest | None = None
         self._needs: tuple[Box, ...] = ()
         self._next: dict[str, torch.Tensor] | None = None
-        self._before: Mapping[str, torch.Tensor] | None = None
+        self._before: object = None
         self._replaced = False
 
     def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:

@@ -93,12 +93,12 @@ class AdapterSlots(Protocol):
     def place(self, module: str) -> AdapterPlace | None:
         """The weight of a module; None for one that this rank doesn't have, or that takes no adapter here."""
 
-    def held(self, adapter: str) -> Mapping[str, torch.Tensor] | None:
-        """What `put` gave it last; None if it has what the engine read itself, or nothing."""
+    def held(self, adapter: str) -> object:
+        """Engine's thread: what the adapter is now, for `put` to bring it back."""
 
-    def put(self, adapter: str, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """Engine's thread: from the next step on the adapter is this; None: what the engine read itself. The tensors are
-        never written."""
+    def put(self, adapter: str, what: object) -> None:
+        """Engine's thread: from the next step on the adapter is this: tensors by their names, which are never written, or
+        what `held` gave."""
 
     def read(self, adapter: str) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor | str]]:
         """Engine's thread: what the slots hold, as a box of each tensor: name, offsets, values or why they can't be

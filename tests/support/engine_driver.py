@@ -112,7 +112,6 @@ class Driver:
 
     def do_submit(self, requests: list[dict[str, Any]]) -> None:
         from vllm import SamplingParams
-
         from vllm.lora.request import LoRARequest
 
         for request in requests:
