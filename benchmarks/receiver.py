@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import bench_model
+from inference_plugin.engines.live import LiveModel
 from tests.support import plain_engine
 
 
@@ -25,32 +26,31 @@ class Holder(nn.Module):
         self.model = bench_model(layers)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own = dict(self.model.named_parameters())
         loaded = set()
         for name, tensor in tensors:
-            own[name].data.copy_(tensor)
-            loaded.add(name)
+            if name in own:  # not the second name of a tied one
+                own[name].data.copy_(tensor)
+                loaded.add(name)
         return loaded
 
 
-class HolderModel(plain_engine.PlainEngineModel):
+class HolderModel(LiveModel):
     """What the installer knows of it."""
 
     def __init__(self, layers: int, rank: int, tp: int) -> None:
-        super().__init__(1, rank, tp)
-        self.live = Holder(layers)
         with torch.device("meta"):
-            self.skeleton = Holder(layers)
+            skeleton = Holder(layers)
+        super().__init__(Holder(layers), torch.device("cpu"), skeleton)
 
-    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
-        assert isinstance(model, Holder)
-        return model.load_weights(tensors)
+    def free_bytes(self) -> int:
+        return 4 << 30
 
 
 def main() -> None:
     directory, layers = sys.argv[1], int(sys.argv[2])
     plain_engine.PlainEngineModel = HolderModel  # type: ignore[misc]
-    plain_engine.run_front(directory, 1, layers, "ipc", str(Path(directory) / "receiver.control"))
+    plain_engine.run_front(directory, 1, layers, str(Path(directory) / "receiver.control"))
 
 
 if __name__ == "__main__":

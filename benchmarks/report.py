@@ -77,8 +77,8 @@ def plot(title: str, rows: list[Row], path: Path) -> None:
         axis.set_xscale("log")
         axis.set_title(f"tp={tp}, {layout} layout")
         axis.set_xlabel("seconds")
-        axis.invert_yaxis()
-    axes[0][0].legend(loc="lower right")
+    axes[0][0].invert_yaxis()  # of all: they share it
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper left")
     figure.suptitle(f"{title}, {rows[0]['bytes'] / 1e9:.2f} GB, 2 cores, medians")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

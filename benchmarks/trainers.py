@@ -207,9 +207,8 @@ class Trainer:
     def _units(self) -> Iterator[Any]:
         for unit in self.fsdp1.fsdp_modules(self.model):
             with self.fsdp1.summon_full_params(unit, recurse=False, writeback=False):
-                for name, parameter in unit.named_parameters():
-                    if name.count("_fsdp_wrapped_module.") == 1:  # the unit's own
-                        yield parameter.detach()
+                for name, owner, _ in unit._handle.flat_param._param_infos:
+                    yield getattr(owner, name).detach()
 
     def _timed(self, tensors: Callable[[], Iterator[Any]]) -> dict[str, float]:
         self.dist.barrier()

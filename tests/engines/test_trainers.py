@@ -28,6 +28,7 @@ EXAMPLES = ROOT / "examples" / "trainers"
 TRAINERS: dict[str, tuple[str, int]] = {
     "fsdp1-2-ranks": ("fsdp1.py", 2),
     "fsdp2-4-ranks": ("fsdp2.py", 4),
+    "hsdp-2-x-2": ("hsdp.py", 4),
     "fsdp2-2-x-tp-2": ("fsdp2_tp.py", 4),
     "lora-2-ranks": ("lora.py", 2),
 }
