@@ -106,28 +106,21 @@ class VllmAdapterSlots:
                 manager.pin_adapter(number)
 
     def read(self, adapter: str) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor | str]]:
-        slot = next(
-            (
-                self._manager.lora_index_to_id.index(number)
-                for number in self._numbers(adapter)
-                if number in self._manager.lora_index_to_id
-            ),
-            None,
-        )
+        held = self._numbers(adapter)
+        slots = [slot for slot, number in enumerate(self._manager.lora_index_to_id) if number in held]
         for name, tensor in self._adapters.get(adapter, {}).items():
-            module, _, kind = name.removesuffix(".weight").rpartition(".")
-            if slot is None:
+            if not slots:
                 yield name, (), "no request has named the adapter, so it is in no slot just now"
                 continue
+            module, _, kind = name.removesuffix(".weight").rpartition(".")
             layer, at = self._slice_of(module) or (None, 0)
             assert layer is not None
             row, column = self._first(layer, at)
-            if kind == "lora_A":
-                held = layer.lora_a_stacked[at][slot, 0]
-                yield name, (0, column), held[: tensor.shape[0]]
-            else:
-                held = layer.lora_b_stacked[at][slot, 0]
-                yield name, (row, 0), held[:, : tensor.shape[1]]
+            for slot in slots:
+                if kind == "lora_A":
+                    yield name, (0, column), layer.lora_a_stacked[at][slot, 0][: tensor.shape[0]]
+                else:
+                    yield name, (row, 0), layer.lora_b_stacked[at][slot, 0][:, : tensor.shape[1]]
 
     def made_for(self, request: Any) -> Any:
         """The adapter that a request asks for, where an update brought it; else None."""

@@ -55,7 +55,7 @@ def trained(
     out = tmp_path_factory.mktemp("lora")
     faults = out / "faults"
     faults.write_text("[]")
-    idle = out / "idle"
+    idle = faults.with_name("idle")
     model = AutoModelForCausalLM.from_pretrained(base)
     get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS)).save_pretrained(idle)
     variables = {
@@ -67,6 +67,17 @@ def trained(
         driver.open(base, lora_paths={"policy": str(idle)}, **SLOTS)
         yield Trained(driver, lora_trainer, ranks, base, faults)
     assert driver.leftovers() == []
+
+
+@pytest.mark.parametrize("trained", [("qwen3", 1)], ids=["tp1"], indirect=True)
+def test_an_adapter_that_was_unloaded_and_read_again_is_as_the_update_made_it(trained: Trained) -> None:
+    said = trained.train(seed=13, verify=False)
+    assert trained.adapted() == said["tokens"] != trained.plain()
+    trained.driver.rpc("unload_lora_adapter", "policy")
+    trained.driver.rpc("load_lora_adapter", "policy", str(trained.faults.with_name("idle")))
+    assert trained.adapted() == said["tokens"], "not what is on disk"
+    said = trained.train(seed=14)
+    assert trained.adapted() == said["tokens"]
 
 
 @engines

@@ -76,7 +76,8 @@ class Driver(engine_driver.Driver):
         state["finished"] = True
 
     def do_rpc(self, method: str, args: list[Any]) -> list[Any]:
-        raise NotImplementedError
+        """A method of `sgl.Engine`."""
+        return [str(getattr(self.llm, method)(*args))]
 
     def close(self) -> None:
         if self.llm is not None:
