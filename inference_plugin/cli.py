@@ -15,7 +15,7 @@ import msgspec
 from inference_plugin import __version__
 from inference_plugin.hooks import plugin_manager
 from inference_plugin.transports.registry import transports as known_transports
-from inference_plugin.wire import addresses
+from inference_plugin.wire import addresses, curve
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Describe, ReplicaCard, Verified, Verify, WorkerCard
@@ -88,6 +88,8 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
         "WEIGHTWIRE_JOB",
         "WEIGHTWIRE_RUNTIME_DIR",
         "WEIGHTWIRE_LISTEN",
+        "WEIGHTWIRE_REGISTRY",
+        "WEIGHTWIRE_KEY",
         "WEIGHTWIRE_PLUGINS",
         "WEIGHTWIRE_DISABLE",
         "VLLM_PLUGINS",
@@ -149,6 +151,20 @@ def transports(as_json: AsJson = False) -> None:
     for row in rows:
         table.add_row(row["name"], row["state"], row["summary"])
     console.print(table)
+
+
+@app.command()
+def keygen(
+    file: Annotated[
+        Path, typer.Argument(help="A new file; copy it to every host of the job, name it in WEIGHTWIRE_KEY.")
+    ],
+) -> None:
+    """Makes the key with which the sockets of a job may be reached from other hosts."""
+    try:
+        curve.make_key(file)
+    except OSError as error:
+        raise _stop(f"{file}: {error.strerror}") from None
+    console.print(f"{file}: a new key; who can read it can update the engines", highlight=False)
 
 
 @app.command()

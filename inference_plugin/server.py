@@ -6,7 +6,6 @@ the trainer's process ends (a pidfd is polled beside the socket).
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import threading
@@ -20,10 +19,11 @@ from inference_plugin.groups import GroupTable
 from inference_plugin.wire import codec
 from inference_plugin.wire.addresses import boot_id
 from inference_plugin.wire.channel import open_pidfd
-from inference_plugin.wire.errors import AuthError, ProtocolError, WeightwireError
+from inference_plugin.wire.errors import ProtocolError, WeightwireError
+from inference_plugin.wire.listening import Listener
 from inference_plugin.wire.messages import Body, Bucket, Describe, Envelope, Failed, Sender, WorkerCard
 
-__all__ = ["WorkerServer", "check_listen_address"]
+__all__ = ["WorkerServer"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +33,16 @@ LOOK_AGAIN_MS = 1000
 class WorkerServer:
     """Serves one worker's groups at `address` (its socket is bound when the constructor returns).
 
-    `card` makes the worker's card anew. `listen` is an `ipc://` address, or `tcp://127.0.0.1:*` or `tcp://[::1]:*`.
+    `card` makes the worker's card anew. `listen` is as for `Listener`.
     """
 
     def __init__(self, table: GroupTable, listen: str, card: Callable[[], WorkerCard], where: dict[str, Any]) -> None:
-        check_listen_address(listen)
         self._table = table
         self._card = card
         self._where = where
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.REP)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_PAYLOAD_BYTES)
-        if listen.startswith("tcp://["):
-            self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.bind(listen)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._listener = Listener(zmq.REP, listen, max_bytes=codec.MAX_PAYLOAD_BYTES)
+        self._socket, self.address = self._listener.socket, self._listener.address
+        self._context = self._listener.context
         self._wake = self._context.socket(zmq.PAIR)
         self._wake.bind("inproc://wake")
         self._stop = self._context.socket(zmq.PAIR)
@@ -67,9 +61,8 @@ class WorkerServer:
             self._stop.send(b"")
             self._thread.join()
         self._stop.close(linger=0)
-        self._socket.close(linger=0)
         self._wake.close(linger=0)
-        self._context.term()
+        self._listener.close()
         self._table.close()
         for pidfd in self._pidfds.values():
             if pidfd is not None:
@@ -140,22 +133,3 @@ class WorkerServer:
             return False
         pidfd = self._pidfds[sender.pid]
         return pidfd is None or bool(zmq.zmq_poll([(pidfd, zmq.POLLIN)], 0))
-
-
-def check_listen_address(address: str) -> None:
-    """Raises `AuthError` for an address that others could reach without authentication."""
-    scheme, _, rest = address.partition("://")
-    host = rest.rpartition(":")[0]
-    if scheme != "ipc" and not (scheme == "tcp" and _is_loopback(host.removeprefix("[").removesuffix("]"))):
-        raise AuthError(
-            f"{address} can be reached from outside this host without authentication",
-            hint="listen on ipc://, tcp://127.0.0.1:* or tcp://[::1]:*",
-            phase="start",
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, or "*"
-        return False

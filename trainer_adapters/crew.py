@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from inference_plugin.wire import codec
 from inference_plugin.wire.addresses import boot_id, runtime_dir
 from inference_plugin.wire.channel import Channel, open_pidfd
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.listening import Listener, listens_on
 from inference_plugin.wire.messages import Body, Failed, Go, Outcome, Ready, Wrote
 
 __all__ = ["Crew", "Member"]
@@ -52,18 +54,20 @@ class Crew:
         self.rank = dist.get_rank(process_group) if together else 0
         self.size = dist.get_world_size(process_group) if together else 1
         self._router: zmq.Socket[bytes] | None = None
+        self._socket_path: Path | None = None
         self._to_manager: Channel | None = None
         self._routes: dict[int, list[bytes]] = {}
         self._seqs: dict[int, int] = {}
         self._pidfds: dict[int, int | None] = {}
         address = ""
+        self._listener: Listener | None = None
         if self.rank == 0 and self.size > 1:
-            path = runtime_dir() / f"crew-{os.getpid()}-{secrets.token_hex(4)}"
-            self._socket_path = path
-            self._router = zmq.Context.instance().socket(zmq.ROUTER)
-            self._router.setsockopt(zmq.LINGER, 1000)
-            self._router.bind(f"ipc://{path}")
-            address = f"ipc://{path}"
+            listen = listens_on()
+            if listen == "ipc":
+                self._socket_path = runtime_dir() / f"crew-{os.getpid()}-{secrets.token_hex(4)}"
+                listen = f"ipc://{self._socket_path}"
+            self._listener = Listener(zmq.ROUTER, listen, max_bytes=codec.MAX_CONTROL_BYTES)
+            self._router, address = self._listener.socket, self._listener.address
         me = Member(self.rank, os.getpid(), boot_id(), address)
         self.members = _exchange(me, process_group) if self.size > 1 else [me]
         if self.rank == 0:
@@ -153,9 +157,11 @@ class Crew:
         """Closes sockets; may be called twice."""
         if self._to_manager is not None:
             self._to_manager.close()
-        if self._router is not None and not self._router.closed:
-            self._router.close()
-            self._socket_path.unlink(missing_ok=True)
+        if self._listener is not None:
+            self._listener.close(linger_ms=1000)
+            self._listener = None
+            if self._socket_path is not None:
+                self._socket_path.unlink(missing_ok=True)
         for pidfd in self._pidfds.values():
             if pidfd is not None:
                 os.close(pidfd)

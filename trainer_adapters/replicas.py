@@ -20,7 +20,10 @@ from inference_plugin.wire.messages import (
     ReplicaCard,
 )
 
-__all__ = ["ReplicaSession"]
+__all__ = ["CONTROL_TIMEOUT_S", "ReplicaSession"]
+
+CONTROL_TIMEOUT_S = 30.0
+"""For small requests to a living peer."""
 
 
 @dataclass

@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from inference_plugin.engines.rank import RankOperation, RankReply
+from inference_plugin.engines.registration import Registration
 from inference_plugin.hooks import plugin_manager
 from inference_plugin.wire import addresses, codec
 from inference_plugin.wire.errors import (
@@ -35,6 +36,7 @@ from inference_plugin.wire.errors import (
     VersionConflict,
     WeightwireError,
 )
+from inference_plugin.wire.listening import Listener
 from inference_plugin.wire.messages import (
     Body,
     Commit,
@@ -51,6 +53,8 @@ from inference_plugin.wire.messages import (
 __all__ = ["EngineControl", "Front", "open_front"]
 
 logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 1 << 20
 
 
 class EngineControl(Protocol):
@@ -97,19 +101,15 @@ class Front:
         self._torn: dict[str, str] = {}
         self._commit: _PendingCommit | None = None
         self._lost: str | None = None
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        if address.startswith("tcp://["):
-            self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
-        self._socket.bind(address)
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._listener = Listener(zmq.ROUTER, address, max_bytes=MAX_REQUEST_BYTES)
+        self._socket, self.address = self._listener.socket, self._listener.address
+        self._context = self._listener.context
         self._wake_receiver = self._context.socket(zmq.PULL)
         self._wake_receiver.bind("inproc://wake")
         self._replies: collections.deque[tuple[list[bytes], bytes]] = collections.deque()
         self._deadlines: list[tuple[float, _PendingCommit]] = []
         self._stopping = False
+        self._registration: Registration | None = None
         self._thread = threading.Thread(target=self._serve, name="weightwire-front", daemon=True)
 
     def publish(self, card: ReplicaCard) -> None:
@@ -117,6 +117,8 @@ class Front:
         self._card = card
         self._thread.start()
         addresses.write_card(card)
+        if (registry := addresses.registry_address()) is not None:
+            self._registration = Registration(registry, card)
 
     @property
     def torn(self) -> str | None:
@@ -147,12 +149,13 @@ class Front:
         if self._stopping:
             return
         self._stopping = True
+        if self._registration is not None:
+            self._registration.close()
         if self._thread.is_alive():
             self._wake()
             self._thread.join()
-        self._socket.close(linger=0)
         self._wake_receiver.close(linger=0)
-        self._context.term()
+        self._listener.close()
         if self._card is not None:
             with contextlib.suppress(OSError, WeightwireError):
                 addresses.remove_replica(self._card.replica, self._card.job)
@@ -256,6 +259,8 @@ class Front:
             state = "torn" if self.torn else "serving"
             self._card = msgspec.structs.replace(self._card, state=state, detail=self.torn or "")
             addresses.write_card(self._card)
+            if self._registration is not None:
+                self._registration.update(self._card)
 
 
 class _PendingCommit:

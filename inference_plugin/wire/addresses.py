@@ -21,6 +21,7 @@ import msgspec
 
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import AuthError, ProtocolError
+from inference_plugin.wire.listening import listens_on
 from inference_plugin.wire.messages import ReplicaCard
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "new_replica_id",
     "note_problem",
     "problems",
+    "registry_address",
     "process_is_alive",
     "remove_replica",
     "runtime_dir",
@@ -101,8 +103,13 @@ def ipc_address(replica: str, endpoint: str, job: str | None = None) -> str:
 
 def listen_address(replica: str, endpoint: str) -> str:
     """Where an engine's endpoint ("f" or a rank) listens: its `ipc://` address, or what `WEIGHTWIRE_LISTEN` says."""
-    listen = os.environ.get("WEIGHTWIRE_LISTEN", "ipc")
+    listen = listens_on()
     return ipc_address(replica, endpoint) if listen == "ipc" else listen
+
+
+def registry_address() -> str | None:
+    """`WEIGHTWIRE_REGISTRY`: the `tcp://HOST:PORT` where the trainer's manager takes replicas of other hosts; or None."""
+    return os.environ.get("WEIGHTWIRE_REGISTRY") or None
 
 
 def write_card(card: ReplicaCard) -> None:

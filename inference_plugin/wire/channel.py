@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from inference_plugin.wire import codec
+from inference_plugin.wire import codec, curve
 from inference_plugin.wire.addresses import boot_id
-from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.link import SILENCE_S, Link
 from inference_plugin.wire.messages import Body, Failed
 
 __all__ = ["Channel", "Outgoing", "fan_out", "open_pidfd"]
@@ -56,8 +57,7 @@ class Channel:
         self._watches_process = pid != 0 and peer_boot_id == boot_id()
         self._socket = (context or zmq.Context.instance()).socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
-        if address.startswith("tcp://["):
-            self._socket.setsockopt(zmq.IPV6, 1)
+        self._link = Link(self._socket, address) if address.startswith("tcp://") else None
         self._socket.setsockopt(zmq.REQ_RELAXED, 1)
         self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_CONTROL_BYTES)
@@ -87,13 +87,15 @@ class Channel:
             raise ProtocolError("nothing was asked", **self.where)
         deadline_s = time.monotonic() + timeout_s
         while True:
-            left_s = deadline_s - time.monotonic()
-            ready = self._poll(max(0.0, min(left_s, self._resend_at_s - time.monotonic())))
+            until_s = min(deadline_s, self._resend_at_s, self._link.lost_at_s if self._link else math.inf)
+            ready = self._poll(max(0.0, until_s - time.monotonic()))
             if ready and (reply := self._take()) is not None:
                 self._pending = None
                 return self._checked(reply, kind)
             if not ready and self.peer_is_gone():
                 raise PeerLost(f"the process behind {self.address} is gone", **self.where)
+            if self._link is not None:
+                self._look_at(self._link)
             if time.monotonic() >= deadline_s:
                 raise SyncTimeout(f"no reply from {self.address} within {timeout_s:g} s", **self.where)
             if time.monotonic() >= self._resend_at_s:
@@ -107,6 +109,8 @@ class Channel:
 
     def close(self) -> None:
         """Closes the socket; may be called twice."""
+        if self._link is not None:
+            self._link.close()
         self._socket.close(linger=0)
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -121,6 +125,19 @@ class Channel:
     ) -> None:
         self.close()
 
+    def _look_at(self, link: Link) -> None:
+        """Raises for a peer that refuses us or is lost; sends again what a lost connection may have swallowed."""
+        if link.look():
+            self._transmit("again")
+        if link.refused:
+            raise AuthError(
+                f"{self.address} and this process hold different keys, or only one of them has a key",
+                hint=f"set {curve.VARIABLE} to copies of one file on both sides, or on neither",
+                **self.where,
+            )
+        if time.monotonic() >= link.lost_at_s:
+            raise PeerLost(f"{self.address} has not been heard of for {SILENCE_S:g} s", **self.where)
+
     def _transmit(self, what: str) -> None:
         assert self._pending is not None
         try:
@@ -133,6 +150,8 @@ class Channel:
 
     def _poll(self, timeout_s: float) -> bool:
         watched: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN)]
+        if self._link is not None:
+            watched.append((self._link.monitor, zmq.POLLIN))
         if self._pidfd is not None:
             watched.append((self._pidfd, zmq.POLLIN))
         elif self._watches_process:

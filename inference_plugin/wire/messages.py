@@ -3,6 +3,7 @@
 To a worker (its REP socket): Describe, OpenGroup, Begin, Bucket, Seal, Renew, Abort, Release, CloseGroup.
 To a front (its ROUTER socket): Describe, Commit, Verify.
 To the manager rank (its ROUTER socket), from the trainer's other ranks: Ready, Wrote; answered by Go, Outcome.
+To the registry of a manager (its ROUTER socket): Register, Leave.
 Frame 0 of a message is an `Envelope` in msgpack; frame 1, where there is one, is the payload of a `Bucket`.
 Every request may be sent again: it is answered again and applied once.
 """
@@ -39,11 +40,13 @@ __all__ = [
     "GroupStatus",
     "InFlight",
     "InstallPolicy",
+    "Leave",
     "OpenGroup",
     "Outcome",
     "RankCommit",
     "RankVerify",
     "Ready",
+    "Register",
     "Release",
     "Renew",
     "ReplicaCard",
@@ -216,6 +219,19 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     lost: dict[str, ErrorInfo] = {}
     error: ErrorInfo | None = None
     copies: tuple[Piece, ...] = ()
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """A replica is there, or still there, or changed: its card, believed for `lease_s`."""
+
+    card: ReplicaCard
+    lease_s: Seconds
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """A replica is about to end. An unknown one is answered `Done` as well."""
+
+    replica: str
 
 
 # --- replies ---------------------------------------------------------------------------------------------------------
@@ -408,6 +424,8 @@ Body = (
     | CloseGroup
     | Commit
     | Verify
+    | Register
+    | Leave
     | Ready
     | Wrote
     | Go

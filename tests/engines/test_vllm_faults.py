@@ -32,7 +32,8 @@ from inference_plugin.wire.reports import UpdateReport
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, LONG, PROMPTS, reference, source
 from tests.support.engines import ROOT, Driver, Engine, Server, eventually, segments_of
-from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager, manager
+from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager
+from trainer_adapters import update as updates
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -351,15 +352,15 @@ class Halted:
         if point == "sealed":
             self.source.may_go_on.set()
             self.halted, self.may_go_on = threading.Event(), threading.Event()
-            original = manager._Update._commit
+            original = updates.Update._commit
 
             def commit(update: Any, sealed: Any) -> None:
-                monkeypatch.setattr(manager._Update, "_commit", original)
+                monkeypatch.setattr(updates.Update, "_commit", original)
                 self.halted.set()
                 assert self.may_go_on.wait(120)
                 original(update, sealed)
 
-            monkeypatch.setattr(manager._Update, "_commit", commit)
+            monkeypatch.setattr(updates.Update, "_commit", commit)
         else:
             self.halted, self.may_go_on = self.source.halted, self.source.may_go_on
         self.future: Future[UpdateReport] = sync.update_async(self.source, version)

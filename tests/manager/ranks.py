@@ -64,9 +64,9 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
     channel.RESEND_S = options.pop("resend_s", channel.RESEND_S)
     manager = SyncManager(**options)
     (out / f"rank{rank}.pid").write_text(str(os.getpid()))
-    timeout_s = manager.timeout_s
+    timeout_s = manager.settings.timeout_s
     for number, step in enumerate(steps):
-        manager.timeout_s = step.get("timeout_s", timeout_s)
+        manager.settings.timeout_s = step.get("timeout_s", timeout_s)
         fault = step.get("fault", "") if rank == step.get("at", 1) else ""
         version = step["version"] + (100 if fault == "another version" else 0)
         source = FaultySource(step.get("seed", step["version"]), rank, world, fault)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from inference_plugin.wire import curve
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, eventually, fork, kill
 from trainer_adapters import SyncManager
@@ -81,3 +82,13 @@ def test_doctor_tells_where_an_engine_s_own_list_leaves_the_plug_in_out(director
     ):
         code, doctor = run("doctor", **{variable: value})
         assert (code, any(variable in problem for problem in doctor["problems"])) == (int(complaint), complaint)
+
+
+def test_keygen_makes_a_key_once_and_never_writes_over_one(directory: Path, monkeypatch: Any) -> None:
+    command = [sys.executable, "-m", "inference_plugin.cli", "keygen", str(directory / "key")]
+    assert subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 0
+    monkeypatch.setenv(curve.VARIABLE, str(directory / "key"))
+    made = curve.job_key()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 2 and "File exists" in again.stderr
+    assert curve.job_key() == made is not None

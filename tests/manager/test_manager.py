@@ -369,14 +369,14 @@ def test_a_step_boundary_that_does_not_come_is_a_timeout_and_the_old_version_is_
     rig = start(tp=2)
     manager.update(source(1), 1)
     rig.ask("hold")
-    manager.timeout_s = 2
+    manager.settings.timeout_s = 2
     with pytest.raises(SyncTimeout) as raised:
         manager.update(source(2), 2)
     assert (raised.value.replica, raised.value.version) == (rig.replica, 2)
     rig.ask("go on")
     eventually(lambda: waiting(rig) == 0, "the loop going on")
     assert holds(rig, 1)
-    manager.timeout_s = 60
+    manager.settings.timeout_s = 60
     manager.update(source(3), 3)
     assert holds(rig, 3)
 
@@ -402,7 +402,7 @@ def test_a_commit_asked_for_again_while_it_waits_is_one_commit_and_every_asker_i
     """The asking side sends a request again after a while: the second one must not look like a conflict."""
     monkeypatch.setattr(channel, "RESEND_S", 0.2)
     rig = start()
-    manager.in_flight = "drain"
+    manager.settings.in_flight = "drain"
     rig.ask("hold")
     future = manager.update_async(source(1), 1)
     eventually(lambda: waiting(rig) == 1, "the commit at the held step boundary")
@@ -442,9 +442,10 @@ def test_a_bit_that_flips_on_the_way_is_found_before_the_commit(start: Start, mo
     rig = start(tp=2)
     with SyncManager(transport="shm", timeout_s=60) as manager:
         manager.update(source(1), 1)
-        manager._transports = [dataclasses.replace(shm.TRANSPORT, sender=CorruptingSender)]
-        manager._senders.pop("shm").close()
-        monkeypatch.setattr("trainer_adapters.manager.transport_named", lambda _name: manager._transports[0])
+        corrupting = dataclasses.replace(shm.TRANSPORT, sender=CorruptingSender)
+        manager.settings.transports = [corrupting]
+        manager._rank._senders.pop("shm").close()
+        monkeypatch.setattr("trainer_adapters.rank.transport_named", lambda _name: corrupting)
         with pytest.raises(DigestMismatch, match=r"embed.weight\[0:48, 0:16\] is not what the trainer sent") as raised:
             manager.update(source(2), 2)
         assert (raised.value.phase, raised.value.replica, raised.value.version) == ("seal", rig.replica, 2)

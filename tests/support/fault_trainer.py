@@ -23,7 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from inference_plugin.wire.errors import WeightwireError
-from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager, manager
+from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager, update
 from trainer_adapters.crew import Crew
 
 DIRECTORY = Path(sys.argv[1])
@@ -59,7 +59,7 @@ def stop_before(owner: Any, name: str, point: str) -> None:
 
 
 def commit_then_stop() -> None:
-    original = manager.fan_out
+    original = update.fan_out
 
     def fan_out(requests: Any, kind: type, *, timeout_s: float) -> Any:
         if kind.__name__ == "Committed":
@@ -68,13 +68,13 @@ def commit_then_stop() -> None:
             stop_at("committing")
         return original(requests, kind, timeout_s=timeout_s)
 
-    manager.fan_out = fan_out  # type: ignore[assignment]
+    update.fan_out = fan_out  # type: ignore[assignment]
 
 
 def main() -> None:
     stop_before(Crew, "ask_outcome", "wrote")
-    stop_before(manager._Update, "_seal", "wrote")
-    stop_before(manager._Update, "_commit", "sealed")
+    stop_before(update.Update, "_seal", "wrote")
+    stop_before(update.Update, "_commit", "sealed")
     commit_then_stop()
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")

@@ -168,7 +168,7 @@ class Heard(logging.Handler):
 def copies_that_come_apart(manager: SyncManager, version: int) -> dict[str, Any]:
     """Rank 1's norm moves on by itself, and its embedding isn't contiguous; ten updates, then a verification."""
     heard = Heard()
-    logging.getLogger("trainer_adapters.manager").addHandler(heard)
+    logging.getLogger("trainer_adapters.operation").addHandler(heard)
     model: Any
     model, source = parallel(version)
     model.embed.weight = model.head.weight = nn.Parameter(model.embed.weight.detach().T.contiguous().T)

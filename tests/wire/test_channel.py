@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import zmq
 
-from inference_plugin.server import check_listen_address
 from inference_plugin.wire import addresses, channel, codec
 from inference_plugin.wire.channel import Channel, Outgoing, fan_out
 from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, VersionConflict
+from inference_plugin.wire.listening import check_listen_address
 from inference_plugin.wire.messages import Begun, Body, Describe, Done, Envelope, Failed
 from tests.support.rig import eventually, fork, kill
 

@@ -1,0 +1,173 @@
+"""What one trainer rank has for its operations, in the manager's thread: settings, sockets, memory, what was agreed."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inference_plugin.transports.base import Sender as TransportSender
+from inference_plugin.transports.base import Target, Transport, WriteStats
+from inference_plugin.transports.registry import transport_named
+from inference_plugin.wire.channel import Outgoing, fan_out
+from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
+from inference_plugin.wire.manifest import Box, ExactCover, Manifest, Piece
+from inference_plugin.wire.messages import Done, Go, InFlight, InstallPolicy, Ready, Release, Wrote
+from trainer_adapters import registry
+from trainer_adapters.agreement import Claims, digests_of
+from trainer_adapters.crew import Crew
+from trainer_adapters.replicas import ReplicaSession
+
+if TYPE_CHECKING:
+    from trainer_adapters.source import LocalSlice, WeightSource
+
+__all__ = ["Rank", "Settings"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Settings:
+    """A manager's, as `SyncManager` documents them. Those of time and policy may be changed between operations, on every
+    rank."""
+
+    group: str
+    transports: Sequence[Transport]
+    install: InstallPolicy
+    in_flight: InFlight
+    timeout_s: float
+    lease_s: float
+
+
+class Rank:
+    """This rank. `count` numbers its operations, `began_s` (of `perf_counter`) is when the present one began."""
+
+    def __init__(self, settings: Settings, crew: Crew) -> None:
+        self.settings = settings
+        self.crew = crew
+        self.claims = Claims()
+        self.registry = registry.take() if crew.rank == 0 else None
+        self.session = secrets.token_hex(8)
+        self.replicas: dict[str, ReplicaSession] = {}
+        self.count = 0
+        self.began_s = 0.0
+        self._senders: dict[str, TransportSender] = {}
+        self._covered: tuple[Manifest, ExactCover] | None = None
+
+    def begin(self) -> None:
+        """The next operation."""
+        self.count += 1
+        self.began_s = time.perf_counter()
+
+    def follow(self, operation: str, source: WeightSource) -> bytes:
+        """A rank above 0: report, write, report."""
+        manifest: Manifest | None = None
+        claims: tuple[Box, ...] | None = None
+        error: WeightwireError | None = None
+        try:
+            manifest = source.manifest()
+            claims = source.claims()
+        except Exception as raised:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
+            error = WeightwireError.wrap(raised).at(side="trainer", rank=self.crew.rank)
+        ready = Ready(
+            self.count,
+            operation,
+            self.crew.rank,
+            manifest.fingerprint if manifest else "",
+            error.info() if error else None,
+            *(self.claims.news(self.crew.rank, manifest, claims) if manifest else (None, False)),
+        )
+        # The manager answers by its own deadline; a little more lets its answer arrive first.
+        timeout_s = self.settings.timeout_s + 10
+        go = self.crew.ask_go(ready, timeout_s=timeout_s)
+        assert manifest is not None
+        self.claims.agree(self.crew.rank, manifest, claims)
+        wrote = self.write(go, manifest, source, tick=lambda: None)
+        return self.crew.ask_outcome(wrote, timeout_s=timeout_s)
+
+    def write(self, go: Go, manifest: Manifest, source: WeightSource, tick: Callable[[], None]) -> Wrote:
+        """Writes this rank's slices over every transport of the update. An error is in the result, never raised."""
+        deadline_s = time.monotonic() + go.timeout_s
+        started_s = time.perf_counter()
+        pieces: list[Piece] | None = None
+        copies: tuple[Piece, ...] = ()
+        total = WriteStats()
+        try:
+            for way in go.transports:
+                written, stats = self.sender(transport_named(way.name)).write(
+                    go.txn,
+                    self.settings.group,
+                    self.crew.rank,
+                    manifest,
+                    way.segment,
+                    _ticking(source.slices(), tick),
+                    [Target(t.replica, t.rank, t.address, t.pid, t.boot_id, t.needs) for t in way.targets],
+                    deadline_s=deadline_s,
+                )
+                if pieces is not None and pieces != written:
+                    raise ManifestMismatch("the source gave other slices, or other bytes, the second time")
+                pieces = written
+                total.nbytes += stats.nbytes
+                total.messages += stats.messages
+                total.move_s += stats.move_s
+                total.digest_s += stats.digest_s
+                total.lost |= stats.lost
+            if go.copies:
+                copies = tuple(digests_of(manifest, _ticking(source.copies(), tick)))
+        except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
+            info = (
+                WeightwireError.wrap(error)
+                .at(side="trainer", rank=self.crew.rank, group=self.settings.group, phase="stage")
+                .info()
+            )
+            return Wrote(go.txn, self.crew.rank, error=info)
+        return Wrote(
+            go.txn,
+            self.crew.rank,
+            tuple(pieces or ()),
+            total.nbytes,
+            total.messages,
+            total.move_s,
+            total.digest_s,
+            time.perf_counter() - started_s,
+            {replica: error.info() for replica, error in total.lost.items()},
+            copies=copies,
+        )
+
+    def cover(self, manifest: Manifest) -> ExactCover:
+        """What checks that pieces cover the manifest; the last one is kept."""
+        if self._covered is None or self._covered[0] is not manifest:
+            self._covered = manifest, ExactCover(manifest)
+        return self._covered[1]
+
+    def sender(self, transport: Transport) -> TransportSender:
+        """This rank's half of a transport; made once."""
+        if transport.name not in self._senders:
+            self._senders[transport.name] = transport.sender()
+        return self._senders[transport.name]
+
+    def close(self) -> None:
+        """Releases what replicas keep for the next update, closes sockets, frees segments."""
+        for replica in self.replicas.values():
+            requests = [Outgoing(channel, Release(self.settings.group)) for channel in replica.workers]
+            for reply in fan_out(requests, Done, timeout_s=2.0):
+                if isinstance(reply, WeightwireError):
+                    logger.info("weightwire: release on %s: %s", replica.card.replica, reply)
+            replica.close()
+        self.replicas.clear()
+        for sender in self._senders.values():
+            sender.close()
+        self._senders.clear()
+        if self.registry is not None:
+            registry.give_back(self.registry)
+            self.registry = None
+        self.crew.close()
+
+
+def _ticking(slices: Iterator[LocalSlice], tick: Callable[[], None]) -> Iterator[LocalSlice]:
+    for item in slices:
+        yield item
+        tick()

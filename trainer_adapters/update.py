@@ -1,0 +1,324 @@
+"""One update, on rank 0: agree, stage, seal, commit, report. What the steps are: `trainer_adapters.manager`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from inference_plugin.transports.registry import transport_named
+from inference_plugin.wire import addresses
+from inference_plugin.wire.channel import Outgoing, fan_out
+from inference_plugin.wire.errors import (
+    CommitFailed,
+    ManifestMismatch,
+    PeerLost,
+    ProtocolError,
+    SyncTimeout,
+    VersionConflict,
+    WeightwireError,
+)
+from inference_plugin.wire.manifest import Manifest, Piece
+from inference_plugin.wire.messages import (
+    Abort,
+    Begin,
+    Begun,
+    Commit,
+    Committed,
+    Done,
+    GoTransport,
+    Renew,
+    Seal,
+    Sealed,
+    Sender,
+    Wrote,
+)
+from inference_plugin.wire.reports import ReplicaReport, UpdateReport
+from trainer_adapters.operation import Operation
+from trainer_adapters.rank import Rank
+from trainer_adapters.replicas import CONTROL_TIMEOUT_S, ReplicaSession
+
+if TYPE_CHECKING:
+    from trainer_adapters.source import WeightSource
+
+__all__ = ["Update"]
+
+logger = logging.getLogger(__name__)
+
+SEAL_WAIT_S = 0.5
+COMMIT_SHARE = 0.2
+"""Of an operation's time: what is left for the commit when a replica is slow to seal."""
+
+
+class Update(Operation):
+    """One update, on rank 0."""
+
+    def __init__(self, rank: Rank, source: WeightSource, manifest: Manifest, version: int) -> None:
+        super().__init__(rank, source, manifest, f"update:{version}")
+        self.version = version
+        self.phases: dict[str, float] = {}
+        self._phase_name = ""
+        self.reports: dict[str, ReplicaReport] = {}
+        self.active: dict[str, ReplicaSession] = {}
+        self.segments: dict[str, str] = {}
+        self._sent_before: dict[str, int] = {}
+        self._sessions: dict[str, ReplicaSession] = {}
+        self._renewed_s = time.monotonic()
+
+    def run(self) -> UpdateReport:
+        self.phases["scan"] = time.perf_counter() - self.rank.began_s
+        if self.version < 0:
+            raise VersionConflict(f"a version is a non-negative int, not {self.version}")
+        try:
+            with self._phase("agree"):
+                self.gather_ready()
+                ways = self._agree()
+            with self._phase("stage"):
+                wrote = self.write(ways, compare_copies=bool(ways) and self.rank.claims.copies_are_due())
+                self._drop_lost(wrote)
+            with self._phase("seal"):
+                sealed = self._seal(tuple(piece for w in wrote for piece in w.pieces))
+            with self._phase("commit"):
+                self._commit(sealed)
+        except BaseException as error:
+            self._abort(str(error))
+            raise
+        for kind in ("move", "digest"):
+            self.phases[f"stage.{kind}"] = max((getattr(w, f"{kind}_s") for w in wrote), default=0.0)
+        report = UpdateReport(
+            group=self.settings.group,
+            version=self.version,
+            txn=self.txn,
+            bytes=self.manifest.nbytes,
+            seconds=time.perf_counter() - self.rank.began_s,
+            phases=self.phases,
+            messages=self._sent() + sum(w.messages for w in wrote) + 2 * (self.rank.crew.size - 1),
+            copies_per_byte=max((transport_named(way.name).copies_per_byte for way in ways), default=0.0),
+            replicas=tuple(self.reports[name] for name in sorted(self.reports)),
+        )
+        report.save()
+        failed = report.failed
+        if len(failed) == len(report.replicas):
+            report.raise_failed()
+        for replica in failed:
+            logger.warning(
+                "weightwire: replica %s failed to take version %d: %s",
+                replica.replica,
+                self.version,
+                replica.error,
+            )
+        return report
+
+    def tick(self) -> None:
+        """Renews the workers' leases in time."""
+        if time.monotonic() - self._renewed_s < self.settings.lease_s / 3:
+            return
+        self._renewed_s = time.monotonic()
+        for session in list(self.active.values()):
+            with self._replica(session):
+                session.ask_workers(Renew(self.settings.group, self.txn), Done, timeout_s=CONTROL_TIMEOUT_S)
+
+    # --- the steps, in order -----------------------------------------------------------------------------------------
+
+    def _agree(self) -> tuple[GoTransport, ...]:
+        """Opens the group where it isn't and begins the transaction everywhere; where and to whom the ranks write."""
+        for session in self.connect():
+            self._sessions[session.card.replica] = session
+            self._sent_before[session.card.replica] = session.messages
+            with self._replica(session):
+                session.agree(
+                    self.settings.group, self.manifest, self.transports, self.settings.install, timeout_s=self.left_s
+                )
+                self.active[session.card.replica] = session
+        ways = []
+        busy = frozenset().union(*(s.held_segments for s in self.rank.replicas.values()))
+        for transport, sender in self.transports:
+            users = [s for s in self.active.values() if s.transport == transport.name]
+            if not users:
+                continue
+            segment = sender.allocate(self.manifest, busy)
+            self.segments[transport.name] = _segment_id(segment)
+            for session in users:
+                with self._replica(session):
+                    self._begin(session, segment)
+            targets = tuple(t for s in users if s.card.replica in self.active for t in s.targets())
+            if targets:
+                ways.append(GoTransport(transport.name, segment, targets))
+        return tuple(ways)
+
+    def _begin(self, session: ReplicaSession, segment: bytes) -> None:
+        request = Begin(
+            group=self.settings.group,
+            txn=self.txn,
+            version=self.version,
+            sender=Sender(self.rank.session, os.getpid(), addresses.boot_id()),
+            lease_s=self.settings.lease_s,
+            fingerprint=self.manifest.fingerprint,
+            segment=segment,
+        )
+        try:
+            begun: list[Begun] = session.ask_workers(request, Begun, timeout_s=CONTROL_TIMEOUT_S)
+        except (ProtocolError, ManifestMismatch):
+            # The worker's terms are another trainer's by now: agree anew, once.
+            session.agreed = None
+            session.agree(
+                self.settings.group, self.manifest, self.transports, self.settings.install, timeout_s=self.left_s
+            )
+            begun = session.ask_workers(request, Begun, timeout_s=CONTROL_TIMEOUT_S)
+        if all(answer.already for answer in begun):
+            self.active.pop(session.card.replica)
+            self._report(session, "already", self.version)
+        elif any(answer.already for answer in begun):
+            raise CommitFailed(
+                "its ranks serve different versions", hint="restart the engine", replica=session.card.replica
+            )
+
+    def _drop_lost(self, wrote: list[Wrote]) -> None:
+        """Replicas that some trainer rank couldn't write to drop out."""
+        for lost in (w.lost for w in wrote):
+            for name, info in lost.items():
+                if (session := self.active.get(name)) is not None:
+                    with self._replica(session):
+                        raise WeightwireError.of(info)
+
+    def _seal(self, pieces: tuple[Piece, ...]) -> dict[str, list[Sealed]]:
+        """Asks all workers of all replicas until each has sealed; a replica with a failing worker drops out."""
+        request = Seal(self.settings.group, self.txn, pieces, SEAL_WAIT_S)
+        sealed: dict[str, list[Sealed]] = {}
+        while waiting := [s for name, s in self.active.items() if name not in sealed]:
+            # One that is slow or silent must not use up the time in which the others are to commit.
+            left_s = self.left_s - COMMIT_SHARE * self.settings.timeout_s
+            if left_s <= 0:
+                for session in waiting:
+                    with self._replica(session):
+                        raise SyncTimeout("its workers had not checked the update in time", side="worker")
+                break
+            asked = [(session, channel) for session in waiting for channel in session.workers]
+            replies = fan_out(
+                [Outgoing(channel, request) for _, channel in asked],
+                Sealed,
+                timeout_s=min(left_s, CONTROL_TIMEOUT_S),
+            )
+            for session in waiting:
+                own = [reply for (s, _), reply in zip(asked, replies, strict=True) if s is session]
+                with self._replica(session):
+                    for reply in own:
+                        if isinstance(reply, WeightwireError):
+                            raise reply
+                    if all(reply.done for reply in own if isinstance(reply, Sealed)):
+                        sealed[session.card.replica] = [reply for reply in own if isinstance(reply, Sealed)]
+        return sealed
+
+    def _commit(self, sealed: dict[str, list[Sealed]]) -> None:
+        """Commits every replica that sealed, all at once."""
+        sessions = [session for name, session in self.active.items() if name in sealed]
+        if not sessions:
+            return
+        left_s = self.left_s
+        # The front gives up a little earlier than we do, so that its answer arrives.
+        request = Commit(self.settings.group, self.txn, self.version, self.settings.in_flight, timeout_s=0.9 * left_s)
+        replies = fan_out([Outgoing(s.front, request) for s in sessions], Committed, timeout_s=left_s)
+        for session, reply in zip(sessions, replies, strict=True):
+            with self._replica(session):
+                if isinstance(reply, WeightwireError):
+                    if isinstance(reply, (SyncTimeout, PeerLost)):  # it may serve either: keep both segments
+                        session.held_segments |= {self.segments.get(session.transport, "")}
+                    raise reply
+                own = sealed[session.card.replica]
+                released = all(rank.releases_segment for rank in reply.ranks)
+                session.held_segments = (
+                    frozenset() if released else frozenset({self.segments.get(session.transport, "")})
+                )
+                self.active.pop(session.card.replica)
+                self._report(
+                    session,
+                    "committed",
+                    reply.version,
+                    digest=own[0].digest,
+                    stopped_s=reply.stopped_s,
+                    waited_s=reply.waited_s,
+                    install_s=max(rank.install_s for rank in reply.ranks),
+                    verify_s=max(s.verify_s for s in own),
+                    prepare_s=max(s.prepare_s for s in own),
+                    extra_bytes=sum(s.extra_bytes for s in own),
+                )
+
+    def _abort(self, reason: str) -> None:
+        """Tells every replica that is still in the transaction to drop it; their leases do it if this can't."""
+        for session in list(self.active.values()):
+            self._tell_abort(session, reason)
+        self.active.clear()
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _replica(self, session: ReplicaSession) -> Iterator[None]:
+        """What fails here fails this replica only; until the commit, not where the trainer itself is wrong."""
+        try:
+            yield
+        except WeightwireError as error:
+            wrong_trainer = isinstance(error, (ManifestMismatch, VersionConflict))
+            if not wrong_trainer or self._phase_name == "commit":
+                self._fail(session, error)
+                return
+            raise error.at(replica=session.card.replica) from None
+
+    def _fail(self, session: ReplicaSession, error: WeightwireError) -> None:
+        """Takes a replica out of the update, with its reason in the report."""
+        error.at(replica=session.card.replica, group=self.settings.group, version=self.version, phase=self._phase_name)
+        if self.active.pop(session.card.replica, None) is not None:
+            self._tell_abort(session, str(error))
+        self._report(session, "failed", None, error=error.info())
+        session.agreed = None
+        if isinstance(error, PeerLost):
+            self.rank.replicas.pop(session.card.replica, None)
+            session.close()
+
+    def _sent(self) -> int:
+        """Requests that rank 0 sent in this update."""
+        return sum(s.messages - self._sent_before[name] for name, s in self._sessions.items())
+
+    def _tell_abort(self, session: ReplicaSession, reason: str) -> None:
+        requests = [Outgoing(c, Abort(self.settings.group, self.txn, reason[:4096])) for c in session.workers]
+        for reply in fan_out(requests, Done, timeout_s=5.0):
+            if isinstance(reply, WeightwireError):
+                logger.info("weightwire: abort of %s on %s: %s", self.txn, session.card.replica, reply)
+
+    def _report(self, session: ReplicaSession, status: Any, version: int | None, **fields: Any) -> None:
+        terms = session.opened[0] if session.opened else None
+        self.reports[session.card.replica] = ReplicaReport(
+            replica=session.card.replica,
+            engine=session.card.engine,
+            status=status,
+            version=version,
+            transport=session.transport,
+            install=terms.install if terms else "",
+            mechanism=terms.mechanism if terms else "",
+            why=terms.why if terms else "",
+            **fields,
+        )
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        self._phase_name = name
+        try:
+            yield
+        except WeightwireError as error:
+            raise error.at(phase=name) from error.__cause__
+        finally:
+            self.phases[name] = time.perf_counter() - started_s
+
+
+def _segment_id(description: bytes) -> str:
+    """The id inside a transport's description, if it has one: what workers report as held."""
+    with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, ProtocolError):
+        found = msgspec.msgpack.decode(description) if description else {}
+        if isinstance(found, dict):
+            return str(found.get("segment_id", ""))
+    return ""
