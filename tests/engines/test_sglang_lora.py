@@ -71,7 +71,7 @@ def trained(
 
 @pytest.mark.parametrize("trained", [("qwen3", 1)], ids=["tp1"], indirect=True)
 def test_an_adapter_that_was_unloaded_and_read_again_is_as_the_update_made_it(trained: Trained) -> None:
-    said = trained.train(seed=13, verify=False)
+    said = trained.train(seed=13)
     assert trained.adapted() == said["tokens"] != trained.plain()
     trained.driver.rpc("unload_lora_adapter", "policy")
     trained.driver.rpc("load_lora_adapter", "policy", str(trained.faults.with_name("idle")))
