@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainer_adapters.dtensor import DTensorAdapter
     from trainer_adapters.fsdp import FSDPAdapter
     from trainer_adapters.lora import MergedLoRAAdapter
+    from trainer_adapters.lora_adapter import LoRAAdapter
     from trainer_adapters.manager import SyncManager
     from trainer_adapters.module import ModuleAdapter
     from trainer_adapters.pending import PendingUpdate
@@ -23,6 +24,7 @@ __all__ = [
     "DTensorAdapter",
     "DtypeRules",
     "FSDPAdapter",
+    "LoRAAdapter",
     "LocalSlice",
     "MergedLoRAAdapter",
     "ModuleAdapter",
@@ -37,6 +39,7 @@ _HOMES = {
     "DTensorAdapter": "dtensor",
     "DtypeRules": "source",
     "FSDPAdapter": "fsdp",
+    "LoRAAdapter": "lora_adapter",
     "LocalSlice": "source",
     "MergedLoRAAdapter": "lora",
     "ModuleAdapter": "module",

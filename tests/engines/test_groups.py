@@ -1,4 +1,4 @@
-"""Two groups of one model in real engines, updated at the same time; hosts apart as far as loopback and a key make them."""
+"""Two groups of one model in real engines, updated at the same time, over TCP with a key or not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def part(model: Path, *, layers: bool) -> ModuleAdapter:
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def engine(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Driver]:
-    """Two ranks that listen on TCP ports, which take whoever has the key, and that register themselves."""
+    """Two ranks that listen on TCP ports and take whoever has the key."""
     with pytest.MonkeyPatch.context() as patch:
         curve.make_key(runtime / f"{request.param}.key")
         patch.setenv(curve.VARIABLE, str(runtime / f"{request.param}.key"))

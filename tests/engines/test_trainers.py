@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from inference_plugin.wire.errors import EngineUnsupported
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS
 from tests.support.engines import ROOT, Driver
 from tests.support.greedy import greedy_batch
+from trainer_adapters import ModuleAdapter, SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -27,6 +30,7 @@ TRAINERS: dict[str, tuple[str, int]] = {
     "fsdp2-4-ranks": ("fsdp2.py", 4),
     "hsdp-2-x-2": ("hsdp.py", 4),
     "fsdp2-2-x-tp-2": ("fsdp2_tp.py", 4),
+    "lora-2-ranks": ("lora.py", 2),
 }
 
 
@@ -69,3 +73,17 @@ def test_the_engines_say_what_the_trained_checkpoint_says(
     assert expected != before
     for engine in engines:
         assert engine.tokens(PROMPTS, COUNT) == expected
+
+
+def test_an_adapter_for_an_engine_without_lora_slots_is_refused(engines: list[Driver]) -> None:
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    source = ModuleAdapter(
+        {f"{layer}.lora_A.weight": torch.zeros(4, 64), f"{layer}.lora_B.weight": torch.zeros(128, 4)}
+    )
+    before = engines[0].tokens(PROMPTS, COUNT)
+    with (
+        SyncManager(group="lora.policy", timeout_s=60) as manager,
+        pytest.raises(EngineUnsupported, match=r"no LoRA slots .*start the engine with LoRA enabled"),
+    ):
+        manager.update(source, 1)
+    assert [engine.tokens(PROMPTS, COUNT) for engine in engines] == [before] * len(engines)
