@@ -18,6 +18,9 @@ import pluggy
 
 if TYPE_CHECKING:
     from inference_plugin.transports.base import Transport
+    from inference_plugin.wire.errors import WeightwireError
+    from inference_plugin.wire.messages import ReplicaCard
+    from inference_plugin.wire.reports import UpdateReport
 
 __all__ = ["HookSpecs", "PluginManager", "hookimpl", "plugin_manager"]
 
@@ -44,6 +47,26 @@ class HookSpecs:
     @hookspec
     def weightwire_state_changed(self, replica: str, rank: int, group: str, state: str) -> None:
         """On a worker, when a group's state changed."""
+
+    @hookspec
+    def weightwire_update_staged(self, group: str, version: int, seconds: float) -> None:
+        """On a trainer's rank 0, when every rank has written."""
+
+    @hookspec
+    def weightwire_update_committed(self, report: UpdateReport) -> None:
+        """On a trainer's rank 0, when at least one replica serves the version."""
+
+    @hookspec
+    def weightwire_update_failed(self, group: str, version: int, error: WeightwireError) -> None:
+        """On a trainer's rank 0, when no replica took the version."""
+
+    @hookspec
+    def weightwire_replica_joined(self, group: str, card: ReplicaCard) -> None:
+        """On a trainer's rank 0, when a replica takes part for the first time."""
+
+    @hookspec
+    def weightwire_replica_lost(self, group: str, replica: str, reason: str) -> None:
+        """On a trainer's rank 0, when a replica takes part no longer."""
 
 
 class PluginManager(pluggy.PluginManager):

@@ -32,7 +32,7 @@ from trainer_adapters.module import Buffers, ModuleAdapter
 from trainer_adapters.plan import Dims, Region, Rename, Rules
 from trainer_adapters.source import LocalSlice, WeightSource
 
-__all__ = ["MergedLoRAAdapter"]
+__all__ = ["MergedLoRAAdapter", "check_kind", "source_of"]
 
 GATHER_TIMEOUT_S = 120.0
 """For the collectives that gather A and B: a rank that is lost must not hold the others for ever."""
@@ -77,6 +77,7 @@ class MergedLoRAAdapter(WeightSource):
     ) -> None:
         self._factors = _Factors(model, process_group)
         self._model = model
+        self._ranks = process_group
         self._rename = rename
         self._options: dict[str, Any] = {
             "dtype_rules": dtype_rules,
@@ -93,7 +94,7 @@ class MergedLoRAAdapter(WeightSource):
     def manifest(self) -> Manifest:
         look = look_at(self._model)
         if look.inside != self._look.inside or self._base is None:  # else the base would go on with the old names
-            self._base = self._factors.source(self._final_name, **self._options)
+            self._base = source_of(self._model, self._final_name, self._ranks, **self._options)
         self._look = look
         self._manifest = self._base.manifest()
         self._check_names()
@@ -217,14 +218,32 @@ class MergedLoRAAdapter(WeightSource):
             )
 
 
+def check_kind(model: torch.nn.Module) -> None:
+    """Raises TypeError for a model without LoRA layers, or wrapped by FSDP1."""
+    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+        raise TypeError("LoRA under FullyShardedDataParallel has no rule here: shard with fully_shard")
+    look_for_layers(model)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def source_of(
+    model: torch.nn.Module, rename: Rename, process_group: dist.ProcessGroup | None, **options: Any
+) -> WeightSource:
+    """A source of the model as it is sharded, under the names that `rename` gives."""
+    if is_sharded(model):
+        return DTensorAdapter(model, rename=rename, process_group=process_group, **options)
+    return ModuleAdapter(model, rename=rename, **options)
+
+
 class _Factors:
     """The adapters' own tensors: whole, on every rank."""
 
     def __init__(self, model: torch.nn.Module, process_group: dist.ProcessGroup | None) -> None:
-        if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
-            raise TypeError("LoRA under FullyShardedDataParallel has no rule here: shard with fully_shard")
-        look_for_layers(model)
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        check_kind(model)
+        self.sharded = is_sharded(model)
         self._model = model
         self._ranks = process_group
         self._group: dist.ProcessGroup | None = None
@@ -240,12 +259,6 @@ class _Factors:
         self._source: WeightSource | None = None
         self._values: dict[str, torch.Tensor] | None = None
 
-    def source(self, rename: Rename, **options: Any) -> WeightSource:
-        """A source of the model as it is sharded."""
-        if self.sharded:
-            return DTensorAdapter(self._model, rename=rename, process_group=self._ranks, **options)
-        return ModuleAdapter(self._model, rename=rename, **options)
-
     def choose(self, names: frozenset[str]) -> None:
         """Those that are wanted, by the model's own names."""
         if self._source is not None and names == self._chosen:
@@ -255,7 +268,7 @@ class _Factors:
         # Numbers for names: no rule for the checkpoint's names takes them for the base model's.
         numbers = {name: str(i) for i, name in enumerate(self._names)}
         if self.sharded:
-            self._source = self.source(numbers.get, include_buffers="none")
+            self._source = source_of(self._model, numbers.get, self._ranks, include_buffers="none")
         else:
             options: dict[str, Any] = {"include_buffers": "none", "rank": 0, "world_size": 1}
             self._source = ModuleAdapter(self._model, rename=numbers.get, **options)

@@ -58,12 +58,14 @@ Addition = AddedProduct | AddedBias
 class PeftLook:
     """`inside` says of each module that PEFT put around another, by its prefix, what is inside in the trainer's words.
     `additions` are by the weight's name in the base model, in the order in which they are added; `shapes` of these weights
-    and `ties` that the base model declares are by those names too."""
+    and `ties` that the base model declares are by those names too. `replaced` are modules and biases that the adapters
+    train whole."""
 
     inside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     additions: Mapping[str, tuple[Addition, ...]] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
+    replaced: tuple[str, ...] = ()
 
     @property
     def factors(self) -> frozenset[str]:
@@ -75,8 +77,9 @@ class PeftLook:
         return _without_wrappers(name, self.inside)
 
 
-def look_at(model: torch.nn.Module) -> PeftLook:
-    """Reads a PEFT model; no values, no communication.
+def look_at(model: torch.nn.Module, *, only: str | None = None) -> PeftLook:
+    """Reads a PEFT model; no values, no communication. The adapters are those that are active; `only` names one that is
+    wanted by itself, whether it is active or not.
 
     Raises `ManifestMismatch`, which names them, for layers that can't be merged: merged in place already, disabled just
     now, of a variant or kind without a rule here.
@@ -89,17 +92,22 @@ def look_at(model: torch.nn.Module) -> PeftLook:
     inside: dict[str, tuple[str, ...]] = {}
     layers: list[tuple[str, Any]] = []
     problems: list[str] = []
+    replaced: list[str] = []
     for raw_prefix, module in walk(model, "", set()):
         part: Any = module
         prefix = _unwrapped(raw_prefix)
         if isinstance(part, PeftModel):
             inside[prefix] = ("base_model",)
+            config: Any = part.peft_config.get(only or "")
+            replaced += [f"biases ({config.bias!r})"] if getattr(config, "bias", "none") != "none" else []
         elif isinstance(part, BaseTuner):
             inside[prefix] = ("model",)
         elif isinstance(part, ModulesToSaveWrapper):
             active = part.active_adapters
             inside[prefix] = ("modules_to_save", active[0]) if active else ("original_module",)
-            if part.disable_adapters:
+            if only is not None and only in part.modules_to_save:
+                replaced.append(prefix[:-1])
+            if part.disable_adapters and only is None:
                 problems.append(f"{prefix[:-1]} is disabled just now: update outside of disable_adapter()")
         elif isinstance(part, AuxiliaryTrainingWrapper):
             problems.append(f"{prefix[:-1]} is a {type(part).__name__}, which has no rule here")
@@ -113,17 +121,25 @@ def look_at(model: torch.nn.Module) -> PeftLook:
     for prefix, layer in layers:
         if (base := _without_wrappers(prefix, inside)) is None:
             continue  # inside of what another module replaces
-        if problem := _problem_of(layer):
+        active = [n for n in ([only] if only else layer.active_adapters) if _has(layer, n)]
+        if problem := _state_of(layer) if only is None else "":
             problems.append(f"{base[:-1]} {problem}")
             continue
-        for name, weight, added in _additions_of(prefix, layer):
+        if problem := _problem_of(layer, active):
+            problems.append(f"{base[:-1]} {problem}")
+            continue
+        for name, weight, added in _additions_of(prefix, layer, active):
             additions[base + name] = additions.get(base + name, ()) + added
             shapes[base + name] = tuple(weight.shape)
     if problems:
         raise ManifestMismatch(
-            f"adapters that can't be merged into what is sent: {first_few(problems)}",
+            f"adapters that can't be sent: {first_few(problems)}",
             hint="change them as it says, or send an unsharded copy after merge_and_unload() with ModuleAdapter",
             side="trainer",
+        )
+    if not additions and only is not None:
+        raise ManifestMismatch(
+            f"no layer has an adapter named {only!r}", hint="name one of the model's", side="trainer"
         )
     if not additions:
         raise ManifestMismatch("no adapter is active", hint="call set_adapter(name) before the update", side="trainer")
@@ -133,7 +149,7 @@ def look_at(model: torch.nn.Module) -> PeftLook:
         )
         for alias, source in module_ties(model).items()
     }
-    return PeftLook(inside, additions, shapes, ties)
+    return PeftLook(inside, additions, shapes, ties, tuple(replaced))
 
 
 def look_for_layers(model: torch.nn.Module) -> None:
@@ -144,17 +160,21 @@ def look_for_layers(model: torch.nn.Module) -> None:
         raise TypeError("this model has no LoRA layers of PEFT: use FSDPAdapter, DTensorAdapter or ModuleAdapter")
 
 
-def _problem_of(layer: Any) -> str:
-    """Why a LoRA layer's active adapters can't be merged; "" if they can."""
-    from peft.tuners.lora import layer as kinds
-
+def _state_of(layer: Any) -> str:
+    """Why a LoRA layer's weight can't be merged just now; "" if it can."""
     if layer.merged:
         return f"has {', '.join(layer.merged_adapters)} merged into its weight: call unmerge_adapter() first"
     if layer.disable_adapters:
         return "is disabled just now: update outside of disable_adapter()"
+    return ""
+
+
+def _problem_of(layer: Any, active: Sequence[str]) -> str:
+    """Why a LoRA layer's adapters have no rule here; "" if they have."""
+    from peft.tuners.lora import layer as kinds
+
     if not isinstance(layer, kinds.Linear | kinds.Embedding | kinds.ParamWrapper):
         return f"is a lora.{type(layer).__name__}, which has no rule here"
-    active = _active(layer)
     for adapter in active:
         variant = type(layer.lora_variant.get(adapter)).__name__
         if variant == "DoraLinearVariant" and len(active) == 1 and not layer.fan_in_fan_out:
@@ -169,17 +189,17 @@ def _problem_of(layer: Any) -> str:
     return ""
 
 
-def _active(layer: Any) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A or name in layer.lora_embedding_A]
+def _has(layer: Any, adapter: str) -> bool:
+    return adapter in layer.lora_A or adapter in layer.lora_embedding_A
 
 
-def _additions_of(prefix: str, layer: Any) -> list[tuple[str, Any, tuple[Addition, ...]]]:
+def _additions_of(prefix: str, layer: Any, active: Sequence[str]) -> list[tuple[str, Any, tuple[Addition, ...]]]:
     """The layer's weights that are adapted: name in the layer, itself, what is added."""
     base = layer.get_base_layer()
     own_name = getattr(layer, "parameter_name", "weight")
     products: list[Addition] = []
     biases: list[Addition] = []
-    for adapter in _active(layer):
+    for adapter in active:
         scaling = float(layer.scaling[adapter])
         if adapter in layer.lora_embedding_A:
             a, b = f"{prefix}lora_embedding_A.{adapter}", f"{prefix}lora_embedding_B.{adapter}"

@@ -29,11 +29,23 @@ from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.messages import Describe, InFlight, InstallPolicy, Outcome, ReplicaCard, WorkerCard
+from inference_plugin.wire.messages import (
+    CloseGroup,
+    Describe,
+    Done,
+    InFlight,
+    InstallPolicy,
+    Outcome,
+    ReplicaCard,
+    WorkerCard,
+)
 from inference_plugin.wire.reports import UpdateReport, VerifyReport
 from trainer_adapters.crew import Crew
+from trainer_adapters.events import Event
+from trainer_adapters.pending import PendingUpdate
 from trainer_adapters.rank import Rank, Settings
 from trainer_adapters.replicas import CONTROL_TIMEOUT_S, ReplicaSession
+from trainer_adapters.stragglers import BestEffort, Quorum, Stragglers
 from trainer_adapters.update import Update
 from trainer_adapters.verification import Verification
 
@@ -60,6 +72,8 @@ class SyncManager:
     - `timeout_s`: for a whole operation; every wait inside it ends by then. The first update of a replica takes longer
       than later ones: its placement plan is traced and proven (some seconds per GB).
     - `lease_s`: after this silence a worker drops an unfinished update.
+    - `partial`: the group is a part of the model; what other groups don't write either keeps its values.
+    - `stragglers`: which replicas a commit waits for; see `trainer_adapters.stragglers`.
     - `process_group`: the trainer's ranks, default all of torch.distributed (used once, here), or this process alone.
 
     Raises typed errors (`inference_plugin.wire.errors`), the same on every rank.
@@ -74,6 +88,8 @@ class SyncManager:
         in_flight: InFlight = "keep",
         timeout_s: float = 120.0,
         lease_s: float = 30.0,
+        partial: bool = False,
+        stragglers: Stragglers = "report",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not (0 < timeout_s <= DAY_S and 0 < lease_s <= DAY_S):
@@ -84,8 +100,12 @@ class SyncManager:
         ):
             if value not in allowed:
                 raise ValueError(f"{value!r} is none of {', '.join(allowed)}")
+        if not isinstance(stragglers, Quorum | BestEffort) and stragglers not in ("report", "all"):
+            raise ValueError(f"stragglers={stragglers!r} is none of 'report', 'all', Quorum(n), BestEffort(seconds)")
         transports = available_transports() if transport == Transport.AUTO else [transport_named(transport)]
-        self.settings = Settings(group, transports, install, in_flight, timeout_s, lease_s)
+        self.settings = Settings(
+            group, transports, install, in_flight, timeout_s, lease_s, partial=partial, stragglers=stragglers
+        )
         self._rank = Rank(self.settings, Crew(process_group))
         cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._thread = concurrent.futures.ThreadPoolExecutor(
@@ -115,13 +135,22 @@ class SyncManager:
         self,
         source: WeightSource,
         version: int,
-        callback: Callable[[concurrent.futures.Future[UpdateReport]], None] | None = None,
-    ) -> concurrent.futures.Future[UpdateReport]:
-        """As `update`, in the manager's thread. `callback` gets the finished future, in that thread."""
-        future = self._thread.submit(self._update, source, version)
+        callback: Callable[[PendingUpdate], object] | None = None,
+    ) -> PendingUpdate:
+        """As `update`, in the manager's thread. `callback` gets the finished future, in that thread.
+
+        `wait_released()` of what is returned tells when the source may change, which is before the update is over.
+        """
+        pending = PendingUpdate()
         if callback is not None:
-            future.add_done_callback(callback)
-        return future
+            pending.add_done_callback(callback)  # type: ignore[arg-type]
+        self._thread.submit(pending.run, lambda: self._update(source, version, pending.release))
+        return pending
+
+    def on(self, event: Event, listener: Callable[..., Any]) -> Callable[[], None]:
+        """Has `listener` called at an event, on rank 0: "staged", "committed", "failed", "replica_joined",
+        "replica_lost", with the arguments that `trainer_adapters.events` lists. Returns what removes it again."""
+        return self._rank.events.on(event, listener)
 
     def verify(self, source: WeightSource) -> VerifyReport:
         """Compares what every replica's live parameters hold with the source, byte for byte, in engine coordinates."""
@@ -142,6 +171,11 @@ class SyncManager:
         """The version that each living replica serves, by replica id; None before its first update. Not collective."""
         return self._thread.submit(self._versions).result()
 
+    def close_group(self) -> None:
+        """Rank 0: every living replica forgets the group; the installed weights stay. The next update opens it again.
+        Raises the first error. Not collective."""
+        self._thread.submit(self._close_group).result()
+
     def close(self) -> None:
         """Closes sockets and frees segments; may be called twice."""
         with contextlib.suppress(RuntimeError):
@@ -156,18 +190,28 @@ class SyncManager:
 
     # --- every rank, in the manager's thread -------------------------------------------------------------------------
 
-    def _update(self, source: WeightSource, version: int) -> UpdateReport:
+    def _update(self, source: WeightSource, version: int, released: Callable[[], None]) -> UpdateReport:
         where = {"group": self.group, "version": version}
-        return self._together(
-            f"update:{version}",
-            source,
-            where,
-            lambda m: Update(self._rank, source, m, version).run(),
-            UpdateReport,
-        )
+        self._rank.begin(released)
+        try:
+            report = self._together(
+                f"update:{version}",
+                source,
+                where,
+                lambda m: Update(self._rank, source, m, version).run(),
+                UpdateReport,
+            )
+        except WeightwireError as error:
+            if self.rank == 0:
+                self._rank.events.tell("failed", group=self.group, version=version, error=error)
+            raise
+        if self.rank == 0:
+            self._rank.events.tell("committed", report=report)
+        return report
 
     def _verify(self, source: WeightSource) -> VerifyReport:
         where = {"group": self.group, "phase": "verify"}
+        self._rank.begin()
         return self._together(
             "verify", source, where, lambda m: Verification(self._rank, source, m).run(), VerifyReport
         )
@@ -181,7 +225,6 @@ class SyncManager:
         kind: type[Report],
     ) -> Report:
         """One collective operation: rank 0 leads, the others follow; an error on any rank is raised on all."""
-        self._rank.begin()
         deadline_s = time.monotonic() + self.settings.timeout_s
         if self.rank != 0:
             return decode_as(self._rank.follow(operation, source), kind)
@@ -195,6 +238,17 @@ class SyncManager:
             raise
         self._rank.crew.tell_all(Outcome(msgspec.msgpack.encode(report)))
         return report
+
+    def _close_group(self) -> None:
+        for session in self._rank.replicas.values():
+            session.agreed = None
+        for card in self.discover():
+            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
+            try:
+                session.ask_workers(CloseGroup(self.group), Done, timeout_s=CONTROL_TIMEOUT_S)
+            finally:
+                if card.replica not in self._rank.replicas:
+                    session.close()
 
     def _versions(self) -> dict[str, int | None]:
         found: dict[str, int | None] = {}

@@ -104,10 +104,11 @@ class Operation:
         assert self.rank.registry is not None, "rank 0 has it"
         cards = {card.replica: card for card in self.rank.registry.cards()}
         for gone in set(self.rank.replicas) - set(cards):
-            self.rank.replicas.pop(gone).close()
+            self.rank.lose(gone, "it is no longer among the replicas of the job")
         for name, card in cards.items():
             if name not in self.rank.replicas:
                 self.rank.replicas[name] = ReplicaSession.connect(card)
+                self.rank.events.tell("replica_joined", group=self.settings.group, card=card)
         if not cards:
             raise PeerLost(
                 f"no replica of job {addresses.job_name()!r} is running; looked in {addresses.runtime_dir()}",

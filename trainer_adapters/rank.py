@@ -20,7 +20,9 @@ from inference_plugin.wire.messages import Done, Go, InFlight, InstallPolicy, Re
 from trainer_adapters import registry
 from trainer_adapters.agreement import Claims, digests_of
 from trainer_adapters.crew import Crew
+from trainer_adapters.events import Events
 from trainer_adapters.replicas import ReplicaSession
+from trainer_adapters.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from trainer_adapters.source import LocalSlice, WeightSource
@@ -41,6 +43,8 @@ class Settings:
     in_flight: InFlight
     timeout_s: float
     lease_s: float
+    partial: bool
+    stragglers: Stragglers
 
 
 class Rank:
@@ -53,14 +57,17 @@ class Rank:
         self.registry = registry.take() if crew.rank == 0 else None
         self.session = secrets.token_hex(8)
         self.replicas: dict[str, ReplicaSession] = {}
+        self.events = Events()
         self.count = 0
         self.began_s = 0.0
+        self.released: Callable[[], None] = _nobody_waits
         self._senders: dict[str, TransportSender] = {}
         self._covered: tuple[Manifest, ExactCover] | None = None
 
-    def begin(self) -> None:
-        """The next operation."""
+    def begin(self, released: Callable[[], None] | None = None) -> None:
+        """The next operation. `released` is called once this rank's source is no longer read."""
         self.count += 1
+        self.released = released or _nobody_waits
         self.began_s = time.perf_counter()
 
     def follow(self, operation: str, source: WeightSource) -> bytes:
@@ -130,6 +137,7 @@ class Rank:
             )
             _keep_company(source, len(go.transports) - passes)
             return Wrote(go.txn, self.crew.rank, error=info)
+        self.released()
         return Wrote(
             go.txn,
             self.crew.rank,
@@ -155,6 +163,12 @@ class Rank:
             self._senders[transport.name] = transport.sender()
         return self._senders[transport.name]
 
+    def lose(self, replica: str, reason: str) -> None:
+        """On rank 0: a replica takes part no longer; should it come back, it is connected to anew."""
+        if (session := self.replicas.pop(replica, None)) is not None:
+            session.close()
+            self.events.tell("replica_lost", group=self.settings.group, replica=replica, reason=reason)
+
     def close(self) -> None:
         """Releases what replicas keep for the next update, closes sockets, frees segments."""
         for replica in self.replicas.values():
@@ -171,6 +185,10 @@ class Rank:
             registry.give_back(self.registry)
             self.registry = None
         self.crew.close()
+
+
+def _nobody_waits() -> None:
+    pass
 
 
 def _ticking(slices: Iterator[LocalSlice], tick: Callable[[], None]) -> Iterator[LocalSlice]:

@@ -35,7 +35,7 @@ class ReplicaSession:
     workers: list[Channel]
     transport: str = ""
     opened: tuple[GroupOpened, ...] = ()
-    agreed: tuple[str, str] | None = None
+    agreed: tuple[str, str, bool] | None = None
     held_segments: frozenset[str] = field(default_factory=frozenset)
 
     @staticmethod
@@ -71,6 +71,7 @@ class ReplicaSession:
         transports: Sequence[tuple[Transport, TransportSender]],
         install: InstallPolicy,
         *,
+        partial: bool,
         timeout_s: float,
     ) -> None:
         """Opens the group on all workers with the first transport that they can all use.
@@ -78,22 +79,19 @@ class ReplicaSession:
         Raises `ManifestMismatch` if the engine's model can't take the manifest, `TransportUnavailable` with every
         transport's reason, `PeerLost`, `SyncTimeout`.
         """
-        if self.agreed == (manifest.fingerprint, install):
+        terms = (manifest.fingerprint, install, partial)
+        if self.agreed == terms:
             return
         refusals = []
         for transport, sender in transports:
-            request = OpenGroup(group, manifest, transport.name, sender.probe(), install)
+            request = OpenGroup(group, manifest, transport.name, sender.probe(), install, partial)
             try:
                 opened: list[GroupOpened] = self.ask_workers(request, GroupOpened, timeout_s=timeout_s)
             except TransportUnavailable as error:
                 refusals.append(f"{transport.name}: {error.message} ({error.hint})")
                 continue
-            _check_needs(manifest, [terms.needs for terms in opened])
-            self.transport, self.opened, self.agreed = (
-                transport.name,
-                tuple(opened),
-                (manifest.fingerprint, install),
-            )
+            _check_needs(manifest, [answer.needs for answer in opened])
+            self.transport, self.opened, self.agreed = transport.name, tuple(opened), terms
             return
         raise TransportUnavailable(f"no transport reaches it: {'; '.join(refusals)}", replica=self.card.replica)
 

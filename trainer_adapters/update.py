@@ -13,7 +13,7 @@ import msgspec
 
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire import addresses
-from inference_plugin.wire.channel import Outgoing, fan_out
+from inference_plugin.wire.channel import Channel, Outgoing, fan_out, take_ready
 from inference_plugin.wire.errors import (
     CommitFailed,
     ManifestMismatch,
@@ -22,6 +22,7 @@ from inference_plugin.wire.errors import (
     SyncTimeout,
     VersionConflict,
     WeightwireError,
+    first_few,
 )
 from inference_plugin.wire.manifest import Manifest, Piece
 from inference_plugin.wire.messages import (
@@ -42,6 +43,7 @@ from inference_plugin.wire.reports import ReplicaReport, UpdateReport
 from trainer_adapters.operation import Operation
 from trainer_adapters.rank import Rank
 from trainer_adapters.replicas import CONTROL_TIMEOUT_S, ReplicaSession
+from trainer_adapters.stragglers import BestEffort, Quorum
 
 if TYPE_CHECKING:
     from trainer_adapters.source import WeightSource
@@ -81,6 +83,7 @@ class Update(Operation):
             with self._phase("stage"):
                 wrote = self.write(ways, compare_copies=bool(ways) and self.rank.claims.copies_are_due())
                 self._drop_lost(wrote)
+            self._tell_staged()
             with self._phase("seal"):
                 sealed = self._seal(tuple(piece for w in wrote for piece in w.pieces))
             with self._phase("commit"):
@@ -114,6 +117,10 @@ class Update(Operation):
             )
         return report
 
+    def _tell_staged(self) -> None:
+        seconds = time.perf_counter() - self.rank.began_s
+        self.rank.events.tell("staged", group=self.settings.group, version=self.version, seconds=seconds)
+
     def tick(self) -> None:
         """Renews the workers' leases in time."""
         if time.monotonic() - self._renewed_s < self.settings.lease_s / 3:
@@ -131,9 +138,7 @@ class Update(Operation):
             self._sessions[session.card.replica] = session
             self._sent_before[session.card.replica] = session.messages
             with self._replica(session):
-                session.agree(
-                    self.settings.group, self.manifest, self.transports, self.settings.install, timeout_s=self.left_s
-                )
+                self._open(session)
                 self.active[session.card.replica] = session
         ways = []
         busy = frozenset().union(*(s.held_segments for s in self.rank.replicas.values()))
@@ -151,6 +156,16 @@ class Update(Operation):
                 ways.append(GoTransport(transport.name, segment, targets))
         return tuple(ways)
 
+    def _open(self, session: ReplicaSession) -> None:
+        session.agree(
+            self.settings.group,
+            self.manifest,
+            self.transports,
+            self.settings.install,
+            partial=self.settings.partial,
+            timeout_s=self.left_s,
+        )
+
     def _begin(self, session: ReplicaSession, segment: bytes) -> None:
         request = Begin(
             group=self.settings.group,
@@ -166,9 +181,7 @@ class Update(Operation):
         except (ProtocolError, ManifestMismatch):
             # The worker's terms are another trainer's by now: agree anew, once.
             session.agreed = None
-            session.agree(
-                self.settings.group, self.manifest, self.transports, self.settings.install, timeout_s=self.left_s
-            )
+            self._open(session)
             begun = session.ask_workers(request, Begun, timeout_s=CONTROL_TIMEOUT_S)
         if all(answer.already for answer in begun):
             self.active.pop(session.card.replica)
@@ -187,32 +200,53 @@ class Update(Operation):
                         raise WeightwireError.of(info)
 
     def _seal(self, pieces: tuple[Piece, ...]) -> dict[str, list[Sealed]]:
-        """Asks all workers of all replicas until each has sealed; a replica with a failing worker drops out."""
+        """Asks all workers of all replicas until those have sealed that the commit waits for; a replica with a failing
+        worker drops out at once, one that isn't waited for any longer at the end."""
+        policy = self.settings.stragglers
         request = Seal(self.settings.group, self.txn, pieces, SEAL_WAIT_S)
-        sealed: dict[str, list[Sealed]] = {}
-        while waiting := [s for name, s in self.active.items() if name not in sealed]:
-            # One that is slow or silent must not use up the time in which the others are to commit.
-            left_s = self.left_s - COMMIT_SHARE * self.settings.timeout_s
-            if left_s <= 0:
-                for session in waiting:
-                    with self._replica(session):
-                        raise SyncTimeout("its workers had not checked the update in time", side="worker")
+        # One that is slow or silent must not use up the time in which the others are to commit.
+        until_s = self.deadline_s - COMMIT_SHARE * self.settings.timeout_s
+        if isinstance(policy, BestEffort):
+            until_s = min(until_s, time.monotonic() + policy.deadline_s)
+        sealing = {name: Sealing(session) for name, session in self.active.items()}
+        for each in sealing.values():
+            with self._replica(each.session):
+                each.ask(request)
+
+        def waiting() -> list[Sealing]:
+            return [each for name, each in sealing.items() if name in self.active and not each.done]
+
+        def sealed() -> dict[str, list[Sealed]]:
+            return {name: list(each.answers.values()) for name, each in sealing.items() if each.done}
+
+        while waiting() and (left_s := until_s - time.monotonic()) > 0:
+            if isinstance(policy, Quorum) and len(sealed()) >= policy.count:
                 break
-            asked = [(session, channel) for session in waiting for channel in session.workers]
-            replies = fan_out(
-                [Outgoing(channel, request) for _, channel in asked],
-                Sealed,
-                timeout_s=min(left_s, CONTROL_TIMEOUT_S),
+            owners = {channel: each for each in waiting() for channel in each.asked_at_s}
+            silent_s = min(at_s for each in waiting() for at_s in each.asked_at_s.values()) + CONTROL_TIMEOUT_S
+            wait_s = min(left_s, self.settings.lease_s / 3, silent_s - time.monotonic())
+            for channel, reply in take_ready(list(owners), Sealed, timeout_s=max(0.0, wait_s)):
+                with self._replica(owners[channel].session):
+                    owners[channel].take(channel, reply, request)
+            for each in waiting():
+                with self._replica(each.session):
+                    each.check_silence()
+            self.tick()
+        for each in waiting():
+            with self._replica(each.session):
+                raise SyncTimeout(
+                    "its workers had not checked the update in time", hint="the next update brings it up", side="worker"
+                )
+        ready = {name: answers for name, answers in sealed().items() if name in self.active}
+        served = sum(report.status == "already" for report in self.reports.values())
+        everyone = len(self._sessions) - served
+        wanted = policy.count - served if isinstance(policy, Quorum) else everyone if policy == "all" else 0
+        if len(ready) < wanted:
+            raise CommitFailed(
+                f"{len(ready)} of {everyone} replicas are ready, the commit wants {wanted}; none commits",
+                hint=f"the others failed: {first_few([str(r.error) for r in self.reports.values() if r.error])}",
             )
-            for session in waiting:
-                own = [reply for (s, _), reply in zip(asked, replies, strict=True) if s is session]
-                with self._replica(session):
-                    for reply in own:
-                        if isinstance(reply, WeightwireError):
-                            raise reply
-                    if all(reply.done for reply in own if isinstance(reply, Sealed)):
-                        sealed[session.card.replica] = [reply for reply in own if isinstance(reply, Sealed)]
-        return sealed
+        return ready
 
     def _commit(self, sealed: dict[str, list[Sealed]]) -> None:
         """Commits every replica that sealed, all at once."""
@@ -276,8 +310,7 @@ class Update(Operation):
         self._report(session, "failed", None, error=error.info())
         session.agreed = None
         if isinstance(error, PeerLost):
-            self.rank.replicas.pop(session.card.replica, None)
-            session.close()
+            self.rank.lose(session.card.replica, str(error))
 
     def _sent(self) -> int:
         """Requests that rank 0 sent in this update."""
@@ -313,6 +346,40 @@ class Update(Operation):
             raise error.at(phase=name) from error.__cause__
         finally:
             self.phases[name] = time.perf_counter() - started_s
+
+
+class Sealing:
+    """One replica between seal and commit: which of its workers are asked, and what they answered."""
+
+    def __init__(self, session: ReplicaSession) -> None:
+        self.session = session
+        self.asked_at_s: dict[Channel, float] = {}
+        self.answers: dict[Channel, Sealed] = {}
+
+    @property
+    def done(self) -> bool:
+        return len(self.answers) == len(self.session.workers)
+
+    def ask(self, request: Seal) -> None:
+        for channel in self.session.workers:
+            channel.send(request)
+            self.asked_at_s[channel] = time.monotonic()
+
+    def take(self, channel: Channel, reply: Sealed | WeightwireError, request: Seal) -> None:
+        """Raises the error that a worker answered, or that its silence is."""
+        del self.asked_at_s[channel]
+        if isinstance(reply, WeightwireError):
+            raise reply
+        if reply.done:
+            self.answers[channel] = reply
+        else:
+            channel.send(request)
+            self.asked_at_s[channel] = time.monotonic()
+
+    def check_silence(self) -> None:
+        for channel, at_s in self.asked_at_s.items():
+            if time.monotonic() - at_s >= CONTROL_TIMEOUT_S:
+                raise SyncTimeout(f"no reply from {channel.address} within {CONTROL_TIMEOUT_S:g} s", **channel.where)
 
 
 def _segment_id(description: bytes) -> str:

@@ -100,6 +100,7 @@ class Front:
         self._card: ReplicaCard | None = None
         self._torn: dict[str, str] = {}
         self._commit: _PendingCommit | None = None
+        self._next: collections.deque[_PendingCommit] = collections.deque()
         self._lost: str | None = None
         self._listener = Listener(zmq.ROUTER, address, max_bytes=MAX_REQUEST_BYTES)
         self._socket, self.address = self._listener.socket, self._listener.address
@@ -284,8 +285,11 @@ class _PendingCommit:
         front = self._front
         self._boundary_s = time.perf_counter()
         try:
-            if front._commit is not None and not front._commit.over:
-                raise VersionConflict(f"transaction {front._commit.request.txn} is being committed")
+            if (other := front._commit) is not None and not other.over:
+                if other.request.group == self.request.group:
+                    raise VersionConflict(f"transaction {other.request.txn} is being committed")
+                front._next.append(self)  # another group's: one after the other
+                return
             front._commit = self
             replies = self._ask("check")
             if all(reply.commit is not None for reply in replies):
@@ -425,6 +429,10 @@ class _PendingCommit:
     def _end(self, body: Body) -> None:
         self.over = True
         self.reply(body)
+        while self._front._next and (self._front._commit or self).over:
+            if not (following := self._front._next.popleft()).over:
+                self._front._control.submit(following.start)
+                break
 
 
 def replica_card(**fields: Any) -> ReplicaCard:

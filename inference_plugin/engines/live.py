@@ -16,7 +16,12 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-__all__ = ["LiveModel", "on_meta"]
+from inference_plugin.install.adapter import GROUP_PREFIX, AdapterInstaller
+from inference_plugin.install.contract import AdapterSlots, Installer
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.errors import EngineUnsupported
+
+__all__ = ["LiveModel", "on_meta", "without_wrappers"]
 
 DECODING_S = 0.1
 """An engine whose last step ended no longer ago is decoding."""
@@ -29,6 +34,8 @@ class LiveModel:
     fixed_addresses = False
     post_processing: type | tuple[()] = ()
     """The class of the engine's `quant_method`s that post-process."""
+    adapter_slots: AdapterSlots | None = None
+    """The engine's own LoRA slots, where it has some."""
 
     def __init__(self, live: nn.Module, device: torch.device, skeleton: nn.Module) -> None:
         self.live = live
@@ -37,6 +44,18 @@ class LiveModel:
         self.lock = threading.Lock()
         self._stepping = False
         self._stepped_at_s = -math.inf
+
+    def installer(self, group: str) -> Installer:
+        """What installs a group: of an adapter where its name says so, else of the whole model."""
+        if not group.startswith(GROUP_PREFIX):
+            return ModelInstaller(self)
+        if self.adapter_slots is None:
+            raise EngineUnsupported(
+                f"group {group!r} is a LoRA adapter, and this engine has no LoRA slots",
+                hint="start the engine with LoRA enabled, or send the merged model with MergedLoRAAdapter",
+                phase="open",
+            )
+        return AdapterInstaller(self.adapter_slots, group.removeprefix(GROUP_PREFIX))
 
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         return model.load_weights(tensors)  # type: ignore[operator]
@@ -99,6 +118,34 @@ def on_meta(dtype: AbstractContextManager[Any], ropes: dict[Any, Any] | None = N
     finally:
         table.clear()
         table.update(kept)
+
+
+def without_wrappers(model: nn.Module, wrapper: type[nn.Module]) -> nn.Module:
+    """The model as it was before the engine put wrappers with a `base_layer` around some of its modules.
+
+    Parameters, buffers and the tables that hold them are the model's own; only modules with a wrapper somewhere below
+    them are shallow copies.
+    """
+    done: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> nn.Module:
+        if id(module) not in done:
+            if isinstance(module, wrapper):
+                base: Any = module.base_layer
+                done[id(module)] = visit(base)
+            else:
+                children = {name: child if child is None else visit(child) for name, child in module._modules.items()}
+                plain = all(child is children[name] for name, child in module._modules.items())
+                done[id(module)] = module if plain else _with_children(module, children)
+        return done[id(module)]
+
+    return visit(model)
+
+
+def _with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__ = module.__dict__ | {"_modules": children}
+    return twin
 
 
 def _finish(quant_method: Any, module: nn.Module) -> None:

@@ -13,7 +13,6 @@ import msgspec
 
 from inference_plugin.engines.live import LiveModel
 from inference_plugin.groups import GroupTable
-from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.server import WorkerServer
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
@@ -65,7 +64,7 @@ class RankRuntime:
     def __init__(self, identity: RankIdentity, model: LiveModel) -> None:
         self.identity = identity
         self.model = model
-        self._table = GroupTable(identity.replica, identity.rank, lambda _group: ModelInstaller(model), model.decoding)
+        self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding)
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._where = where
         listen = addresses.listen_address(identity.replica, str(identity.rank))

@@ -35,8 +35,9 @@ from torch import nn
 
 from inference_plugin.engines.front import open_front
 from inference_plugin.engines.hooking import installed_version, wrap
-from inference_plugin.engines.live import LiveModel, on_meta
+from inference_plugin.engines.live import LiveModel, on_meta, without_wrappers
 from inference_plugin.engines.rank import RankIdentity, RankReply, RankRuntime
+from inference_plugin.engines.sglang_lora import LORA_TOUCHES, SglangAdapterSlots, hook_lora
 from inference_plugin.engines.touch import Touch, check_touches
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
@@ -84,6 +85,7 @@ TOUCHES = (
     Touch("sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", why="recognised: padded on purpose"),
     Touch("sglang.srt.layers.rotary_embedding.factory:_ROPE_DICT", why="saved and restored around the skeleton's construction"),
     Touch("sglang.srt.model_loader.utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
+    *LORA_TOUCHES,
     # starting
     Touch("sglang.srt.managers.scheduler:run_scheduler_process", why="called by `run_scheduler`"),
     Touch("sglang.srt.entrypoints.engine:Engine.run_scheduler_process_func", why="replaced in `make_engine`'s class"),
@@ -98,6 +100,7 @@ def register() -> None:
     """Hooks into this process's SGLang; a second call does nothing. Raises `EngineUnsupported`, having touched nothing."""
     check_touches("sglang", installed_version("sglang"), KNOWN_VERSIONS, TOUCHES)
     _hook_scheduler()
+    hook_lora()
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
@@ -328,6 +331,11 @@ class SglangModel(LiveModel):
 
         runner = scheduler.tp_worker.model_runner
         live: nn.Module = runner.model
+        if scheduler.enable_lora:
+            from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+            live = without_wrappers(live, BaseLayerWithLoRA)
+            self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
         self.post_processing = QuantizeMethodBase
         super().__init__(live, next(live.parameters()).device, _skeleton(runner))
         self.fixed_addresses = self.device.type != "cpu" and not runner.server_args.disable_cuda_graph

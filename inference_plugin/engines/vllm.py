@@ -33,9 +33,10 @@ from torch import nn
 
 from inference_plugin.engines.front import Front, open_front
 from inference_plugin.engines.hooking import installed_version, wrap
-from inference_plugin.engines.live import LiveModel, on_meta
+from inference_plugin.engines.live import LiveModel, on_meta, without_wrappers
 from inference_plugin.engines.rank import RankIdentity, RankOperation, RankReply, RankRuntime
 from inference_plugin.engines.touch import Touch, check_touches
+from inference_plugin.engines.vllm_lora import LORA_TOUCHES, VllmAdapterSlots, hook_lora
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
@@ -100,6 +101,7 @@ TOUCHES = (
     Touch("vllm.v1.engine.core_client:InprocClient.abort_requests", ("request_ids",), "wrapped: lock"),
     Touch("vllm.v1.engine.core_client:InprocClient.reset_prefix_cache", ("reset_running_requests",), "wrapped: lock"),
     Touch("vllm.entrypoints.launchers.app:init_entrypoints_middleware", why="wrapped: adds the middleware for torn replicas"),
+    *LORA_TOUCHES,
 )  # fmt: skip
 
 _START_TIMEOUT_S = 600.0
@@ -122,6 +124,7 @@ def register() -> None:
     _hook_core()
     _hook_inproc()
     _hook_api()
+    hook_lora()
 
 
 # --- worker processes ------------------------------------------------------------------------------------------------
@@ -190,7 +193,13 @@ class VllmModel(LiveModel):
 
         self._config = worker.vllm_config
         self.post_processing = QuantizeMethodBase
-        super().__init__(worker.model_runner.get_model(), torch.device(worker.device), _skeleton(self._config))
+        live: nn.Module = worker.model_runner.get_model()
+        if self._config.lora_config is not None:
+            from vllm.lora.layers import BaseLayerWithLoRA
+
+            live = without_wrappers(live, BaseLayerWithLoRA)
+            self.adapter_slots = VllmAdapterSlots(worker.model_runner.lora_manager)
+        super().__init__(live, torch.device(worker.device), _skeleton(self._config))
         self.fixed_addresses = self.device.type != "cpu" and not self._config.model_config.enforce_eager
         if self.device.type == "cpu":
             # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer

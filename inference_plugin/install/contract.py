@@ -14,7 +14,7 @@ from torch import nn
 from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.messages import BoxDigest
 
-__all__ = ["Brake", "EngineModel", "InstallTerms", "Installer"]
+__all__ = ["AdapterPlace", "AdapterSlots", "Brake", "EngineModel", "InstallTerms", "Installer"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,40 @@ class EngineModel(Protocol):
 
     def computing(self) -> AbstractContextManager[None]:
         """What must be set while the engine's post-processing runs (current configuration, no gradients)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlace:
+    """A weight of the engine that adapters may change, as the checkpoint has it: (rows, columns)."""
+
+    rows: int
+    columns: int
+
+
+class AdapterSlots(Protocol):
+    """What an engine file tells about its LoRA slots. Tensors go by PEFT's names, modules by what stands before
+    `.lora_A.weight` in them."""
+
+    max_rank: int
+    dtype: str
+    """By torch's name."""
+
+    def check(self, adapter: str) -> None:
+        """Raises `EngineUnsupported` where no adapter of that name can be served."""
+
+    def place(self, module: str) -> AdapterPlace | None:
+        """The weight of a module; None for one that this rank doesn't have, or that takes no adapter here."""
+
+    def held(self, adapter: str) -> object:
+        """Engine's thread: what the adapter is now, for `put` to bring it back."""
+
+    def put(self, adapter: str, what: object) -> None:
+        """Engine's thread: from the next step on the adapter is this: tensors by their names, which are never written, or
+        what `held` gave."""
+
+    def read(self, adapter: str) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor | str]]:
+        """Engine's thread: what the slots hold, as a box of each tensor: name, offsets, values or why they can't be
+        read."""
 
 
 class Installer(Protocol):

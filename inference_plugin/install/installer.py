@@ -113,6 +113,12 @@ class ModelInstaller:
                 f"the engine holds in a form of its own, and no post-processing accounts for it: {first_few(unknown)}",
                 phase="open",
             )
+        if partial and (halved := layout.halved()):
+            raise ManifestMismatch(
+                f"the engine packs these as one, and the group has a part of them only: {first_few(halved)}",
+                hint="give all tensors of such a module to one group",
+                phase="open",
+            )
         if (why := self._model.unfinishable()) is not None:
             raise EngineUnsupported(f"this model can't be updated in place: {why}", phase="open")
         self._manifest, self._plan, self._layout = manifest, plan, layout
@@ -121,6 +127,12 @@ class ModelInstaller:
 
     def _check(self, manifest: Manifest, plan: PlacementPlan, tensors: list[TensorInfo], partial: bool) -> None:
         """Names, shapes and dtypes against what the loader does with them. Raises `ManifestMismatch`."""
+        if plan.refusal is not None and partial:
+            raise ManifestMismatch(
+                f"what a part of the model writes can't be told: {plan.refusal}",
+                hint="send the whole model as one group",
+                phase="open",
+            )
         if plan.refusal is not None:
             # The loader gave up on the whole: ask it tensor by tensor, which ones it can't take.
             if wrong := self._misfits(tensors):
@@ -189,7 +201,7 @@ class ModelInstaller:
         return sum(t.nbytes for t in storages.values()) + self._layout.rebuilt_nbytes
 
     def _second_storages(self) -> dict[str, torch.Tensor]:
-        """A storage per plain storage of the live model: the last ones swapped out, or new ones.
+        """A storage per plain storage that the group writes: the last ones swapped out, or new ones.
 
         New ones start as copies, for bytes that no checkpoint tensor fills (padding).
         """
@@ -197,7 +209,7 @@ class ModelInstaller:
         spare, self._spare = self._spare, None
         if spare is not None:
             return spare.storages
-        return {name: view.clone() for name, view in self._layout.live_storages().items()}
+        return {name: view.clone() for name, view in self._layout.own_storages().items()}
 
     def _load_second(self, segment: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The whole skeleton in memory, filled by the engine's own loader from copies of the staged tensors."""
@@ -207,12 +219,12 @@ class ModelInstaller:
         shapes = storage_views(skeleton)
         with self._model.lock, _materialised(skeleton, set(shapes), self._model.device) as held:
             real = dict(held.flats)
-            live = self._layout.live_storages()
+            live, own = self._layout.live_storages(), self._layout.own_storages()
             for name, flat in real.items():
                 if name in live and live[name].numel() == flat.numel():
                     flat.copy_(live[name])
             self._model.load_weights(skeleton, ((name, view.clone()) for name, view in sources.items()))
-            plain = {name: flat for name, flat in real.items() if name in live}
+            plain = {name: flat for name, flat in real.items() if name in own}
             return plain, {name: flat for name, flat in real.items() if name not in live}
 
     def _rebuild(
@@ -224,6 +236,7 @@ class ModelInstaller:
     ) -> Iterator[Aside]:
         """Every rebuilt module, one after the other, from the segment (or from what the loader filled)."""
         assert self._layout is not None
+        live = self._layout.live_storages()
         for name in self._layout.rebuilt:
             keys = self._layout.aside_keys(name)
             if loaded is None:
@@ -231,7 +244,7 @@ class ModelInstaller:
                 _spread(self._bind(segment, self._layout.plan_of(name), memory), brake)
             else:
                 memory = {key: loaded[key] for key in keys}
-            yield self._layout.finish_aside(name, {**storages, **memory})
+            yield self._layout.finish_aside(name, {**live, **storages, **memory})
             brake(sum(t.nbytes for t in memory.values()))
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
@@ -361,7 +374,9 @@ class ModelInstaller:
 
     def _bind(self, segment: torch.Tensor, placements: Any, destinations: Mapping[str, torch.Tensor]) -> Replay:
         assert self._manifest is not None and self._plan is not None
-        fills = [fill for fill in self._plan.fills if fill.dest.tensor in destinations]
+        assert self._layout is not None
+        own = self._layout.written
+        fills = [fill for fill in self._plan.fills if fill.dest.tensor in destinations and fill.dest.tensor in own]
         return Replay(placements, _sources(self._manifest, segment), destinations, fills)
 
 

@@ -92,6 +92,9 @@ class LiveLayout:
         live = self._live_by_key()
         self._plain = {key for key in self._shapes if key not in own_form and key in live}
         self.written = frozenset(p.dest.tensor for p in plan.placements) | frozenset(plan.refused)
+        self._own = frozenset(self._shapes) if plan.refusal is not None else self.written
+        # A group that is a part of the model leaves alone what it doesn't write.
+        self.rebuilt = {name: parts for name, parts in self.rebuilt.items() if self._own & self._keys_of(name)}
         self.unaccounted = sorted(
             key for key in {p.dest.tensor for p in plan.placements} if key not in self._plain and key not in own_form
         )
@@ -127,6 +130,14 @@ class LiveLayout:
         """Each plain storage of the live model as a flat tensor, by its key."""
         live = self._live_by_key()
         return {key: live[key] for key in self._plain}
+
+    def own_storages(self) -> dict[str, torch.Tensor]:
+        """Those of the live storages that the group writes."""
+        return {key: flat for key, flat in self.live_storages().items() if key in self._own}
+
+    def halved(self) -> list[str]:
+        """Modules that the engine rebuilds as one, of whose parameters the group has a part only."""
+        return [name for name in self.rebuilt if any(key in self._plan.uncovered for key in self.aside_keys(name))]
 
     def filled_over(self) -> list[str]:
         """Where the loader fills in constants that the live model doesn't hold: what was sent is too small.
@@ -240,14 +251,14 @@ class LiveLayout:
             ),
         )
 
+    def _keys_of(self, module: str) -> set[str]:
+        """The storages that a module's own parameters lie in."""
+        parameters = self._skeleton_modules[module]._parameters
+        return {self._key_of[f"{module}.{name}"] for name, tensor in parameters.items() if tensor is not None}
+
     def _try_finishing(self, module: str) -> frozenset[str] | None:
         """The parameters that post-processing makes something else of; None if it changes nothing at all."""
-        keys = {
-            self._key_of[f"{module}.{n}"]
-            for n, p in self._skeleton_modules[module]._parameters.items()
-            if p is not None
-        }
-        storages = {key: self.new_storage(key) for key in keys}
+        storages = {key: self.new_storage(key) for key in self._keys_of(module)}
         for flat in storages.values():
             bytes_view(flat).random_(0, 64)
         stand_in = self._stand_in(module, storages)

@@ -19,7 +19,7 @@ from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, Syn
 from inference_plugin.wire.link import SILENCE_S, Link
 from inference_plugin.wire.messages import Body, Failed
 
-__all__ = ["Channel", "Outgoing", "fan_out", "open_pidfd"]
+__all__ = ["Channel", "Outgoing", "fan_out", "open_pidfd", "take_ready"]
 
 RESEND_S = 10.0
 """A request without a reply is sent again after this time, then after twice as long, and so on: requests are idempotent,
@@ -96,10 +96,23 @@ class Channel:
                 raise PeerLost(f"the process behind {self.address} is gone", **self.where)
             if self._link is not None:
                 self._look_at(self._link)
-            if time.monotonic() >= deadline_s:
-                raise SyncTimeout(f"no reply from {self.address} within {timeout_s:g} s", **self.where)
             if time.monotonic() >= self._resend_at_s:
                 self._transmit("again")
+            if time.monotonic() >= deadline_s:
+                raise SyncTimeout(f"no reply from {self.address} within {timeout_s:g} s", **self.where)
+
+    @property
+    def sources(self) -> list[Any]:
+        """What to poll for news of an open request: sockets and descriptors."""
+        monitor = [self._link.monitor] if self._link is not None else []
+        return [self._socket, *monitor, *([self._pidfd] if self._pidfd is not None else [])]
+
+    @property
+    def look_at_s(self) -> float:
+        """When an open request wants a look without news, on `time.monotonic()`'s clock."""
+        if self._watches_process and self._pidfd is None:
+            return 0.0
+        return min(self._resend_at_s, self._link.lost_at_s if self._link is not None else math.inf)
 
     def peer_is_gone(self) -> bool:
         """Whether the peer's process is known to have ended."""
@@ -207,6 +220,26 @@ def fan_out(requests: Sequence[Outgoing], kind: type[Reply], *, timeout_s: float
         except WeightwireError as error:
             results.append(error)
     return results
+
+
+def take_ready(
+    channels: Sequence[Channel], kind: type[Reply], *, timeout_s: float
+) -> list[tuple[Channel, Reply | WeightwireError]]:
+    """Replies and errors of open requests as they come: those that are there, or the first within `timeout_s`, or none."""
+    watched = [(source, zmq.POLLIN) for channel in channels for source in channel.sources]
+    due_s = min((channel.look_at_s for channel in channels), default=math.inf) - time.monotonic()
+    ready = [source for source, _ in zmq.zmq_poll(watched, int(max(0.0, min(timeout_s, due_s)) * 1000) + 1)]
+    now_s = time.monotonic()
+    found: list[tuple[Channel, Reply | WeightwireError]] = []
+    for channel in channels:
+        if channel.look_at_s <= now_s or any(source in ready for source in channel.sources):
+            try:
+                found.append((channel, channel.receive(kind, timeout_s=0)))
+            except SyncTimeout:
+                continue  # news of the connection, or of an earlier request
+            except WeightwireError as error:
+                found.append((channel, error))
+    return found
 
 
 def open_pidfd(pid: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from tests.support import models
 from tests.support.engines import session_directory
+from tests.support.lora_trainer import LoRATrainer
 
 Checkpoint = Callable[..., Path]
 
@@ -33,3 +35,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         return makers[kind](root / name, seed=seed, tied=tied, dtype=torch.float32)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def lora_trainer(runtime: Path) -> Iterator[LoRATrainer]:
+    with LoRATrainer(Path(tempfile.mkdtemp(dir=runtime))) as trainer:
+        yield trainer

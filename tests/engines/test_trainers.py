@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from inference_plugin.wire.errors import EngineUnsupported
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, source
 from tests.support.engines import ROOT, Driver
 from tests.support.greedy import greedy_batch
-from trainer_adapters import SyncManager
+from trainer_adapters import ModuleAdapter, SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -50,6 +52,7 @@ TRAINERS = {
     "fsdp2-4-ranks": Trainer("fsdp2.py", 4),
     "hsdp-2-x-2": Trainer("hsdp.py", 4),
     "fsdp2-2-x-tp-2": Trainer("fsdp2_tp.py", 4),
+    "lora-2-ranks": Trainer("lora.py", 2),
     "megatron-tp-2-x-pp-2": Trainer("megatron.py", 4, "qwen3", ("--tp", "2", "--pp", "2")),
     "megatron-ep-2": Trainer("megatron.py", 2, "qwen3_moe", ("--ep", "2")),
 }
@@ -82,6 +85,21 @@ def opened(runtime: Path, checkpoint: Checkpoint) -> Iterator[Open]:
 
     yield get
     close()
+
+
+def test_an_adapter_for_an_engine_without_lora_slots_is_refused(opened: Open) -> None:
+    _, engines = opened("llama")
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    adapter = ModuleAdapter(
+        {f"{layer}.lora_A.weight": torch.zeros(4, 64), f"{layer}.lora_B.weight": torch.zeros(128, 4)}
+    )
+    before = engines[0].tokens(PROMPTS, COUNT)
+    with (
+        SyncManager(group="lora.policy", timeout_s=60) as manager,
+        pytest.raises(EngineUnsupported, match=r"no LoRA slots .*start the engine with LoRA enabled"),
+    ):
+        manager.update(adapter, 1)
+    assert [engine.tokens(PROMPTS, COUNT) for engine in engines] == [before] * len(engines)
 
 
 @pytest.mark.parametrize("name", TRAINERS)

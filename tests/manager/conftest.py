@@ -1,14 +1,31 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.rig import runtime
+from tests.support.rig import Rig, runtime
+
+Start = Callable[..., Rig]
 
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with runtime(monkeypatch) as path:
         yield path
+
+
+@pytest.fixture
+def start(directory: Path) -> Iterator[Start]:
+    """Starts replicas, with the options of `Rig`; they end with the test."""
+    rigs: list[Rig] = []
+
+    def begin(**options: Any) -> Rig:
+        rigs.append(Rig(directory, **options))
+        return rigs[-1]
+
+    yield begin
+    for rig in rigs:
+        rig.end()

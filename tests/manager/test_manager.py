@@ -34,24 +34,10 @@ from inference_plugin.wire.errors import (
 )
 from inference_plugin.wire.messages import Commit, Committed, Describe, ReplicaCard, WorkerCard
 from inference_plugin.wire.reports import UpdateReport, last_report
+from tests.manager.conftest import Start
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected, manifest_of
 from tests.support.rig import ROOT, Rig, eventually, fork, gone, kill
 from trainer_adapters.manager import SyncManager
-
-Start = Callable[..., Rig]
-
-
-@pytest.fixture
-def start(directory: Path) -> Iterator[Start]:
-    rigs: list[Rig] = []
-
-    def begin(**options: Any) -> Rig:
-        rigs.append(Rig(directory, **options))
-        return rigs[-1]
-
-    yield begin
-    for rig in rigs:
-        rig.end()
 
 
 @pytest.fixture

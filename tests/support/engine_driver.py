@@ -112,12 +112,14 @@ class Driver:
 
     def do_submit(self, requests: list[dict[str, Any]]) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         for request in requests:
             params = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True)
-            name = request["name"]
+            name, lora = request["name"], request.get("lora")
+            adapter = {"lora_request": LoRARequest(*lora)} if lora else {}
             self.requests[name] = begun(name)
-            self.llm.llm_engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+            self.llm.llm_engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params, **adapter)
 
     def do_wait(self, names: list[str], number: int) -> None:
         self.waiting.append((number, names))

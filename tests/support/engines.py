@@ -284,11 +284,13 @@ class Driver(Engine):
         assert [r["finish_reason"] for r in done] == ["length"] * len(prompts), done
         return [r["tokens"] for r in done]
 
-    def submit(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[str]:
-        """Starts requests and returns their names."""
+    def submit(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 16, lora: tuple[str, int, str] | None = None
+    ) -> list[str]:
+        """Starts requests and returns their names. `lora`: name, number and path of an adapter."""
         names = [f"r{next(self._names)}" for _ in prompts]
         requests = [
-            {"name": name, "prompt": list(prompt), "max_tokens": max_tokens}
+            {"name": name, "prompt": list(prompt), "max_tokens": max_tokens, "lora": lora}
             for name, prompt in zip(names, prompts, strict=True)
         ]
         self.call("submit", requests=requests)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_plugin.hooks import hookimpl
+from inference_plugin.install.adapter import AdapterInstaller
 from inference_plugin.install.installer import ModelInstaller
 
 __all__ = ["plugin"]
@@ -37,14 +38,16 @@ class FaultPlugin:
 
 def fail_after_install(text: str) -> None:
     """The next `install` of this process does everything, then raises."""
-    original = ModelInstaller.install
+    originals = {kind: kind.install for kind in (ModelInstaller, AdapterInstaller)}
 
-    def install(self: ModelInstaller, *args: Any) -> None:
-        ModelInstaller.install = original  # type: ignore[method-assign]
-        original(self, *args)
+    def install(self: Any, *args: Any) -> None:
+        for kind, original in originals.items():
+            kind.install = original  # type: ignore[method-assign]
+        originals[type(self)](self, *args)
         raise RuntimeError(text)
 
-    ModelInstaller.install = install  # type: ignore[method-assign]
+    for kind in originals:
+        kind.install = install  # type: ignore[method-assign]
 
 
 plugin = FaultPlugin()

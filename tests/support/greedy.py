@@ -18,11 +18,11 @@ def greedy_batch(directory: str | Path, prompts: Sequence[Sequence[int]], max_to
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    return [_continue(model, prompt, max_tokens) for prompt in prompts]
+    return [continued(model, prompt, max_tokens) for prompt in prompts]
 
 
 @torch.inference_mode()
-def _continue(model: torch.nn.Module, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+def continued(model: torch.nn.Module, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
     tokens: list[int] = []
     cache = None
     fresh = torch.tensor([list(prompt_ids)])

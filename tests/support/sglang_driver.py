@@ -16,6 +16,20 @@ from tests.support import engine_driver
 
 PASS_S = 0.005
 
+if os.environ.get("WEIGHTWIRE_TEST_UNPINNED"):
+    # SGLang's LoRA code asks for pinned memory whatever the device, and a torch without an accelerator has none to give.
+    # The schedulers import this module as well, on the thread that runs the model: they are spawned from it.
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Unpinned(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.pin_memory:
+                return args[0]
+            return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+    Unpinned().__enter__()
+
 
 class Driver(engine_driver.Driver):
     def step(self) -> None:
@@ -46,6 +60,7 @@ class Driver(engine_driver.Driver):
                 input_ids=request["prompt"],
                 sampling_params={"temperature": 0, "max_new_tokens": request["max_tokens"], "ignore_eos": True},
                 stream=True,
+                lora_path=request["lora"][0] if request.get("lora") else None,
             )
             async for chunk in stream:
                 meta = chunk["meta_info"]
@@ -61,7 +76,8 @@ class Driver(engine_driver.Driver):
         state["finished"] = True
 
     def do_rpc(self, method: str, args: list[Any]) -> list[Any]:
-        raise NotImplementedError
+        """A method of `sgl.Engine`."""
+        return [str(getattr(self.llm, method)(*args))]
 
     def close(self) -> None:
         if self.llm is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.trainers.observing import Result, main, observe, refused, state, tiny_qwen3, tiny_qwen3_moe, train
-from trainer_adapters import FSDPAdapter, MergedLoRAAdapter
+from trainer_adapters import FSDPAdapter, LoRAAdapter, MergedLoRAAdapter
 
 ATTENTION = ["q_proj", "v_proj", "down_proj"]
 
@@ -163,6 +163,79 @@ def renamed_and_filtered() -> Result:
         model, rename=lambda n: f"policy.{n}", include=["policy.model.layers.0.*"], exclude=["*norm*"]
     )
     return observe(source, gold)
+
+
+# --- an adapter alone, for an engine's own slots ------------------------------
+
+
+def alone(make: Callable[[], Any], adapter: str = "default", **options: Any) -> Result:
+    """Against PEFT's own checkpoint of an unsharded model, with B times the scaling that its layers have."""
+    gold = push(make())
+    scaling = {
+        f"base_model.model.{name}.lora_B.weight": layer.scaling[adapter]
+        for name, layer in gold.get_base_model().named_modules()  # type: ignore[operator]
+        if hasattr(layer, "lora_B") and adapter in layer.lora_B
+    }
+    saved = get_peft_model_state_dict(gold, adapter_name=adapter)
+    exact = {name: t.float() * scaling[name] if name in scaling else t for name, t in saved.items()}
+    dtype = torch.bfloat16 if options else torch.float32
+    model = shard(push(make()))
+    return observe(LoRAAdapter(model, adapter, **options), {name: t.to(dtype) for name, t in exact.items()})
+
+
+def alone_rank_stabilised_with_patterns() -> Result:
+    options = {"use_rslora": True, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {"v_proj": 3}}
+    return alone(lambda: adapted(tiny_qwen3(), **options))
+
+
+def alone_and_not_active() -> Result:
+    def make() -> Any:
+        model = two_adapters(tiny_qwen3())
+        model.set_adapter("default")
+        return model
+
+    return alone(make, "second")
+
+
+def alone_as_bf16() -> Result:
+    return alone(lambda: adapted(tiny_qwen3()), dtype_rules={"*": torch.bfloat16})
+
+
+def alone_transposed() -> Result:
+    return alone(lambda: adapted(tiny_gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True))
+
+
+def refused_alone(model: Any, adapter: str = "default") -> Result:
+    return refused(LoRAAdapter(shard(model), adapter).manifest)
+
+
+def refuse_alone_dora() -> Result:
+    return refused_alone(adapted(tiny_qwen3(), use_dora=True))
+
+
+def refuse_alone_biases_of_adapters() -> Result:
+    return refused_alone(adapted(tiny_gpt2(), target_modules=["c_attn"], fan_in_fan_out=True, lora_bias=True))
+
+
+def refuse_alone_biases_of_the_base() -> Result:
+    return refused_alone(adapted(tiny_gpt2(), target_modules=["c_attn"], fan_in_fan_out=True, bias="all"))
+
+
+def refuse_alone_modules_to_save() -> Result:
+    return refused_alone(adapted(tiny_qwen3(tied=False), modules_to_save=["lm_head"]))
+
+
+def refuse_alone_embeddings() -> Result:
+    return refused_alone(adapted(tiny_qwen3(tied=False), target_modules=["embed_tokens", "q_proj"]))
+
+
+def refuse_alone_stacked_experts() -> Result:
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    return refused_alone(adapted(tiny_qwen3_moe(), target_modules=["q_proj"], target_parameters=targets))
+
+
+def refuse_alone_another_name() -> Result:
+    return refused_alone(adapted(tiny_qwen3()), "policy")
 
 
 class Wide(nn.Module):
@@ -340,6 +413,17 @@ CASES = [
     refuse_a_typo_in_rename,
     refuse_another_rank_of_the_adapter_on_one_trainer_rank,
     names_that_a_plain_adapter_gives,
+    alone_rank_stabilised_with_patterns,
+    alone_and_not_active,
+    alone_as_bf16,
+    alone_transposed,
+    refuse_alone_dora,
+    refuse_alone_biases_of_adapters,
+    refuse_alone_biases_of_the_base,
+    refuse_alone_modules_to_save,
+    refuse_alone_embeddings,
+    refuse_alone_stacked_experts,
+    refuse_alone_another_name,
 ]
 
 

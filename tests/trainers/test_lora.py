@@ -53,6 +53,34 @@ def test_norms_of_rows_and_stacked_experts_equal_merge_and_unload_up_to_the_last
         torch.testing.assert_close(value, seen[0]["gold"][name], rtol=4 * torch.finfo(torch.float32).eps, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    "case", ["alone_rank_stabilised_with_patterns", "alone_and_not_active", "alone_as_bf16", "alone_transposed"]
+)
+def test_an_adapter_alone_is_what_peft_saves_of_it_with_its_scaling(ranks: Ranks, case: str) -> None:
+    seen = of(ranks, case)
+    manifest, values, _ = written(seen, seen[0]["collectives"])
+    assert_is_gold(values, seen[0]["gold"], manifest.tied)
+    assert values, "something must have been sent"
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("refuse_alone_dora", ["'default' changes in", "q_proj.weight"]),
+        ("refuse_alone_biases_of_adapters", ["'default' changes in", "c_attn.bias"]),
+        ("refuse_alone_biases_of_the_base", ["'default' changes in", "biases ('all')"]),
+        ("refuse_alone_modules_to_save", ["'default' changes in", "lm_head"]),
+        ("refuse_alone_embeddings", ["'default' changes in", "embed_tokens.weight"]),
+        ("refuse_alone_stacked_experts", ["'default' changes in", "experts.gate_up_proj"]),
+        ("refuse_alone_another_name", ["no layer has an adapter named 'policy'"]),
+    ],
+)
+def test_what_slots_cannot_hold_is_refused_by_name(ranks: Ranks, case: str, parts: list[str]) -> None:
+    for seen in of(ranks, case):
+        assert seen["error"] == "ManifestMismatch", seen
+        assert [part for part in parts if part not in seen["text"]] == [], seen["text"]
+
+
 def test_a_and_b_are_gathered_in_a_few_collectives_and_the_base_never(ranks: Ranks) -> None:
     for rank in of(ranks, "trained_by_real_steps"):
         assert rank["collectives"] == 2 + 2, "who has what, twice; and one bucket, a broadcast a rank"

@@ -1,0 +1,240 @@
+"""SGLang's LoRA slots: an adapter that SGLang knows gets new tensors.
+
+SGLang knows an adapter by an id that its tokenizer process gave to a name, when it was started with the adapter or told to
+load it. So the name must be known there first; an update then replaces what every rank holds for it: the copy from which
+slots are filled, and the slot, if the adapter is in one. An adapter that SGLang unloads for others and reads again later is
+the update's as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from inference_plugin.engines.hooking import wrap
+from inference_plugin.engines.touch import Touch
+from inference_plugin.install.contract import AdapterPlace
+from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.tensors import dtype_name
+
+__all__ = ["LORA_TOUCHES", "SglangAdapterSlots", "hook_lora"]
+
+_MANAGER = "sglang.srt.lora.lora_manager:LoRAManager."
+_POOL = "sglang.srt.lora.mem_pool:LoRAMemoryPool."
+_LAYERS = "sglang.srt.lora.layers:"
+
+LORA_TOUCHES = (
+    Touch(_MANAGER + "load_lora_weights", ("self", "lora_ref"), "wrapped: an adapter that an update brought is not the one on disk"),
+    Touch(_MANAGER + "_notify_lora_slots_updated", ("self", "slot_ids"), "called"),
+    Touch(_POOL + "load_lora_weight_to_buffer", ("uid", "buffer_id", "lora_adapter", "lora_modules", "lora_embed_tokens_module", "lora_lm_head_module"), "called: fills a slot"),
+    Touch("sglang.srt.lora.lora:LoRAAdapter.initialize_weights_from_tensors", ("self", "tensors"), "called"),
+    Touch("sglang.srt.lora.lora_config:LoRAConfig.from_dict", ("config_dict",), "called"),
+    Touch("sglang.srt.lora.lora_registry:LoRARef", why="read: id and name"),
+    Touch("sglang.srt.lora.utils:get_target_module_name", ("full_module_name", "target_modules"), "called: which buffer a layer's slots are in"),
+    Touch("sglang.srt.layers.utils:get_layer_id", ("weight_name",), "called"),
+    Touch("sglang.srt.distributed.utils:get_group_rank_size", ("group",), "called: a layer's rank"),
+    Touch(_LAYERS + "BaseLayerWithLoRA", why="recognised: around the model's own layers"),
+    Touch(_LAYERS + "QKVParallelLinearWithLoRA", why="recognised: attention's packed projections"),
+    Touch(_LAYERS + "MergedColumnParallelLinearWithLoRA", why="recognised: packed projections"),
+    Touch(_LAYERS + "ColumnParallelLinearWithLoRA", why="recognised"),
+    Touch(_LAYERS + "RowParallelLinearWithLoRA", why="recognised"),
+)  # fmt: skip
+
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""What SGLang packs into one layer: all of it has one rank there, and what an adapter leaves out is zero."""
+
+
+def hook_lora() -> None:
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    @wrap(LoRAManager, "load_lora_weights")
+    def load_lora_weights(original: Callable[..., Any], self: Any, lora_ref: Any) -> Any:
+        result = original(self, lora_ref)
+        slots: SglangAdapterSlots | None = getattr(self, "_weightwire_slots", None)
+        if slots is not None:
+            slots.loaded(lora_ref)
+        return result
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What an adapter is: SGLang's own objects by their ids, and the tensors that an update brought, if one did."""
+
+    made: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor] | None
+
+
+class SglangAdapterSlots:
+    """`install.contract.AdapterSlots` of one rank."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.max_rank = int(manager.max_lora_rank)
+        self.dtype = dtype_name(manager.dtype)
+        self._adapters: dict[str, Mapping[str, torch.Tensor]] = {}
+        manager._weightwire_slots = self
+
+    def check(self, adapter: str) -> None:
+        if self._manager.enable_lora_overlap_loading:
+            raise EngineUnsupported(
+                "LoRA slots that are filled while the model runs have no rule here",
+                hint="start SGLang without --enable-lora-overlap-loading",
+            )
+        if not self._ids(adapter):
+            raise EngineUnsupported(
+                f"SGLang knows no LoRA adapter named {adapter!r}",
+                hint=f"start it with --lora-paths {adapter}=DIRECTORY, or load the adapter once; updates replace it then",
+            )
+
+    def place(self, module: str) -> AdapterPlace | None:
+        found = self._slice_of(module)
+        if found is None:
+            return None
+        layer, _, at = found
+        base = layer.base_layer
+        if hasattr(base, "total_num_heads"):
+            heads = base.total_num_heads if at == 0 else base.total_num_kv_heads
+            return AdapterPlace(heads * base.head_size, base.input_size)
+        outputs = base.output_sizes if hasattr(base, "output_sizes") else [base.output_size]
+        return AdapterPlace(outputs[at], base.input_size)
+
+    def held(self, adapter: str) -> object:
+        made = {lora_id: self._manager.loras[lora_id] for lora_id in self._ids(adapter)}
+        return _Held(made, self._adapters.get(adapter))
+
+    def put(self, adapter: str, what: Any) -> None:
+        if not isinstance(what, _Held):
+            what = _Held({lora_id: self._made(lora_id, what) for lora_id in self._ids(adapter)}, what)
+        if what.tensors is None:
+            self._adapters.pop(adapter, None)
+        else:
+            self._adapters[adapter] = what.tensors
+        manager, pool = self._manager, self._manager.memory_pool
+        for lora_id, own in what.made.items():
+            manager.loras[lora_id], manager.configs[lora_id] = own, own.config
+            slot = pool.uid_to_buffer_id.get(lora_id)
+            if slot is not None:
+                pool.load_lora_weight_to_buffer(
+                    lora_id, slot, own, manager.lora_modules, manager.embed_tokens_module, manager.lm_head_module
+                )
+                manager._notify_lora_slots_updated({slot})
+
+    def read(self, adapter: str) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor | str]]:
+        from sglang.srt.lora.utils import get_target_module_name
+
+        pool = self._manager.memory_pool
+        lora_id = next((i for i in self._ids(adapter) if i in pool.uid_to_buffer_id), None)
+        for name, tensor in self._adapters.get(adapter, {}).items():
+            if lora_id is None:
+                yield name, (), "no request has named the adapter, so it is in no slot just now"
+                continue
+            module, _, kind = name.removesuffix(".weight").rpartition(".")
+            found = self._slice_of(module)
+            assert found is not None
+            layer, own_name, at = found
+            key, number = get_target_module_name(own_name, pool.target_modules), _layer_number(own_name)
+            slot, rank = pool.uid_to_buffer_id[lora_id], self._manager.loras[lora_id].config.r
+            row, column = _first(layer, at)
+            if kind == "lora_A":
+                held = pool.A_buffer[key][number][slot]
+                yield name, (0, column), held[at * rank : at * rank + tensor.shape[0]]
+            else:
+                held = pool.B_buffer[key][number][slot]
+                yield name, (row, 0), held[layer.lora_offsets[at] : layer.lora_offsets[at + 1], : tensor.shape[1]]
+
+    def loaded(self, lora_ref: Any) -> None:
+        """SGLang read an adapter from disk: one that an update brought is the update's."""
+        tensors = self._adapters.get(lora_ref.lora_name)
+        if tensors is not None:
+            made = self._made(lora_ref.lora_id, tensors)
+            self._manager.loras[lora_ref.lora_id], self._manager.configs[lora_ref.lora_id] = made, made.config
+
+    def _ids(self, adapter: str) -> list[str]:
+        return [lora_id for lora_id, ref in list(self._manager.lora_refs.items()) if ref.lora_name == adapter]
+
+    def _made(self, lora_id: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+        from sglang.srt.lora.lora import LoRAAdapter
+        from sglang.srt.lora.lora_config import LoRAConfig
+
+        manager = self._manager
+        rank = max((t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight")), default=1)
+        whole = self._completed(tensors, rank)
+        names = sorted({name.split(".")[-3] for name in whole})
+        config = LoRAConfig.from_dict({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": names})
+        made = LoRAAdapter(
+            lora_id,
+            config,
+            manager.base_hf_config,
+            manager.load_config,
+            manager.lora_backend,
+            base_model=manager.base_model,
+        )
+        made.initialize_weights_from_tensors(whole)
+        return made
+
+    def _completed(self, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        """With zeros, what the packed layers lack: whole projections, and ranks up to the largest."""
+        dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
+        whole: dict[str, torch.Tensor] = {}
+        for module in {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}:
+            parent, _, own = module.rpartition(".")
+            for sibling in next((parts for parts in PACKED.values() if own in parts), (own,)):
+                place = self.place(f"{parent}.{sibling}")
+                assert place is not None
+                shapes = {"lora_A": (rank, place.columns), "lora_B": (place.rows, rank)}
+                for kind, shape in shapes.items():
+                    name = f"{parent}.{sibling}.{kind}.weight"
+                    sent = tensors.get(name)
+                    if sent is None or tuple(sent.shape) != shape:
+                        whole[name] = torch.zeros(shape, dtype=dtype)
+                        if sent is not None:
+                            whole[name][: sent.shape[0], : sent.shape[1]] = sent
+                    else:
+                        whole[name] = sent
+        return whole
+
+    def _slice_of(self, module: str) -> tuple[Any, str, int] | None:
+        """The engine's layer that has the module in it, its name, and which of its slices the module is."""
+        from sglang.srt.lora import layers
+
+        known = (
+            layers.QKVParallelLinearWithLoRA,
+            layers.MergedColumnParallelLinearWithLoRA,
+            layers.ColumnParallelLinearWithLoRA,
+            layers.RowParallelLinearWithLoRA,
+        )
+        parent, _, own = module.removeprefix("base_model.model.").rpartition(".")
+        packed, parts = next(((name, parts) for name, parts in PACKED.items() if own in parts), (own, (own,)))
+        name = f"{parent}.{packed}"
+        number = _layer_number(name)
+        if number is None or number >= len(self._manager.lora_modules):
+            return None
+        layer = self._manager.lora_modules[number].get(name)
+        if layer is None or type(layer) not in known:
+            return None
+        return layer, name, parts.index(own)
+
+
+def _layer_number(module: str) -> Any:
+    from sglang.srt.layers.utils import get_layer_id
+
+    return get_layer_id(f"{module}.weight")
+
+
+def _first(layer: Any, at: int) -> tuple[int, int]:
+    """The first row of B and the first column of A that this rank holds."""
+    from sglang.srt.distributed.utils import get_group_rank_size
+    from sglang.srt.lora import layers
+
+    base = layer.base_layer
+    rank = get_group_rank_size(base.tp_group)[0]
+    if isinstance(layer, layers.RowParallelLinearWithLoRA):
+        return 0, rank * base.input_size_per_partition
+    if isinstance(layer, layers.QKVParallelLinearWithLoRA):
+        if at == 0:
+            return rank * base.q_proj_shard_size, 0
+        return get_group_rank_size(base.kv_tp_group)[0] // base.num_kv_head_replicas * base.kv_proj_shard_size, 0
+    return rank * base.output_partition_sizes[at], 0

@@ -1,0 +1,147 @@
+"""LoRA adapters in the engine's own slots: an installer for groups that are named `lora.<adapter>`.
+
+The manifest has the adapter's tensors under PEFT's names, `base_model.model.<module>.lora_A.weight` (rank, in) and
+`...lora_B.weight` (out, rank). B comes multiplied by its scaling, so that nothing but tensors has to travel: the engine
+uses them as if alpha were the rank. Every worker takes whole tensors and cuts its own part, as the engine does with an
+adapter from disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+
+from inference_plugin.install.contract import AdapterSlots, Brake, InstallTerms
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
+from inference_plugin.wire.messages import BoxDigest
+from inference_plugin.wire.tensors import box_view, bytes_view, dtype_name
+
+__all__ = ["GROUP_PREFIX", "AdapterInstaller"]
+
+GROUP_PREFIX = "lora."
+"""A group of this prefix is the adapter whose name follows."""
+
+Factors: TypeAlias = dict[str, tuple[TensorSpec, TensorSpec]]
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+class AdapterInstaller:
+    """`contract.Installer` of one adapter. The set that it replaces is kept until the new one is confirmed."""
+
+    def __init__(self, slots: AdapterSlots, name: str) -> None:
+        self._slots = slots
+        self._name = name
+        self._manifest: Manifest | None = None
+        self._needs: tuple[Box, ...] = ()
+        self._next: dict[str, torch.Tensor] | None = None
+        self._before: object = None
+        self._replaced = False
+
+    def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
+        """Holds names, dtype and shapes against the engine's slots. Raises `ManifestMismatch` with the names."""
+        self._slots.check(self._name)
+        needed: list[int] = []
+        problems: list[str] = []
+        for module, (a, b) in _pairs(manifest).items():
+            if (place := self._slots.place(module)) is None:
+                continue  # another pipeline stage's, or nobody's: then the manager says so
+            needed += [manifest.index[a.name], manifest.index[b.name]]
+            rank = a.shape[0]
+            if (a.shape, b.shape) != ((rank, place.columns), (place.rows, rank)):
+                problems.append(
+                    f"{module} has A {list(a.shape)} and B {list(b.shape)}, the engine's weight is "
+                    f"{[place.rows, place.columns]}"
+                )
+            elif rank > self._slots.max_rank:
+                problems.append(f"{module} has rank {rank}, the engine's slots have {self._slots.max_rank}")
+            elif {a.dtype, b.dtype} != {self._slots.dtype}:
+                problems.append(f"{module} is {a.dtype} and {b.dtype}, the engine's slots are {self._slots.dtype}")
+        if problems:
+            raise ManifestMismatch(
+                f"an adapter that doesn't fit the engine's LoRA slots: {first_few(problems)}",
+                hint="start the engine with a larger maximal rank, or give LoRAAdapter a dtype rule",
+            )
+        self.discard()
+        self._manifest, self._needs = manifest, tuple(manifest.whole(i) for i in sorted(needed))
+        return InstallTerms(self._needs, "loader", "standby", "the engine's own LoRA slots")
+
+    def prepare(self, segment: torch.Tensor, brake: Brake) -> int:
+        assert self._manifest is not None
+        self._next = {}
+        nbytes = 0
+        for box in self._needs:
+            tensor = box_view(segment, self._manifest, box).clone()
+            self._next[self._manifest.tensors[box.tensor].name] = tensor
+            brake(tensor.nbytes)
+            nbytes += tensor.nbytes
+        return nbytes
+
+    def install(self, segment: torch.Tensor) -> None:
+        assert self._next is not None
+        self._before = self._slots.held(self._name)
+        self._replaced = True
+        self._slots.put(self._name, self._next)
+
+    def undo(self, previous: torch.Tensor | None) -> None:
+        if self._replaced:
+            self._slots.put(self._name, self._before)
+        self._replaced, self._before = False, None
+
+    def finish(self) -> None:
+        self._next, self._before, self._replaced = None, None, False
+
+    def discard(self) -> None:
+        self._next = None
+
+    def forget_segments(self) -> None:
+        """Nothing here is a view of a segment."""
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset({f"LoRA adapter {self._name}"})
+
+    @property
+    def needs_previous(self) -> bool:
+        return False
+
+    def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
+        for name, offsets, tensor in self._slots.read(self._name):
+            if isinstance(tensor, str):
+                yield name, tensor
+                continue
+            yield BoxDigest(
+                name=name,
+                offsets=offsets,
+                sizes=tuple(tensor.shape),
+                dtype=dtype_name(tensor.dtype),
+                digest=digest_bytes(bytes_view(tensor.contiguous().cpu()).numpy()),
+            )
+
+    def close(self) -> None:
+        self.discard()
+
+
+def _pairs(manifest: Manifest) -> Factors:
+    """A and B by the module's name. Raises `ManifestMismatch` for names of another kind and for one without the other."""
+    found: dict[str, dict[str, TensorSpec]] = {}
+    unknown = []
+    for spec in manifest.tensors:
+        kind = next((kind for kind in (_A, _B) if spec.name.endswith(kind)), None)
+        if kind is None or len(spec.shape) != 2:
+            unknown.append(spec.name)
+        else:
+            found.setdefault(spec.name.removesuffix(kind), {})[kind] = spec
+    if unknown or manifest.tied:
+        raise ManifestMismatch(
+            f"not A or B of a LoRA layer: {first_few([*unknown, *manifest.tied])}",
+            hint="a group named lora.<adapter> takes what LoRAAdapter sends; adapters of embeddings, experts and whole "
+            "modules can be merged with MergedLoRAAdapter",
+        )
+    if single := [module for module, pair in found.items() if len(pair) == 1]:
+        raise ManifestMismatch(f"LoRA layers with A or B alone: {first_few(single)}")
+    return {module: (pair[_A], pair[_B]) for module, pair in found.items()}

@@ -1,0 +1,279 @@
+"""What goes on at the same time: groups beside each other, training beside a transfer, slow replicas beside ready ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_plugin.hooks import hookimpl, plugin_manager
+from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, SyncTimeout, WeightwireError
+from inference_plugin.wire.messages import Describe, WorkerCard
+from tests.manager.conftest import Start
+from tests.manager.test_manager import holds, source, waiting
+from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
+from tests.support.rig import Rig, eventually, kill
+from trainer_adapters import SyncManager
+from trainer_adapters.stragglers import BestEffort, Quorum
+
+
+def half(seed: int, *, layers: bool) -> ShardSource:
+    """The tensors of a checkpoint that are in its layers, or those that aren't."""
+    return ShardSource({name: t for name, t in checkpoint(seed).items() if name.startswith("layers.") == layers})
+
+
+def mixed(inner: int, outer: int) -> dict[str, Any]:
+    """A checkpoint with the layers of one seed and the rest of another."""
+    return {
+        name: (checkpoint(inner) if name.startswith("layers.") else checkpoint(outer))[name] for name in checkpoint(0)
+    }
+
+
+def groups_of(rig: Rig) -> dict[str, int | None]:
+    with Channel(rig.card.workers[0].address) as worker:
+        return {g.group: g.version for g in worker.request(Describe(), WorkerCard, timeout_s=60).groups}
+
+
+@pytest.fixture
+def two_groups(directory: Path) -> Iterator[tuple[SyncManager, SyncManager]]:
+    with (
+        SyncManager("inner", partial=True, timeout_s=60) as inner,
+        SyncManager("outer", partial=True, timeout_s=60) as outer,
+    ):
+        yield inner, outer
+
+
+def test_two_groups_of_one_model_are_updated_at_the_same_time_and_never_mix(
+    start: Start,
+    two_groups: tuple[SyncManager, SyncManager],
+) -> None:
+    rig = start(tp=2)
+    inner, outer = two_groups
+    for step in range(1, 9):
+        under_way = [
+            inner.update_async(half(step, layers=True), step),
+            outer.update_async(half(100 + step, layers=False), 10 * step),
+        ]
+        for pending in under_way:
+            assert [r.status for r in pending.result(60).replicas] == ["committed"]
+        assert rig.peek() == digests_expected(mixed(step, 100 + step), 2)
+    assert groups_of(rig) == {"inner": 8, "outer": 80}
+    assert inner.verify(half(8, layers=True)).ok and outer.verify(half(108, layers=False)).ok
+    assert inner.versions() == {rig.replica: 8} and outer.versions() == {rig.replica: 80}
+
+
+def test_a_commit_that_waits_for_requests_makes_another_groups_commit_wait_not_fail(
+    start: Start,
+    two_groups: tuple[SyncManager, SyncManager],
+) -> None:
+    rig = start()
+    inner, outer = two_groups
+    inner.settings.in_flight = "drain"
+    first = inner.update_async(half(1, layers=True), 1)
+    eventually(lambda: "pause:drain" in rig.ask("state")["log"], "the pause")
+    second = outer.update_async(half(2, layers=False), 1)
+    eventually(lambda: groups_state(rig).get("outer") == "sealed", "the other group's seal")
+    assert not first.done() and not second.done()
+    rig.ask("drained")
+    assert first.result(60).version == second.result(60).version == 1
+    assert rig.peek() == digests_expected(mixed(1, 2), 1)
+
+
+def groups_state(rig: Rig) -> dict[str, str]:
+    with Channel(rig.card.workers[0].address) as worker:
+        return {g.group: g.state for g in worker.request(Describe(), WorkerCard, timeout_s=60).groups}
+
+
+def test_what_one_group_writes_another_may_not_until_the_first_is_closed(start: Start) -> None:
+    rig = start()
+    with SyncManager("policy", timeout_s=60) as policy, SyncManager("inner", partial=True, timeout_s=60) as inner:
+        policy.update(source(1), 1)
+        with pytest.raises(ManifestMismatch, match="group 'policy' writes already"):
+            inner.update(half(2, layers=True), 1)
+        assert holds(rig, 1)
+        policy.close_group()
+        assert "policy" not in groups_of(rig)
+        inner.update(half(2, layers=True), 1)
+        assert rig.peek() == digests_expected(mixed(2, 1), 1)
+        with pytest.raises(ManifestMismatch, match="group 'inner' writes already"):
+            policy.update(source(3), 2)
+        inner.close_group()
+        policy.update(source(3), 2)
+        assert holds(rig, 3)
+
+
+def test_a_part_of_a_model_is_refused_where_it_is_not_said_to_be_one(start: Start) -> None:
+    rig = start()
+    with (
+        SyncManager("policy", timeout_s=60) as policy,
+        pytest.raises(ManifestMismatch, match="nothing in the manifest fills"),
+    ):
+        policy.update(half(1, layers=True), 1)
+    assert holds(rig, 0)
+
+
+# --- training beside a transfer ---------------------------------------------------------------------------------------
+
+
+def test_weights_may_change_once_they_are_read_while_the_update_goes_on(start: Start) -> None:
+    rig = start()
+    with SyncManager(timeout_s=60) as manager:
+        rig.ask("hold")
+        weights = source(1)
+        pending = manager.update_async(weights, 1)
+        pending.wait_released(60)
+        for tensor in weights.tensors.values():
+            tensor.zero_()  # the next optimizer step
+        assert pending.released and not pending.done()
+        rig.ask("go on")
+        assert pending.result(60).version == 1
+    assert holds(rig, 1)
+
+
+def test_an_update_that_fails_releases_the_weights_too(directory: Path) -> None:
+    with SyncManager(timeout_s=60) as manager:
+        pending = manager.update_async(source(1), 1)
+        pending.wait_released(60)
+        with pytest.raises(WeightwireError):
+            pending.result(60)
+
+
+def test_an_event_loop_goes_on_while_an_update_waits(start: Start) -> None:
+    rig = start()
+    rig.ask("hold")
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async def train(manager: SyncManager) -> int:
+        ticker = asyncio.create_task(tick())
+        update = asyncio.wrap_future(manager.update_async(source(1), 1))
+        while ticks < 1000 or not waiting(rig):  # the update waits for its boundary, the loop for nobody
+            await asyncio.sleep(0)
+        assert not update.done()
+        rig.ask("go on")
+        version = (await update).version
+        ticker.cancel()
+        return version
+
+    with SyncManager(timeout_s=60) as manager:
+        assert asyncio.run(train(manager)) == 1
+
+
+# --- what listeners hear ----------------------------------------------------------------------------------------------
+
+
+class Heard:
+    """A plug-in and callables: what they were told, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    @hookimpl
+    def weightwire_update_staged(self, version: int) -> None:
+        self.events.append(("staged", version))
+
+    @hookimpl
+    def weightwire_update_committed(self, report: Any) -> None:
+        self.events.append(("committed", report.version))
+
+    @hookimpl
+    def weightwire_update_failed(self, version: int, error: Exception) -> None:
+        self.events.append(("failed", version))
+
+    @hookimpl
+    def weightwire_replica_joined(self, card: Any) -> None:
+        self.events.append(("joined", card.replica))
+
+    @hookimpl
+    def weightwire_replica_lost(self, replica: str) -> None:
+        self.events.append(("lost", replica))
+
+
+def test_listeners_hear_of_each_event_in_order_and_none_of_them_fails_an_update(start: Start) -> None:
+    rig = start()
+    plugin, own = Heard(), Heard()
+    plugin_manager().register(plugin)
+    try:
+        with SyncManager(timeout_s=60) as manager:
+            manager.on("staged", lambda **_: 1 / 0)
+            manager.on("staged", lambda version, **_: own.events.append(("staged", version)))
+            remove = manager.on("committed", lambda report: own.events.append(("committed", report.version)))
+            manager.update(source(1), 1)
+            remove()
+            manager.update(source(2), 2)
+            with pytest.raises(WeightwireError):
+                manager.update(source(1), 1)
+            rig.end()
+            with pytest.raises(WeightwireError):
+                manager.update(source(3), 3)
+            with pytest.raises(ValueError, match="none of staged, committed"):
+                manager.on("commited", print)  # type: ignore[arg-type]
+    finally:
+        plugin_manager().unregister(plugin)
+    joined, lost = ("joined", rig.replica), ("lost", rig.replica)
+    assert own.events == [("staged", 1), ("committed", 1), ("staged", 2)]
+    assert plugin.events == [
+        joined, ("staged", 1), ("committed", 1), ("staged", 2), ("committed", 2), ("failed", 1), lost, ("failed", 3)
+    ]  # fmt: skip
+
+
+# --- slow replicas ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [Quorum(1), BestEffort(0.5)])
+def test_a_replica_that_is_too_slow_is_left_behind_and_caught_up_by_the_next_update(
+    start: Start,
+    policy: Any,
+) -> None:
+    ready, slow = start(), start()
+    with SyncManager(timeout_s=600) as manager:
+        manager.update(source(1), 1)
+        manager.settings.stragglers = policy
+        remove = manager.on("staged", lambda **_: os.kill(slow.worker_pid(), signal.SIGSTOP))
+        report = manager.update(source(2), 2)
+        (behind,) = report.failed
+        assert behind.replica == slow.replica and behind.error is not None
+        assert isinstance(WeightwireError.of(behind.error), SyncTimeout)
+        remove()
+        os.kill(slow.worker_pid(), signal.SIGCONT)
+        assert holds(ready, 2) and holds(slow, 1)
+        manager.settings.stragglers = "report"
+        assert manager.update(source(3), 3).failed == ()
+    assert holds(ready, 3) and holds(slow, 3)
+
+
+@pytest.mark.parametrize("policy", ["all", Quorum(2)])
+def test_where_too_few_replicas_are_ready_none_commits(start: Start, policy: Any) -> None:
+    survivor, lost = start(), start()
+    with SyncManager(timeout_s=60, stragglers=policy) as manager:
+        manager.update(source(1), 1)
+        remove = manager.on("staged", lambda **_: kill(lost.worker_pid()))
+        with pytest.raises(CommitFailed, match="1 of 2 replicas are ready, the commit wants 2"):
+            manager.update(source(2), 2)
+        remove()
+        assert holds(survivor, 1)
+        lost.end()
+        manager.settings.stragglers = "all"
+        assert manager.update(source(3), 3).failed == ()
+    assert holds(survivor, 3)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 1.5])
+def test_a_quorum_that_is_no_number_of_replicas_is_refused(count: Any) -> None:
+    with pytest.raises(ValueError, match="a quorum is a number of replicas"):
+        Quorum(count)
+    with pytest.raises(ValueError, match="deadline_s must be positive"):
+        BestEffort(0)
+    with pytest.raises(ValueError, match="none of 'report', 'all'"):
+        SyncManager(stragglers="most")  # type: ignore[arg-type]
