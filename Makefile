@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-trainers lint format setup engines model clean distclean
+.PHONY: help demo test bench bench-trainers lint format setup engines megatron model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ help: ## this list
 demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M for a few RL steps while it is being served, and prove what the engine holds
 	@$(PY) examples/rl_smollm2/run.py --engine $(ENGINE) --model $(MODEL) $(ARGS)
 
-test: engines ## every test that this machine can run
+test: engines megatron ## every test that this machine can run
 	@$(PY) -m pytest $(ARGS)
 
 bench: setup $(if $(filter sglang,$(ENGINE)),engines) ## measure an update against other ways and a plain memory copy; writes benchmarks/results/
@@ -44,6 +44,9 @@ setup: ## the development environment .venvs/vllm (about 2 minutes and 3 GB the 
 
 engines: setup ## the environment of the tests' second engine as well, .venvs/sglang (a minute and 3 GB more)
 	@$(PYTHON) tools/envs.py sglang
+
+megatron: setup ## the environment of the tests' Megatron trainers, .venvs/megatron (a minute and a half, 1 GB more)
+	@$(PYTHON) tools/envs.py megatron
 
 model: setup ## the demo's model, .models/smollm2-135m-instruct (93 MB to download the first time)
 	@$(PY) tools/smollm2.py --out $(MODEL)

@@ -2,6 +2,7 @@
 
     python3.11 tools/envs.py vllm     # vLLM on CPU, the development tools, and Weightwire itself (editable)
     python3.11 tools/envs.py sglang   # SGLang on CPU and Weightwire itself, for engines in processes of their own
+    python3.11 tools/envs.py megatron # Megatron-Core and Megatron-Bridge on CPU, for trainers in processes of their own
 
 An environment holds a stamp: a hash of all it was made from. While the hash is the same there is nothing
 to do; when it is not, or when an earlier run was interrupted, the steps run again over what is there and pip
@@ -122,6 +123,24 @@ ENVIRONMENTS = {
         bare=("torchvision==0.28.0", "sglang==0.5.23"),
         stand_ins="tests/stand_ins",
         settings=(("SGLANG_USE_CPU_ENGINE", "1"),),
+    ),
+    "megatron": Environment(
+        purpose="Megatron-Core and Megatron-Bridge on CPU, for tests",
+        python="3.11",
+        free_gb=3,
+        stubs=(),
+        requirements=(
+            "torch==2.13.0",
+            "transformers==5.19.0",
+            "megatron-core==0.16.1",  # the newest for Python 3.11, as is the bridge below
+            "einops",
+            "omegaconf",
+            "rich",
+            "safetensors",
+        ),
+        extras=(),
+        provides="megatron.core",
+        bare=("megatron-bridge==0.3.1",),  # it declares Transformer Engine, flashinfer, mlflow and more
     ),
 }
 

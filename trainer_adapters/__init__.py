@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_adapters.dtensor import DTensorAdapter
+    from trainer_adapters.export import ExportAdapter
     from trainer_adapters.fsdp import FSDPAdapter
     from trainer_adapters.lora import MergedLoRAAdapter
     from trainer_adapters.lora_adapter import LoRAAdapter
     from trainer_adapters.manager import SyncManager
+    from trainer_adapters.megatron import MegatronAdapter
     from trainer_adapters.module import ModuleAdapter
     from trainer_adapters.pending import PendingUpdate
     from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
@@ -23,9 +25,11 @@ __all__ = [
     "BestEffort",
     "DTensorAdapter",
     "DtypeRules",
+    "ExportAdapter",
     "FSDPAdapter",
     "LoRAAdapter",
     "LocalSlice",
+    "MegatronAdapter",
     "MergedLoRAAdapter",
     "ModuleAdapter",
     "PendingUpdate",
@@ -38,9 +42,11 @@ _HOMES = {
     "BestEffort": "stragglers",
     "DTensorAdapter": "dtensor",
     "DtypeRules": "source",
+    "ExportAdapter": "export",
     "FSDPAdapter": "fsdp",
     "LoRAAdapter": "lora_adapter",
     "LocalSlice": "source",
+    "MegatronAdapter": "megatron",
     "MergedLoRAAdapter": "lora",
     "ModuleAdapter": "module",
     "PendingUpdate": "pending",

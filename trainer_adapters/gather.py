@@ -27,6 +27,7 @@ from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ErrorInfo, ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, Manifest, aligned, box_volume, check_exact_cover, split_box
 from inference_plugin.wire.tensors import torch_dtype
+from trainer_adapters.exchange import exchange_bytes
 from trainer_adapters.source import LocalSlice, WeightSource
 
 __all__ = ["BUCKET_BYTES", "gathered"]
@@ -53,7 +54,7 @@ def gathered(
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     group = process_group or dist.distributed_c10d._get_default_group()
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    manifest, claims = _agree(source, group, device)
+    manifest, claims = _agree(source, group)
     buckets = _buckets(manifest, claims, bucket_bytes)
     size = max((bucket.nbytes for bucket in buckets), default=0)
     buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
@@ -104,9 +105,7 @@ class _Told(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
 
 
-def _agree(
-    source: WeightSource, group: dist.ProcessGroup, device: torch.device
-) -> tuple[Manifest, list[tuple[Box, ...]]]:
+def _agree(source: WeightSource, group: dist.ProcessGroup) -> tuple[Manifest, list[tuple[Box, ...]]]:
     """The manifest, and every rank's claims. The same error on all ranks if they don't fit together."""
     failure: Exception | None = None
     manifest = Manifest(())
@@ -117,7 +116,7 @@ def _agree(
     except Exception as error:  # noqa: BLE001 -- raised below, when the others know
         failure = error
         told = _Told(error=WeightwireError.wrap(error).at(side="trainer", rank=dist.get_rank(group)).info())
-    heard = _exchange(told, group, device)
+    heard = [decode_as(one, _Told) for one in exchange_bytes(msgspec.msgpack.encode(told), group)]
     if failure is not None:
         raise failure
     for rank, other in enumerate(heard):
@@ -133,22 +132,6 @@ def _agree(
     owned = [(box, f"rank {rank}") for rank, other in enumerate(heard) for box in other.claims]
     check_exact_cover(manifest, owned)
     return manifest, [other.claims for other in heard]
-
-
-def _exchange(told: _Told, group: dist.ProcessGroup, device: torch.device) -> list[_Told]:
-    """Every rank's, by one all_gather of lengths and one of bytes (no pickle)."""
-    data = msgspec.msgpack.encode(told)
-    world = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
-    longest = max(int(length) for length in lengths)
-    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
-    received = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(received, mine, group=group)
-    return [
-        decode_as(raw.cpu().numpy().tobytes()[: int(length)], _Told)
-        for raw, length in zip(received, lengths, strict=True)
-    ]
 
 
 def _buckets(manifest: Manifest, claims: Sequence[tuple[Box, ...]], bucket_bytes: int) -> list[_Bucket]:

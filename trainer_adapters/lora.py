@@ -27,6 +27,7 @@ from trainer_adapters.dtensor import DTensorAdapter
 from trainer_adapters.experts import checkpoint_layout
 from trainer_adapters.gather import gathered
 from trainer_adapters.lora_layers import AddedBias, AddedProduct, Addition, PeftLook, look_at, look_for_layers
+from trainer_adapters.lora_product import add_product
 from trainer_adapters.module import Buffers, ModuleAdapter
 from trainer_adapters.plan import Dims, Region, Rename, Rules
 from trainer_adapters.source import LocalSlice, WeightSource
@@ -35,9 +36,6 @@ __all__ = ["MergedLoRAAdapter", "check_kind", "source_of"]
 
 GATHER_TIMEOUT_S = 120.0
 """For the collectives that gather A and B: a rank that is lost must not hold the others for ever."""
-
-TILE = (256, 1024)
-"""Rows and columns of a product that are computed at a time: a tile stays in the cache."""
 
 
 @dataclass(frozen=True)
@@ -309,32 +307,18 @@ def _merge(merged: _Merged, item: LocalSlice, factors: Mapping[str, torch.Tensor
         a, b = factor(addition.a), factor(addition.b)
         rank = a.shape[0] // addition.experts
         if view.dim() == 2:
-            _add_product(view, starts, addition, a, b)
+            _add(view, starts, addition, a, b)
         for i in range(view.shape[0] if view.dim() == 3 else 0):
             expert = starts[0] + i
             own_a = a[expert * rank : (expert + 1) * rank]
-            _add_product(view[i], starts[1:], addition, own_a, b[:, expert :: addition.experts])
+            _add(view[i], starts[1:], addition, own_a, b[:, expert :: addition.experts])
         if addition.magnitude:
             size = factor(addition.magnitude)[starts[0] : starts[0] + total.shape[0]]
             total *= (size / torch.linalg.norm(total, dim=1)).view(-1, 1)
     return total
 
 
-def _add_product(total: torch.Tensor, starts: Dims, addition: AddedProduct, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds rows and columns of `scaling * B @ A`, those from `starts` on, to `total`."""
+def _add(total: torch.Tensor, starts: Dims, addition: AddedProduct, a: torch.Tensor, b: torch.Tensor) -> None:
     if addition.transposed:
         total, starts = total.t(), starts[::-1]
-    (rows, columns), (first_row, first_column) = total.shape, starts
-    for row, row_end in _tiles(first_row, rows, TILE[0]):
-        for column, column_end in _tiles(first_column, columns, TILE[1]):
-            tile = (b[row : row + TILE[0]] @ a[:, column : column + TILE[1]]) * addition.scaling
-            top, left = max(row, first_row), max(column, first_column)
-            total[top - first_row : row_end - first_row, left - first_column : column_end - first_column] += tile[
-                top - row : row_end - row, left - column : column_end - column
-            ]
-
-
-def _tiles(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """The tiles of the grid that `first:first + count` touches: where each begins, and where it ends or the range does."""
-    for start in range(first // size * size, first + count, size):
-        yield start, min(start + size, first + count)
+    add_product(total, starts, a, b, addition.scaling)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,18 +103,22 @@ class Rank:
         pieces: list[Piece] | None = None
         copies: tuple[Piece, ...] = ()
         total = WriteStats()
+        passes = 0
         try:
             for way in go.transports:
-                written, stats = self.sender(transport_named(way.name)).write(
-                    go.txn,
-                    self.settings.group,
-                    self.crew.rank,
-                    manifest,
-                    way.segment,
-                    _ticking(source.slices(), tick),
-                    [Target(t.replica, t.rank, t.address, t.pid, t.boot_id, t.needs) for t in way.targets],
-                    deadline_s=deadline_s,
-                )
+                sender = self.sender(transport_named(way.name))
+                passes += 1
+                with _taken(source) as slices:
+                    written, stats = sender.write(
+                        go.txn,
+                        self.settings.group,
+                        self.crew.rank,
+                        manifest,
+                        way.segment,
+                        _ticking(slices, tick),
+                        [Target(t.replica, t.rank, t.address, t.pid, t.boot_id, t.needs) for t in way.targets],
+                        deadline_s=deadline_s,
+                    )
                 if pieces is not None and pieces != written:
                     raise ManifestMismatch("the source gave other slices, or other bytes, the second time")
                 pieces = written
@@ -130,6 +135,7 @@ class Rank:
                 .at(side="trainer", rank=self.crew.rank, group=self.settings.group, phase="stage")
                 .info()
             )
+            _keep_company(source, len(go.transports) - passes)
             return Wrote(go.txn, self.crew.rank, error=info)
         self.released()
         return Wrote(
@@ -189,3 +195,22 @@ def _ticking(slices: Iterator[LocalSlice], tick: Callable[[], None]) -> Iterator
     for item in slices:
         yield item
         tick()
+
+
+@contextlib.contextmanager
+def _taken(source: WeightSource) -> Iterator[Iterator[LocalSlice]]:
+    """The source's slices, closed in the end: a source that works together with other ranks then finishes its part."""
+    slices = source.slices()
+    try:
+        yield slices
+    finally:
+        if isinstance(slices, Generator):
+            slices.close()
+
+
+def _keep_company(source: WeightSource, passes: int) -> None:
+    """Runs through the slices as often as the other ranks still will, after an error, where they need this one for it."""
+    for _ in range(passes if source.made_together() else 0):
+        with contextlib.suppress(Exception), _taken(source) as slices:
+            for _ in slices:
+                pass

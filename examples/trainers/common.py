@@ -19,12 +19,14 @@ from trainer_adapters import SyncManager
 BATCH, LENGTH = 2, 16
 
 
-def begin(about: str | None) -> argparse.Namespace:
-    """Reads the arguments and joins the other ranks of torchrun."""
+def begin(about: str | None, **sizes: int) -> argparse.Namespace:
+    """Reads the arguments and joins the other ranks of torchrun; `sizes` are options of this example, with defaults."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="the checkpoint that the engines were started with")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--export", type=Path, help="write the trained model there")
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
     return parser.parse_args()
 
@@ -58,9 +60,14 @@ def export(model: torch.nn.Module, like: Path, directory: Path | None) -> None:
     if directory is None:
         return
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    write_checkpoint({name: tensor for name, tensor in state.items() if name not in tied}, like, directory)
+
+
+def write_checkpoint(tensors: dict[str, torch.Tensor], like: Path, directory: Path) -> None:
+    """Rank 0 writes these tensors, with the configuration of `like`."""
     if dist.get_rank() == 0:
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-        tensors = {name: tensor.detach().contiguous() for name, tensor in state.items() if name not in tied}
+        tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         directory.mkdir(parents=True, exist_ok=True)
         for file in like.iterdir():
             if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):

@@ -1,6 +1,7 @@
 """Every trainer's example, into a real vLLM: what it then says is what its exported checkpoint says.
 
-The examples run as a user runs them, under torchrun; `transformers` on the exported checkpoint is the reference.
+The examples run as a user runs them, under torchrun; `transformers` on the exported checkpoint is the reference, and the
+engines' parameters are compared with it byte for byte. Megatron-Bridge exports Megatron's checkpoint.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from inference_plugin.wire.errors import EngineUnsupported
 from tests.engines.conftest import Checkpoint
-from tests.engines.test_vllm_tokens import COUNT, PROMPTS
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, source
 from tests.support.engines import ROOT, Driver
 from tests.support.greedy import greedy_batch
 from trainer_adapters import ModuleAdapter, SyncManager
@@ -25,59 +26,71 @@ from trainer_adapters import ModuleAdapter, SyncManager
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 EXAMPLES = ROOT / "examples" / "trainers"
-TRAINERS: dict[str, tuple[str, int]] = {
-    "fsdp1-2-ranks": ("fsdp1.py", 2),
-    "fsdp2-4-ranks": ("fsdp2.py", 4),
-    "hsdp-2-x-2": ("hsdp.py", 4),
-    "fsdp2-2-x-tp-2": ("fsdp2_tp.py", 4),
-    "lora-2-ranks": ("lora.py", 2),
+MEGATRON = ROOT / ".venvs" / "megatron" / "bin" / "python"
+ON_CPU = ROOT / "tests" / "support" / "megatron_cpu.py"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """An example, on how many ranks, of which model."""
+
+    script: str
+    ranks: int
+    model: str = "llama"
+    arguments: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        """As torchrun takes it; the Megatron one is written for GPUs, which are stood in for."""
+        python, scripts = sys.executable, [str(EXAMPLES / self.script)]
+        if self.script == "megatron.py":
+            python, scripts = str(MEGATRON), [str(ON_CPU), *scripts]
+        return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", *scripts]
+
+
+TRAINERS = {
+    "fsdp1-2-ranks": Trainer("fsdp1.py", 2),
+    "fsdp2-4-ranks": Trainer("fsdp2.py", 4),
+    "hsdp-2-x-2": Trainer("hsdp.py", 4),
+    "fsdp2-2-x-tp-2": Trainer("fsdp2_tp.py", 4),
+    "lora-2-ranks": Trainer("lora.py", 2),
+    "megatron-tp-2-x-pp-2": Trainer("megatron.py", 4, "qwen3", ("--tp", "2", "--pp", "2")),
+    "megatron-ep-2": Trainer("megatron.py", 2, "qwen3_moe", ("--ep", "2")),
 }
+Open = Callable[[str], tuple[Path, list[Driver]]]
 
 
 @pytest.fixture(scope="module")
-def engines(runtime: Path, checkpoint: Checkpoint) -> Iterator[list[Driver]]:
-    """A vLLM of one rank and one of two, of one job: each update reaches both."""
-    model = checkpoint("llama", tied=False, seed=1)
-    with Driver(runtime) as one, Driver(runtime, job=one.job) as two:
-        one.open(model, max_model_len=1024)
-        two.open(model, max_model_len=1024, tensor_parallel_size=2)
-        yield [one, two]
-    assert one.leftovers() == [] and one.family() == [] and two.family() == []
+def opened(runtime: Path, checkpoint: Checkpoint) -> Iterator[Open]:
+    """Of one kind of model at a time: its checkpoint, and a vLLM of one rank and one of two, of one job: each update
+    reaches both."""
+    running: dict[str, tuple[Path, list[Driver]]] = {}
+
+    def close() -> None:
+        for _, engines in running.values():
+            for engine in reversed(engines):
+                engine.__exit__(None, None, None)
+            assert [engine.leftovers() + engine.family() for engine in engines] == [[], []]
+        running.clear()
+
+    def get(kind: str) -> tuple[Path, list[Driver]]:
+        if kind not in running:
+            close()
+            model = checkpoint(kind, tied=False, seed=1)
+            one = Driver(runtime).__enter__()
+            running[kind] = model, [one]
+            running[kind][1].append(Driver(runtime, job=one.job).__enter__())
+            for ranks, engine in enumerate(running[kind][1], start=1):
+                engine.open(model, max_model_len=1024, tensor_parallel_size=ranks)
+        return running[kind]
+
+    yield get
+    close()
 
 
-def train(python: str | Path, script: Path, ranks: int, *arguments: Any) -> str:
-    """Runs an example to its end; what it printed."""
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    ran = subprocess.run(
-        [*map(str, launcher), str(script), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-8000:]
-    return ran.stdout
-
-
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_the_engines_say_what_the_trained_checkpoint_says(
-    engines: list[Driver], checkpoint: Checkpoint, tmp_path: Path, trainer: str
-) -> None:
-    script, ranks = TRAINERS[trainer]
-    model, exported = checkpoint("llama", tied=False, seed=1), tmp_path / "exported"
-    before = engines[0].tokens(PROMPTS, COUNT)
-    said = train(sys.executable, EXAMPLES / script, ranks, model, "--steps", 2, "--export", exported)
-    assert said.count("committed") == 2 * len(engines)
-    expected = greedy_batch(exported, PROMPTS, COUNT)
-    assert expected != before
-    for engine in engines:
-        assert engine.tokens(PROMPTS, COUNT) == expected
-
-
-def test_an_adapter_for_an_engine_without_lora_slots_is_refused(engines: list[Driver]) -> None:
+def test_an_adapter_for_an_engine_without_lora_slots_is_refused(opened: Open) -> None:
+    _, engines = opened("llama")
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    source = ModuleAdapter(
+    adapter = ModuleAdapter(
         {f"{layer}.lora_A.weight": torch.zeros(4, 64), f"{layer}.lora_B.weight": torch.zeros(128, 4)}
     )
     before = engines[0].tokens(PROMPTS, COUNT)
@@ -85,5 +98,33 @@ def test_an_adapter_for_an_engine_without_lora_slots_is_refused(engines: list[Dr
         SyncManager(group="lora.policy", timeout_s=60) as manager,
         pytest.raises(EngineUnsupported, match=r"no LoRA slots .*start the engine with LoRA enabled"),
     ):
-        manager.update(source, 1)
+        manager.update(adapter, 1)
     assert [engine.tokens(PROMPTS, COUNT) for engine in engines] == [before] * len(engines)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_engines_say_what_the_trained_checkpoint_says(opened: Open, tmp_path: Path, name: str) -> None:
+    trainer, exported = TRAINERS[name], tmp_path / "exported"
+    model, engines = opened(trainer.model)
+    before = engines[0].tokens(PROMPTS, COUNT)
+    ran = subprocess.run(
+        [*trainer.command(), str(model), *trainer.arguments, "--steps", "2", "--export", str(exported)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-8000:]
+    assert ran.stdout.count("committed") == 2 * len(engines)
+    expected = greedy_batch(exported, PROMPTS, COUNT)
+    assert expected != before
+    for engine in engines:
+        assert engine.tokens(PROMPTS, COUNT) == expected
+    with SyncManager() as manager:
+        replicas = manager.verify(source(exported)).replicas
+    assert len(replicas) == len(engines)
+    for replica in replicas:
+        assert replica.error is None and not [words for words in replica.differ if "differs" in words]
+        assert replica.unreadable or not replica.differ, "what can be read back is all there"
+        assert bool(replica.unreadable) == (trainer.model == "qwen3_moe"), "vLLM packs experts for the CPU"

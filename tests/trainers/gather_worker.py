@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 
-from inference_plugin.wire.manifest import Box
+from inference_plugin.wire.manifest import Box, Manifest
 from tests.trainers.dtensor_worker import parallel_qwen3, two_dimensions
 from tests.trainers.fsdp1_worker import CPU, Images, wrap
 from tests.trainers.fsdp_worker import Odd, shard_layers, shard_odd
 from tests.trainers.observing import Result, main, observe, refused, tiny_qwen3, tiny_qwen3_moe
-from trainer_adapters import DTensorAdapter, FSDPAdapter, LocalSlice, ModuleAdapter, WeightSource
+from trainer_adapters import DTensorAdapter, ExportAdapter, FSDPAdapter, LocalSlice, ModuleAdapter, WeightSource
 from trainer_adapters.gather import gathered
 
 MIB = 1 << 20
@@ -72,6 +73,80 @@ def one_at_a_time() -> Result:
     tensors = [(torch.randn(5, 3) * 3).to(kind) for kind in kinds]
     tensors += [torch.tensor(3.5), torch.empty(0, 2), torch.randn(600, 500), torch.empty(3, 0)]
     return both_ways(ModuleAdapter(lambda: ((f"t{i}", t.clone()) for i, t in enumerate(tensors))), 100_000)
+
+
+# --- exports that the ranks make together --------------------------------------
+
+
+def export_of(model: nn.Module, yields: Callable[[int], bool]) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+    """As converters do it: every rank gathers every tensor, in step; tensor i is yielded where `yields(i)`."""
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        for i, (name, parameter) in enumerate(model.named_parameters()):
+            whole = parameter.full_tensor()
+            if yields(i):
+                yield name, whole
+
+    return export
+
+
+def exported(yields: Callable[[int], bool]) -> Result:
+    model = shard_layers(tiny_qwen3())
+    options: dict[str, Any] = {
+        "dtype_rules": {"*norm.weight": torch.float32, "*": torch.bfloat16},
+        "exclude": ["*.1.*"],
+    }
+    result = both_ways(ExportAdapter(export_of(model, yields), **options), 100_000)
+    ours = observe(FSDPAdapter(model, **options))
+    return {**result, "same": sorted_manifest(result) == sorted_manifest(ours), "sent": len(result["slices"])}
+
+
+def sorted_manifest(seen: Result) -> list[tuple[Any, ...]]:
+    manifest = msgspec.msgpack.decode(seen["manifest"], type=Manifest)
+    return sorted((spec.name, spec.dtype, spec.shape) for spec in manifest.tensors)
+
+
+def exported_on_all_ranks() -> Result:
+    return exported(lambda i: True)
+
+
+def exported_on_rank_0() -> Result:
+    return exported(lambda i: dist.get_rank() == 0)
+
+
+def exported_by_stages() -> Result:
+    """The first tensors come on two of the ranks, the later ones on the others."""
+    return exported(lambda i: (i < 6) == (dist.get_rank() < 2))
+
+
+def export_is_wrong() -> Result:
+    """Rank 1's export, at first and later."""
+    second = dist.get_rank() == 1
+    twice = [("a", torch.ones(2)), ("b", torch.ones(2)), ("a" if second else "c", torch.ones(2))]
+    meta = [("a", torch.ones(2, device="meta" if second else "cpu"))]
+    other = [("a", torch.ones(3 if second else 2))]
+    seen = {
+        "twice": refused(lambda: ExportAdapter(lambda: twice)),
+        "meta": refused(lambda: ExportAdapter(lambda: meta)),
+        "other": refused(lambda: ExportAdapter(lambda: other)),
+    }
+    pairs = [("a", torch.ones(2)), ("b", torch.ones(3))]
+    source = ExportAdapter(lambda: pairs)
+    for what, wrong in (("less", pairs[:1]), ("more", [*pairs, pairs[0]]), ("grown", [("a", torch.ones(4)), pairs[1]])):
+        whole, pairs = pairs, wrong
+        seen[what] = refused(lambda: drain(source.slices()))
+        pairs = whole
+    seen["again"] = refused(lambda: drain(source.slices()))
+    return seen
+
+
+def export_goes_on_when_nobody_takes() -> Result:
+    """Rank 1 stops after its first slice; the others' collectives end, and the next export works."""
+    source = ExportAdapter(export_of(shard_layers(tiny_qwen3()), lambda i: True))
+    slices = source.slices()
+    taken = [next(slices)] if dist.get_rank() == 1 else list(slices)
+    slices.close()
+    return {"taken": len(taken), "all": len(source.claims()), "next": len(list(source.slices()))}
 
 
 # --- ranks that fail ----------------------------------------------------------
@@ -178,6 +253,11 @@ CASES = [
     stacked_experts_by_columns,
     summoned_units,
     one_at_a_time,
+    exported_on_all_ranks,
+    exported_on_rank_0,
+    exported_by_stages,
+    export_is_wrong,
+    export_goes_on_when_nobody_takes,
     *(fails(fault) for fault in FAULTS),
     no_bucket,
     memory_of_gathering,

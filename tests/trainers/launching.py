@@ -21,20 +21,20 @@ ROOT = Path(__file__).parents[2]
 Ranks = dict[str, list[dict[str, Any]]]
 
 
-def launch(worker: str, ranks: int, out: Path) -> Ranks:
+def launch(worker: str, ranks: int, out: Path, *arguments: Path, python: str = sys.executable) -> Ranks:
     """What each rank saw in each case of a worker."""
-    torchrun(worker, ranks, out)
+    torchrun(worker, ranks, out, *arguments, python=python)
     results = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
     return {case: [result[case] for result in results] for case in results[0]}
 
 
-def torchrun(worker: str, ranks: int, out: Path) -> None:
-    """Runs a worker of this directory to its end."""
+def torchrun(worker: str, ranks: int, out: Path, *arguments: Path, python: str = sys.executable) -> None:
+    """Runs a worker of this directory to its end, in this environment or that of another `python`."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
     environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once, so that a peak can be measured
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     ran = subprocess.run(
-        [*command, str(Path(__file__).with_name(worker)), str(out)],
+        [*command, str(Path(__file__).with_name(worker)), str(out), *map(str, arguments)],
         env=environment,
         capture_output=True,
         text=True,

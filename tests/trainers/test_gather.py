@@ -27,6 +27,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         "stacked_experts_by_columns",
         "summoned_units",
         "one_at_a_time",
+        "exported_on_all_ranks",
+        "exported_on_rank_0",
+        "exported_by_stages",
     ],
 )
 def test_every_rank_gets_what_the_slices_are_together_bit_for_bit(ranks: Ranks, case: str) -> None:
@@ -37,6 +40,37 @@ def test_every_rank_gets_what_the_slices_are_together_bit_for_bit(ranks: Ranks, 
         for name, whole in rank["gathered"].items():
             assert whole.dtype == values[name].dtype and whole.shape == values[name].shape, name
             assert torch.equal(bytes_view(whole), bytes_view(values[name])), name
+
+
+@pytest.mark.parametrize(
+    ("case", "senders"),
+    [("exported_on_all_ranks", {0, 1, 2, 3}), ("exported_on_rank_0", {0}), ("exported_by_stages", {0, 1, 2, 3})],
+)
+def test_an_export_is_sent_by_the_ranks_that_yield_it(ranks: Ranks, case: str, senders: set[int]) -> None:
+    seen = of(ranks, case)
+    assert {i for i, rank in enumerate(seen) if rank["sent"]} == senders
+    assert all(rank["same"] for rank in seen), "names, shapes and dtypes are those of the shards"
+
+
+def test_an_export_that_is_wrong_on_one_rank_is_an_error_on_all_when_its_adapter_is_made(ranks: Ranks) -> None:
+    for rank in of(ranks, "export_is_wrong"):
+        assert "a comes twice" in rank["twice"]["text"] and "rank=1" in rank["twice"]["text"]
+        assert "a is on the meta device" in rank["meta"]["text"]
+        assert "a is float32 [3] on rank 1, a is float32 [2] on rank 0" in rank["other"]["text"]
+
+
+def test_an_export_that_changed_is_refused_and_the_next_one_isnt(ranks: Ranks) -> None:
+    for rank in of(ranks, "export_is_wrong"):
+        assert "1 tensors came, 2 the first time" in rank["less"]["text"]
+        assert "tensor 2 is a: torch.float32 [2], the first time it was nothing more" in rank["more"]["text"]
+        assert "tensor 0 is a: torch.float32 [4], the first time it was a: torch.float32 [2]" in rank["grown"]["text"]
+        assert rank["again"]["error"] is None
+
+
+def test_a_rank_that_stops_taking_leaves_no_other_waiting_in_an_export(ranks: Ranks) -> None:
+    seen = of(ranks, "export_goes_on_when_nobody_takes")
+    assert [rank["taken"] for rank in seen] == [1 if i == 1 else rank["all"] for i, rank in enumerate(seen)]
+    assert [rank["next"] for rank in seen] == [rank["all"] for rank in seen]
 
 
 def test_a_rank_that_raises_in_the_middle_is_an_error_on_all_and_the_next_time_works(ranks: Ranks) -> None:

@@ -1,0 +1,310 @@
+"""Megatron-Core 0.16.1 and Megatron-Bridge 0.3.1 on a machine without a GPU and without Transformer Engine.
+
+Building a model needs almost nothing of this; a training step through Megatron's own schedules does. Call
+`run_on_cpu()` before a model is built, `fake_transformer_engine()` for layers with Transformer Engine's class and
+parameter names, `import_bridge()` for Megatron-Bridge, `without_fused_kernels()` for the models that it makes.
+
+Run as a script, `megatron_cpu.py SCRIPT ARGUMENTS`, it does all of this and then runs the script, as it is: one that was
+written for GPUs with Transformer Engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import runpy
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class _Anything(type):
+    """A class whose attributes are such classes, and whose instances can be called and asked for anything."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...] = (), body: dict[str, Any] | None = None) -> Any:
+        answers = {"__init__": lambda self, *a, **k: None, "__call__": lambda self, *a, **k: self}
+        return super().__new__(cls, name, bases, {**answers, "__getattr__": _answer, **(body or {})})
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name)
+
+
+def _answer(self: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Anything(name)()
+
+
+STAND_INS: dict[str, Any] = {}
+"""Classes of `fake_transformer_engine()`, by the names that Megatron-Bridge's LoRA has for the real ones."""
+
+
+class _OnCpu(TorchFunctionMode):
+    """Schedules and point-to-point buffers ask for `device="cuda"` outright."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def run_on_cpu() -> None:
+    """Patches torch.cuda and Megatron so that models are built and trained on the CPU, with gloo."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.torch_norm as torch_norm
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    _OnCpu().__enter__()
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *a: None
+    torch.Tensor.cuda = lambda self, *a, **k: self
+    # The optimizers ask whether they have GPU tensors by the name of their type.
+    type_of = torch.Tensor.type
+
+    def type_on_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) and ".cuda." not in found else found
+
+    torch.Tensor.type = type_on_gpu
+    nn.Module.cuda = lambda self, *a, **k: self
+    # Dropout on the GPU draws from a generator of its own; there is neither here.
+    CudaRNGStatesTracker.fork = lambda self, *a, **k: contextlib.nullcontext()
+    CudaRNGStatesTracker.add = lambda self, *a, **k: None
+    # The mixture of experts overlaps its copies on side streams.
+    torch.cuda.Stream = torch.cuda.Event = _Anything("Stream")
+    torch.cuda.current_stream = lambda *a: torch.cuda.Stream()
+    torch.cuda.stream = lambda *a: contextlib.nullcontext()
+    torch.Tensor.record_stream = lambda self, *a: None
+    # Without Transformer Engine the name is read but was never set.
+    moe_utils.te_general_gemm = None
+    # Splits that all_to_all_single takes as numbers come from the GPU as arrays.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda t, *a, **k: t.numpy() if isinstance(t, torch.Tensor) else t
+    # torch's norm refuses sequence parallelism, which MoE with tensor parallelism asks for; what it needs is this mark.
+    build = torch_norm.WrappedTorchNorm.__new__
+
+    def norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> nn.Module:
+        on, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            made = build(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = on
+        for parameter in made.parameters():
+            parameter.sequence_parallel = on
+        return made
+
+    torch_norm.WrappedTorchNorm.__new__ = norm
+
+    class Attention:
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return (_Attention if "k_channels" in kwargs else DotProductAttention)(*args, **kwargs)
+
+    LocalSpecProvider.core_attention = lambda self: Attention
+    # gloo scatters the storage order of a chunk that is not contiguous, silently (Megatron-Bridge's loading does that).
+    scatter = dist.scatter
+    dist.scatter = lambda tensor, scatter_list=None, **k: scatter(
+        tensor, None if scatter_list is None else [one.contiguous() for one in scatter_list], **k
+    )
+
+
+class _Attention(nn.Module):
+    """Causal attention without parameters, for MLA: Megatron's own takes one width of heads for all three."""
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def import_bridge() -> Any:
+    """Megatron-Bridge's AutoBridge. It imports Transformer Engine, ModelOpt and Triton at its top and then doesn't use
+    them; Megatron-Core must be imported before, so that it knows that they are not there."""
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+
+    class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            if name.split(".")[0] in ("transformer_engine", "modelopt", "triton"):
+                return importlib.machinery.ModuleSpec(name, self, is_package=True)
+            return None
+
+        def create_module(self, spec: Any) -> Any:
+            module = types.ModuleType(spec.name)
+            module.__getattr__ = lambda name: _Anything.__getattr__(_Anything(spec.name), name)
+            return module
+
+        def exec_module(self, module: Any) -> None:
+            pass
+
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        from megatron.bridge import AutoBridge
+        from megatron.bridge.peft import utils
+    finally:
+        sys.meta_path.remove(finder)
+    for name, stand_in in STAND_INS.items():
+        setattr(utils, name, stand_in)
+    return AutoBridge
+
+
+def without_fused_kernels() -> None:
+    """What Megatron-Bridge's providers turn on, and a CPU doesn't have."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    finalize = GPTModelProvider.finalize
+
+    def finalized(self: Any) -> None:
+        for name in ("gradient_accumulation", "bias_activation", "bias_dropout", "masked_softmax", "apply_rope"):
+            setattr(self, f"{name}_fusion", False)
+        self.moe_permute_fusion = self.persist_layer_norm = self.batch_p2p_comm = False
+        finalize(self)
+
+    GPTModelProvider.finalize = finalized
+
+
+def fake_transformer_engine() -> None:
+    """Makes Megatron's Transformer Engine specs build CPU layers with Transformer Engine's class and parameter names.
+
+    Class names matter: Megatron-Bridge tells from them how a parameter is divided.
+    """
+    import megatron.core.models.gpt.gpt_layer_specs as specs
+    import megatron.core.transformer.multi_latent_attention as mla
+    import megatron.core.transformer.transformer_block as transformer_block
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+
+    class TENorm(nn.RMSNorm):
+        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+            super().__init__(hidden_size, eps=eps)
+            self.weight.sequence_parallel = config.sequence_parallel
+            self.zero_centered = config.layernorm_zero_centered_gamma
+            if self.zero_centered:
+                nn.init.zeros_(self.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight = self.weight + 1 if self.zero_centered else self.weight
+            return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+    class TEColumnParallelLinear(ColumnParallelLinear):
+        pass
+
+    class TERowParallelLinear(RowParallelLinear):
+        pass
+
+    class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+            self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+
+        def forward(self, x: torch.Tensor, *args: Any) -> Any:
+            return super().forward(nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, 1e-5), *args)
+
+    class TELinear(nn.Module):
+        """The duplicated kind: every tensor-parallel rank holds all of it, and Transformer Engine still marks it."""
+
+        def __init__(self, input_size: int, output_size: int, *, config: Any, parallel_mode: str, **_: Any) -> None:
+            super().__init__()
+            assert parallel_mode == "duplicated"
+            self.parallel_mode = None
+            self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+            config.init_method(self.weight)
+            self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0
+            self.weight.sequence_parallel = config.sequence_parallel
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return nn.functional.linear(x, self.weight), None
+
+    class _Grouped(nn.Module):
+        """Experts side by side as weight0, weight1, ...; divided by expert-tensor parallelism, and not marked so."""
+
+        dim = 0
+
+        def __init__(
+            self, experts: int, input_size: int, output_size: int, *, config: Any, pg_collection: Any, **_: Any
+        ) -> None:
+            super().__init__()
+            self.num_gemms, self.config = experts, config
+            shape = [output_size, input_size]
+            shape[self.dim] //= pg_collection.expt_tp.size()
+            self.out_features, self.in_features = shape
+            for i in range(experts):
+                weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+                config.init_method(weight)
+                weight.allreduce = config.expert_model_parallel_size == 1
+                self.register_parameter(f"weight{i}", weight)
+
+        def forward(self, x: torch.Tensor, splits: list[int]) -> Any:
+            parts = torch.split(x, splits)
+            done = [nn.functional.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
+            return torch.cat(done), None
+
+    class TEColumnParallelGroupedLinear(_Grouped):
+        pass
+
+    class TERowParallelGroupedLinear(_Grouped):
+        dim = 1
+
+    class FakeTESpecProvider(LocalSpecProvider):
+        def linear(self) -> type:
+            return TELinear
+
+        def column_parallel_linear(self) -> type:
+            return TEColumnParallelLinear
+
+        def row_parallel_linear(self) -> type:
+            return TERowParallelLinear
+
+        def fuse_layernorm_and_linear(self) -> bool:
+            return True
+
+        def column_parallel_layer_norm_linear(self) -> type:
+            return TELayerNormColumnParallelLinear
+
+        def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+            return TENorm
+
+        def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> Any:
+            if moe_use_grouped_gemm:
+                return TEGroupedMLP, MLPSubmodules(
+                    linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear
+                )
+            return SequentialMLP, MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+
+    STAND_INS.update(
+        TELinear=TELinear,
+        TELayerNormColumnParallelLinear=TELayerNormColumnParallelLinear,
+        TECL=(TEColumnParallelGroupedLinear,),  # the others are recognised by what they inherit from
+        TERL=(TERowParallelGroupedLinear,),
+    )
+    specs.TESpecProvider = FakeTESpecProvider
+    specs.TENorm = transformer_block.LayerNormImpl = TENorm
+    mla.TELinear, mla.TEColumnParallelLinear = TELinear, TEColumnParallelLinear
+
+
+if __name__ == "__main__":
+    run_on_cpu()
+    fake_transformer_engine()
+    import_bridge()
+    without_fused_kernels()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,269 @@
+"""The same tiny models twice: as Hugging Face checkpoints, and built by Megatron-Core in its own parallel groups.
+
+Imports neither transformers nor Megatron at its top: the checkpoints are written where transformers is, the models are
+built where Megatron is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB, PADDED_TO = 250, 8
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A Hugging Face model: prefix of its classes, and what differs from `SHAPE`."""
+
+    prefix: str
+    overrides: dict[str, Any]
+    bridge: bool = True
+    """Megatron-Bridge 0.3.1 can load and export it."""
+
+
+KINDS = {
+    "llama": Kind("Llama", {}),
+    "mqa": Kind("Llama", {"num_key_value_heads": 1}),
+    "qwen2": Kind("Qwen2", {"head_dim": 8}),
+    "qwen3": Kind("Qwen3", {}),
+    "qwen3 tied": Kind("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": Kind("Qwen3Moe", MOE),
+    "qwen2_moe": Kind("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40, "head_dim": 8}, bridge=False),
+    "deepseek_v3": Kind("DeepseekV3", {k: v for k, v in SHAPE.items() if k != "head_dim"} | MLA),
+    "mixtral": Kind("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, bridge=False),
+    "gemma": Kind("Gemma", {"tie_word_embeddings": True}, bridge=False),
+    "phi3": Kind("Phi3", {"head_dim": 8, "pad_token_id": 0}, bridge=False),
+}
+
+
+def write_checkpoint(kind: str, directory: Path) -> None:
+    """Random weights as `save_pretrained` writes them, norms and biases too."""
+    import transformers
+
+    entry = KINDS[kind]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{entry.prefix}Config")(**(SHAPE | entry.overrides))
+    model = getattr(transformers, f"{entry.prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)]:
+            if tensor.dim() == 1:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    model.save_pretrained(directory)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Megatron's parallel sizes, and which layers the model is made of."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    te: bool = False
+    dtype: torch.dtype = torch.float32
+    mtp: int = 0
+    padded: bool = False
+    """The vocabulary is padded, which Megatron-Bridge 0.3.1 does not do."""
+    trains: bool = True
+    """False where gloo can't run a step: it gathers no parts of different sizes, which expert and expert-tensor
+    parallelism together ask for. The weights are then moved without gradients."""
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+    def enter(self) -> None:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            self.tp,
+            self.pp,
+            virtual_pipeline_model_parallel_size=self.vpp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp or self.tp,
+        )
+
+
+def build(hf: dict[str, Any], layout: Layout) -> list[Any]:
+    """This rank's chunks of `GPTModel` for a config.json, in the groups that `layout.enter()` made."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+
+    torch.manual_seed(11)
+    config = _config(hf, layout)
+    multiple = PADDED_TO * layout.tp if layout.padded else 1
+    chunks = []
+    for stage in range(layout.vpp) if layout.vpp else [None]:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        spec = get_gpt_decoder_block_spec(config, layout.te, normalization="RMSNorm", vp_stage=stage)
+        mtp = get_gpt_mtp_block_spec(config, spec, layout.te, vp_stage=stage) if layout.mtp and last else None
+        model = GPTModel(
+            config,
+            spec,
+            -(-hf["vocab_size"] // multiple) * multiple,
+            max_sequence_length=64,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings")),
+            position_embedding_type="rope",
+            mtp_block_spec=mtp,
+            vp_stage=stage,
+        )
+        chunks.append(model)
+    return chunks
+
+
+def _config(hf: dict[str, Any], layout: Layout) -> Any:
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    kind = hf["model_type"]
+    experts = hf.get("num_experts") or hf.get("n_routed_experts") or hf.get("num_local_experts")
+    fields: dict[str, Any] = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": kind in ("qwen2", "qwen2_moe"),
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe", "deepseek_v3"),
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp or layout.tp,
+        "sequence_parallel": bool(experts) and layout.tp > 1,
+        "params_dtype": layout.dtype,
+        "pipeline_dtype": layout.dtype,
+        "bf16": layout.dtype == torch.bfloat16,
+        "mtp_num_layers": layout.mtp or None,
+        # What the CPU needs.
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": layout.vpp is not None,
+    }
+    if experts:
+        fields |= {
+            "num_moe_experts": experts,
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf.get("moe_intermediate_size") or hf["intermediate_size"],
+            "moe_grouped_gemm": layout.te,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+        }
+    if kind == "qwen2_moe":
+        fields |= {
+            "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
+            "moe_shared_expert_gate": True,
+        }
+    if kind != "deepseek_v3":
+        return TransformerConfig(**(fields | dict(layout.overrides)))
+    dense = hf["first_k_dense_replace"]
+    fields |= {
+        "multi_latent_attention": True,
+        "q_lora_rank": hf["q_lora_rank"],
+        "kv_lora_rank": hf["kv_lora_rank"],
+        "qk_head_dim": hf["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "v_head_dim": hf["v_head_dim"],
+        "rope_type": "rope",
+        "moe_layer_freq": [0] * dense + [1] * (hf["num_hidden_layers"] - dense),
+        "moe_shared_expert_intermediate_size": hf["n_shared_experts"] * hf["moe_intermediate_size"],
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+    }
+    return MLATransformerConfig(**(fields | dict(layout.overrides)))
+
+
+@torch.no_grad()
+def shift(chunks: list[Any]) -> list[Any]:
+    """Moves each value by a function of the value, so that copies stay copies. Returns the chunks."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.mul_(1.03).add_(0.01)
+    return chunks
+
+
+def train(chunks: list[Any], *, steps: int = 1) -> list[Any]:
+    """AdamW steps through Megatron's own schedule and gradient reduction. Returns the chunks as the training loop has
+    them: in `DistributedDataParallel`."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    config = getattr(chunks[0], "module", chunks[0]).config
+    config.finalize_model_grads_func = finalize_model_grads
+    wrapped = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+    for one in wrapped:
+        one.broadcast_params()
+    parameters = [p for one in wrapped for p in one.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    tokens = torch.arange(16).view(1, 16) * 7 % VOCAB
+    positions = torch.arange(16).view(1, 16)
+    mask = torch.ones(1, 1, 16, 16).triu(1).bool()
+
+    def forward(batches: Any, model: Any) -> Any:
+        output = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
+        return output, lambda loss: (loss.float().mean(), {})
+
+    for _ in range(steps):
+        for one in wrapped:
+            one.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[None] * len(wrapped) if len(wrapped) > 1 else None,
+            model=wrapped if len(wrapped) > 1 else wrapped[0],
+            num_microbatches=2,
+            seq_length=16,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        for p in parameters:
+            p.grad = p.main_grad.to(p.dtype)
+        optimizer.step()
+    return wrapped

@@ -1,0 +1,424 @@
+"""Run by `torchrun` in `.venvs/megatron`: one training rank that takes every case of its world size in turn.
+
+Usage: megatron_worker.py OUT_DIRECTORY CHECKPOINTS_DIRECTORY. What each rank saw is compared in
+`test_megatron_adapter.py` with Megatron-Bridge's export and with a gold model assembled there from `raw`, all ranks'
+parameters as Megatron has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.enums import AttnBackend
+
+from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu, without_fused_kernels
+from tests.support.megatron_models import KINDS, Layout, build, shift, train
+from tests.trainers.observing import Result, observe, refused
+from trainer_adapters import ExportAdapter, MegatronAdapter
+from trainer_adapters.gather import gathered
+from trainer_adapters.megatron_rules import LLAMA, QKV, Architecture, Columns, Facts, GateUp, Rule, Run, Whole
+
+CASES: dict[int, dict[str, tuple[str, Layout]]] = {
+    2: {
+        "tp2 llama": ("llama", Layout(tp=2)),
+        "tp2 llama te": ("llama", Layout(tp=2, te=True)),
+        "tp2 one kv head": ("mqa", Layout(tp=2, padded=True)),
+        "tp2 qwen2 te": ("qwen2", Layout(tp=2, te=True)),
+        "pp2 qwen2": ("qwen2", Layout(pp=2)),
+        "tp2 qwen3 tied te": ("qwen3 tied", Layout(tp=2, te=True)),
+        "pp2 qwen3 tied": ("qwen3 tied", Layout(pp=2, padded=True)),
+        "pp2 vpp2 qwen3": ("qwen3", Layout(pp=2, vpp=2)),
+        "dp2 qwen3 te bf16": ("qwen3", Layout(te=True, dtype=torch.bfloat16)),
+        "ep2 qwen3_moe te": ("qwen3_moe", Layout(ep=2, te=True)),
+        "ep2 qwen3_moe": ("qwen3_moe", Layout(ep=2)),
+        "etp2 qwen3_moe te": ("qwen3_moe", Layout(tp=2, etp=2, te=True)),
+        "etp2 qwen3_moe": ("qwen3_moe", Layout(tp=2, etp=2)),
+        "tp2 qwen2_moe te": ("qwen2_moe", Layout(tp=2, etp=1, ep=2, te=True, padded=True)),
+        "tp2 deepseek_v3 te": ("deepseek_v3", Layout(tp=2, te=True)),
+        "tp2 deepseek_v3": ("deepseek_v3", Layout(tp=2, padded=True)),
+        "ep2 deepseek_v3 mtp te": ("deepseek_v3", Layout(ep=2, te=True, mtp=1)),
+        "pp2 deepseek_v3 mtp": ("deepseek_v3", Layout(pp=2, mtp=1)),
+    },
+    4: {
+        "tp2 pp2 qwen3 tied te": ("qwen3 tied", Layout(tp=2, pp=2, te=True)),
+        "tp2 dp2 llama": ("llama", Layout(tp=2, padded=True)),
+        "tp4 qwen3": ("qwen3", Layout(tp=4, padded=True)),
+        "tp2 ep2 qwen3_moe te": ("qwen3_moe", Layout(tp=2, ep=2, etp=1, te=True)),
+        "tp2 ep2 etp2 qwen3_moe te": ("qwen3_moe", Layout(tp=2, ep=2, etp=2, te=True, trains=False)),
+        "pp2 vpp2 ep2 qwen3_moe te": ("qwen3_moe", Layout(pp=2, vpp=2, ep=2, te=True)),
+        "pp2 vpp2 ep2 qwen3_moe": ("qwen3_moe", Layout(pp=2, vpp=2, ep=2)),
+        "tp2 pp2 deepseek_v3 mtp te": ("deepseek_v3", Layout(tp=2, pp=2, mtp=1, te=True, padded=True)),
+    },
+}
+
+
+def raw(chunks: list[Any]) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers under Megatron's names, layers by the numbers that they were built with."""
+    out = []
+    for chunk in chunks:
+        state = {k: v for k, v in chunk.state_dict().items() if isinstance(v, torch.Tensor)}
+        for name, tensor in state.items():
+            head, _, rest = name.partition("decoder.layers.")
+            if rest and not head:
+                local, _, rest = rest.partition(".")
+                name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
+            out.append((name, tensor.detach().clone()))
+    return out
+
+
+def place() -> dict[str, int]:
+    return {
+        "tp": mpu.get_tensor_model_parallel_rank(),
+        "etp": mpu.get_expert_tensor_parallel_rank(),
+        "ep": mpu.get_expert_model_parallel_rank(),
+        "eps": mpu.get_expert_model_parallel_world_size(),
+        "pp": mpu.get_pipeline_model_parallel_rank(),
+    }
+
+
+def combination(kind: str, layout: Layout, checkpoints: Path) -> Result:
+    """A checkpoint loaded by Megatron-Bridge where it can, one training step, and what the adapter makes of it."""
+    hf = config_of(kind, checkpoints)
+    layout.enter()
+    chunks = build(hf, layout)
+    result: Result = {"place": place()}
+    # Its rule for experts knows Transformer Engine's names only; it leaves MTP and padding out.
+    is_moe = "num_experts_per_tok" in hf
+    bridge = None
+    if KINDS[kind].bridge and not (layout.mtp or layout.padded or (is_moe and not layout.te)):
+        bridge = BRIDGE.from_hf_pretrained(checkpoints / kind.replace(" ", "_"))
+    if bridge is not None:
+        bridge.load_hf_weights(chunks)
+        result["loaded"] = observe(MegatronAdapter(chunks, hf))
+    wrapped = train(chunks) if layout.trains else shift(chunks)
+    result["trained"] = observe(MegatronAdapter(wrapped if len(wrapped) > 1 else wrapped[0], hf))
+    if bridge is not None:
+        exported = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
+        result["bridge"] = exported if dist.get_rank() == 0 else None
+    result["raw"] = raw(chunks)
+    return result
+
+
+# --- what no Hugging Face model of the matrix has --------------------------------------------------------------------
+
+
+def own_architecture(name: str, layout: Layout, architecture: Architecture) -> Callable[[Path], Result]:
+    """A model that the tables don't have, with a table made here."""
+
+    def case(checkpoints: Path) -> Result:
+        hf = config_of(name, checkpoints)
+        layout.enter()
+        chunks = train(build(hf, layout))
+        unknown = refused(lambda: MegatronAdapter(chunks, hf))
+        adapter = MegatronAdapter(chunks, hf, architecture=architecture)
+        return {"place": place(), "unknown": unknown, "trained": observe(adapter), "raw": raw(inner(chunks))}
+
+    return case
+
+
+MIXTRAL = Architecture(
+    model=LLAMA.model,
+    layer={
+        **LLAMA.layer,
+        "mlp.router.weight": Whole("block_sparse_moe.gate.weight"),
+        "mlp.experts.linear_fc1.weight{expert}": GateUp(
+            "block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"
+        ),
+        "mlp.experts.linear_fc2.weight{expert}": Columns("block_sparse_moe.experts.{expert}.w2.weight"),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Stacked(Rule):
+    """What `parts` makes several tensors of lies in one, the first tensor's rows before the second's."""
+
+    name: str
+    parts: Rule
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def runs(self, rows: int, facts: Facts) -> Iterator[Run]:
+        runs = list(self.parts.runs(rows, facts))
+        sizes = [sum(run.rows for run in runs if run.part == part) for part in range(len(self.parts.names))]
+        for part, start, count in runs:
+            yield Run(0, sum(sizes[:part]) + start, count)
+
+
+PHI3 = Architecture(
+    model=LLAMA.model,
+    layer={
+        **LLAMA.layer,
+        "self_attention.linear_qkv.*": Stacked("self_attn.qkv_proj.*", QKV("q", "k", "v")),
+        "mlp.linear_fc1.*": Stacked("mlp.gate_up_proj.*", GateUp("gate", "up")),
+    },
+)
+
+
+def gated_attention(checkpoints: Path) -> Result:
+    """Each group of heads has gates too, as in Qwen3-Next."""
+    hf = config_of("qwen3", checkpoints)
+    layout = Layout(tp=2, overrides=(("attention_output_gate", True),))
+    layout.enter()
+    chunks = train(build(hf, layout))
+    return {"place": place(), "trained": observe(MegatronAdapter(chunks, hf)), "raw": raw(inner(chunks))}
+
+
+def zero_centered_norms(checkpoints: Path) -> Result:
+    """Megatron holds norms less one, the checkpoint doesn't."""
+    hf = config_of("llama", checkpoints)
+    layout = Layout(tp=2, te=True, overrides=(("layernorm_zero_centered_gamma", True),))
+    layout.enter()
+    chunks = build(hf, layout)
+    return {"place": place(), "trained": observe(MegatronAdapter(chunks, hf)), "raw": raw(chunks)}
+
+
+def wrapped_in_float16_module(checkpoints: Path) -> Result:
+    """bf16 in Megatron's wrappers: the router's bias counts as fp32 before it is, and stays the same manifest after.
+
+    Dtype rules apply to the names of the manifest.
+    """
+    from megatron.core.transformer.module import Float16Module
+
+    hf = config_of("deepseek_v3", checkpoints)
+    layout = Layout(ep=2, te=True, dtype=torch.bfloat16)
+    layout.enter()
+    chunks = build(hf, layout)
+    wrapped = [Float16Module(chunk.config, chunk) for chunk in chunks]
+    router = chunks[0].decoder.layers[1].mlp.router
+    before = str(router.expert_bias.dtype)
+    adapter = MegatronAdapter(wrapped, hf, dtype_rules={"*norm.weight": torch.float32})
+    manifest = adapter.manifest()
+    train(wrapped)
+    same = adapter.manifest() is manifest
+    after = str(router.expert_bias.dtype)
+    return {
+        "place": place(),
+        "trained": observe(adapter),
+        "raw": raw(chunks),
+        "bias": [before, after],
+        "same": same,
+    }
+
+
+def several_updates(checkpoints: Path) -> Result:
+    """Slices are the parameters' own memory and follow training; a model that changed is refused."""
+    hf = config_of("qwen3", checkpoints)
+    Layout(tp=2).enter()
+    chunks = build(hf, Layout(tp=2))
+    adapter = MegatronAdapter(chunks, hf)
+    manifest = adapter.manifest()
+    before = [piece.tensor.clone() for piece in adapter.slices()]
+    train(chunks)
+    storages = {p.untyped_storage().data_ptr() for p in chunks[0].parameters()}
+    views = all(piece.tensor.untyped_storage().data_ptr() in storages for piece in adapter.slices())
+    changed = sum(not torch.equal(piece.tensor, old) for piece, old in zip(adapter.slices(), before, strict=True))
+    same = adapter.manifest() is manifest
+    layer = chunks[0].decoder.layers[0]
+    kept, layer.mlp.linear_fc2.weight = layer.mlp.linear_fc2.weight, torch.nn.Parameter(torch.ones(3, 3))
+    reshaped = refused(adapter.manifest)
+    layer.mlp.linear_fc2.weight = kept
+    layer.extra = torch.nn.Parameter(torch.ones(2))
+    appeared = refused(adapter.slices)
+    del layer.extra
+    healed = refused(adapter.slices)
+    return {
+        "views": views,
+        "changed": [changed, len(before)],
+        "same": same,
+        "errors": [reshaped, appeared, healed],
+    }
+
+
+def refuse(checkpoints: Path) -> Result:
+    """Models that can't be sent rightly; most are wrong on rank 1 only, and an error on both."""
+    hf = config_of("qwen3", checkpoints)
+    second = dist.get_rank() == 1
+    out: Result = {}
+    Layout(pp=2).enter()
+    chunks = build(hf, Layout(pp=2))
+    if second:
+        chunks[0].decoder.layers[1].mlp.extra = torch.nn.Parameter(torch.ones(2, 2))
+    out["no rule"] = refused(lambda: MegatronAdapter(chunks, hf))
+    out["no model"] = refused(lambda: MegatronAdapter(torch.nn.Linear(2, 2) if second else chunks, hf))
+    if second:
+        del chunks[0].decoder.layers[1].mlp.extra
+    out["no table"] = refused(lambda: MegatronAdapter(chunks, hf | {"model_type": "gpt_oss"}))
+    out["tied"] = refused(lambda: MegatronAdapter(chunks, hf | {"tie_word_embeddings": True}))
+    out["vocabulary"] = refused(lambda: MegatronAdapter(chunks, hf | {"vocab_size": 250 - second}))
+    out["fine"] = refused(lambda: MegatronAdapter(chunks, hf))
+    if second:
+        with torch.device("meta"):
+            chunks[0].decoder.final_layernorm.weight = torch.nn.Parameter(torch.ones(32))
+    out["meta"] = refused(lambda: MegatronAdapter(chunks, hf))
+    Layout(pp=2, vpp=2).enter()
+    chunks = build(hf, Layout(pp=2, vpp=2))
+    out["a chunk is missing"] = refused(lambda: MegatronAdapter(chunks[:1] if second else chunks, hf))
+    out["any order of chunks that know their stage"] = refused(lambda: MegatronAdapter(chunks[::-1], hf))
+    for chunk in chunks:
+        chunk.vp_stage = None
+    out["chunks in another order"] = refused(lambda: MegatronAdapter(chunks[::-1] if second else chunks, hf))
+    Layout().enter()
+    other = hf | ({"intermediate_size": 64} if second else {})
+    out["another shape"] = refused(lambda: MegatronAdapter(build(other, Layout()), hf))
+    deeper = hf | ({"num_hidden_layers": 3} if second else {})
+    out["another depth"] = refused(lambda: MegatronAdapter(build(deeper, Layout()), hf))
+    narrower = build(hf | {"num_attention_heads": 2}, Layout())
+    narrower[0].config.num_attention_heads = 4
+    out["another number of heads"] = refused(lambda: MegatronAdapter(narrower, hf))
+    return out
+
+
+def fallback_to_megatron_bridge(checkpoints: Path) -> Result:
+    """A model that the tables don't have: Megatron-Bridge's export, which gathers, yielded on all ranks or on one."""
+    Layout(tp=2).enter()
+    bridge = BRIDGE.from_hf_pretrained(checkpoints / "gemma")
+    provider = bridge.to_megatron_provider()
+    provider.tensor_model_parallel_size = 2
+    provider.attention_backend = AttnBackend.auto  # as the models before it: Megatron keeps that in the environment
+    provider.finalize()
+    chunks = provider.provide_distributed_model(wrap_with_ddp=False)
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        return bridge.export_hf_weights(chunks, cpu=True, show_progress=False)
+
+    source = ExportAdapter(export)
+    result: Result = {
+        "unknown": refused(lambda: MegatronAdapter(chunks, config_of("gemma", checkpoints))),
+        "loaded": observe(source),
+    }
+    shift(chunks)
+    result["shifted"] = observe(source)
+    result["by rank 0"] = observe(ExportAdapter(lambda: (pair for pair in export() if dist.get_rank() == 0)))
+    return result
+
+
+def lora(kind: str, layout: Layout, *targets: str) -> Callable[[Path], Result]:
+    """Megatron-Bridge's adapters, trained. It exports them merged; where it can't, they are merged in place, by itself."""
+
+    def case(checkpoints: Path) -> Result:
+        from megatron.bridge.peft.lora import LoRA, LoRAMerge
+
+        hf = config_of(kind, checkpoints)
+        layout.enter()
+        chunks = build(hf, layout)
+        before = raw(chunks)
+        LoRA(target_modules=list(targets), dim=4, alpha=6)(chunks)
+        wrapped = train(chunks, steps=2)
+        source = MegatronAdapter(wrapped, hf)
+        result: Result = {"place": place(), "merged": observe(source), "before": before}
+        result["gathered"] = {name: tensor.clone() for name, tensor in gathered(source)}
+        adapter = next(part.adapter for part in chunks[0].modules() if hasattr(part, "to_wrap"))
+        adapter.alpha = 7
+        result["scaled"] = refused(source.slices)
+        adapter.alpha = 6
+        if layout.te:
+            bridge = BRIDGE.from_hf_pretrained(checkpoints / kind.replace(" ", "_"))
+            result["bridge"] = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
+        LoRA.disable_adapter_layers(LoRA(), chunks)
+        result["disabled"] = refused(source.slices)
+        if layout.tp == 1:
+            LoRAMerge()(chunks, training=False)
+            result["raw"] = [
+                (name.replace(".to_wrap.", "."), tensor) for name, tensor in raw(chunks) if ".adapter." not in name
+            ]
+        return result
+
+    return case
+
+
+def lora_without_a_rule(checkpoints: Path) -> Result:
+    """An adapter for each of queries, keys and values, where the layer has them in one; and rows that are scaled."""
+    from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+    from megatron.bridge.peft.dora import DoRA
+
+    hf = config_of("qwen3", checkpoints)
+    Layout().enter()
+    out: Result = {}
+    for kind in (CanonicalLoRA, DoRA):
+        chunks = build(hf, Layout())
+        kind(dim=4)(chunks)
+        out[kind.__name__] = refused(partial(MegatronAdapter, chunks, hf))
+    return out
+
+
+SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
+    2: {
+        "ep2 mixtral": own_architecture("mixtral", Layout(ep=2, te=True), MIXTRAL),
+        "tp2 phi3": own_architecture("phi3", Layout(tp=2), PHI3),
+        "gated attention": gated_attention,
+        "zero-centered norms": zero_centered_norms,
+        "float16 module": wrapped_in_float16_module,
+        "several updates": several_updates,
+        "refuse": refuse,
+        "fallback": fallback_to_megatron_bridge,
+        "lora tp2 qwen3 te": lora(
+            "qwen3", Layout(tp=2, te=True), "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
+        ),
+        "lora ep2 qwen3_moe": lora("qwen3_moe", Layout(ep=2), "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        "lora ep2 qwen3_moe te": lora(
+            "qwen3_moe", Layout(ep=2, te=True), "*.experts.linear_fc1", "*.experts.linear_fc2"
+        ),
+        "lora etp2 qwen3_moe te": lora(
+            "qwen3_moe", Layout(tp=2, etp=2, te=True), "linear_qkv", "linear_fc1", "linear_fc2"
+        ),
+        "lora without a rule": lora_without_a_rule,
+    },
+    4: {"lora tp2 pp2 qwen3 te": lora("qwen3", Layout(tp=2, pp=2, te=True), "linear_proj", "*.layers.1.*.linear_fc1")},
+}
+
+
+def config_of(kind: str, checkpoints: Path) -> dict[str, Any]:
+    return json.loads((checkpoints / kind.replace(" ", "_") / "config.json").read_text())
+
+
+def inner(wrapped: list[Any]) -> list[Any]:
+    return [one.module for one in wrapped]
+
+
+def main(out: Path, checkpoints: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    results: dict[str, Result] = {}
+    only = os.environ.get("ONLY", "")
+    began_s = time.monotonic()
+    cases: dict[str, Callable[[Path], Result]] = {
+        name: partial(combination, kind, layout) for name, (kind, layout) in CASES[dist.get_world_size()].items()
+    }
+    for name, case in (cases | SPECIAL[dist.get_world_size()]).items():
+        if re.search(only, name) is None:
+            continue
+        print(f"{time.monotonic() - began_s:.1f} s: {name}", flush=True)
+        try:
+            results[name] = case(checkpoints)
+        except Exception:  # noqa: BLE001  the other ranks may wait for this one: end them all, the test shows this
+            print(f"rank {dist.get_rank()}, {name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+            os._exit(1)
+        dist.barrier()
+    torch.save(results, out / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_on_cpu()
+    fake_transformer_engine()
+    BRIDGE = import_bridge()
+    without_fused_kernels()
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

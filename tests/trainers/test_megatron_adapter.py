@@ -1,0 +1,435 @@
+"""Megatron-Core's parts, on real gloo ranks: what all ranks write together is the Hugging Face checkpoint, bit for bit.
+
+The trainers run in `.venvs/megatron` (`megatron_worker.py`), all cases of a world size in one launch. Three judges: the
+checkpoint that Megatron-Bridge loaded into the model; Megatron-Bridge's export after a training step; and a gold model
+put together by `tests/support/megatron_gold.py`, also where Megatron-Bridge has no mapping.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+
+from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.manifest import Box, Piece
+from inference_plugin.wire.messages import Ready
+from tests.support.megatron_gold import assemble
+from tests.support.megatron_models import KINDS, write_checkpoint
+from tests.trainers.launching import ROOT, Ranks, assert_is_gold, launch, of, written
+from trainer_adapters import LocalSlice
+from trainer_adapters.agreement import Claims, digests_of, what_differs
+
+PYTHON = ROOT / ".venvs" / "megatron" / "bin" / "python"
+
+pytestmark = pytest.mark.slow
+
+COMBINATIONS = {
+    2: {
+        "tp2 llama": "llama",
+        "tp2 llama te": "llama",
+        "tp2 one kv head": "mqa",
+        "tp2 qwen2 te": "qwen2",
+        "pp2 qwen2": "qwen2",
+        "tp2 qwen3 tied te": "qwen3 tied",
+        "pp2 qwen3 tied": "qwen3 tied",
+        "pp2 vpp2 qwen3": "qwen3",
+        "dp2 qwen3 te bf16": "qwen3",
+        "ep2 qwen3_moe te": "qwen3_moe",
+        "ep2 qwen3_moe": "qwen3_moe",
+        "etp2 qwen3_moe te": "qwen3_moe",
+        "etp2 qwen3_moe": "qwen3_moe",
+        "tp2 qwen2_moe te": "qwen2_moe",
+        "tp2 deepseek_v3 te": "deepseek_v3",
+        "tp2 deepseek_v3": "deepseek_v3",
+        "ep2 deepseek_v3 mtp te": "deepseek_v3",
+        "pp2 deepseek_v3 mtp": "deepseek_v3",
+    },
+    4: {
+        "tp2 pp2 qwen3 tied te": "qwen3 tied",
+        "tp2 dp2 llama": "llama",
+        "tp4 qwen3": "qwen3",
+        "tp2 ep2 qwen3_moe te": "qwen3_moe",
+        "tp2 ep2 etp2 qwen3_moe te": "qwen3_moe",
+        "pp2 vpp2 ep2 qwen3_moe te": "qwen3_moe",
+        "pp2 vpp2 ep2 qwen3_moe": "qwen3_moe",
+        "tp2 pp2 deepseek_v3 mtp te": "deepseek_v3",
+    },
+}
+ALL = [(world, case) for world, cases in COMBINATIONS.items() for case in cases]
+
+Seen = list[dict[str, Any]]
+Launched = dict[int, Ranks]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for kind in KINDS:
+        write_checkpoint(kind, directory / kind.replace(" ", "_"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Launched:
+    out = {world: tmp_path_factory.mktemp(f"megatron{world}") for world in COMBINATIONS}
+    return {
+        world: launch("megatron_worker.py", world, directory, checkpoints, python=str(PYTHON))
+        for world, directory in out.items()
+    }
+
+
+def of_file(directory: Path) -> dict[str, torch.Tensor]:
+    with safe_open(directory / "model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+
+
+def hf_config(checkpoints: Path, kind: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((checkpoints / kind.replace(" ", "_") / "config.json").read_text())
+    return config
+
+
+def gold_of(seen: Seen, hf: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return assemble([{"raw": one["raw"], "place": one["place"]} for one in seen], hf)
+
+
+# --- every combination -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "case"), ALL, ids=[case for _, case in ALL])
+def test_after_a_training_step_all_ranks_together_send_the_gathered_model(
+    launched: Launched, checkpoints: Path, world: int, case: str
+) -> None:
+    seen = of(launched[world], case)
+    hf = hf_config(checkpoints, COMBINATIONS[world][case])
+    manifest, values, _ = written([one["trained"] for one in seen])
+    gold = gold_of(seen, hf)
+    assert_is_gold(values, gold, {})
+    for one in seen:
+        for (tensor, offsets, sizes), copy in one["trained"]["copies"]:
+            at = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            assert torch.equal(values[manifest.tensors[tensor].name][at], copy), "a copy is not what was sent"
+    if hf.get("tie_word_embeddings"):
+        assert manifest.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    if "loaded" in seen[0]:
+        before = of_file(checkpoints / COMBINATIONS[world][case].replace(" ", "_"))
+        still = [name for name, value in values.items() if torch.equal(value, before[name].to(value.dtype))]
+        assert all("e_score_correction_bias" in name for name in still), f"training changed nothing in {still}"
+
+
+WITHOUT_BRIDGE = {"tp2 one kv head", "pp2 qwen3 tied", "tp2 qwen2_moe te", "ep2 qwen3_moe", "etp2 qwen3_moe"}
+WITHOUT_BRIDGE |= {"tp2 deepseek_v3", "ep2 deepseek_v3 mtp te", "pp2 deepseek_v3 mtp"}
+WITHOUT_BRIDGE |= {"tp2 dp2 llama", "tp4 qwen3", "pp2 vpp2 ep2 qwen3_moe", "tp2 pp2 deepseek_v3 mtp te"}
+WITH_BRIDGE = [(world, case) for world, case in ALL if case not in WITHOUT_BRIDGE]
+
+
+@pytest.mark.parametrize(("world", "case"), WITH_BRIDGE, ids=[case for _, case in WITH_BRIDGE])
+def test_every_tensor_is_what_megatron_bridge_loads_and_exports(
+    launched: Launched, checkpoints: Path, world: int, case: str
+) -> None:
+    seen = of(launched[world], case)
+    directory = checkpoints / COMBINATIONS[world][case].replace(" ", "_")
+    _, loaded, _ = written([one["loaded"] for one in seen])
+    assert_is_gold(loaded, of_file(directory), {})
+    _, trained, _ = written([one["trained"] for one in seen])
+    assert_is_gold(trained, {k: v for k, v in seen[0]["bridge"].items() if k in trained or k != "lm_head.weight"}, {})
+
+
+@pytest.mark.parametrize("case", COMBINATIONS[2])
+def test_names_and_shapes_are_those_of_the_checkpoint_that_transformers_writes(
+    launched: Launched, checkpoints: Path, case: str
+) -> None:
+    kind = COMBINATIONS[2][case]
+    manifest, _, _ = written([one["trained"] for one in of(launched[2], case)])
+    shapes = {spec.name: list(spec.shape) for spec in manifest.tensors}
+    layers = hf_config(checkpoints, kind)["num_hidden_layers"]
+    mtp = {name: shape for name, shape in shapes.items() if name.startswith(f"model.layers.{layers}.")}
+    written_by_transformers = {
+        name: list(tensor.shape) for name, tensor in of_file(checkpoints / kind.replace(" ", "_")).items()
+    }
+    assert {name: shape for name, shape in shapes.items() if name not in mtp} == written_by_transformers
+    assert bool(mtp) == ("mtp" in case)
+    order = [spec.name for spec in manifest.tensors]
+    assert order.index("model.layers.2.input_layernorm.weight") < order.index("model.layers.3.input_layernorm.weight")
+
+
+def test_an_mtp_layer_has_the_names_of_published_checkpoints(launched: Launched) -> None:
+    manifest, _, _ = written([one["trained"] for one in of(launched[2], "pp2 deepseek_v3 mtp")])
+    own = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "mlp.gate.weight"}
+    assert {f"model.layers.4.{name}" for name in own} <= set(manifest.index)
+    assert manifest.tied == {
+        "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.4.shared_head.head.weight": "lm_head.weight",
+    }
+
+
+def test_data_parallel_copies_share_the_bytes_and_of_tensor_parallel_copies_the_first_is_sent(
+    launched: Launched,
+) -> None:
+    manifest, _, sent = written([one["trained"] for one in of(launched[2], "dp2 qwen3 te bf16")])
+    largest = max(spec.nbytes for spec in manifest.tensors)
+    assert max(sent) - min(sent) <= 2 * largest
+    seen = of(launched[4], "tp2 dp2 llama")
+    manifest, _, sent = written([one["trained"] for one in seen])
+    assert max(sent) - min(sent) <= 2 * max(spec.nbytes for spec in manifest.tensors)
+    norms = {i for i, spec in enumerate(manifest.tensors) if spec.name.endswith("norm.weight")}
+    for one in seen:
+        mine = {box[0] for box, _ in one["trained"]["slices"]}
+        copies = {box[0] for box, _ in one["trained"]["copies"]}
+        assert not (one["place"]["tp"] and mine & norms)
+        assert copies == (norms if one["place"]["tp"] else set()), "what may come apart is compared with what was sent"
+
+
+def test_the_first_stage_sends_tied_embeddings(launched: Launched) -> None:
+    for world, case in ((2, "pp2 qwen3 tied"), (4, "tp2 pp2 qwen3 tied te")):
+        seen = of(launched[world], case)
+        manifest, _, _ = written([one["trained"] for one in seen])
+        embedding = manifest.index["model.embed_tokens.weight"]
+        senders = {one["place"]["pp"] for one in seen if embedding in {b[0] for b, _ in one["trained"]["slices"]}}
+        assert senders == {0}
+        copies = {one["place"]["pp"] for one in seen if embedding in {b[0] for b, _ in one["trained"]["copies"]}}
+        assert copies == {1}, "only the reduction of their gradients keeps them equal"
+
+
+# --- what the ranks of a manager hold against each other -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "case"), [(2, "etp2 qwen3_moe te"), (4, "tp2 pp2 qwen3 tied te")])
+def test_an_orphan_and_a_double_among_the_ranks_claims_are_named(launched: Launched, world: int, case: str) -> None:
+    seen = [one["trained"] for one in of(launched[world], case)]
+    manifest, _, _ = written(seen)
+    claims = [msgspec.convert(one["claims"], tuple[Box, ...]) for one in seen]
+
+    def check(of_rank_1: tuple[Box, ...]) -> None:
+        others = [of_rank_1, *claims[2:]]
+        readies = [Ready(1, "update:1", i, manifest.fingerprint, claims=own) for i, own in enumerate(others, start=1)]
+        Claims().check(manifest, claims[0], readies)
+
+    check(claims[1])
+    with pytest.raises(ManifestMismatch, match="each byte once: written by nobody: "):
+        check(claims[1][:-1])
+    with pytest.raises(ManifestMismatch, match=r"each byte once: written more than once: .* by rank 0 and rank 1"):
+        check((*claims[1], claims[0][0]))
+
+
+@pytest.mark.parametrize(
+    ("world", "case"), [(2, "tp2 deepseek_v3 te"), (4, "tp2 pp2 qwen3 tied te"), (4, "tp2 dp2 llama")]
+)
+def test_every_copy_is_compared_with_what_was_sent(launched: Launched, world: int, case: str) -> None:
+    seen = [one["trained"] for one in of(launched[world], case)]
+    manifest, _, _ = written(seen)
+
+    def pieces(what: str, plus: int = 0) -> dict[int, list[Piece]]:
+        by_rank = {}
+        for rank, one in enumerate(seen):
+            slices = [LocalSlice(msgspec.convert(box, Box), tensor + plus) for box, tensor in one[what]]
+            by_rank[rank] = list(digests_of(manifest, slices))
+        return by_rank
+
+    sent, copies = pieces("slices"), pieces("copies")
+    boxes = {piece.box for own in sent.values() for piece in own}
+    assert copies[len(seen) - 1] and all(piece.box in boxes for own in copies.values() for piece in own)
+    assert what_differs(manifest, sent, copies) == ""
+    assert "norm.weight" in what_differs(manifest, sent, pieces("copies", plus=1))
+
+
+# --- dtypes and values that are not plain ----------------------------------------------------------------------------
+
+
+def test_the_routers_bias_is_fp32_in_a_bf16_model_before_and_after_the_first_step(
+    launched: Launched, checkpoints: Path
+) -> None:
+    seen = of(launched[2], "float16 module")
+    manifest, values, _ = written([one["trained"] for one in seen])
+    assert [one["bias"] for one in seen] == [["torch.bfloat16", "torch.float32"]] * 2
+    assert all(one["same"] for one in seen)
+    dtypes = {spec.name: spec.dtype for spec in manifest.tensors}
+    kept = {n for n, d in dtypes.items() if d == "float32"}
+    assert kept == {n for n in dtypes if n.endswith(("norm.weight", "e_score_correction_bias"))}
+    assert_is_gold(values, gold_of(seen, hf_config(checkpoints, "deepseek_v3")), {})
+
+
+def test_gates_of_attention_lie_behind_each_heads_query(launched: Launched, checkpoints: Path) -> None:
+    seen = of(launched[2], "gated attention")
+    _, values, _ = written([one["trained"] for one in seen])
+    hf = hf_config(checkpoints, "qwen3") | {"gated": True}
+    assert values["model.layers.0.self_attn.q_proj.weight"].shape == (2 * 4 * 16, 32)
+    assert_is_gold(values, gold_of(seen, hf), {})
+
+
+def test_zero_centered_norms_travel_with_their_one(launched: Launched, checkpoints: Path) -> None:
+    seen = of(launched[2], "zero-centered norms")
+    _, values, _ = written([one["trained"] for one in seen])
+    gold = gold_of(seen, hf_config(checkpoints, "llama"))
+    assert_is_gold(values, {name: t + 1 if name.endswith("norm.weight") else t for name, t in gold.items()}, {})
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+
+
+def test_an_architecture_that_the_tables_lack_is_added_by_its_names(launched: Launched, checkpoints: Path) -> None:
+    seen = of(launched[2], "ep2 mixtral")
+    for one in seen:
+        assert one["unknown"]["error"] == "ManifestMismatch"
+        assert "no table for model_type 'mixtral'; there are llama" in one["unknown"]["text"]
+    _, values, _ = written([one["trained"] for one in seen])
+    gold = {}
+    for name, tensor in gold_of(seen, hf_config(checkpoints, "mixtral")).items():
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        for ours, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            name = name.replace(ours, theirs)
+        gold[name] = tensor
+    assert_is_gold(values, gold, {})
+    written_by_transformers = of_file(checkpoints / "mixtral")
+    assert {n: t.shape for n, t in values.items()} == {n: t.shape for n, t in written_by_transformers.items()}
+
+
+def test_an_architecture_that_the_tables_lack_is_added_with_a_rule_of_its_own(
+    launched: Launched, checkpoints: Path
+) -> None:
+    seen = of(launched[2], "tp2 phi3")
+    _, values, _ = written([one["trained"] for one in seen])
+    gold = gold_of(seen, hf_config(checkpoints, "phi3"))
+    for layer in range(4):
+        at = f"model.layers.{layer}"
+        qkv = [gold.pop(f"{at}.self_attn.{x}_proj.weight") for x in "qkv"]
+        gold[f"{at}.self_attn.qkv_proj.weight"] = torch.cat(qkv)
+        gold[f"{at}.mlp.gate_up_proj.weight"] = torch.cat(
+            [gold.pop(f"{at}.mlp.{x}_proj.weight") for x in ("gate", "up")]
+        )
+    assert_is_gold(values, gold, {})
+    written_by_transformers = of_file(checkpoints / "phi3")
+    assert {n: t.shape for n, t in values.items()} == {n: t.shape for n, t in written_by_transformers.items()}
+
+
+def test_megatron_bridges_export_is_a_source_where_no_table_fits(launched: Launched, checkpoints: Path) -> None:
+    seen = of(launched[2], "fallback")
+    assert all("no table for model_type 'gemma'" in one["unknown"]["text"] for one in seen)
+    loaded, shifted, by_rank_0 = (
+        written([one[what] for one in seen], collectives=seen[0][what]["collectives"])
+        for what in ("loaded", "shifted", "by rank 0")
+    )
+    gold = of_file(checkpoints / "gemma")
+    assert_is_gold(loaded[1], gold, {})
+    for _, values, _ in (shifted, by_rank_0):
+        assert_is_gold(values, {name: tensor.mul(1.03).add(0.01) for name, tensor in gold.items()}, {})
+    assert all(shifted[2]) and not by_rank_0[2][1], "what all ranks yield they share, what one yields it sends"
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+
+LORA = {
+    (2, "lora tp2 qwen3 te"): r"layers\.\d\.(self_attn\.._proj|mlp\..*_proj)\.",
+    (2, "lora ep2 qwen3_moe"): r"layers\.\d\.(self_attn\.._proj|mlp\.experts.*_proj)\.",
+    (2, "lora ep2 qwen3_moe te"): r"layers\.\d\.mlp\.experts.*_proj\.",
+    (2, "lora etp2 qwen3_moe te"): r"layers\.\d\.(self_attn\.[qkv]_proj|mlp\.experts.*_proj)\.",
+    (4, "lora tp2 pp2 qwen3 te"): r"layers\.(\d\.self_attn\.o_proj|[13]\.mlp\.(gate|up)_proj)\.",
+}
+"""Which tensors are adapted. Targets are each stage's own names: `layers.1` on two stages is layers 1 and 3."""
+
+
+@pytest.mark.parametrize(("world", "case"), LORA, ids=[case for _, case in LORA])
+def test_lora_adapters_are_merged_into_what_is_sent_as_megatron_bridge_merges_them(
+    launched: Launched, checkpoints: Path, world: int, case: str
+) -> None:
+    seen = of(launched[world], case)
+    hf = hf_config(checkpoints, "qwen3_moe" if "moe" in case else "qwen3")
+    _, values, _ = written([one["merged"] for one in seen], collectives=seen[0]["merged"]["collectives"])
+    base = assemble([{"raw": one["before"], "place": one["place"]} for one in seen], hf)
+    assert {n for n, t in values.items() if not torch.equal(t, base[n])} == {
+        n for n in base if re.search(LORA[world, case], n)
+    }
+    golds = [seen[0]["bridge"]] if "bridge" in seen[0] else []
+    for gold in golds + ([gold_of(seen, hf)] if "raw" in seen[0] else []):
+        assert values.keys() == gold.keys()
+        for name, value in values.items():
+            torch.testing.assert_close(value, gold[name], rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+    for one in seen:
+        assert all(torch.equal(one["gathered"][name], value) for name, value in values.items())
+
+
+def test_adapters_that_were_scaled_or_disabled_meanwhile_and_kinds_without_a_rule_are_refused(
+    launched: Launched,
+) -> None:
+    for one in of(launched[2], "lora tp2 qwen3 te"):
+        assert "LoRA adapters came, went or were scaled" in one["scaled"]["text"]
+        assert "decoder.layers.0.self_attention.linear_proj has an adapter that is disabled" in one["disabled"]["text"]
+    for one in of(launched[2], "lora without a rule"):
+        for kind in ("CanonicalLoRA", "DoRA"):
+            assert one[kind]["error"] == "ManifestMismatch"
+            assert "which has no rule here" in one[kind]["text"] and "ExportAdapter" in one[kind]["text"]
+            assert "layers.0.self_attention.linear_qkv has Megatron-Bridge's" in one[kind]["text"]
+
+
+# --- changes and refusals --------------------------------------------------------------------------------------------
+
+
+def test_slices_are_the_parameters_own_memory_and_follow_training(launched: Launched) -> None:
+    for one in of(launched[2], "several updates"):
+        assert one["views"], "a slice is a copy"
+        assert one["same"]
+        changed, total = one["changed"]
+        assert changed == total > 0
+
+
+def test_a_model_that_changed_between_updates_is_refused_by_name(launched: Launched) -> None:
+    for one in of(launched[2], "several updates"):
+        reshaped, appeared, healed = one["errors"]
+        assert (reshaped["error"], appeared["error"], healed["error"]) == ("ManifestMismatch",) * 2 + (None,)
+        assert (
+            "layers.0.mlp.linear_fc2.weight was torch.float32 [32, 24] and is torch.float32 [3, 3]" in reshaped["text"]
+        )
+        assert "decoder.layers.0.extra appeared" in appeared["text"]
+        assert "make a new MegatronAdapter, on all ranks" in appeared["text"]
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        (
+            "no rule",
+            ["rank=1", "no rule for Megatron's decoder.layers.1.mlp.extra [2, 2]", "docs/trainers/megatron.md"],
+        ),
+        ("no table", ["no table for model_type 'gpt_oss'; there are llama"]),
+        ("tied", ["tie_word_embeddings is True", "share_embeddings_and_output_weights is False"]),
+        ("vocabulary", ["different models: vocabulary is 249, on rank 0 250"]),
+        ("meta", ["rank=1", "decoder.final_layernorm.weight is on the meta device"]),
+        ("a chunk is missing", ["no rank holds decoder layer 3"]),
+        ("chunks in another order", ["rank=1", "was built as layer"]),
+        ("another shape", ["different models: model.layers.0.mlp.gate_proj.weight is float32 [64, 32] on rank 1"]),
+        ("another depth", ["different models: layers is 3, on rank 0 4"]),
+        ("another number of heads", ["linear_qkv.weight has 96 rows over all ranks", "accounts for 128"]),
+    ],
+)
+def test_one_rank_that_is_wrong_is_an_error_on_all_ranks(launched: Launched, what: str, parts: list[str]) -> None:
+    for one in of(launched[2], "refuse"):
+        assert one[what]["error"] == "ManifestMismatch", one[what]
+        assert [part for part in parts if part not in one[what]["text"]] == [], one[what]["text"]
+
+
+def test_what_is_no_megatron_model_is_a_type_error_there_and_a_mismatch_elsewhere(
+    launched: Launched,
+) -> None:
+    first, second = (one["no model"] for one in of(launched[2], "refuse"))
+    assert second["error"] == "TypeError"
+    assert first["error"] == "ManifestMismatch"
+    assert all("expected Megatron-Core's GPTModel" in one["text"] for one in (first, second))
+
+
+def test_a_refusal_leaves_nothing_behind(launched: Launched) -> None:
+    for one in of(launched[2], "refuse"):
+        assert one["fine"]["error"] is None
+        assert one["any order of chunks that know their stage"]["error"] is None
+
+
+def test_importing_the_adapter_needs_no_megatron() -> None:
+    code = "import sys, trainer_adapters; trainer_adapters.MegatronAdapter; sys.exit('megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
