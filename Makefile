@@ -25,7 +25,7 @@ test: engines megatron ## every test that this machine can run
 bench: setup $(if $(filter sglang,$(ENGINE)),engines) ## measure an update against other ways and a plain memory copy; writes benchmarks/results/
 	@$(PY) -m benchmarks.update --engine $(ENGINE) $(ARGS)
 
-bench-trainers: setup ## measure each trainer's slices against gathering and a memory copy; writes benchmarks/results/trainers.json
+bench-trainers: setup megatron ## measure each trainer's slices against gathering and a memory copy; writes benchmarks/results/trainers.json
 	@$(PY) -m benchmarks.trainers $(ARGS)
 
 lint: setup ## ruff, mypy --strict, import-linter

@@ -80,22 +80,12 @@ def make_model(layers: int) -> Path:
     path = ROOT / ".models" / f"bench-qwen3-{layers}-layers"
     if not (path / "model.safetensors").exists():
         import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
+        from transformers import Qwen3ForCausalLM
 
-        config = Qwen3Config(
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=layers,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=64,
-            vocab_size=150000,
-            tie_word_embeddings=True,
-            max_position_embeddings=2048,
-        )
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+        from benchmarks.models import bench_config
         from tests.support.models import tiny_tokenizer
 
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(bench_config(layers)).to(torch.bfloat16).save_pretrained(path)
         tiny_tokenizer(512).save_pretrained(path)
     return path

@@ -4,7 +4,8 @@ A 506 M-parameter Qwen3 in bf16 (1.01 GB) on two gloo ranks, each on a core of i
 same host. Writes benchmarks/results/trainers.json, rows {adapter, ranks, way, bytes, seconds, ...}, medians:
 
 - "slices": the update's scan, agree, stage and seal: every byte is there and checked; `stage_seconds` is the writing;
-- "full_tensor per parameter" (FSDP1: `summon_full_params` per unit): every rank has gathered every tensor, and rank 0 has
+- "full_tensor per parameter" (FSDP1: `summon_full_params` per unit; Megatron:
+  Megatron-Bridge's export): every rank has gathered every tensor, and rank 0 has
   copied it to where an engine could read it;
 - "gathered": the same by `trainer_adapters.gather`;
 - "memory copy": the same bytes, warm, with both cores.
@@ -23,13 +24,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.models import Setup
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
 SETTLE_S = 2.0
 """Between what one way frees and the next measurement: a virtual machine gives pages back to its host in the background."""
 STEP_S = 0.3
+MEGATRON = ROOT / ".venvs" / "megatron" / "bin" / "python"
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -45,12 +50,17 @@ def main() -> None:
     if arguments.rank_of:
         run_rank(arguments)
         return
-    from benchmarks.models import ADAPTERS
+    from benchmarks.models import SETUPS
+    from benchmarks.processes import make_model
 
-    rows = [row for name in arguments.adapters or ADAPTERS for row in measure(name, arguments)]
+    make_model(arguments.layers)  # for Megatron-Bridge, which wants a checkpoint
+    rows = [row for name in arguments.adapters or SETUPS for row in measure(name, arguments)]
     show(rows)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "trainers.json").write_text(json.dumps(rows, indent=1) + "\n")
+    file = arguments.out / "trainers.json"
+    measured = {row["adapter"] for row in rows}
+    kept = [row for row in json.loads(file.read_text()) if row["adapter"] not in measured] if file.exists() else []
+    file.write_text(json.dumps(kept + rows, indent=1) + "\n")
     print(f"written to {arguments.out / 'trainers.json'}")
 
 
@@ -67,7 +77,8 @@ def measure(adapter: str, arguments: argparse.Namespace) -> list[dict[str, Any]]
         options = ["--layers", str(arguments.layers), "--runs", str(arguments.runs), "--out", scratch]
         trainer = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
         with receiver(scratch, arguments.layers, environment):
-            command = [sys.executable, *trainer, "-m", "benchmarks.trainers", "--rank-of", adapter, *options]
+            python = str(MEGATRON) if adapter.startswith("Megatron") else sys.executable
+            command = [python, *trainer, "-m", "benchmarks.trainers", "--rank-of", adapter, *options]
             subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=900)
         rows: list[dict[str, Any]] = json.loads((Path(scratch) / "rows.json").read_text())
     return rows
@@ -104,15 +115,15 @@ def run_rank(arguments: argparse.Namespace) -> None:
     """All ways in turn, `runs` times after two warm-ups; rank 0 leaves the rows."""
     import torch.distributed as dist
 
-    from benchmarks.models import ADAPTERS, bench_model
+    from benchmarks.models import SETUPS
 
     os.sched_setaffinity(0, {CORES[int(os.environ["RANK"]) % len(CORES)]})  # a core of its own, as launchers give one
     dist.init_process_group("gloo")
-    model, source = ADAPTERS[arguments.rank_of](bench_model(arguments.layers))
-    trainer = Trainer(model, source)
+    setup = SETUPS[arguments.rank_of](arguments.layers)
+    trainer = Trainer(setup)
     ways: dict[str, Callable[[], dict[str, float]]] = {
         "slices": trainer.slices,
-        trainer.native: trainer.gather_natively,
+        setup.native: trainer.gather_natively,
         "gathered": trainer.gather,
         "memory copy": trainer.copy,
     }
@@ -126,7 +137,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 taken[way].append(sample)
     trainer.manager.close()
     if dist.get_rank() == 0:
-        head = {"adapter": arguments.rank_of, "ranks": dist.get_world_size(), "bytes": source.manifest().nbytes}
+        head = {"adapter": arguments.rank_of, "ranks": dist.get_world_size(), "bytes": setup.source.manifest().nbytes}
         rows = [head | {"way": way, **_medians(samples)} for way, samples in taken.items()]
         (arguments.out / "rows.json").write_text(json.dumps(rows))
     dist.barrier()
@@ -140,20 +151,16 @@ def _medians(samples: list[dict[str, float]]) -> dict[str, float]:
 class Trainer:
     """Each way is called on every rank; the seconds are rank 0's, who waits for the others."""
 
-    def __init__(self, model: Any, source: Any) -> None:
+    def __init__(self, setup: Setup) -> None:
         import torch
         import torch.distributed as dist
-        from torch.distributed.fsdp import FullyShardedDataParallel
 
         from trainer_adapters import SyncManager
 
-        self.torch, self.dist, self.fsdp1 = torch, dist, FullyShardedDataParallel
-        self.model, self.source = model, source
+        self.torch, self.dist, self.setup = torch, dist, setup
         self.manager = SyncManager(install="copy", timeout_s=300)
         self.version = 0
-        self.flat = isinstance(model, FullyShardedDataParallel)
-        self.native = "summon_full_params per unit" if self.flat else "full_tensor per parameter"
-        self.target = torch.ones(source.manifest().nbytes if dist.get_rank() == 0 else 0, dtype=torch.uint8)
+        self.target = torch.ones(setup.source.manifest().nbytes if dist.get_rank() == 0 else 0, dtype=torch.uint8)
 
     def step(self) -> None:
         """What comes before an update: every rank computes, then changes every weight a little. All end it together."""
@@ -163,24 +170,24 @@ class Trainer:
         while time.monotonic() < until_s:
             work = (work @ work).clamp_(max=1.0)
         with torch.no_grad():
-            for p in self.model.parameters():
+            for p in self.setup.parameters:
                 local = p.to_local() if hasattr(p, "to_local") else p
                 local.add_(0.001)
         self.dist.barrier()
 
     def slices(self) -> dict[str, float]:
         self.version += 1
-        phases = self.manager.update(self.source, self.version).phases
+        phases = self.manager.update(self.setup.source, self.version).phases
         sealed_s = sum(phases[name] for name in ("scan", "agree", "stage", "seal"))
         return {"seconds": sealed_s, **{f"{name}_seconds": phases[name] for name in ("scan", "agree", "stage", "seal")}}
 
     def gather(self) -> dict[str, float]:
         from trainer_adapters.gather import gathered
 
-        return self._timed(lambda: (tensor for _, tensor in gathered(self.source)))
+        return self._timed(lambda: (tensor for _, tensor in gathered(self.setup.source)))
 
     def gather_natively(self) -> dict[str, float]:
-        return self._timed(self._units if self.flat else self._parameters)
+        return self._timed(self.setup.gather)
 
     def copy(self) -> dict[str, float]:
         """Warm, in this process, with both cores. Eight come first: threads take a while to find a core of their own."""
@@ -199,16 +206,6 @@ class Trainer:
             os.sched_setaffinity(0, own)
         self.dist.barrier()
         return {"seconds": statistics.median(taken_s[-5:])}
-
-    def _parameters(self) -> Iterator[Any]:
-        for parameter in self.model.parameters():
-            yield parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
-
-    def _units(self) -> Iterator[Any]:
-        for unit in self.fsdp1.fsdp_modules(self.model):
-            with self.fsdp1.summon_full_params(unit, recurse=False, writeback=False):
-                for name, owner, _ in unit._handle.flat_param._param_infos:
-                    yield getattr(owner, name).detach()
 
     def _timed(self, tensors: Callable[[], Iterator[Any]]) -> dict[str, float]:
         self.dist.barrier()
