@@ -16,7 +16,7 @@ from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire.channel import Outgoing, fan_out
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, ExactCover, Manifest, Piece
-from inference_plugin.wire.messages import Done, Go, InFlight, InstallPolicy, Ready, Release, Wrote
+from inference_plugin.wire.messages import Done, Go, GoTarget, InFlight, InstallPolicy, Ready, Release, Wrote
 from trainer_adapters import registry
 from trainer_adapters.agreement import Claims, digests_of
 from trainer_adapters.crew import Crew
@@ -27,7 +27,7 @@ from trainer_adapters.stragglers import Stragglers
 if TYPE_CHECKING:
     from trainer_adapters.source import LocalSlice, WeightSource
 
-__all__ = ["Rank", "Settings"]
+__all__ = ["Rank", "Settings", "as_target"]
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Rank:
                         manifest,
                         way.segment,
                         _ticking(slices, tick),
-                        [Target(t.replica, t.rank, t.address, t.pid, t.boot_id, t.needs) for t in way.targets],
+                        [as_target(target) for target in way.targets],
                         deadline_s=deadline_s,
                     )
                 if pieces is not None and pieces != written:
@@ -185,6 +185,11 @@ class Rank:
             registry.give_back(self.registry)
             self.registry = None
         self.crew.close()
+
+
+def as_target(target: GoTarget) -> Target:
+    """As transports take it."""
+    return Target(target.replica, target.rank, target.address, target.pid, target.boot_id, target.needs)
 
 
 def _nobody_waits() -> None:

@@ -41,7 +41,7 @@ from inference_plugin.wire.messages import (
 )
 from inference_plugin.wire.reports import ReplicaReport, UpdateReport
 from trainer_adapters.operation import Operation
-from trainer_adapters.rank import Rank
+from trainer_adapters.rank import Rank, as_target
 from trainer_adapters.replicas import CONTROL_TIMEOUT_S, ReplicaSession
 from trainer_adapters.stragglers import BestEffort, Quorum
 
@@ -146,6 +146,7 @@ class Update(Operation):
             users = [s for s in self.active.values() if s.transport == transport.name]
             if not users:
                 continue
+            sender.meet([as_target(t) for s in users for t in s.targets()], self.rank.crew.size, self.left_s)
             segment = sender.allocate(self.manifest, busy)
             self.segments[transport.name] = _segment_id(segment)
             for session in users:

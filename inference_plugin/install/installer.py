@@ -338,22 +338,29 @@ class ModelInstaller:
         """Digests of what the live parameters hold, box by box of the checkpoint tensors."""
         if self._layout is None or self._manifest is None:
             return
-        for name in ("plain", *self._layout.rebuilt):
-            exact = name == "plain"
-            storages = self._layout.live_storages() if exact else self._layout.read_rebuilt(name)
+        plain = self._layout.plan_of("plain")
+        yield from self._digests(plain, self._layout.live_storages(), exact=True)
+        computed = self._layout.read_computed()
+        yield from self._digests([p for p in plain if p.dest.tensor in computed], computed, exact=False)
+        for name in self._layout.rebuilt:
+            storages = self._layout.read_rebuilt(name)
             if isinstance(storages, str):
                 yield name, storages
-                continue
-            for source, offsets, sizes, tensor in read_back(self._layout.plan_of(name), storages):
-                data = tensor if exact else _unsigned_zeros(tensor)
-                yield BoxDigest(
-                    name=self._manifest.tied.get(source, source),
-                    offsets=tuple(offsets),
-                    sizes=tuple(sizes),
-                    dtype=dtype_name(tensor.dtype),
-                    digest=digest_bytes(bytes_view(data.contiguous().cpu()).numpy()),
-                    signed_zeros=exact,
-                )
+            else:
+                yield from self._digests(self._layout.plan_of(name), storages, exact=False)
+
+    def _digests(self, placements: Any, storages: Mapping[str, torch.Tensor], *, exact: bool) -> Iterator[BoxDigest]:
+        assert self._manifest is not None
+        for source, offsets, sizes, tensor in read_back(placements, storages):
+            data = tensor if exact else _unsigned_zeros(tensor)
+            yield BoxDigest(
+                name=self._manifest.tied.get(source, source),
+                offsets=tuple(offsets),
+                sizes=tuple(sizes),
+                dtype=dtype_name(tensor.dtype),
+                digest=digest_bytes(bytes_view(data.contiguous().cpu()).numpy()),
+                signed_zeros=exact,
+            )
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 

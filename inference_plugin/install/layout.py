@@ -240,6 +240,20 @@ class LiveLayout:
             found[key] = plain.reshape(-1)
         return found
 
+    def read_computed(self) -> dict[str, torch.Tensor]:
+        """Of rebuilt modules whose parameters stay plain beside the form that they compute with: what that form holds, by
+        the parameters' keys; without those that can't be read."""
+        found: dict[str, torch.Tensor] = {}
+        for name in self.rebuilt:
+            for parameter, meta in self._skeleton_modules[name]._parameters.items():
+                if meta is None or (key := self._key_of[f"{name}.{parameter}"]) not in self._plain & self._own:
+                    continue
+                with self._model.computing():
+                    plain = self._model.read_rebuilt(self._live_modules[name], parameter, tuple(meta.shape), meta.dtype)
+                if plain is not None:
+                    found[key] = plain.reshape(-1)
+        return found
+
     def _kind(self, module: str) -> Any:
         stand_in = self._skeleton_modules[module]
         return (

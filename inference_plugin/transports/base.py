@@ -3,7 +3,8 @@
 One update, numbered as the methods are called:
 
 1. manager rank: `Sender.probe()`; each worker: `Receiver.check_probe()`; a refusal makes `auto` try the next transport.
-2. manager rank: `Sender.allocate()` describes where the bytes will be; the description travels in `Begin`.
+2. manager rank: `Sender.meet()` hears who takes part, `Sender.allocate()` describes where the bytes will be; the
+   description travels in `Begin`.
 3. each worker: `Receiver.open()` gives the staging memory, laid out by the manifest.
 4. every trainer rank: `Sender.write()` brings its slices across and returns the pieces with their digests.
    Where bytes travel in messages, each worker's `Staging.receive()` takes them.
@@ -163,6 +164,9 @@ class Sender(abc.ABC):
     @abc.abstractmethod
     def probe(self) -> bytes:
         """Manager rank: something that a worker can test itself against."""
+
+    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float) -> None:  # noqa: B027 -- most needn't know
+        """Manager rank, before `allocate`: who takes part in the next transaction, and how long it may take."""
 
     @abc.abstractmethod
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:

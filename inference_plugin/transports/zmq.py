@@ -133,6 +133,8 @@ class ZmqStaging(Staging):
 class ZmqReceiver(Receiver):
     """Keeps the memory of the last transaction for the next one: fresh pages cost more than the copy into them."""
 
+    staging = ZmqStaging
+
     def __init__(self) -> None:
         self._spare: torch.Tensor | None = None
         self._closed = False
@@ -149,7 +151,7 @@ class ZmqReceiver(Receiver):
             except OSError as error:
                 raise TransportUnavailable(f"zmq: no memory to stage {nbytes} bytes: {error}") from error
             memory = torch.frombuffer(anonymous, dtype=torch.uint8)
-        return ZmqStaging(manifest, needs, memory, self._take_back)
+        return self.staging(manifest, needs, memory, self._take_back)
 
     def drop_kept(self) -> None:
         self._spare = None

@@ -49,7 +49,7 @@ def test_two_groups_updated_at_the_same_time_give_the_tokens_of_the_model_that_t
     made: dict[str, torch.Tensor] = {n: (weights(b) if ".layers." in n else weights(a))[n] for n in weights(a)}
     save_file(made, mixed / "model.safetensors", metadata={"format": "pt"})
     version = 0
-    for install, transport in (("standby", "zmq"), ("copy", "shm"), ("standby", "shm")):
+    for install, transport in (("standby", "zmq"), ("copy", "collective"), ("standby", "shm")):
         options = {"partial": True, "install": install, "transport": transport, "timeout_s": 180}
         with SyncManager("inner", **options) as inner, SyncManager("outer", **options) as outer:  # type: ignore[arg-type]
             for layers, rest, expected in (

@@ -262,6 +262,22 @@ def test_verify_tells_when_one_element_of_one_rank_was_altered_behind_our_back(l
     live.assert_serves("B")
 
 
+@pytest.mark.parametrize("live", ["tp2"], indirect=True)
+def test_verify_reads_what_the_engine_computes_with_where_it_keeps_a_packed_copy_beside_the_parameter(
+    live: Live,
+) -> None:
+    live.update("B")
+    with SyncManager() as manager:
+        assert manager.verify(live.source("B")).ok
+        live.driver.rpc("ext_compute_otherwise", "lm_head")
+        (replica,) = manager.verify(live.source("B")).replicas
+        assert replica.differ and all("lm_head.weight" in words for words in replica.differ)
+        live.update("A")
+        live.update("B")
+        assert manager.verify(live.source("B")).ok
+    live.assert_serves("B")
+
+
 def _without(tensors: dict[str, torch.Tensor]) -> Any:
     del tensors["model.layers.1.mlp.down_proj.weight"], tensors["model.layers.0.self_attn.k_proj.weight"]
     return tensors

@@ -88,6 +88,13 @@ class Extension:
                 return json.dumps({"altered": name})
         return "{}"
 
+    def ext_compute_otherwise(self, module: str) -> str:
+        """A packed module computes with other weights from now on; its parameters stay as they are."""
+        packed = self.model_runner.get_model().get_submodule(module)  # type: ignore[attr-defined]
+        compute = packed.cpu_linear
+        packed.cpu_linear = lambda inputs, weight, bias: compute(inputs, weight, bias) * 2
+        return "{}"
+
     def ext_note_steps(self, on: bool) -> str:
         """Starts noting steps anew, or stops."""
         self.ext_steps: list[Any] | None = [] if on else None

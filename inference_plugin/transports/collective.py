@@ -1,0 +1,358 @@
+"""Same host, by `torch.distributed`: each trainer rank broadcasts its buckets to all workers of all replicas.
+
+1. every trainer rank makes a process group with all workers, rank 0 in it being the trainer's: groups of their own, that
+   neither the trainer's nor the engine's default group knows of, made anew for each transaction;
+2. per bucket two broadcasts: a header (how many bytes of pieces, how many of payload), then both; the buckets' boundaries are
+   the sender's alone; two buffers, so that one is packed while the other is in flight;
+3. the worker compares each piece with its digest as it arrives, as on `zmq`, in a thread of its own.
+
+A peer that dies or stalls ends the groups on all sides, by gloo's own notice or by the deadline; the next update makes new
+ones. Collectives authenticate nobody: groups meet in a file of the runtime directory, and listen on loopback only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from inference_plugin.transports.base import Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
+from inference_plugin.transports.zmq import BUCKET_BYTES, ZmqReceiver, ZmqStaging
+from inference_plugin.wire.addresses import boot_id, runtime_dir
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import (
+    PeerLost,
+    ProtocolError,
+    SyncTimeout,
+    TransportUnavailable,
+    WeightwireError,
+)
+from inference_plugin.wire.manifest import Box, Manifest, Piece
+
+__all__ = ["BACKENDS", "TRANSPORT", "Topology", "backend_for", "topology"]
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+"""By device type, as torch names it."""
+
+FALLBACK = "gloo"
+END, FAILED = -1, -2
+MAX_PIECES_BYTES = 8 << 20
+
+
+def backend_for(device: str, explicit: str | None = None) -> str:
+    """The backend for a device type; an explicit choice always wins. Raises `TransportUnavailable` for a device that
+    isn't in the table."""
+    if explicit:
+        return explicit
+    if (found := BACKENDS.get(device)) is None:
+        raise TransportUnavailable(
+            f"collective: no backend is known for device {device!r}; known are {', '.join(BACKENDS)}",
+            hint=f"choose one explicitly; {FALLBACK} works wherever the tensors can be copied to the CPU",
+        )
+    return found
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """Ranks of an update's groups: group `i` has sender `i` as rank 0 and receiver `j` as rank `j + 1`."""
+
+    senders: int
+    receivers: int
+
+    @property
+    def size(self) -> int:
+        """Of each group; 0 if nobody receives, and then there are none."""
+        return self.receivers + 1 if self.receivers else 0
+
+    def sender_ranks(self, sender: int) -> tuple[int, ...]:
+        """This sender's rank in each group, -1 where it has no part."""
+        return tuple(0 if group == sender and self.size else -1 for group in range(self.senders))
+
+    def receiver_ranks(self, receiver: int) -> tuple[int, ...]:
+        return (receiver + 1,) * self.senders
+
+
+def topology(senders: int, receivers: int) -> Topology:
+    """For so many trainer ranks and workers. Raises ValueError where that is none, or fewer."""
+    if senders < 1 or receivers < 0:
+        raise ValueError(f"{senders} senders and {receivers} receivers: at least one sends, and no number is negative")
+    return Topology(senders, receivers)
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where and who: the store's file, the workers in order, how many trainer ranks send."""
+
+    path: str
+    boot_id: str
+    receivers: tuple[int, ...]
+    """Their pids, on one host."""
+    senders: int
+    backend: str
+    timeout_s: float
+
+
+class Bucket:
+    """A buffer that is packed, then broadcast: pieces in msgpack, then their bytes."""
+
+    def __init__(self) -> None:
+        self.payload = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+        self.pieces: list[Piece] = []
+        self.nbytes = 0
+        self._in_flight: tuple[torch.Tensor, Any] | None = None
+
+    def add(self, piece: Piece, data: Bytes) -> None:
+        self.payload.numpy()[self.nbytes : self.nbytes + data.nbytes] = data
+        self.nbytes += data.nbytes
+        self.pieces.append(piece)
+
+    def send(self, group: Any) -> None:
+        """Broadcasts it; the payload stays in flight until `wait`."""
+        pieces = torch.frombuffer(bytearray(msgspec.msgpack.encode(self.pieces)), dtype=torch.uint8)
+        _broadcast(group, torch.tensor([pieces.numel(), self.nbytes])).wait()
+        _broadcast(group, pieces).wait()
+        if self.nbytes:
+            self._in_flight = self.payload, _broadcast(group, self.payload[: self.nbytes])
+
+    def wait(self) -> None:
+        """Until it may be packed again."""
+        if self._in_flight is not None:
+            self._in_flight[1].wait()
+        self._in_flight = None
+        self.pieces, self.nbytes = [], 0
+
+
+class CollectiveStaging(ZmqStaging):
+    """As on `zmq`, filled by a thread that takes part in each sender's broadcasts, one sender after the other."""
+
+    def begin(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._error: WeightwireError | None = None
+        self._group: Any = None
+        self._closing = False
+        self._ending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="weightwire-collective", daemon=True)
+        self._thread.start()
+
+    def check(self, manifest: Manifest, pieces: Any, between: Any, threads: int = 1) -> int:
+        self._thread.join(self._meeting.timeout_s)
+        if self._thread.is_alive():
+            raise SyncTimeout("the broadcasts had not ended in time", phase="stage")
+        if self._error is not None:
+            raise self._error
+        return super().check(manifest, pieces, between, threads)
+
+    def close(self) -> None:
+        with self._ending:
+            self._closing = True
+            if not self._thread.is_alive():
+                super().close()
+                return
+        _abort(self._group)  # the thread, which may still wait for somebody, gives the memory back when it ends
+
+    def _run(self) -> None:
+        meeting = self._meeting
+        rank = topology(meeting.senders, len(meeting.receivers)).receiver_ranks(meeting.receivers.index(os.getpid()))[0]
+        try:
+            for sender in range(meeting.senders):
+                self._group = _join(meeting, sender, rank)
+                if self._closing:
+                    raise PeerLost("the transaction was dropped", phase="stage")
+                self._take_all(self._group)
+                self._group = None
+        except Exception as error:  # noqa: BLE001 -- raised by `check`, which the trainer asks for
+            self._error = _typed(error)
+        finally:
+            self._group = None
+            with self._ending:
+                if self._closing:
+                    super().close()
+
+    def _take_all(self, group: Any) -> None:
+        buffer = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+        while True:
+            header = torch.zeros(2, dtype=torch.int64)
+            _broadcast(group, header).wait()
+            told, nbytes = (int(value) for value in header)
+            if told == END:
+                return
+            if told == FAILED:
+                raise PeerLost("a trainer rank gave the update up", phase="stage")
+            if not (0 <= told <= MAX_PIECES_BYTES and 0 <= nbytes <= BUCKET_BYTES):
+                raise ProtocolError(f"a bucket of {told} bytes of pieces and {nbytes} of payload", phase="stage")
+            pieces = torch.empty(told, dtype=torch.uint8)
+            _broadcast(group, pieces).wait()
+            if nbytes:
+                _broadcast(group, buffer[:nbytes]).wait()
+            self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
+
+
+class CollectiveReceiver(ZmqReceiver):
+    """Takes part in the groups of one transaction at a time."""
+
+    staging = CollectiveStaging
+
+    def check_probe(self, probe: bytes) -> None:
+        if probe.decode() != boot_id():
+            raise TransportUnavailable(
+                "collective: the trainer is on another host, and collectives authenticate nobody",
+                hint="use transport 'zmq' with a key",
+            )
+
+    def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> CollectiveStaging:
+        meeting = decode_as(description, Meeting)
+        if os.getpid() not in meeting.receivers:
+            raise ProtocolError(f"process {os.getpid()} has no part in this update's groups")
+        staging = super().open(manifest, description, needs)
+        assert isinstance(staging, CollectiveStaging)
+        staging.begin(meeting)
+        return staging
+
+
+class CollectiveSender(Sender):
+    """One group per transaction and trainer rank."""
+
+    def __init__(self) -> None:
+        self._met: tuple[tuple[Target, ...], int, float] = ((), 1, 0.0)
+        self._paths: list[Path] = []
+
+    def probe(self) -> bytes:
+        return boot_id().encode()
+
+    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float) -> None:
+        self._met = tuple(targets), trainer_ranks, timeout_s
+
+    def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
+        targets, senders, timeout_s = self._met
+        self._forget()
+        path = runtime_dir() / f"collective-{os.getpid()}-{secrets.token_hex(6)}"
+        self._paths = [Path(f"{path}.{sender}") for sender in range(senders)]
+        pids = tuple(target.pid for target in targets)
+        device = "cpu"  # what is staged lies in CPU memory, on every engine so far
+        return msgspec.msgpack.encode(Meeting(str(path), boot_id(), pids, senders, backend_for(device), timeout_s))
+
+    def write(
+        self,
+        txn: str,
+        group: str,
+        rank: int,
+        manifest: Manifest,
+        description: bytes,
+        slices: Iterator[Slice],
+        targets: Sequence[Target],
+        *,
+        deadline_s: float,
+    ) -> tuple[list[Piece], WriteStats]:
+        meeting = decode_as(description, Meeting)
+        if {target.pid for target in targets} != set(meeting.receivers):
+            raise PeerLost(
+                "a replica dropped out after the update's groups were laid out",
+                hint="update again: the next one makes groups without it",
+                phase="stage",
+            )
+        left_s = max(0.001, deadline_s - time.monotonic())
+        pieces: list[Piece] = []
+        stats = WriteStats()
+        joined: Any = None
+        try:
+            joined = _join(msgspec.structs.replace(meeting, timeout_s=min(left_s, meeting.timeout_s)), rank, 0)
+            self._send_all(joined, manifest, slices, pieces, stats)
+            _broadcast(joined, torch.tensor([END, 0])).wait()
+        except Exception as error:
+            if joined is not None:
+                with contextlib.suppress(Exception):
+                    _broadcast(joined, torch.tensor([FAILED, 0])).wait()
+                _abort(joined)
+            raise (_typed(error) if isinstance(error, RuntimeError) else error) from error
+        return pieces, stats
+
+    def _send_all(
+        self, joined: Any, manifest: Manifest, slices: Iterator[Slice], pieces: list[Piece], stats: WriteStats
+    ) -> None:
+        packed, flying = Bucket(), Bucket()
+        for item in slices:
+            for cut, part in pieces_of(manifest, item):
+                started_s = time.perf_counter()
+                piece = Piece(cut.box, digest_bytes(part))
+                digested_s = time.perf_counter()
+                if packed.nbytes + part.nbytes > BUCKET_BYTES:
+                    flying.wait()
+                    packed.send(joined)
+                    packed, flying = flying, packed
+                    stats.messages += 1
+                packed.add(piece, part)
+                pieces.append(piece)
+                stats.nbytes += part.nbytes
+                stats.digest_s += digested_s - started_s
+                stats.move_s += time.perf_counter() - digested_s
+        started_s = time.perf_counter()
+        flying.wait()
+        if packed.pieces:
+            packed.send(joined)
+            packed.wait()
+            stats.messages += 1
+        stats.move_s += time.perf_counter() - started_s
+
+    def close(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+        self._paths = []
+
+
+def _join(meeting: Meeting, sender: int, rank: int) -> Any:
+    """This process's end of a sender's group; waits for all of them."""
+    size = topology(meeting.senders, len(meeting.receivers)).size
+    store = dist.FileStore(f"{meeting.path}.{sender}", size)  # type: ignore[attr-defined]
+    limit = timedelta(seconds=meeting.timeout_s)
+    store.set_timeout(limit)
+    if meeting.backend != "gloo":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = limit
+    gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    return dist.ProcessGroupGloo(store, rank, size, gloo)
+
+
+def _broadcast(group: Any, tensor: torch.Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return group.broadcast([tensor], options)
+
+
+def _abort(group: Any) -> None:
+    if group is not None:
+        with contextlib.suppress(Exception):
+            group.abort()
+
+
+def _typed(error: Exception) -> WeightwireError:
+    if isinstance(error, WeightwireError):
+        return error
+    text = str(error).split("\n")[0]
+    kind = SyncTimeout if "time" in text.lower() else PeerLost
+    return kind(f"collective: {text}", hint="the next update makes new groups", phase="stage")
+
+
+TRANSPORT = Transport(
+    name="collective",
+    summary="same host: buckets broadcast by torch.distributed, to all workers at once",
+    preference=95,
+    why_not=lambda: None if dist.is_available() and dist.is_gloo_available() else "this torch has no gloo",
+    sender=CollectiveSender,
+    receiver=CollectiveReceiver,
+    copies_per_byte=5,  # trainer -> bucket -> socket -> bucket -> staging -> parameter
+)
