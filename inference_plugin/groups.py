@@ -28,6 +28,7 @@ from inference_plugin.wire.errors import (
     CommitFailed,
     ManifestMismatch,
     ProtocolError,
+    SyncTimeout,
     TornReplica,
     VersionConflict,
     WeightwireError,
@@ -275,7 +276,11 @@ class WeightUpdateGroup:
         if transaction is not None and sender_is_gone(transaction.sender):
             self._drop("the trainer's process ended")
         elif transaction is not None and now_s >= transaction.expires_at_s:
-            self._drop(f"the trainer was silent for {transaction.lease_s:g} s")
+            self._drop(
+                f"the trainer was silent for {transaction.lease_s:g} s",
+                SyncTimeout,
+                hint="the next update brings it up; give lease_s more time where replicas stall",
+            )
         if self.holds_memory and (self.installed is None or sender_is_gone(self.installed.sender)):
             self.release_memory()
 
@@ -507,12 +512,13 @@ class WeightUpdateGroup:
         self.transaction.expires_at_s = time.monotonic() + self.transaction.lease_s
         return self.transaction
 
-    def _drop(self, reason: str) -> None:
+    def _drop(self, reason: str, kind: type[WeightwireError] = VersionConflict, **more: str) -> None:
+        """Ends the open transaction; whoever asks for it again is answered with an error of `kind`."""
         transaction, self.transaction = self.transaction, None
         if transaction is None:
             return
         transaction.cancelled.set()
-        self._finished.setdefault(transaction.txn, VersionConflict(f"the transaction was dropped: {reason}"))
+        self._finished.setdefault(transaction.txn, kind(f"the transaction was dropped: {reason}", **more))  # type: ignore[arg-type]
         if transaction.stager is not None and transaction.stager is not threading.current_thread():
             self._lock.release()  # the stager takes it at its end
             try:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -123,10 +123,14 @@ class Update(Operation):
 
     def tick(self) -> None:
         """Renews the workers' leases in time."""
+        self._renew(self.active.values())
+
+    def _renew(self, sessions: Iterable[ReplicaSession]) -> None:
+        """Renews leases, where it is time; not of replicas that owe an answer: another request would take its place."""
         if time.monotonic() - self._renewed_s < self.settings.lease_s / 3:
             return
         self._renewed_s = time.monotonic()
-        for session in list(self.active.values()):
+        for session in list(sessions):
             with self._replica(session):
                 session.ask_workers(Renew(self.settings.group, self.txn), Done, timeout_s=CONTROL_TIMEOUT_S)
 
@@ -232,7 +236,7 @@ class Update(Operation):
             for each in waiting():
                 with self._replica(each.session):
                     each.check_silence()
-            self.tick()
+            self._renew([each.session for name, each in sealing.items() if name in self.active and each.done])
         for each in waiting():
             with self._replica(each.session):
                 raise SyncTimeout(

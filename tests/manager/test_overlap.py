@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,19 @@ def test_a_replica_that_is_too_slow_is_left_behind_and_caught_up_by_the_next_upd
         manager.settings.stragglers = "report"
         assert manager.update(source(3), 3).failed == ()
     assert holds(ready, 3) and holds(slow, 3)
+
+
+def test_who_is_ready_keeps_its_lease_while_another_takes_longer_than_the_lease(start: Start) -> None:
+    ready, slow = start(), start()
+    with SyncManager(timeout_s=120, lease_s=3) as manager:
+        manager.update(source(1), 1)
+        manager.on("staged", lambda **_: os.kill(slow.worker_pid(), signal.SIGSTOP))
+        wakes = threading.Timer(8, os.kill, (slow.worker_pid(), signal.SIGCONT))
+        wakes.start()
+        report = manager.update(source(2), 2)
+        wakes.join()
+    assert ready.replica not in [failed.replica for failed in report.failed]
+    assert holds(ready, 2) and holds(slow, 1 if report.failed else 2)
 
 
 @pytest.mark.parametrize("policy", ["all", Quorum(2)])
