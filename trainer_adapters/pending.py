@@ -16,11 +16,12 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
     """The future of an update; `asyncio.wrap_future` makes it awaitable.
 
     The source is read until this rank has written its part, which is long before the replicas have installed it:
-    `wait_released` returns then, and the weights may change.
+    `wait_released` returns then, and the weights may change. It can't be cancelled: other ranks take part in it.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()
         self._released = threading.Event()
         self.add_done_callback(lambda _: self._released.set())
 

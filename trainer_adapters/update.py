@@ -88,6 +88,8 @@ class Update(Operation):
                 sealed = self._seal(tuple(piece for w in wrote for piece in w.pieces))
             with self._phase("commit"):
                 self._commit(sealed)
+            seconds = time.perf_counter() - self.rank.began_s
+            self._leave_behind()
         except BaseException as error:
             self._abort(str(error))
             raise
@@ -98,7 +100,7 @@ class Update(Operation):
             version=self.version,
             txn=self.txn,
             bytes=self.manifest.nbytes,
-            seconds=time.perf_counter() - self.rank.began_s,
+            seconds=seconds,
             phases=self.phases,
             messages=self._sent() + sum(w.messages for w in wrote) + 2 * (self.rank.crew.size - 1),
             copies_per_byte=max((transport_named(way.name).copies_per_byte for way in ways), default=0.0),
@@ -206,7 +208,7 @@ class Update(Operation):
 
     def _seal(self, pieces: tuple[Piece, ...]) -> dict[str, list[Sealed]]:
         """Asks all workers of all replicas until those have sealed that the commit waits for; a replica with a failing
-        worker drops out at once, one that isn't waited for any longer at the end."""
+        worker drops out at once. Those that aren't waited for any longer are still in `active`."""
         policy = self.settings.stragglers
         request = Seal(self.settings.group, self.txn, pieces, SEAL_WAIT_S)
         # One that is slow or silent must not use up the time in which the others are to commit.
@@ -237,19 +239,16 @@ class Update(Operation):
                 with self._replica(each.session):
                     each.check_silence()
             self._renew([each.session for name, each in sealing.items() if name in self.active and each.done])
-        for each in waiting():
-            with self._replica(each.session):
-                raise SyncTimeout(
-                    "its workers had not checked the update in time", hint="the next update brings it up", side="worker"
-                )
         ready = {name: answers for name, answers in sealed().items() if name in self.active}
         served = sum(report.status == "already" for report in self.reports.values())
         everyone = len(self._sessions) - served
         wanted = policy.count - served if isinstance(policy, Quorum) else everyone if policy == "all" else 0
         if len(ready) < wanted:
+            others = [f"{r.replica}: {r.error.message}" for r in self.reports.values() if r.error is not None]
+            others += [f"{each.session.card.replica}: not ready in time" for each in waiting()]
             raise CommitFailed(
                 f"{len(ready)} of {everyone} replicas are ready, the commit wants {wanted}; none commits",
-                hint=f"the others failed: {first_few([str(r.error) for r in self.reports.values() if r.error])}",
+                hint=f"the others: {first_few(others)}",
             )
         return ready
 
@@ -285,6 +284,15 @@ class Update(Operation):
                     verify_s=max(s.verify_s for s in own),
                     prepare_s=max(s.prepare_s for s in own),
                     extra_bytes=sum(s.extra_bytes for s in own),
+                )
+
+    def _leave_behind(self) -> None:
+        """Replicas that the commit did not wait for; telling them is left until the others serve the version."""
+        self._phase_name = "seal"
+        for session in list(self.active.values()):
+            with self._replica(session):
+                raise SyncTimeout(
+                    "its workers had not checked the update in time", hint="the next update brings it up", side="worker"
                 )
 
     def _abort(self, reason: str) -> None:

@@ -22,6 +22,7 @@ from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
 from tests.support.rig import Rig, eventually, kill
 from trainer_adapters import SyncManager
 from trainer_adapters.stragglers import BestEffort, Quorum
+from trainer_adapters.update import Update
 
 
 def half(seed: int, *, layers: bool) -> ShardSource:
@@ -137,6 +138,17 @@ def test_weights_may_change_once_they_are_read_while_the_update_goes_on(start: S
     assert holds(rig, 1)
 
 
+def test_an_update_cannot_be_cancelled_half_way(start: Start) -> None:
+    rig = start()
+    with SyncManager(timeout_s=60) as manager:
+        rig.ask("hold")
+        first, second = (manager.update_async(source(version), version) for version in (1, 2))
+        assert not first.cancel() and not second.cancel()  # other ranks would wait in them for this one
+        rig.ask("go on")
+        assert (first.result(60).version, second.result(60).version) == (1, 2)
+    assert holds(rig, 2)
+
+
 def test_an_update_that_fails_releases_the_weights_too(directory: Path) -> None:
     with SyncManager(timeout_s=60) as manager:
         pending = manager.update_async(source(1), 1)
@@ -234,10 +246,17 @@ def test_listeners_hear_of_each_event_in_order_and_none_of_them_fails_an_update(
 
 @pytest.mark.parametrize("policy", [Quorum(1), BestEffort(0.5)])
 def test_a_replica_that_is_too_slow_is_left_behind_and_caught_up_by_the_next_update(
-    start: Start,
-    policy: Any,
+    start: Start, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready, slow = start(), start()
+    told_when_ready_held: list[bool] = []
+    tell = Update._tell_abort
+
+    def telling(update: Update, session: Any, reason: str) -> None:
+        told_when_ready_held.append(holds(ready, 2))
+        tell(update, session, reason)
+
+    monkeypatch.setattr(Update, "_tell_abort", telling)
     with SyncManager(timeout_s=600) as manager:
         manager.update(source(1), 1)
         manager.settings.stragglers = policy
@@ -245,7 +264,8 @@ def test_a_replica_that_is_too_slow_is_left_behind_and_caught_up_by_the_next_upd
         report = manager.update(source(2), 2)
         (behind,) = report.failed
         assert behind.replica == slow.replica and behind.error is not None
-        assert isinstance(WeightwireError.of(behind.error), SyncTimeout)
+        assert isinstance(WeightwireError.of(behind.error), SyncTimeout) and behind.error.phase == "seal"
+        assert told_when_ready_held == [True], "who isn't waited for holds nobody up"
         remove()
         os.kill(slow.worker_pid(), signal.SIGCONT)
         assert holds(ready, 2) and holds(slow, 1)
