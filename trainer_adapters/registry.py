@@ -105,6 +105,9 @@ class Registry:
             self._take(envelope.body)
         except WeightwireError as error:
             reply = Failed(error.at(side="manager", phase="register").info())
+        except Exception as error:  # a bug of ours must not end the thread or leave the peer without a reply
+            logger.exception("weightwire: a registration failed")
+            reply = Failed(WeightwireError.wrap(error).at(side="manager", phase="register").info())
         with contextlib.suppress(zmq.ZMQError):
             socket.send_multipart([*frames[:cut], codec.encode(reply, seq)])
 

@@ -45,25 +45,27 @@ class Registration:
 
     def _run(self) -> None:
         reached: bool | None = None
-        channel = Channel(self._address, side="manager", replica=self._card.replica)
+        channel: Channel | None = None
         while not self._closing:
             try:
+                channel = channel or Channel(self._address, side="manager", replica=self._card.replica)
                 channel.request(Register(self._card, SILENCE_S), Done, timeout_s=ASK_TIMEOUT_S)
-            except WeightwireError as error:
+            except Exception as error:  # noqa: BLE001 -- whatever it is, it may be over the next time
                 if reached is not False:
                     logger.warning("weightwire: %s can't register: %s; trying on", self._card.replica, error)
                 reached = False
-                channel.close()
-                channel = Channel(self._address, side="manager", replica=self._card.replica)
+                if channel is not None:
+                    channel.close()
+                    channel = None
             else:
                 if not reached:
                     logger.info("weightwire: %s is registered at %s", self._card.replica, self._address)
                 reached = True
             self._news.wait(SILENCE_S / 3)
             self._news.clear()
-        if reached:
+        if channel is not None:
             try:
                 channel.request(Leave(self._card.replica), Done, timeout_s=1.0)
             except WeightwireError as error:
                 logger.info("weightwire: %s could not leave: %s", self._card.replica, error)
-        channel.close()
+            channel.close()

@@ -108,8 +108,16 @@ def listen_address(replica: str, endpoint: str) -> str:
 
 
 def registry_address() -> str | None:
-    """`WEIGHTWIRE_REGISTRY`: the `tcp://HOST:PORT` where the trainer's manager takes replicas of other hosts; or None."""
-    return os.environ.get("WEIGHTWIRE_REGISTRY") or None
+    """`WEIGHTWIRE_REGISTRY`: the `tcp://HOST:PORT` where the trainer's manager takes replicas of other hosts; or None.
+    Raises `AuthError` for anything else."""
+    address = os.environ.get("WEIGHTWIRE_REGISTRY")
+    if address and not re.fullmatch(r"tcp://[^\s:*]+:\d+|tcp://\[[0-9a-fA-F:.]+\]:\d+", address):
+        raise AuthError(
+            f"WEIGHTWIRE_REGISTRY={address!r} is no address to register at",
+            hint="the same on all hosts, tcp://HOST:PORT with an address of the trainer's host: tcp://10.0.0.1:7777",
+            phase="start",
+        )
+    return address or None
 
 
 def write_card(card: ReplicaCard) -> None:

@@ -1,0 +1,120 @@
+"""The manager's registry: who is believed, for how long, and what it makes of whatever is sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inference_plugin.engines.registration import Registration
+from inference_plugin.wire import addresses, codec
+from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.errors import AuthError, ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.messages import Describe, Done, Failed, Leave, Register, ReplicaCard, WorkerCard
+from tests.support.rig import eventually
+from trainer_adapters import registry
+from trainer_adapters.registry import Registry
+
+
+def card(replica: str = "plain-1-abc", **fields: object) -> ReplicaCard:
+    worker = WorkerCard(replica, 0, 0, 0, 1, "tcp://192.0.2.1:2", "cpu", 0)
+    known = {"engine": "plain", "engine_version": "0", "model": "m", "job": "default", "pid": 1, "boot_id": "elsewhere"}
+    return ReplicaCard(replica=replica, address="tcp://192.0.2.1:1", workers=(worker,), **(known | fields))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def there(directory: Path) -> Iterator[Registry]:
+    one = Registry("tcp://127.0.0.1:*")
+    yield one
+    one.close()
+
+
+def names(found: Registry) -> list[str]:
+    return [each.replica for each in found.cards()]
+
+
+def test_a_replica_is_there_for_as_long_as_it_renews_and_leaves_at_once(there: Registry) -> None:
+    with Channel(there.address) as channel:
+        channel.request(Register(card("plain-1-a"), 60), Done, timeout_s=60)
+        channel.request(Register(card("plain-2-b"), 0.2), Done, timeout_s=60)
+        eventually(lambda: names(there) == ["plain-1-a"], "the end of the second one's lease")
+        channel.request(Register(card("plain-1-a", state="torn"), 60), Done, timeout_s=60)
+        assert [each.state for each in there.cards()] == ["torn"], "the same id again replaces"
+        channel.request(Leave("plain-1-a"), Done, timeout_s=60)
+        channel.request(Leave("nobody"), Done, timeout_s=60)
+        assert names(there) == []
+    with pytest.raises(SyncTimeout, match="0 of 1 replicas"):
+        there.wait(1, 0.01)
+
+
+def test_a_registration_is_kept_up_by_itself_tells_news_at_once_and_ends_with_its_replica(there: Registry) -> None:
+    kept = Registration(there.address, card())
+    assert [each.replica for each in there.wait(1, 60)] == ["plain-1-abc"]
+    kept.update(card(state="torn"))
+    eventually(lambda: [each.state for each in there.cards()] == ["torn"], "the news")
+    kept.close()
+    kept.close()
+    assert names(there) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        (Register(card(job="other"), 60), AuthError, "is of job 'other'"),
+        (Register(msgspec.structs.replace(card(), address="ipc:///x"), 60), AuthError, "can't be reached from here"),
+        (Describe(), ProtocolError, "a registry takes no Describe"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_what_to_do(
+    there: Registry, wrong: Register | Describe, error: type[WeightwireError], text: str
+) -> None:
+    with Channel(there.address) as channel:
+        with pytest.raises(error, match=text):
+            channel.request(wrong, Done, timeout_s=60)
+        channel.request(Register(card(), 60), Done, timeout_s=60)
+    assert names(there) == ["plain-1-abc"]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(frames=st.lists(st.binary(max_size=64), min_size=1, max_size=3))
+def test_garbage_gets_an_error_and_the_registry_goes_on(there: Registry, frames: list[bytes]) -> None:
+    context = zmq.Context()
+    raw = context.socket(zmq.REQ)
+    raw.connect(there.address)
+    raw.send_multipart(frames)
+    assert raw.poll(60_000)
+    assert isinstance(codec.decode(raw.recv_multipart()[0]).body, Failed)
+    context.destroy(linger=0)
+    with Channel(there.address) as channel:
+        channel.request(Register(card(), 60), Done, timeout_s=60)
+
+
+def test_managers_of_one_process_share_a_registry_and_the_last_one_closes_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = Registry("tcp://127.0.0.1:*")
+    free.close()
+    monkeypatch.setenv("WEIGHTWIRE_REGISTRY", free.address)
+    first, second = registry.take(), registry.take()
+    assert first is second
+    registry.give_back(first)
+    with Channel(free.address) as channel:
+        channel.request(Register(card(), 60), Done, timeout_s=60)
+    registry.give_back(second)
+    third = registry.take()
+    assert third is not first and names(third) == []
+    registry.give_back(third)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:7777", "tcp://10.0.0.1", "tcp://10.0.0.1:*", "tcp://*:7", "ipc:///x"])
+def test_an_address_that_is_no_registry_is_refused_by_the_variables_name(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_REGISTRY", address)
+    with pytest.raises(AuthError, match="WEIGHTWIRE_REGISTRY"):
+        addresses.registry_address()
