@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -40,65 +40,35 @@ from inference_plugin.wire.errors import (
 )
 from inference_plugin.wire.manifest import Box, Manifest, Piece
 
-__all__ = ["BACKENDS", "TRANSPORT", "Topology", "backend_for", "topology"]
+__all__ = ["TRANSPORT", "ranks_of"]
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""By device type, as torch names it."""
-
-FALLBACK = "gloo"
 END, FAILED = -1, -2
 MAX_PIECES_BYTES = 8 << 20
+CANCEL_S = 0.1
+"""How soon a check that waits for broadcasts hears that its transaction was dropped."""
 
 
-def backend_for(device: str, explicit: str | None = None) -> str:
-    """The backend for a device type; an explicit choice always wins. Raises `TransportUnavailable` for a device that
-    isn't in the table."""
-    if explicit:
-        return explicit
-    if (found := BACKENDS.get(device)) is None:
+def ranks_of(receivers: Sequence[int]) -> dict[int, int]:
+    """The topology: in each sender's group the sender is rank 0, the receivers, by their pids, are 1, 2, ... in order.
+
+    Raises `TransportUnavailable` where two workers are one process: it can't be two ranks.
+    """
+    ranks = {pid: rank for rank, pid in enumerate(receivers, start=1)}
+    if len(ranks) != len(receivers):
         raise TransportUnavailable(
-            f"collective: no backend is known for device {device!r}; known are {', '.join(BACKENDS)}",
-            hint=f"choose one explicitly; {FALLBACK} works wherever the tensors can be copied to the CPU",
+            "collective: two workers live in one process, which can't be two ranks of a group",
+            hint="use transport 'shm' or 'zmq', or engines with processes of their own",
         )
-    return found
-
-
-class Topology(msgspec.Struct, frozen=True):
-    """Ranks of an update's groups: group `i` has sender `i` as rank 0 and receiver `j` as rank `j + 1`."""
-
-    senders: int
-    receivers: int
-
-    @property
-    def size(self) -> int:
-        """Of each group; 0 if nobody receives, and then there are none."""
-        return self.receivers + 1 if self.receivers else 0
-
-    def sender_ranks(self, sender: int) -> tuple[int, ...]:
-        """This sender's rank in each group, -1 where it has no part."""
-        return tuple(0 if group == sender and self.size else -1 for group in range(self.senders))
-
-    def receiver_ranks(self, receiver: int) -> tuple[int, ...]:
-        return (receiver + 1,) * self.senders
-
-
-def topology(senders: int, receivers: int) -> Topology:
-    """For so many trainer ranks and workers. Raises ValueError where that is none, or fewer."""
-    if senders < 1 or receivers < 0:
-        raise ValueError(f"{senders} senders and {receivers} receivers: at least one sends, and no number is negative")
-    return Topology(senders, receivers)
+    return ranks
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """Where and who: the store's file, the workers in order, how many trainer ranks send."""
+    """Where and who: the store's file in the runtime directory, the workers' pids in order, how many trainer ranks send."""
 
-    path: str
-    boot_id: str
+    file: Annotated[str, msgspec.Meta(pattern=r"^collective-[0-9]+-[0-9a-f]+$")]
     receivers: tuple[int, ...]
-    """Their pids, on one host."""
-    senders: int
-    backend: str
-    timeout_s: float
+    senders: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class Bucket:
@@ -144,9 +114,9 @@ class CollectiveStaging(ZmqStaging):
         self._thread.start()
 
     def check(self, manifest: Manifest, pieces: Any, between: Any, threads: int = 1) -> int:
-        self._thread.join(self._meeting.timeout_s)
-        if self._thread.is_alive():
-            raise SyncTimeout("the broadcasts had not ended in time", phase="stage")
+        while self._thread.is_alive():  # it ends by the groups' own time limit
+            self._thread.join(CANCEL_S)
+            between(0)
         if self._error is not None:
             raise self._error
         return super().check(manifest, pieces, between, threads)
@@ -161,8 +131,8 @@ class CollectiveStaging(ZmqStaging):
 
     def _run(self) -> None:
         meeting = self._meeting
-        rank = topology(meeting.senders, len(meeting.receivers)).receiver_ranks(meeting.receivers.index(os.getpid()))[0]
         try:
+            rank = ranks_of(meeting.receivers)[os.getpid()]
             for sender in range(meeting.senders):
                 self._group = _join(meeting, sender, rank)
                 if self._closing:
@@ -202,10 +172,11 @@ class CollectiveReceiver(ZmqReceiver):
     staging = CollectiveStaging
 
     def check_probe(self, probe: bytes) -> None:
-        if probe.decode() != boot_id():
+        if probe != _here():
             raise TransportUnavailable(
-                "collective: the trainer is on another host, and collectives authenticate nobody",
-                hint="use transport 'zmq' with a key",
+                "collective: the trainer is on another host or has another runtime directory; collectives authenticate "
+                "nobody, and meet there only",
+                hint="use transport 'zmq', between hosts with a key",
             )
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> CollectiveStaging:
@@ -226,7 +197,7 @@ class CollectiveSender(Sender):
         self._paths: list[Path] = []
 
     def probe(self) -> bytes:
-        return boot_id().encode()
+        return _here()
 
     def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float) -> None:
         self._met = tuple(targets), trainer_ranks, timeout_s
@@ -234,11 +205,11 @@ class CollectiveSender(Sender):
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         targets, senders, timeout_s = self._met
         self._forget()
-        path = runtime_dir() / f"collective-{os.getpid()}-{secrets.token_hex(6)}"
-        self._paths = [Path(f"{path}.{sender}") for sender in range(senders)]
+        name = f"collective-{os.getpid()}-{secrets.token_hex(6)}"
+        self._paths = [_path(name, sender) for sender in range(senders)]
         pids = tuple(target.pid for target in targets)
-        device = "cpu"  # what is staged lies in CPU memory, on every engine so far
-        return msgspec.msgpack.encode(Meeting(str(path), boot_id(), pids, senders, backend_for(device), timeout_s))
+        ranks_of(pids)
+        return msgspec.msgpack.encode(Meeting(name, pids, senders, timeout_s))
 
     def write(
         self,
@@ -311,16 +282,21 @@ class CollectiveSender(Sender):
         self._paths = []
 
 
+def _here() -> bytes:
+    """What trainer and worker must have in common."""
+    return f"{boot_id()} {runtime_dir()}".encode()
+
+
+def _path(name: str, sender: int) -> Path:
+    return runtime_dir() / f"{name}.{sender}"
+
+
 def _join(meeting: Meeting, sender: int, rank: int) -> Any:
     """This process's end of a sender's group; waits for all of them."""
-    size = topology(meeting.senders, len(meeting.receivers)).size
-    store = dist.FileStore(f"{meeting.path}.{sender}", size)  # type: ignore[attr-defined]
+    size = 1 + len(meeting.receivers)
+    store = dist.FileStore(str(_path(meeting.file, sender)), size)  # type: ignore[attr-defined]
     limit = timedelta(seconds=meeting.timeout_s)
     store.set_timeout(limit)
-    if meeting.backend != "gloo":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = limit
     gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]

@@ -189,7 +189,7 @@ def _remove_orphans(replicas: set[str], job: str | None) -> None:
     trainer) and problems."""
     for path in runtime_dir(job).iterdir():
         owner = _OWNER.match(path.name)
-        leftover = path.is_socket() or path.suffix == ".problem"
+        leftover = path.is_socket() or path.suffix == ".problem" or path.name.startswith("collective-")
         if owner and owner[1] not in replicas and leftover and not process_is_alive(int(owner[2])):
             path.unlink(missing_ok=True)
 

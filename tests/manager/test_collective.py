@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_plugin.transports.collective import BACKENDS, CollectiveReceiver, backend_for, topology
-from inference_plugin.wire.errors import PeerLost, SyncTimeout, TransportUnavailable, WeightwireError
+from inference_plugin.transports.collective import CollectiveReceiver, ranks_of
+from inference_plugin.wire import addresses
+from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TransportUnavailable, WeightwireError
 from tests.manager.conftest import Start
 from tests.manager.test_manager import Ranks, holds, source
 from tests.support.plain_engine import ShardSource, checkpoint
@@ -36,35 +38,39 @@ class Watched(ShardSource):
             yield item
 
 
-@given(senders=st.integers(1, 64), receivers=st.integers(0, 64))
-def test_each_group_has_one_sender_and_all_receivers_with_ranks_from_0_on(senders: int, receivers: int) -> None:
-    found = topology(senders, receivers)
-    for group in range(found.senders if found.size else 0):
-        ranks = [found.sender_ranks(sender)[group] for sender in range(senders)]
-        assert ranks.count(0) == 1 and ranks.index(0) == group and ranks.count(-1) == senders - 1
-        ranks = [0, *(found.receiver_ranks(receiver)[group] for receiver in range(receivers))]
-        assert ranks == list(range(found.size))
-    assert (found.size == 0) == (receivers == 0)
+@given(receivers=st.lists(st.integers(1, 1 << 22), max_size=64, unique=True))
+def test_a_group_has_the_sender_as_rank_0_and_its_receivers_behind_it_without_a_gap(receivers: list[int]) -> None:
+    assert list(ranks_of(receivers).items()) == [(pid, rank) for rank, pid in enumerate(receivers, start=1)]
 
 
-@pytest.mark.parametrize(("senders", "receivers"), [(0, 1), (-1, 1), (1, -1)])
-def test_numbers_of_ranks_that_cannot_be_are_refused(senders: int, receivers: int) -> None:
-    with pytest.raises(ValueError, match="at least one sends"):
-        topology(senders, receivers)
+def test_two_workers_in_one_process_are_refused() -> None:
+    with pytest.raises(TransportUnavailable, match="two workers live in one process"):
+        ranks_of([7, 8, 7])
 
 
-def test_a_backend_is_found_by_device_and_an_explicit_one_always_wins() -> None:
-    assert {device: backend_for(device) for device in BACKENDS} == {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-    assert backend_for("cuda", "gloo") == backend_for("mps", "gloo") == "gloo"
-    with pytest.raises(TransportUnavailable, match="'mps'; known are cpu, cuda, npu") as raised:
-        backend_for("mps")
-    assert "gloo" in raised.value.hint
-
-
-def test_another_host_is_refused_with_what_to_use_instead() -> None:
+def test_another_host_is_refused_with_what_to_use_instead(directory: Path) -> None:
     with pytest.raises(TransportUnavailable, match="another host") as raised:
         CollectiveReceiver().check_probe(b"elsewhere")
     assert "zmq" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"file": "/etc/passwd"}, {"file": "collective-1-a/../x"}, {"senders": 0}, {"timeout_s": 1e9}, {"receivers": ()}],
+)
+def test_a_meeting_that_cannot_be_meant_is_refused_before_anything_is_opened(directory: Path, wrong: Any) -> None:
+    meeting = {"file": "collective-1-a", "receivers": (os.getpid(),), "senders": 1, "timeout_s": 1.0} | wrong
+    manifest = source(1).manifest()
+    with pytest.raises(ProtocolError):
+        CollectiveReceiver().open(manifest, msgspec.msgpack.encode(meeting), [manifest.whole(0)])
+    assert not list(directory.rglob("collective-*"))
+
+
+def test_what_a_killed_trainer_leaves_is_removed_by_the_next_reader(directory: Path) -> None:
+    left = addresses.runtime_dir() / f"collective-{2**22 + 1}-abc.0"
+    left.touch()
+    addresses.discover()
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("install", ["copy", "standby"])
