@@ -43,7 +43,9 @@ class Listener:
         except zmq.ZMQError as error:
             self.close()
             raise AuthError(
-                f"{listen}: {error.strerror or error}", hint="WEIGHTWIRE_LISTEN: an address of this host", phase="start"
+                f"{listen}: {error.strerror or error}",
+                hint="an address of this host and a free port, in WEIGHTWIRE_LISTEN or WEIGHTWIRE_REGISTRY",
+                phase="start",
             ) from error
         except AuthError:
             self.close()
