@@ -115,10 +115,11 @@ class Front:
 
     def publish(self, card: ReplicaCard) -> None:
         """Starts serving and writes the card: from now on trainers find this replica."""
+        registry = addresses.registry_address()  # one that can't be meant is an error before anything is told
         self._card = card
         self._thread.start()
         addresses.write_card(card)
-        if (registry := addresses.registry_address()) is not None:
+        if registry is not None:
             self._registration = Registration(registry, card)
 
     @property

@@ -94,7 +94,11 @@ class LiveLayout:
         self.written = frozenset(p.dest.tensor for p in plan.placements) | frozenset(plan.refused)
         self._own = frozenset(self._shapes) if plan.refusal is not None else self.written
         # A group that is a part of the model leaves alone what it doesn't write.
-        self.rebuilt = {name: parts for name, parts in self.rebuilt.items() if self._own & self._keys_of(name)}
+        self.rebuilt = {
+            name: parts
+            for name, parts in self.rebuilt.items()
+            if not (keys := self._keys_of(name)) or not keys.isdisjoint(self._own)
+        }
         self.unaccounted = sorted(
             key for key in {p.dest.tensor for p in plan.placements} if key not in self._plain and key not in own_form
         )
@@ -137,7 +141,8 @@ class LiveLayout:
 
     def halved(self) -> list[str]:
         """Modules that the engine rebuilds as one, of whose parameters the group has a part only."""
-        return [name for name in self.rebuilt if any(key in self._plan.uncovered for key in self.aside_keys(name))]
+        missing = set(self._plan.uncovered) - set(self._plan.padding)
+        return [name for name in self.rebuilt if not missing.isdisjoint(self.aside_keys(name))]
 
     def filled_over(self) -> list[str]:
         """Where the loader fills in constants that the live model doesn't hold: what was sent is too small.

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from inference_plugin.wire import curve
+from inference_plugin.wire.errors import ManifestMismatch
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, weights
 from tests.support.engines import Driver
@@ -63,3 +64,15 @@ def test_two_groups_updated_at_the_same_time_give_the_tokens_of_the_model_that_t
                 assert [r.status for pending in under_way for r in pending.result(180).replicas] == ["committed"] * 2
                 assert inner.verify(sent[0]).ok and outer.verify(sent[1]).ok
                 assert engine.tokens(PROMPTS, COUNT) == expected, (install, transport, version)
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_a_part_of_what_the_engine_packs_as_one_is_refused(engine: Driver, checkpoint: Checkpoint) -> None:
+    a = checkpoint("llama", tied=False, seed=1)
+    queries = {name: tensor for name, tensor in weights(a).items() if "q_proj" in name}
+    with (
+        SyncManager("queries", partial=True, timeout_s=180) as manager,
+        pytest.raises(ManifestMismatch, match="packs these as one"),
+    ):
+        manager.update(ModuleAdapter(queries), 1)
+    assert engine.tokens(PROMPTS, COUNT) == reference(a)

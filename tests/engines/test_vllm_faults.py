@@ -320,7 +320,8 @@ def test_a_silent_manager_loses_its_lease_and_is_told_so_when_it_wakes(tp2: Faul
         stopped.signal(0, signal.SIGCONT)
         stopped.go_on()
         result = stopped.result(0)
-        assert result["error"] == "VersionConflict", result
+        assert (result["error"], result["where"][0]) == ("SyncTimeout", "worker"), result
+        assert "the trainer was silent" in result["text"]
     tp2.assert_recovered()
 
 

@@ -177,6 +177,24 @@ def test_two_groups_of_one_model_write_their_own_parameters_only() -> None:
     assert claims[0] and claims[1] and not claims[0] & claims[1]
 
 
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_what_was_prepared_before_another_group_was_installed_brings_none_of_its_old_values_back(policy: str) -> None:
+    model = PlainEngineModel(2, 0, 1)
+    newer = checkpoint(1)
+    prepared: list[tuple[ModelInstaller, torch.Tensor]] = []
+    for norms in (True, False):
+        own = {name: tensor for name, tensor in newer.items() if ("norm" in name) == norms}
+        manifest = manifest_of(own, {} if norms else TIED)
+        installer = ModelInstaller(model)
+        installer.open(manifest, policy, partial=True)
+        prepared.append((installer, segment_of(newer, manifest)))
+        installer.prepare(prepared[-1][1], lambda _: None)
+    for installer, segment in prepared:
+        installer.install(segment)
+        installer.finish()
+    assert live_digests(model.live) == digests_expected(newer)[0]
+
+
 class PaddingLoader(PlainEngineModel):
     """A loader that fills what a narrow tensor leaves, and says nothing."""
 
