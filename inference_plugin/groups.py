@@ -23,6 +23,7 @@ from inference_plugin.hooks import plugin_manager
 from inference_plugin.install.contract import Brake, Installer, InstallTerms
 from inference_plugin.transports.base import Receiver, Staging
 from inference_plugin.transports.registry import transport_named
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import (
     CommitFailed,
@@ -58,12 +59,6 @@ from inference_plugin.wire.messages import (
 )
 
 __all__ = ["GroupTable", "WeightUpdateGroup"]
-
-BRAKE_SHARE = 1 / 3
-"""Share of its time that background work may take while the engine is decoding: memory bandwidth is shared."""
-
-CHECK_THREADS = 4
-"""At most so many threads compare digests: memory is read faster by a few, and the engine's other cores are its own."""
 
 FINISHED_KEPT = 16
 """How many finished transactions a group remembers, to answer a request that comes again."""
@@ -111,8 +106,10 @@ class WeightUpdateGroup:
         lock: threading.RLock,
         installer: Installer,
         decoding: Callable[[], bool],
+        config: Config,
     ) -> None:
         self._decoding = decoding
+        self._config = config
         self.name = name
         self.rank = rank
         self.replica = replica
@@ -450,7 +447,7 @@ class WeightUpdateGroup:
         try:
             manifest, pieces = self.manifest, transaction.pieces
             assert manifest is not None and pieces is not None
-            threads = min(CHECK_THREADS, len(os.sched_getaffinity(0)))
+            threads = min(self._config.check_threads, len(os.sched_getaffinity(0)))
             started_s = time.perf_counter()
             checked_bytes = transaction.staging.check(
                 manifest, transaction.wanted, self._brake(transaction, threads), threads
@@ -478,11 +475,11 @@ class WeightUpdateGroup:
             transaction.checked.set()
 
     def _brake(self, transaction: Transaction, threads: int = 1) -> Brake:
-        """Gives way to decoding: after each stretch of work, a rest as long as `BRAKE_SHARE` asks of all `threads`
+        """Gives way to decoding: after each stretch of work, a rest as long as `background_share` asks of all `threads`
         together. Ends at a cancel."""
         began = threading.local()
         made_s = time.perf_counter()
-        share = BRAKE_SHARE / threads
+        share = self._config.background_share / threads
 
         def between(nbytes: int) -> None:
             rest_s = 0.0
@@ -552,8 +549,10 @@ class GroupTable:
         rank: int,
         make_installer: Callable[[str], Installer],
         decoding: Callable[[], bool] = lambda: False,
+        config: Config | None = None,
     ) -> None:
         self._decoding = decoding
+        self._config = config or Config()
         self.groups: dict[str, WeightUpdateGroup] = {}
         self._replica = replica
         self._rank = rank
@@ -642,6 +641,7 @@ class GroupTable:
             self._lock,
             self._make_installer(request.group),
             self._decoding,
+            self._config,
         )
         try:
             opened = group.open(request, others)

@@ -27,6 +27,7 @@ from inference_plugin.transports.base import Transport
 from inference_plugin.transports.registry import available_transports, transport_named
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import (
@@ -44,7 +45,7 @@ from trainer_adapters.crew import Crew
 from trainer_adapters.events import Event
 from trainer_adapters.pending import PendingUpdate
 from trainer_adapters.rank import Rank, Settings
-from trainer_adapters.replicas import CONTROL_TIMEOUT_S, ReplicaSession
+from trainer_adapters.replicas import ReplicaSession
 from trainer_adapters.stragglers import BestEffort, Quorum, Stragglers
 from trainer_adapters.update import Update
 from trainer_adapters.verification import Verification
@@ -58,8 +59,6 @@ __all__ = ["SyncManager"]
 
 Report = TypeVar("Report", UpdateReport, VerifyReport)
 
-DAY_S = 86400.0
-
 
 class SyncManager:
     """Moves a trainer's weights into the replicas of its job. Construct it on every rank; `update`,
@@ -72,6 +71,7 @@ class SyncManager:
     - `timeout_s`: for a whole operation; every wait inside it ends by then. The first update of a replica takes longer
       than later ones: its placement plan is traced and proven (some seconds per GB).
     - `lease_s`: after this silence a worker drops an unfinished update.
+    - `config`: every setting, these two among them; default the environment's `WEIGHTWIRE_*`, see docs/configuration.md.
     - `partial`: the group is a part of the model; what other groups don't write either keeps its values.
     - `stragglers`: which replicas a commit waits for; see `trainer_adapters.stragglers`.
     - `process_group`: the trainer's ranks, default all of torch.distributed (used once, here), or this process alone.
@@ -86,14 +86,14 @@ class SyncManager:
         transport: str = Transport.AUTO,
         install: InstallPolicy = "auto",
         in_flight: InFlight = "keep",
-        timeout_s: float = 120.0,
-        lease_s: float = 30.0,
+        timeout_s: float | None = None,
+        lease_s: float | None = None,
         partial: bool = False,
         stragglers: Stragglers = "report",
         process_group: dist.ProcessGroup | None = None,
+        config: Config | None = None,
     ) -> None:
-        if not (0 < timeout_s <= DAY_S and 0 < lease_s <= DAY_S):
-            raise ValueError(f"timeout_s and lease_s must be positive, a day at most, not {timeout_s} and {lease_s}")
+        config = (config or Config.from_environment()).but(timeout_s=timeout_s, lease_s=lease_s)
         for value, allowed in (
             (install, ("auto", "copy", "standby")),
             (in_flight, ("keep", "recompute", "abort", "drain")),
@@ -104,9 +104,17 @@ class SyncManager:
             raise ValueError(f"stragglers={stragglers!r} is none of 'report', 'all', Quorum(n), BestEffort(seconds)")
         transports = available_transports() if transport == Transport.AUTO else [transport_named(transport)]
         self.settings = Settings(
-            group, transports, install, in_flight, timeout_s, lease_s, partial=partial, stragglers=stragglers
+            group,
+            transports,
+            install,
+            in_flight,
+            config.timeout_s,
+            config.lease_s,
+            partial=partial,
+            stragglers=stragglers,
+            config=config,
         )
-        self._rank = Rank(self.settings, Crew(process_group))
+        self._rank = Rank(self.settings, Crew(process_group, config.silence_s))
         cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1,
@@ -243,9 +251,9 @@ class SyncManager:
         for session in self._rank.replicas.values():
             session.agreed = None
         for card in self.discover():
-            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
+            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
             try:
-                session.ask_workers(CloseGroup(self.group), Done, timeout_s=CONTROL_TIMEOUT_S)
+                session.ask_workers(CloseGroup(self.group), Done)
             finally:
                 if card.replica not in self._rank.replicas:
                     session.close()
@@ -253,9 +261,9 @@ class SyncManager:
     def _versions(self) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
         for card in self.discover():
-            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
+            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
             try:
-                workers: list[WorkerCard] = session.ask_workers(Describe(), WorkerCard, timeout_s=CONTROL_TIMEOUT_S)
+                workers: list[WorkerCard] = session.ask_workers(Describe(), WorkerCard)
             finally:
                 if card.replica not in self._rank.replicas:
                     session.close()

@@ -107,7 +107,7 @@ class Operation:
             self.rank.lose(gone, "it is no longer among the replicas of the job")
         for name, card in cards.items():
             if name not in self.rank.replicas:
-                self.rank.replicas[name] = ReplicaSession.connect(card)
+                self.rank.replicas[name] = ReplicaSession.connect(card, self.settings.config)
                 self.rank.events.tell("replica_joined", group=self.settings.group, card=card)
         if not cards:
             raise PeerLost(

@@ -14,6 +14,7 @@ from inference_plugin.transports.base import Sender as TransportSender
 from inference_plugin.transports.base import Target, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire.channel import Outgoing, fan_out
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, ExactCover, Manifest, Piece
 from inference_plugin.wire.messages import Done, Go, GoTarget, InFlight, InstallPolicy, Ready, Release, Wrote
@@ -45,6 +46,7 @@ class Settings:
     lease_s: float
     partial: bool
     stragglers: Stragglers
+    config: Config
 
 
 class Rank:
@@ -160,7 +162,8 @@ class Rank:
     def sender(self, transport: Transport) -> TransportSender:
         """This rank's half of a transport; made once."""
         if transport.name not in self._senders:
-            self._senders[transport.name] = transport.sender()
+            sender = self._senders[transport.name] = transport.sender()
+            sender.config = self.settings.config
         return self._senders[transport.name]
 
     def lose(self, replica: str, reason: str) -> None:

@@ -42,7 +42,7 @@ from inference_plugin.wire.messages import (
 from inference_plugin.wire.reports import ReplicaReport, UpdateReport
 from trainer_adapters.operation import Operation
 from trainer_adapters.rank import Rank, as_target
-from trainer_adapters.replicas import CONTROL_TIMEOUT_S, ReplicaSession
+from trainer_adapters.replicas import ReplicaSession
 from trainer_adapters.stragglers import BestEffort, Quorum
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Update(Operation):
         self._renewed_s = time.monotonic()
         for session in list(sessions):
             with self._replica(session):
-                session.ask_workers(Renew(self.settings.group, self.txn), Done, timeout_s=CONTROL_TIMEOUT_S)
+                session.ask_workers(Renew(self.settings.group, self.txn), Done)
 
     # --- the steps, in order -----------------------------------------------------------------------------------------
 
@@ -184,12 +184,12 @@ class Update(Operation):
             segment=segment,
         )
         try:
-            begun: list[Begun] = session.ask_workers(request, Begun, timeout_s=CONTROL_TIMEOUT_S)
+            begun: list[Begun] = session.ask_workers(request, Begun)
         except (ProtocolError, ManifestMismatch):
             # The worker's terms are another trainer's by now: agree anew, once.
             session.agreed = None
             self._open(session)
-            begun = session.ask_workers(request, Begun, timeout_s=CONTROL_TIMEOUT_S)
+            begun = session.ask_workers(request, Begun)
         if all(answer.already for answer in begun):
             self.active.pop(session.card.replica)
             self._report(session, "already", self.version)
@@ -230,7 +230,8 @@ class Update(Operation):
             if isinstance(policy, Quorum) and len(sealed()) >= policy.count:
                 break
             owners = {channel: each for each in waiting() for channel in each.asked_at_s}
-            silent_s = min(at_s for each in waiting() for at_s in each.asked_at_s.values()) + CONTROL_TIMEOUT_S
+            asked_s = min(at_s for each in waiting() for at_s in each.asked_at_s.values())
+            silent_s = asked_s + self.settings.config.control_timeout_s
             wait_s = min(left_s, self.settings.lease_s / 3, silent_s - time.monotonic())
             for channel, reply in take_ready(list(owners), Sealed, timeout_s=max(0.0, wait_s)):
                 with self._replica(owners[channel].session):
@@ -390,9 +391,10 @@ class Sealing:
             self.asked_at_s[channel] = time.monotonic()
 
     def check_silence(self) -> None:
+        limit_s = self.session.config.control_timeout_s
         for channel, at_s in self.asked_at_s.items():
-            if time.monotonic() - at_s >= CONTROL_TIMEOUT_S:
-                raise SyncTimeout(f"no reply from {channel.address} within {CONTROL_TIMEOUT_S:g} s", **channel.where)
+            if time.monotonic() - at_s >= limit_s:
+                raise SyncTimeout(f"no reply from {channel.address} within {limit_s:g} s", **channel.where)
 
 
 def _segment_id(description: bytes) -> str:

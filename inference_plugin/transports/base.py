@@ -26,6 +26,7 @@ from typing import ClassVar, Protocol, TypeAlias
 import numpy as np
 import torch
 
+from inference_plugin.wire.config import PIECE_BYTES, Config
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, WeightwireError
 from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece
@@ -45,9 +46,6 @@ __all__ = [
     "typed",
     "place_piece",
 ]
-
-PIECE_BYTES = 4 << 20
-"""Largest piece: its digest leaves it in the cache for the copy, and the calls per piece don't count."""
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Bytes in a row: numpy's calls cost a fraction of torch's, and one copy of this size wants one thread."""
@@ -159,7 +157,9 @@ class Receiver(abc.ABC):
 
 
 class Sender(abc.ABC):
-    """The half of a transport on one trainer rank, for one group."""
+    """The half of a transport on one trainer rank, for one group. `config` is its manager's from the beginning on."""
+
+    config = Config()
 
     @abc.abstractmethod
     def probe(self) -> bytes:

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.transports.base import Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
-from inference_plugin.transports.zmq import BUCKET_BYTES, ZmqReceiver, ZmqStaging
+from inference_plugin.transports.zmq import ZmqReceiver, ZmqStaging
 from inference_plugin.wire.addresses import boot_id, runtime_dir
-from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES, decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     PeerLost,
@@ -74,8 +74,8 @@ class Meeting(msgspec.Struct, frozen=True):
 class Bucket:
     """A buffer that is packed, then broadcast: pieces in msgpack, then their bytes."""
 
-    def __init__(self) -> None:
-        self.payload = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+    def __init__(self, nbytes: int) -> None:
+        self.payload = torch.empty(nbytes, dtype=torch.uint8)
         self.pieces: list[Piece] = []
         self.nbytes = 0
         self._in_flight: tuple[torch.Tensor, Any] | None = None
@@ -148,7 +148,7 @@ class CollectiveStaging(ZmqStaging):
                     super().close()
 
     def _take_all(self, group: Any) -> None:
-        buffer = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(0, dtype=torch.uint8)
         while True:
             header = torch.zeros(2, dtype=torch.int64)
             _broadcast(group, header).wait()
@@ -157,10 +157,12 @@ class CollectiveStaging(ZmqStaging):
                 return
             if told == FAILED:
                 raise PeerLost("a trainer rank gave the update up", phase="stage")
-            if not (0 <= told <= MAX_PIECES_BYTES and 0 <= nbytes <= BUCKET_BYTES):
+            if not (0 <= told <= MAX_PIECES_BYTES and 0 <= nbytes <= MAX_PAYLOAD_BYTES):
                 raise ProtocolError(f"a bucket of {told} bytes of pieces and {nbytes} of payload", phase="stage")
             pieces = torch.empty(told, dtype=torch.uint8)
             _broadcast(group, pieces).wait()
+            if nbytes > buffer.numel():  # the sender alone decides how large a bucket is
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
             if nbytes:
                 _broadcast(group, buffer[:nbytes]).wait()
             self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
@@ -249,13 +251,13 @@ class CollectiveSender(Sender):
     def _send_all(
         self, joined: Any, manifest: Manifest, slices: Iterator[Slice], pieces: list[Piece], stats: WriteStats
     ) -> None:
-        packed, flying = Bucket(), Bucket()
+        packed, flying = (Bucket(self.config.bucket_bytes) for _ in range(2))
         for item in slices:
             for cut, part in pieces_of(manifest, item):
                 started_s = time.perf_counter()
                 piece = Piece(cut.box, digest_bytes(part))
                 digested_s = time.perf_counter()
-                if packed.nbytes + part.nbytes > BUCKET_BYTES:
+                if packed.nbytes + part.nbytes > self.config.bucket_bytes:
                     flying.wait()
                     packed.send(joined)
                     packed, flying = flying, packed

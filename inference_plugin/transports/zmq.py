@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from inference_plugin.transports.base import (
-    PIECE_BYTES,
     Bytes,
     Receiver,
     Sender,
@@ -31,6 +30,7 @@ from inference_plugin.transports.base import (
     typed,
 )
 from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     DigestMismatch,
@@ -44,12 +44,7 @@ from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece, intersect
 from inference_plugin.wire.messages import Bucket, Done
 from inference_plugin.wire.tensors import box_view, torch_dtype
 
-__all__ = ["BUCKET_BYTES", "TRANSPORT"]
-
-BUCKET_BYTES = 8 << 20
-"""Payload of one message: large enough that its round trip doesn't count, small enough to stay in the cache."""
-
-assert BUCKET_BYTES >= PIECE_BYTES
+__all__ = ["TRANSPORT"]
 
 
 class ZmqStaging(Staging):
@@ -192,6 +187,7 @@ class ZmqSender(Sender):
         lanes = [self._lane(target) for target in targets]
         for gone in set(self._lanes) - {target.address for target in targets}:
             self._lanes.pop(gone).channel.close()
+        self.config.warn_if_short_of_memory(2 * len(targets))
         for lane, target in zip(lanes, targets, strict=True):
             lane.begin(group, txn, rank, target, deadline_s)
         pieces: list[Piece] = []
@@ -227,14 +223,14 @@ class ZmqSender(Sender):
     def _lane(self, target: Target) -> _Lane:
         lane = self._lanes.get(target.address)
         if lane is None:
-            lane = self._lanes[target.address] = _Lane(target)
+            lane = self._lanes[target.address] = _Lane(target, self.config)
         return lane
 
 
 class _Lane:
     """The way to one worker: a channel, two buffers, at most one bucket in flight."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, config: Config) -> None:
         self.channel = Channel(
             target.address,
             pid=target.pid,
@@ -243,8 +239,10 @@ class _Lane:
             replica=target.replica,
             rank=target.rank,
             phase="stage",
+            silence_s=config.silence_s,
         )
-        self._buffers = [np.empty(BUCKET_BYTES, dtype=np.uint8) for _ in range(2)]
+        self._bucket_bytes = config.bucket_bytes
+        self._buffers = [np.empty(config.bucket_bytes, dtype=np.uint8) for _ in range(2)]
 
     def begin(self, group: str, txn: str, rank: int, target: Target, deadline_s: float) -> None:
         self._group, self._txn, self._rank, self._deadline_s = group, txn, rank, deadline_s
@@ -269,7 +267,7 @@ class _Lane:
         wanted = self._needs.get(piece.box.tensor)
         if self.error is not None or wanted is None or intersect(piece.box, wanted) is None:
             return
-        if self._used_bytes + data.nbytes > BUCKET_BYTES:
+        if self._used_bytes + data.nbytes > self._bucket_bytes:
             self.flush()
         self._buffers[0][self._used_bytes : self._used_bytes + data.nbytes] = data
         self._used_bytes += data.nbytes

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq as libzmq
 
-from inference_plugin.transports import zmq
 from inference_plugin.transports.base import Target
-from inference_plugin.transports.zmq import BUCKET_BYTES, ZmqReceiver, ZmqSender
+from inference_plugin.transports.zmq import ZmqReceiver, ZmqSender
 from inference_plugin.wire import codec
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     DigestMismatch,
@@ -142,7 +143,9 @@ def held(directory: Path) -> Iterator[HeldPeer]:
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(zmq, "BUCKET_BYTES", 1000)
+    config = Config()
+    msgspec.structs.force_setattr(config, "bucket_bytes", 1000)
+    monkeypatch.setattr(ZmqSender, "config", config)
     return 1000
 
 
@@ -441,10 +444,6 @@ def test_a_dropped_updates_buckets_are_refused_and_their_bytes_are_not_kept(rece
     frames = [held for held in gc.get_objects() if type(held) is libzmq.Frame]
     kept = [frame for frame in frames if len(frame.bytes) >= len(payload)]
     assert kept == []
-
-
-def test_a_bucket_fits_what_the_codec_accepts() -> None:
-    assert BUCKET_BYTES <= codec.MAX_PAYLOAD_BYTES
 
 
 def test_staging_is_reused_from_one_update_to_the_next_and_never_shows_old_bytes_as_new() -> None:
