@@ -18,7 +18,16 @@ import psutil  # type: ignore[import-untyped]
 from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES
 from inference_plugin.wire.errors import ConfigError
 
-__all__ = ["OTHER_VARIABLES", "PIECE_BYTES", "Config", "Setting", "settings", "unknown_variables", "variable_of"]
+__all__ = [
+    "OTHER_VARIABLES",
+    "PIECE_BYTES",
+    "Config",
+    "Setting",
+    "settings",
+    "unknown_variables",
+    "variable_of",
+    "written",
+]
 
 logger = logging.getLogger(__name__)
 
