@@ -57,6 +57,7 @@ from inference_plugin.wire.messages import (
     Sealed,
     Sender,
 )
+from inference_plugin.wire.tracing import Trace, save, span, under
 
 __all__ = ["GroupTable", "WeightUpdateGroup"]
 
@@ -93,6 +94,7 @@ class Transaction:
     checked: threading.Event = field(default_factory=threading.Event)
     error: WeightwireError | None = None
     answer: Sealed | None = None
+    trace: Trace | None = None
 
 
 class WeightUpdateGroup:
@@ -203,7 +205,10 @@ class WeightUpdateGroup:
             raise VersionConflict(f"version {current.version} is on its way, {request.version} is older")
         self._drop("another transaction overtook it")
         assert self.terms is not None
-        staging = receiver.open(manifest, request.segment, self.terms.needs)
+        named = {"role": "worker", "rank": self.rank, "replica": self.replica, "group": self.name}
+        trace = Trace.begun(self._config.profile_dir, version=request.version, txn=request.txn, **named)
+        with under(trace), span("open staging"):
+            staging = receiver.open(manifest, request.segment, self.terms.needs)
         self._holds_memory = True
         if self.installed and self.installed.staging and self.installed.staging.segment_id == staging.segment_id:
             self.installed.staging = None  # the trainer writes over it: no way back from there
@@ -214,6 +219,7 @@ class WeightUpdateGroup:
             lease_s=request.lease_s,
             staging=staging,
             expires_at_s=time.monotonic() + request.lease_s,
+            trace=trace,
         )
         if self._state != "torn":
             self._enter("receiving")
@@ -227,7 +233,8 @@ class WeightUpdateGroup:
         if request.seq == expected:
             if transaction.pieces is not None:
                 raise ProtocolError("a new bucket after the seal")
-            transaction.staging.receive(request.pieces, payload)
+            with under(transaction.trace), span("receive", trainer=request.rank, bytes=len(payload)):
+                transaction.staging.receive(request.pieces, payload)
             transaction.next_seq[request.rank] = expected + 1
         return Done()
 
@@ -365,7 +372,8 @@ class WeightUpdateGroup:
         plugin_manager().hook.weightwire_installing(
             group=self.name, version=transaction.version, rank=self.rank, step="install"
         )
-        self.installer.install(transaction.staging.segment)
+        with under(transaction.trace), span("install"):
+            self.installer.install(transaction.staging.segment)
 
     def undo(self, reason: str) -> None:
         """Back to the version before; raises `TornReplica`, and the state is `torn`, if that can't be done."""
@@ -377,7 +385,8 @@ class WeightUpdateGroup:
             plugin_manager().hook.weightwire_installing(
                 group=self.name, version=previous.version if previous else -1, rank=self.rank, step="undo"
             )
-            self.installer.undo(previous.staging.segment if previous and previous.staging else None)
+            with under(transaction.trace if transaction else None), span("undo"):
+                self.installer.undo(previous.staging.segment if previous and previous.staging else None)
         except Exception as error:
             self.tear(f"{reason}; the way back failed: {error}")
             raise TornReplica(self.detail) from error
@@ -398,6 +407,7 @@ class WeightUpdateGroup:
                 transaction, self.transaction = self.transaction, None
                 transaction.cancelled.set()
                 transaction.staging.close()
+                save(transaction.trace)
             self._enter("torn")
 
     def finish(self, txn: str, install_s: float) -> RankCommit:
@@ -406,8 +416,9 @@ class WeightUpdateGroup:
             transaction = self.transaction
             if transaction is None or transaction.txn != txn or transaction.answer is None:
                 raise ProtocolError(f"transaction {txn} is not being committed")
-            self.installer.finish()
-            self._forget_previous()
+            with under(transaction.trace), span("finish"):
+                self.installer.finish()
+                self._forget_previous()
             keep = self.installer.needs_previous
             if not keep:
                 transaction.staging.close()
@@ -419,6 +430,7 @@ class WeightUpdateGroup:
                 transaction.staging if keep else None,
             )
             self.transaction = None
+            save(transaction.trace)
             self.detail = ""
             self._enter("idle")
             done = RankCommit(self.rank, transaction.version, install_s, releases_segment=not keep)
@@ -449,11 +461,13 @@ class WeightUpdateGroup:
             assert manifest is not None and pieces is not None
             threads = min(self._config.check_threads, len(os.sched_getaffinity(0)))
             started_s = time.perf_counter()
-            checked_bytes = transaction.staging.check(
-                manifest, transaction.wanted, self._brake(transaction, threads), threads
-            )
+            with under(transaction.trace), span("check"):
+                checked_bytes = transaction.staging.check(
+                    manifest, transaction.wanted, self._brake(transaction, threads), threads
+                )
             checked_s = time.perf_counter()
-            extra_bytes = self.installer.prepare(transaction.staging.segment, self._brake(transaction))
+            with under(transaction.trace), span("prepare"):
+                extra_bytes = self.installer.prepare(transaction.staging.segment, self._brake(transaction))
             answer = Sealed(
                 done=True,
                 digest=digest_group(manifest, pieces),
@@ -524,6 +538,7 @@ class WeightUpdateGroup:
                 self._lock.acquire()
         self.installer.discard()
         transaction.staging.close()
+        save(transaction.trace)
         if self._state != "torn":
             self._enter("idle")
 

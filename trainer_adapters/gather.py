@@ -28,6 +28,7 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ErrorInfo, ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, Manifest, aligned, box_volume, check_exact_cover, split_box
 from inference_plugin.wire.tensors import torch_dtype
+from inference_plugin.wire.tracing import span
 from trainer_adapters.exchange import exchange_bytes
 from trainer_adapters.source import LocalSlice, WeightSource
 
@@ -235,7 +236,8 @@ def _arrivals(
     """Each bucket when it is complete, with its buffer; the next one is on its way meanwhile."""
 
     def start(bucket: _Bucket, buffer: torch.Tensor) -> list[Any]:
-        packer.fill(bucket, buffer)
+        with span("pack", bytes=bucket.nbytes):
+            packer.fill(bucket, buffer)
         return [
             dist.broadcast(buffer[first:last], group=group, group_src=rank, async_op=True)
             for rank, first, last in bucket.parts
@@ -245,8 +247,9 @@ def _arrivals(
     on_the_way = start(*turns[0]) if turns else []
     for number, (bucket, buffer) in enumerate(turns):
         following = start(*turns[number + 1]) if number + 1 < len(turns) else []
-        for work in on_the_way:
-            work.wait()
+        with span("gather", bytes=bucket.nbytes):
+            for work in on_the_way:
+                work.wait()
         if failed := [rank for rank, first, _ in bucket.parts if int(buffer[first])]:
             for work in following:
                 work.wait()

@@ -41,6 +41,7 @@ from inference_plugin.wire.messages import (
     WorkerCard,
 )
 from inference_plugin.wire.reports import UpdateReport, VerifyReport
+from inference_plugin.wire.tracing import Trace, flush, save, span, under
 from trainer_adapters.crew import Crew
 from trainer_adapters.events import Event
 from trainer_adapters.pending import PendingUpdate
@@ -189,6 +190,7 @@ class SyncManager:
         with contextlib.suppress(RuntimeError):
             self._thread.submit(self._rank.close).result()
         self._thread.shutdown()
+        flush()
 
     def __enter__(self) -> SyncManager:
         return self
@@ -201,18 +203,23 @@ class SyncManager:
     def _update(self, source: WeightSource, version: int, released: Callable[[], None]) -> UpdateReport:
         where = {"group": self.group, "version": version}
         self._rank.begin(released)
+        named = {"role": "trainer", "rank": self.rank, "group": self.group, "version": version}
+        trace = Trace.begun(self.settings.config.profile_dir, **named)
         try:
-            report = self._together(
-                f"update:{version}",
-                source,
-                where,
-                lambda m: Update(self._rank, source, m, version).run(),
-                UpdateReport,
-            )
+            with under(trace):
+                report = self._together(
+                    f"update:{version}",
+                    source,
+                    where,
+                    lambda m: Update(self._rank, source, m, version).run(),
+                    UpdateReport,
+                )
         except WeightwireError as error:
             if self.rank == 0:
                 self._rank.events.tell("failed", group=self.group, version=version, error=error)
             raise
+        finally:
+            save(trace)
         if self.rank == 0:
             self._rank.events.tell("committed", report=report)
         return report
@@ -237,7 +244,9 @@ class SyncManager:
         if self.rank != 0:
             return decode_as(self._rank.follow(operation, source), kind)
         try:
-            report = lead(source.manifest())
+            with span("scan"):
+                manifest = source.manifest()
+            report = lead(manifest)
         except BaseException as error:
             failed = WeightwireError.wrap(error).at(side="manager", **where)
             self._rank.crew.fail_all(failed, deadline_s=deadline_s)

@@ -11,6 +11,7 @@ from inference_plugin.wire import addresses
 from inference_plugin.wire.errors import ManifestMismatch, PeerLost, SyncTimeout, VersionConflict, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Go, GoTransport, Ready, Wrote
+from inference_plugin.wire.tracing import call_it
 from trainer_adapters.agreement import what_differs
 from trainer_adapters.rank import Rank
 from trainer_adapters.replicas import ReplicaSession
@@ -34,6 +35,7 @@ class Operation:
         self.operation = operation
         self.deadline_s = time.monotonic() + self.settings.timeout_s
         self.txn = secrets.token_hex(12)
+        call_it(self.txn)
         self.transports = [(t, rank.sender(t)) for t in rank.settings.transports]
 
     @property

@@ -40,6 +40,7 @@ from inference_plugin.wire.messages import (
     Wrote,
 )
 from inference_plugin.wire.reports import ReplicaReport, UpdateReport
+from inference_plugin.wire.tracing import span, span_since
 from trainer_adapters.operation import Operation
 from trainer_adapters.rank import Rank, as_target
 from trainer_adapters.replicas import ReplicaSession
@@ -143,7 +144,7 @@ class Update(Operation):
         for session in self.connect():
             self._sessions[session.card.replica] = session
             self._sent_before[session.card.replica] = session.messages
-            with self._replica(session):
+            with self._replica(session), span("open", replica=session.card.replica):
                 self._open(session)
                 self.active[session.card.replica] = session
         ways = []
@@ -156,7 +157,7 @@ class Update(Operation):
             segment = sender.allocate(self.manifest, busy)
             self.segments[transport.name] = _segment_id(segment)
             for session in users:
-                with self._replica(session):
+                with self._replica(session), span("begin", replica=session.card.replica):
                     self._begin(session, segment)
             targets = tuple(t for s in users if s.card.replica in self.active for t in s.targets())
             if targets:
@@ -355,7 +356,8 @@ class Update(Operation):
         started_s = time.perf_counter()
         self._phase_name = name
         try:
-            yield
+            with span(name):
+                yield
         except WeightwireError as error:
             raise error.at(phase=name) from error.__cause__
         finally:
@@ -367,6 +369,7 @@ class Sealing:
 
     def __init__(self, session: ReplicaSession) -> None:
         self.session = session
+        self.began_s = time.perf_counter()
         self.asked_at_s: dict[Channel, float] = {}
         self.answers: dict[Channel, Sealed] = {}
 
@@ -386,6 +389,8 @@ class Sealing:
             raise reply
         if reply.done:
             self.answers[channel] = reply
+            if self.done:
+                span_since(self.began_s, "seal", self.session.card.replica)
         else:
             channel.send(request)
             self.asked_at_s[channel] = time.monotonic()

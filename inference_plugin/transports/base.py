@@ -31,6 +31,7 @@ from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, WeightwireError
 from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
+from inference_plugin.wire.tracing import carried, span
 
 __all__ = [
     "PIECE_BYTES",
@@ -108,18 +109,21 @@ class Staging(abc.ABC):
 
         def check_some(some: Sequence[tuple[Piece, int]]) -> int:
             checked = 0
-            for piece, nbytes in some:
-                if failed.is_set():
-                    break
-                if (place := manifest.byte_range(piece.box)) is not None:
-                    digest = digest_bytes(flat[place[0] : place[1]])
-                else:
-                    digest = digest_bytes(bytes_view(box_view(self.segment, manifest, piece.box).contiguous()).numpy())
-                if digest != piece.digest:
-                    failed.set()
-                    raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
-                checked += nbytes
-                between(nbytes)
+            with span("compare digests", pieces=len(some)):
+                for piece, nbytes in some:
+                    if failed.is_set():
+                        break
+                    if (place := manifest.byte_range(piece.box)) is not None:
+                        digest = digest_bytes(flat[place[0] : place[1]])
+                    else:
+                        digest = digest_bytes(
+                            bytes_view(box_view(self.segment, manifest, piece.box).contiguous()).numpy()
+                        )
+                    if digest != piece.digest:
+                        failed.set()
+                        raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
+                    checked += nbytes
+                    between(nbytes)
             return checked
 
         sized = [(piece, manifest.box_nbytes(piece.box)) for piece in pieces]
@@ -130,7 +134,7 @@ class Staging(abc.ABC):
         for entry, end in zip(sized, ends, strict=True):
             parts[min((end - 1) * threads // ends[-1], threads - 1) if end else 0].append(entry)
         with ThreadPoolExecutor(threads, thread_name_prefix="weightwire-check") as pool:
-            return sum(pool.map(check_some, parts))
+            return sum(pool.map(carried(check_some), parts))
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -39,6 +39,7 @@ from inference_plugin.wire.errors import (
     WeightwireError,
 )
 from inference_plugin.wire.manifest import Box, Manifest, Piece
+from inference_plugin.wire.tracing import carried, span, span_since
 
 __all__ = ["TRANSPORT", "ranks_of"]
 
@@ -92,11 +93,13 @@ class Bucket:
         _broadcast(group, pieces).wait()
         if self.nbytes:
             self._in_flight = self.payload, _broadcast(group, self.payload[: self.nbytes])
+            self._sent_s = time.perf_counter()
 
     def wait(self) -> None:
         """Until it may be packed again."""
         if self._in_flight is not None:
             self._in_flight[1].wait()
+            span_since(self._sent_s, "bucket", "broadcasts", bytes=self.nbytes)
         self._in_flight = None
         self.pieces, self.nbytes = [], 0
 
@@ -110,7 +113,7 @@ class CollectiveStaging(ZmqStaging):
         self._group: Any = None
         self._closing = False
         self._ending = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="weightwire-collective", daemon=True)
+        self._thread = threading.Thread(target=carried(self._run), name="weightwire-collective", daemon=True)
         self._thread.start()
 
     def check(self, manifest: Manifest, pieces: Any, between: Any, threads: int = 1) -> int:
@@ -165,7 +168,8 @@ class CollectiveStaging(ZmqStaging):
                 buffer = torch.empty(nbytes, dtype=torch.uint8)
             if nbytes:
                 _broadcast(group, buffer[:nbytes]).wait()
-            self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
+            with span("receive", bytes=nbytes):
+                self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
 
 
 class CollectiveReceiver(ZmqReceiver):

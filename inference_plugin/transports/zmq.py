@@ -43,6 +43,7 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece, intersect
 from inference_plugin.wire.messages import Bucket, Done
 from inference_plugin.wire.tensors import box_view, torch_dtype
+from inference_plugin.wire.tracing import span_since
 
 __all__ = ["TRANSPORT"]
 
@@ -241,6 +242,7 @@ class _Lane:
             phase="stage",
             silence_s=config.silence_s,
         )
+        self._to = f"{target.replica} rank {target.rank}"
         self._bucket_bytes = config.bucket_bytes
         self._buffers = [np.empty(config.bucket_bytes, dtype=np.uint8) for _ in range(2)]
 
@@ -281,6 +283,7 @@ class _Lane:
         bucket = Bucket(self._group, self._txn, self._rank, self._seq, tuple(self._pieces))
         self.channel.send(bucket, payload=self._buffers[0][: self._used_bytes].data)
         self._in_flight = True
+        self._sent_s, self._sent_bytes = time.perf_counter(), self._used_bytes
         self.messages += 1
         self._seq += 1
         self._pieces = []
@@ -295,6 +298,7 @@ class _Lane:
             if left_s <= 0:
                 raise SyncTimeout(f"bucket {self._seq} was not answered before the deadline", phase="stage")
             self.channel.receive(Done, timeout_s=left_s)
+            span_since(self._sent_s, "bucket", f"buckets to {self._to}", seq=self._seq - 1, bytes=self._sent_bytes)
 
 
 TRANSPORT = Transport(

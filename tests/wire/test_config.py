@@ -42,7 +42,7 @@ def test_no_number_of_the_environment_is_taken_for_another(text: str) -> None:
     for field in ("timeout_s", "lease_s", "control_timeout_s", "silence_s", "rank_timeout_s", "background_share"):
         with pytest.raises(ConfigError, match=f"WEIGHTWIRE_{field.upper()}='{text}'.*{field}.* above 0, "):
             Config.from_environment({variable_of(field): text})
-    with pytest.raises(ConfigError, match="WEIGHTWIRE_CHECK_THREADS.*from 1 to 256"):
+    with pytest.raises(ConfigError, match=r"WEIGHTWIRE_CHECK_THREADS.*from 1 to 256"):
         Config.from_environment({"WEIGHTWIRE_CHECK_THREADS": text})
 
 
