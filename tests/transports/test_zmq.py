@@ -86,6 +86,21 @@ def test_what_is_sent_is_installed_bit_for_bit(
     sender.close()
 
 
+@pytest.mark.parametrize(("bucket_bytes", "messages"), [("4MiB", 7), ("8MiB", 4), ("32MiB", 1)])
+def test_the_size_of_a_bucket_is_the_senders_alone(worker: Worker, bucket_bytes: Any, messages: int) -> None:
+    tensors = CASES["around the size of a piece"]()
+    manifest = manifest_for(tensors)
+    begin(worker, manifest)
+    sender = ZmqSender()
+    sender.config = Config(bucket_bytes=bucket_bytes)
+    pieces, stats = write(sender, manifest, whole_slices(tensors), [worker.target(manifest)])
+    assert stats.messages == messages
+    assert seal(worker, pieces).checked_bytes == manifest.nbytes
+    worker.commit("t", 1)
+    assert_equal_bytes(worker.installer.installed, tensors)
+    sender.close()
+
+
 def test_two_ranks_write_to_one_worker_and_a_worker_gets_only_what_it_needs(directory: Path) -> None:
     tensors = {"a": any_bits(torch.float32, 8, 6), "b": any_bits(torch.int8, 5)}
     manifest = manifest_for(tensors)

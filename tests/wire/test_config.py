@@ -11,9 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
+from inference_plugin.engines.rank import RankIdentity, RankRuntime
+from inference_plugin.transports import zmq
 from inference_plugin.wire.config import PIECE_BYTES, Config, settings, unknown_variables, variable_of
 from inference_plugin.wire.errors import ConfigError
+from tests.support.plain_engine import PlainEngineModel
 from tests.support.rig import ROOT
+from trainer_adapters.manager import SyncManager
 
 
 def test_an_argument_comes_before_the_environment_and_the_environment_before_the_default() -> None:
@@ -44,6 +48,27 @@ def test_no_number_of_the_environment_is_taken_for_another(text: str) -> None:
             Config.from_environment({variable_of(field): text})
     with pytest.raises(ConfigError, match=r"WEIGHTWIRE_CHECK_THREADS.*from 1 to 256"):
         Config.from_environment({"WEIGHTWIRE_CHECK_THREADS": text})
+
+
+def test_trainer_and_engine_refuse_what_cannot_be_meant_before_they_open_anything(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_LEASE_S", "soon")
+    with pytest.raises(ConfigError, match="WEIGHTWIRE_LEASE_S='soon'"):
+        SyncManager()
+    with pytest.raises(ConfigError, match="WEIGHTWIRE_LEASE_S='soon'"):
+        RankRuntime(RankIdentity("plain-1-a", 0, tp_rank=0), PlainEngineModel(1, 0, 1))
+    assert not [path for path in directory.rglob("*") if path.is_socket()]
+
+
+def test_a_manager_goes_by_its_own_configuration_and_its_arguments_before_that(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_LEASE_S", "soon")  # not read where a configuration is given
+    config = Config(lease_s=7, timeout_s=60, bucket_bytes="4MiB")  # type: ignore[arg-type]
+    with SyncManager(transport="zmq", timeout_s=30, config=config) as manager:
+        assert (manager.settings.timeout_s, manager.settings.lease_s) == (30.0, 7.0)
+        assert manager._rank.sender(zmq.TRANSPORT).config.bucket_bytes == 4 << 20
 
 
 def test_a_misspelt_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
