@@ -32,7 +32,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
-"""Largest piece: its digest leaves it in the cache for the copy, and the calls per piece don't count."""
+"""Largest piece: the calls per piece don't count."""
 
 DAY_S = 86400.0
 
