@@ -255,6 +255,7 @@ class CollectiveSender(Sender):
     def _send_all(
         self, joined: Any, manifest: Manifest, slices: Iterator[Slice], pieces: list[Piece], stats: WriteStats
     ) -> None:
+        self.config.warn_if_short_of_memory(2)
         packed, flying = (Bucket(self.config.bucket_bytes) for _ in range(2))
         for item in slices:
             for cut, part in pieces_of(manifest, item):

@@ -188,7 +188,6 @@ class ZmqSender(Sender):
         lanes = [self._lane(target) for target in targets]
         for gone in set(self._lanes) - {target.address for target in targets}:
             self._lanes.pop(gone).channel.close()
-        self.config.warn_if_short_of_memory(2 * len(targets))
         for lane, target in zip(lanes, targets, strict=True):
             lane.begin(group, txn, rank, target, deadline_s)
         pieces: list[Piece] = []
@@ -225,6 +224,7 @@ class ZmqSender(Sender):
         lane = self._lanes.get(target.address)
         if lane is None:
             lane = self._lanes[target.address] = _Lane(target, self.config)
+            self.config.warn_if_short_of_memory(2 * len(self._lanes))
         return lane
 
 
