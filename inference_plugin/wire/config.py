@@ -6,6 +6,7 @@ they start; an argument comes before the environment. What both sides must agree
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -61,7 +62,6 @@ def _for(side: str, text: str) -> msgspec.Meta:
 Seconds = Annotated[float, _meta("seconds above 0, a day at most", gt=0, le=DAY_S)]
 Size = Annotated[int, _meta("bytes from 4 MiB to 1 GiB, as 8388608 or '8MiB'", ge=PIECE_BYTES, le=MAX_PAYLOAD_BYTES)]
 Threads = Annotated[int, _meta("whole numbers from 1 to 256", ge=1, le=256)]
-Buffers = Annotated[int, _meta("whole numbers from 2 to 64", ge=2, le=64)]
 Share = Annotated[float, _meta("numbers above 0, 1 at most", gt=0, le=1)]
 Directory = Annotated[str | None, _meta("names of directories")]
 
@@ -142,7 +142,7 @@ def settings() -> list[Setting]:
     """All fields, in their order."""
     return [
         Setting(field.name, variable_of(field.name), default=written(field.default), **_told(field))
-        for field in msgspec.structs.fields(Config)
+        for field in _fields().values()
     ]
 
 
@@ -165,6 +165,11 @@ def unknown_variables() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("WEIGHTWIRE_") and name not in known)
 
 
+@functools.cache
+def _fields() -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.name: field for field in msgspec.structs.fields(Config)}
+
+
 def _told(field: msgspec.structs.FieldInfo) -> dict[str, str]:
     """What the annotations say of a field: side, text, what is allowed."""
     kind = msgspec.inspect.type_info(field.type)
@@ -173,7 +178,7 @@ def _told(field: msgspec.structs.FieldInfo) -> dict[str, str]:
 
 
 def _checked(name: str, value: Any, *, of_environment: bool = False) -> Any:
-    (field,) = (f for f in msgspec.structs.fields(Config) if f.name == name)
+    field = _fields()[name]
     meant = os.fspath(value) if isinstance(value, os.PathLike) else value
     if name.endswith("_bytes") and isinstance(value, str) and (found := re.fullmatch(r"(\d+) ?([KMG]iB|)", value)):
         meant = int(found[1]) * UNITS[found[2]]

@@ -192,7 +192,7 @@ class Trace:
         return tid
 
     def _track(self, name: str) -> int:
-        tid = FIRST_TRACK + zlib.crc32(f"{self._role} {self._named} {name}".encode()) // 2
+        tid = FIRST_TRACK + zlib.crc32(f"{self._role} {self._named} {name}".encode()) % (1 << 30)
         self._tids[name] = tid
         return tid
 
