@@ -119,6 +119,10 @@ class Channel:
             return 0.0
         return min(self._resend_at_s, self._link.lost_at_s if self._link is not None else math.inf)
 
+    def has_news(self) -> bool:
+        """Whether the reply to the open request may be there: `receive` needn't wait long."""
+        return self._poll(0.0)
+
     def peer_is_gone(self) -> bool:
         """Whether the peer's process is known to have ended."""
         if not self._watches_process:

@@ -62,6 +62,7 @@ def _for(side: str, text: str) -> msgspec.Meta:
 Seconds = Annotated[float, _meta("seconds above 0, a day at most", gt=0, le=DAY_S)]
 Size = Annotated[int, _meta("bytes from 4 MiB to 1 GiB, as 8388608 or '8MiB'", ge=PIECE_BYTES, le=MAX_PAYLOAD_BYTES)]
 Threads = Annotated[int, _meta("whole numbers from 1 to 256", ge=1, le=256)]
+Buffers = Annotated[int, _meta("whole numbers from 2 to 64", ge=2, le=64)]
 Share = Annotated[float, _meta("numbers above 0, 1 at most", gt=0, le=1)]
 Directory = Annotated[str | None, _meta("names of directories")]
 
@@ -90,6 +91,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes: Annotated[
         Size, _for("trainer", "payload of one message of `zmq`, one broadcast of `collective`, one gathering of LoRA")
     ] = 8 << 20
+    buffers: Annotated[
+        Buffers, _for("trainer", "buckets that are kept for each worker of `zmq`: in flight, packed, being packed")
+    ] = 2
     check_threads: Annotated[
         Threads, _for("engine", "at most so many threads of a worker compare digests, and never more than it has cores")
     ] = 4

@@ -218,6 +218,27 @@ def test_the_next_bucket_is_packed_while_one_is_unanswered_and_never_the_one_aft
     assert arrived == meant
 
 
+def test_with_more_buffers_more_is_packed_ahead_and_still_one_bucket_is_in_flight(
+    held: HeldPeer, small_buckets: int
+) -> None:
+    tensors = {f"t{i}": any_bits(torch.uint8, 1000, seed=i) for i in range(8)}  # one to a bucket
+    manifest = manifest_for(tensors)
+    drawn, sender = Drawn(tensors), ZmqSender()
+    msgspec.structs.force_setattr(sender.config, "buffers", 4)
+    thread, results = in_thread(lambda: write(sender, manifest, iter(drawn), [target_at(held.address, manifest)]))
+    arrived = []
+    for k in range(8):
+        bucket, payload = held.take()
+        ahead = min(8, k + 5)  # k in flight, two packed, one being packed; the next one doesn't fit in any more
+        eventually(lambda ahead=ahead: drawn.count == ahead, f"{ahead} tensors asked for")  # type: ignore[misc]
+        assert (bucket.seq, held.socket.poll(0)) == (k, 0)
+        arrived.append(payload)
+        held.answer()
+    thread.join()
+    assert results[0][1].messages == 8
+    assert arrived == [tensor.numpy().tobytes() for tensor in tensors.values()]
+
+
 def test_a_buffer_in_flight_is_not_filled_again_before_its_answer(held: HeldPeer, small_buckets: int) -> None:
     tensors = {f"t{i}": any_bits(torch.uint8, 1000, seed=i) for i in range(4)}
     manifest = manifest_for(tensors)
