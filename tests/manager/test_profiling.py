@@ -37,6 +37,21 @@ def lies_in(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
     return bool(outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"])
 
 
+def overlaps(trace: dict[str, Any]) -> list[tuple[str, str]]:
+    """Spans of one line of which neither lies in the other: a viewer can't draw them."""
+    found = []
+    open_spans: dict[int, list[dict[str, Any]]] = {}
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        outer = open_spans.setdefault(event["tid"], [])
+        while outer and outer[-1]["ts"] + outer[-1]["dur"] <= event["ts"]:
+            outer.pop()
+        if outer and not lies_in(event, outer[-1]):
+            found.append((outer[-1]["name"], event["name"]))
+        outer.append(event)
+    return found
+
+
 @pytest.mark.parametrize("transport", ["shm", "zmq", "collective"])
 def test_every_rank_worker_and_front_writes_one_trace_per_update_on_one_time_line(
     start: Start, directory: Path, tmp_path: Path, transport: str
@@ -64,6 +79,7 @@ def test_every_rank_worker_and_front_writes_one_trace_per_update_on_one_time_lin
         of = found[version]
         assert set(of) == {"trainer0", "trainer1", "worker0", "worker1", "front"}
         assert len({trace["otherData"]["txn"] for trace in of.values()}) == 1
+        assert [overlaps(trace) for trace in of.values()] == [[]] * 5
         assert {"scan", "agree", "open", "begin", "stage", "write", "seal", "commit"} <= names(of["trainer0"])
         assert {"scan", "agree", "stage", "write", "outcome"} <= names(of["trainer1"])
         assert {"open staging", "check", "prepare", "install", "finish"} <= names(of["worker0"]) & names(of["worker1"])
