@@ -43,14 +43,19 @@ CHECK_S = 0.1
 
 @dataclass(frozen=True)
 class Backend:
-    """How a backend is made where it is installed. `watchdog` is the variable that keeps its watchdog from ending the whole
-    process, as it does by default, when a peer is lost: here the caller's deadline ends the group."""
+    """How a backend is made where it is installed.
+
+    `queues`: its calls put work on a device's queue, and connect in the first of them; nothing of that ends by a deadline of its
+    own. `watchdog` is the variable that keeps its watchdog from ending the whole process, as it does by default, when a peer
+    is lost: here the caller's deadline ends the group.
+    """
 
     name: str
     device: str
     module: str
     group_class: str
     needs: str
+    queues: bool = False
     watchdog: str = ""
 
     def why_not(self) -> str | None:
@@ -76,6 +81,7 @@ BACKENDS = {
             "torch.distributed",
             "ProcessGroupNCCL",
             "a torch that is built with it",
+            True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         ),
         Backend(
@@ -84,6 +90,7 @@ BACKENDS = {
             "torch_npu._C._distributed_c10d",
             "ProcessGroupHCCL",
             "torch_npu",
+            True,
             "HCCL_ASYNC_ERROR_HANDLING",
         ),
     )
@@ -162,18 +169,17 @@ class Group:
     ) -> None:
         self._backend, self._rank, self._peers, self._deadline_s = backend, rank, peers, deadline_s
         self._aborted = False
-        self._on_device = backend.device != "cpu"
-        self._device = torch.device(backend.device, _current(backend.device) if self._on_device else 0)
+        self._device = torch.device(backend.device, _current(backend.device) if backend.queues else 0)
         limit = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
         store.set_timeout(limit)
 
         def meet() -> None:
-            if self._on_device:
+            if self._backend.queues:
                 _module(backend.device).set_device(self._device.index)
                 store.set(f"here/{rank}", "")
                 store.wait([f"here/{other}" for other in range(size)], limit)
             self._group = self._make(store, size, limit)
-            if self._on_device:  # they connect at the first broadcast, in a call without a time limit
+            if self._backend.queues:  # they connect at the first broadcast, in a call without a time limit
                 self.broadcast(torch.zeros(1, dtype=torch.uint8))()
 
         self._within(meet)
@@ -186,13 +192,13 @@ class Group:
         else:
             options = kind.Options()
         options._timeout = limit
-        with _set(self._backend.watchdog, "0"):
+        with _without_watchdog(self._backend.watchdog):
             return kind(store, self._rank, size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begins to bring the sender's bytes, in CPU memory, to all; what is returned waits until that is done."""
         carried = tensor
-        if self._on_device:
+        if self._backend.queues:
             carried = tensor.to(self._device) if self._rank == SENDER else torch.empty_like(tensor, device=self._device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
@@ -206,7 +212,7 @@ class Group:
         return wait
 
     def _wait(self, work: Any) -> None:
-        if self._on_device:  # both its `wait` and its future would only make the device wait
+        if self._backend.queues:  # both its `wait` and its future would only make the device wait
             while not work.is_completed():
                 self._check()
                 time.sleep(POLL_S)
@@ -251,14 +257,14 @@ class Group:
 
     def close(self) -> None:
         """Ends it on this side, after the last broadcast."""
-        if self._on_device:
+        if self._backend.queues:
             with contextlib.suppress(Exception):
                 self._within(self._group.shutdown)
 
     def abort(self) -> None:
         """Ends whatever waits here, soon; from any thread, more than once. gloo's connections end with this object."""
         self._aborted = True
-        if self._on_device:
+        if self._backend.queues:
             # A broadcast that is queued on the device would stay there. It may block: nobody waits for it.
             threading.Thread(target=self._abort, name="weightwire-collective-abort", daemon=True).start()
 
@@ -267,22 +273,33 @@ class Group:
             self._group.abort()
 
 
-_environment = threading.Lock()
+class _Quiet:
+    """Keeps watchdogs off, by the variable that a library reads while it makes a group, for as long as one is made."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._making: dict[str, int] = {}
+        self._before: dict[str, str | None] = {}
 
-@contextlib.contextmanager
-def _set(variable: str, value: str) -> Iterator[None]:
-    """A variable that a library reads while it makes an object, and only for that one."""
-    if not variable:
-        yield
-        return
-    with _environment:
-        before = os.environ.get(variable)
-        os.environ[variable] = value
+    @contextlib.contextmanager
+    def __call__(self, variable: str) -> Iterator[None]:
+        if not variable:
+            yield
+            return
+        with self._lock:
+            if not self._making.setdefault(variable, 0):
+                self._before[variable] = os.environ.get(variable)
+                os.environ[variable] = "0"
+            self._making[variable] += 1
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = before
+            with self._lock:
+                self._making[variable] -= 1
+                if not self._making[variable]:
+                    os.environ.pop(variable)
+                    if (before := self._before.pop(variable)) is not None:
+                        os.environ[variable] = before
+
+
+_without_watchdog = _Quiet()

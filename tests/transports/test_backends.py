@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from inference_plugin.transports import backends
 from inference_plugin.transports.backends import (
     BACKENDS,
     VARIABLE,
@@ -61,18 +64,62 @@ def test_threads_of_a_process_without_an_accelerator_are_given_none() -> None:
     use_device(None)
 
 
-def group(directory: Path, peers: dict[int, str], seconds: float) -> Group:
+def group(directory: Path, seconds: float, rank: int = 0, backend: str = "gloo", **peers: int) -> Group:
     store = dist.FileStore(str(directory / "store"), 2)
-    return Group(BACKENDS["gloo"], store, 0, 2, peers=peers, deadline_s=time.monotonic() + seconds)
+    named = {pid: f"rank 3 of replica {name}" for name, pid in peers.items()}
+    return Group(BACKENDS[backend], store, rank, 2, peers=named, deadline_s=time.monotonic() + seconds)
 
 
-def test_a_rank_that_does_not_come_is_a_timeout(tmp_path: Path) -> None:
+def pair(directory: Path, seconds: float, backend: str = "gloo") -> tuple[Group, Group]:
+    """Sender and receiver, both in this process."""
+    with ThreadPoolExecutor() as pool:
+        ends = [pool.submit(group, directory, seconds, rank, backend) for rank in range(2)]
+        return ends[0].result(60), ends[1].result(60)
+
+
+@pytest.fixture(params=["gloo", "queuing"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """gloo as it is, and used as NCCL is: with copies beside the tensors, polled, ended from outside."""
+    monkeypatch.setitem(BACKENDS, "queuing", dataclasses.replace(BACKENDS["gloo"], queues=True, watchdog="WATCHDOG"))
+    monkeypatch.setattr(backends, "_current", lambda _: 0)
+    name: str = request.param
+    return name
+
+
+def test_what_the_sender_broadcasts_is_what_the_receiver_holds(tmp_path: Path, backend: str) -> None:
+    sender, receiver = pair(tmp_path, 60, backend)
+    for sent in (torch.arange(7), torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)):
+        sending, held = sender.broadcast(sent.clone()), torch.zeros_like(sent)
+        receiver.broadcast(held)()
+        sending()
+        assert torch.equal(held, sent)
+    sender.close()
+    receiver.close()
+    assert "WATCHDOG" not in os.environ
+
+
+def test_a_broadcast_that_nobody_sends_ends_by_the_deadline(tmp_path: Path, backend: str) -> None:
+    _sender, receiver = pair(tmp_path, 1, backend)
+    with pytest.raises((SyncTimeout, RuntimeError), match=r"did not come together in time|Timed out"):
+        receiver.broadcast(torch.zeros(1))()
+
+
+def test_who_waits_for_a_broadcast_can_be_ended_from_another_thread(tmp_path: Path, backend: str) -> None:
+    _sender, receiver = pair(tmp_path, 600, backend)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(receiver.broadcast(torch.zeros(1)))
+        receiver.abort()
+        with pytest.raises(PeerLost, match="the transaction was dropped"):
+            waiting.result(60)
+
+
+def test_a_rank_that_does_not_come_is_a_timeout(tmp_path: Path, backend: str) -> None:
     with pytest.raises(SyncTimeout, match="did not come together in time"):
-        group(tmp_path, {os.getpid(): "nobody"}, 0.2)
+        group(tmp_path, 0.2, backend=backend, x=os.getpid())
 
 
-def test_a_rank_that_dies_before_it_comes_is_lost_long_before_the_deadline(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_it_comes_is_lost_long_before_the_deadline(tmp_path: Path, backend: str) -> None:
     pid = fork("signal:pause")
     kill(pid)
     with pytest.raises(PeerLost, match="rank 3 of replica x ended"):
-        group(tmp_path, {pid: "rank 3 of replica x"}, 600)
+        group(tmp_path, 600, backend=backend, x=pid)
