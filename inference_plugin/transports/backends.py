@@ -33,6 +33,7 @@ __all__ = [
     "backend_named",
     "chosen_backend",
     "current_device",
+    "device_id",
     "use_device",
 ]
 
@@ -146,6 +147,14 @@ def use_device(index: int | None) -> None:
     """A new thread has the first device as its own."""
     if index is not None:
         _module(device_in_use()).set_device(index)
+
+
+def device_id() -> str:
+    """What tells this thread's accelerator from all others; "" without one, or where that can't be told."""
+    device = device_in_use()
+    if device == "cpu":
+        return ""
+    return str(getattr(_module(device).get_device_properties(_current(device)), "uuid", ""))
 
 
 def _module(device: str) -> Any:

@@ -26,7 +26,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from inference_plugin.transports.backends import Group, backend_named, chosen_backend, current_device, use_device
+from inference_plugin.transports.backends import (
+    VARIABLE,
+    Group,
+    backend_named,
+    chosen_backend,
+    current_device,
+    device_id,
+    use_device,
+)
 from inference_plugin.transports.base import PIECE_BYTES, Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
 from inference_plugin.transports.topology import SENDER, GroupPlan, plan_groups
 from inference_plugin.transports.zmq import BUCKET_BYTES, ZmqReceiver, ZmqStaging
@@ -64,10 +72,12 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What trainer and worker must have in common: the host, the runtime directory, a backend."""
+    """What trainer and worker must have in common: the host, the runtime directory, a backend. And what they must not, if
+    that moves a device's memory: the device."""
 
     here: Annotated[str, msgspec.Meta(max_length=8192)]
     backend: Annotated[str, msgspec.Meta(max_length=40)]
+    device: Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class Bucket:
@@ -188,7 +198,11 @@ class CollectiveReceiver(ZmqReceiver):
                 "nobody, and meet there only",
                 hint="use transport 'zmq', between hosts with a key",
             )
-        backend_named(offered.backend)
+        if backend_named(offered.backend).queues and offered.device and offered.device == device_id():
+            raise TransportUnavailable(
+                f"collective: {offered.backend} can't broadcast from a trainer to an engine on the same device",
+                hint=f"use transport 'shm', or {VARIABLE}=gloo in the trainer",
+            )
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> CollectiveStaging:
         meeting = decode_as(description, Meeting)
@@ -208,7 +222,7 @@ class CollectiveSender(Sender):
         self._paths: list[Path] = []
 
     def probe(self) -> bytes:
-        return msgspec.msgpack.encode(Probe(_here(), backend_named(chosen_backend()).name))
+        return msgspec.msgpack.encode(Probe(_here(), backend_named(chosen_backend()).name, device_id()))
 
     def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float) -> None:
         self._met = tuple(targets), trainer_ranks, timeout_s

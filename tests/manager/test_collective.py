@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import signal
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from inference_plugin.transports import collective
-from inference_plugin.transports.backends import VARIABLE
+from inference_plugin.transports.backends import BACKENDS, VARIABLE
 from inference_plugin.transports.collective import CollectiveReceiver, Probe
 from inference_plugin.transports.zmq import BUCKET_BYTES
 from inference_plugin.wire import addresses
@@ -42,8 +43,21 @@ class Watched(ShardSource):
 
 def test_another_host_is_refused_with_what_to_use_instead(directory: Path) -> None:
     with pytest.raises(TransportUnavailable, match="another host") as raised:
-        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe("elsewhere", "gloo")))
+        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe("elsewhere", "gloo", "")))
     assert "zmq" in raised.value.hint
+
+
+def test_a_device_that_trainer_and_engine_share_is_refused_where_the_backend_wants_two(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS, "two", dataclasses.replace(BACKENDS["gloo"], queues=True))
+    monkeypatch.setattr(collective, "device_id", lambda: "GPU-1")
+    with pytest.raises(
+        TransportUnavailable, match="two can't broadcast from a trainer to an engine on the same device"
+    ):
+        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe(collective._here(), "two", "GPU-1")))
+    for fine in (Probe(collective._here(), "two", "GPU-2"), Probe(collective._here(), "gloo", "GPU-1")):
+        CollectiveReceiver().check_probe(msgspec.msgpack.encode(fine))
 
 
 @pytest.mark.parametrize(
