@@ -91,6 +91,7 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
         "WEIGHTWIRE_LISTEN",
         "WEIGHTWIRE_REGISTRY",
         "WEIGHTWIRE_KEY",
+        "WEIGHTWIRE_COLLECTIVE_BACKEND",
         "WEIGHTWIRE_PLUGINS",
         "WEIGHTWIRE_DISABLE",
         "VLLM_PLUGINS",

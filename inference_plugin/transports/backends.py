@@ -222,8 +222,11 @@ class Group:
 
     def _wait(self, work: Any) -> None:
         if self._backend.queues:  # both its `wait` and its future would only make the device wait
+            check_s = time.monotonic() + CHECK_S
             while not work.is_completed():
-                self._check()
+                if time.monotonic() > check_s:
+                    self._check()
+                    check_s += CHECK_S
                 time.sleep(POLL_S)
             if not work.is_success():
                 raise PeerLost(f"collective: a {self._backend.name} broadcast failed", phase="stage")
