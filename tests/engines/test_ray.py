@@ -34,6 +34,10 @@ class Job:
         self.version = 0
         self.replicas = example.start_replicas(REPLICAS, model)
         self.trainers = example.start_trainers(RANKS, model)
+        self.wait_for_replicas()
+
+    def wait_for_replicas(self) -> None:
+        ray.get(self.trainers[0].wait_for_replicas.remote(REPLICAS, 300), timeout=360)
 
     def tokens(self) -> list[list[list[int]]]:
         """What each replica says, greedily."""
@@ -54,6 +58,7 @@ def job(runtime: Path, checkpoint: Checkpoint) -> Iterator[Job]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(runtime))
         patch.setenv("WEIGHTWIRE_JOB", f"ray-{os.getpid()}")
         patch.syspath_prepend(str(ROOT / "examples" / "ray_rl"))
@@ -104,7 +109,7 @@ def test_a_replica_actor_that_ray_restarts_is_found_and_brought_up(job: Job) -> 
     ray.kill(job.replicas[0], no_restart=False)
     eventually(lambda: len(addresses.discover()) < REPLICAS, what="the end of the killed actor's engine")
     assert job.update()["replicas"] >= 1
-    ray.get(job.trainers[0].wait_for_replicas.remote(REPLICAS, 300), timeout=360)
+    job.wait_for_replicas()
     assert {card.replica for card in addresses.discover()} != {card.replica for card in cards}
     assert job.update()["replicas"] == REPLICAS
     assert ray.get(job.trainers[0].served.remote(), timeout=60) == [job.version] * REPLICAS
