@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from inference_plugin.transports.topology import SENDER
 from inference_plugin.wire.addresses import process_is_alive
+from inference_plugin.wire.config import variable_of
 from inference_plugin.wire.errors import PeerLost, SyncTimeout, TransportUnavailable
 
 __all__ = [
     "BACKENDS",
-    "VARIABLE",
     "Backend",
     "Group",
     "backend_for",
@@ -37,7 +37,7 @@ __all__ = [
     "use_device",
 ]
 
-VARIABLE = "WEIGHTWIRE_COLLECTIVE_BACKEND"
+VARIABLE = variable_of("collective_backend")
 POLL_S = 0.0005
 CHECK_S = 0.1
 
@@ -124,9 +124,9 @@ def backend_for(device: str) -> str:
     )
 
 
-def chosen_backend() -> str:
-    """`WEIGHTWIRE_COLLECTIVE_BACKEND`, whatever the device; else the one for the device that this process computes on."""
-    return os.environ.get(VARIABLE) or backend_for(device_in_use())
+def chosen_backend(named: str | None) -> str:
+    """The one that the user named, whatever the device; else the one for the device that this process computes on."""
+    return named or backend_for(device_in_use())
 
 
 def device_in_use() -> str:

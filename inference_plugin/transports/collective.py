@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.transports.backends import (
-    VARIABLE,
     Group,
     backend_named,
     chosen_backend,
@@ -35,11 +34,12 @@ from inference_plugin.transports.backends import (
     device_id,
     use_device,
 )
-from inference_plugin.transports.base import PIECE_BYTES, Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
+from inference_plugin.transports.base import Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
 from inference_plugin.transports.topology import SENDER, GroupPlan, plan_groups
-from inference_plugin.transports.zmq import BUCKET_BYTES, ZmqReceiver, ZmqStaging
+from inference_plugin.transports.zmq import ZmqReceiver, ZmqStaging
 from inference_plugin.wire.addresses import boot_id, runtime_dir
-from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES, decode_as
+from inference_plugin.wire.config import variable_of
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     PeerLost,
@@ -49,26 +49,25 @@ from inference_plugin.wire.errors import (
     WeightwireError,
 )
 from inference_plugin.wire.manifest import Box, Manifest, Piece
+from inference_plugin.wire.tracing import carried, span, span_since
 
 __all__ = ["TRANSPORT"]
 
 END, FAILED = -1, -2
 MAX_PIECES_BYTES = 8 << 20
-MAX_BUCKET_BYTES = 1 << 30
 CANCEL_S = 0.1
 """How soon a check that waits for broadcasts hears that its transaction was dropped."""
 
 
 class Meeting(msgspec.Struct, frozen=True):
     """Where, who and how: the store's file in the runtime directory, the workers' pids in order, how many trainer ranks send,
-    by which backend, in buckets of which size at most."""
+    by which backend."""
 
     file: Annotated[str, msgspec.Meta(pattern=r"^collective-[0-9]+-[0-9a-f]+$")]
     receivers: Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=65536)]
     senders: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     backend: Annotated[str, msgspec.Meta(max_length=40)]
-    bucket_bytes: Annotated[int, msgspec.Meta(ge=PIECE_BYTES, le=MAX_BUCKET_BYTES)]
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -83,8 +82,8 @@ class Probe(msgspec.Struct, frozen=True):
 class Bucket:
     """A buffer that is packed, then broadcast: pieces in msgpack, then their bytes."""
 
-    def __init__(self) -> None:
-        self.payload = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+    def __init__(self, nbytes: int) -> None:
+        self.payload = torch.empty(nbytes, dtype=torch.uint8)
         self.pieces: list[Piece] = []
         self.nbytes = 0
         self._in_flight: Callable[[], None] | None = None
@@ -104,11 +103,13 @@ class Bucket:
         group.broadcast(pieces)()
         if self.nbytes:
             self._in_flight = group.broadcast(self.payload[: self.nbytes])
+            self._sent_s = time.perf_counter()
 
     def wait(self) -> None:
         """Until it may be packed again."""
         if self._in_flight is not None:
             self._in_flight()
+            span_since(self._sent_s, "bucket", "broadcasts", bytes=self.nbytes)
         self._in_flight = None
         self.pieces, self.nbytes = [], 0
 
@@ -123,7 +124,7 @@ class CollectiveStaging(ZmqStaging):
         self._device = current_device()
         self._closing = False
         self._ending = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="weightwire-collective", daemon=True)
+        self._thread = threading.Thread(target=carried(self._run), name="weightwire-collective", daemon=True)
         self._thread.start()
 
     def check(self, manifest: Manifest, pieces: Any, between: Any, threads: int = 1) -> int:
@@ -149,12 +150,11 @@ class CollectiveStaging(ZmqStaging):
             use_device(self._device)
             deadline_s = time.monotonic() + meeting.timeout_s
             peers = {pid: f"the worker of process {pid}" for pid in meeting.receivers}
-            buffer = torch.empty(meeting.bucket_bytes, dtype=torch.uint8)
             for plan in plan_groups(meeting.senders, meeting.receivers):
                 self._group = _join(meeting, plan, plan.rank_of(os.getpid()), peers, deadline_s)
                 if self._closing:
                     raise PeerLost("the transaction was dropped", phase="stage")
-                self._take_all(self._group, buffer)
+                self._take_all(self._group)
                 self._group.close()
                 self._group = None
         except Exception as error:  # noqa: BLE001 -- raised by `check`, which the trainer asks for
@@ -167,7 +167,8 @@ class CollectiveStaging(ZmqStaging):
                 if self._closing:
                     super().close()
 
-    def _take_all(self, group: Group, buffer: torch.Tensor) -> None:
+    def _take_all(self, group: Group) -> None:
+        buffer = torch.empty(0, dtype=torch.uint8)
         while True:
             header = torch.zeros(2, dtype=torch.int64)
             group.broadcast(header)()
@@ -176,13 +177,16 @@ class CollectiveStaging(ZmqStaging):
                 return
             if told == FAILED:
                 raise PeerLost("a trainer rank gave the update up", phase="stage")
-            if not (0 <= told <= MAX_PIECES_BYTES and 0 <= nbytes <= buffer.numel()):
+            if not (0 <= told <= MAX_PIECES_BYTES and 0 <= nbytes <= MAX_PAYLOAD_BYTES):
                 raise ProtocolError(f"a bucket of {told} bytes of pieces and {nbytes} of payload", phase="stage")
             pieces = torch.empty(told, dtype=torch.uint8)
             group.broadcast(pieces)()
+            if nbytes > buffer.numel():  # the sender alone decides how large a bucket is
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
             if nbytes:
                 group.broadcast(buffer[:nbytes])()
-            self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
+            with span("receive", bytes=nbytes):
+                self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
 
 
 class CollectiveReceiver(ZmqReceiver):
@@ -201,7 +205,7 @@ class CollectiveReceiver(ZmqReceiver):
         if backend_named(offered.backend).queues and offered.device and offered.device == device_id():
             raise TransportUnavailable(
                 f"collective: {offered.backend} can't broadcast from a trainer to an engine on the same device",
-                hint=f"use transport 'shm', or {VARIABLE}=gloo in the trainer",
+                hint=f"use transport 'shm', or {variable_of('collective_backend')}=gloo in the trainer",
             )
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> CollectiveStaging:
@@ -221,8 +225,12 @@ class CollectiveSender(Sender):
         self._met: tuple[tuple[Target, ...], int, float] = ((), 1, 0.0)
         self._paths: list[Path] = []
 
+    @property
+    def _backend(self) -> str:
+        return backend_named(chosen_backend(self.config.collective_backend)).name
+
     def probe(self) -> bytes:
-        return msgspec.msgpack.encode(Probe(_here(), backend_named(chosen_backend()).name, device_id()))
+        return msgspec.msgpack.encode(Probe(_here(), self._backend, device_id()))
 
     def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float) -> None:
         self._met = tuple(targets), trainer_ranks, timeout_s
@@ -234,7 +242,7 @@ class CollectiveSender(Sender):
         self._paths = [_path(name, sender) for sender in range(senders)]
         pids = tuple(target.pid for target in targets)
         plan_groups(senders, pids)  # refuses what can't be a group before anybody waits for it
-        return msgspec.msgpack.encode(Meeting(name, pids, senders, timeout_s, chosen_backend(), BUCKET_BYTES))
+        return msgspec.msgpack.encode(Meeting(name, pids, senders, timeout_s, self._backend))
 
     def write(
         self,
@@ -277,7 +285,8 @@ class CollectiveSender(Sender):
     def _send_all(
         self, joined: Group, manifest: Manifest, slices: Iterator[Slice], pieces: list[Piece], stats: WriteStats
     ) -> None:
-        packed, flying = Bucket(), Bucket()
+        self.config.warn_if_short_of_memory(2)
+        packed, flying = (Bucket(self.config.bucket_bytes) for _ in range(2))
         for item in slices:
             for cut, part in pieces_of(manifest, item):
                 started_s = time.perf_counter()

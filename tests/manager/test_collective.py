@@ -16,7 +16,6 @@ import pytest
 from inference_plugin.transports import collective
 from inference_plugin.transports.backends import BACKENDS, VARIABLE
 from inference_plugin.transports.collective import CollectiveReceiver, Probe
-from inference_plugin.transports.zmq import BUCKET_BYTES
 from inference_plugin.wire import addresses
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TransportUnavailable, WeightwireError
 from tests.manager.conftest import Start
@@ -69,13 +68,11 @@ def test_a_device_that_trainer_and_engine_share_is_refused_where_the_backend_wan
         {"timeout_s": 1e9},
         {"receivers": ()},
         {"receivers": (1,)},
-        {"bucket_bytes": 1 << 40},
-        {"bucket_bytes": 0},
     ],
 )
 def test_a_meeting_that_cannot_be_meant_is_refused_before_anything_is_opened(directory: Path, wrong: Any) -> None:
     meeting = {"file": "collective-1-a", "receivers": (os.getpid(),), "senders": 1, "timeout_s": 1.0}
-    meeting |= {"backend": "gloo", "bucket_bytes": BUCKET_BYTES} | wrong
+    meeting |= {"backend": "gloo"} | wrong
     manifest = source(1).manifest()
     with pytest.raises(ProtocolError):
         CollectiveReceiver().open(manifest, msgspec.msgpack.encode(meeting), [manifest.whole(0)])
@@ -131,7 +128,7 @@ def test_the_sender_alone_says_where_a_bucket_ends(start: Start, monkeypatch: py
     assert holds(rig, 1)
 
 
-@pytest.mark.parametrize(("chosen", "refused"), [("gloo", None), ("nccl", "needs a torch"), ("mpi", "unknown")])
+@pytest.mark.parametrize(("chosen", "refused"), [("gloo", None), ("nccl", "needs a torch")])
 def test_an_explicit_backend_is_taken_or_refused_with_those_there_are(
     start: Start, monkeypatch: pytest.MonkeyPatch, chosen: str, refused: str | None
 ) -> None:

@@ -23,7 +23,8 @@ from inference_plugin.transports.backends import (
     current_device,
     use_device,
 )
-from inference_plugin.wire.errors import PeerLost, SyncTimeout, TransportUnavailable
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ConfigError, PeerLost, SyncTimeout, TransportUnavailable
 from tests.support.rig import fork, kill
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="is about a machine without one")
@@ -44,11 +45,15 @@ def test_an_unknown_device_is_an_error_that_lists_the_known_ones_and_the_way_out
 
 
 @without_accelerator
-def test_what_the_user_names_wins_over_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert chosen_backend() == "gloo"
-    monkeypatch.setenv(VARIABLE, "hccl")
-    assert chosen_backend() == "hccl"
+def test_what_the_user_names_wins_over_the_device() -> None:
+    assert chosen_backend(None) == "gloo"
+    assert chosen_backend("hccl") == "hccl"
+
+
+def test_the_setting_knows_the_backends_of_the_table() -> None:
+    assert [Config(collective_backend=name).collective_backend for name in BACKENDS] == list(BACKENDS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{VARIABLE}.*gloo, nccl, hccl are allowed"):
+        Config(collective_backend="mpi")  # type: ignore[arg-type]
 
 
 @without_accelerator
