@@ -21,8 +21,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import torch
 
+from inference_plugin.transports.backends import current_device, use_device
 from inference_plugin.transports.base import Transport
 from inference_plugin.transports.registry import available_transports, transport_named
 from inference_plugin.wire import addresses
@@ -116,12 +116,11 @@ class SyncManager:
             config=config,
         )
         self._rank = Rank(self.settings, Crew(process_group, config.silence_s))
-        cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1,
             thread_name_prefix="weightwire-manager",
-            initializer=_use_device,
-            initargs=(torch.cuda.current_device() if cuda else None,),
+            initializer=use_device,  # sources that gather on a device need the one that this rank was given
+            initargs=(current_device(),),
         )
 
     @property
@@ -279,9 +278,3 @@ class SyncManager:
             held = {group.version for worker in workers for group in worker.groups if group.group == self.group}
             found[card.replica] = held.pop() if len(held) == 1 else None
         return found
-
-
-def _use_device(device: int | None) -> None:
-    """A new thread has the first GPU as its own; sources that gather there need the one that this rank was given."""
-    if device is not None:
-        torch.cuda.set_device(device)

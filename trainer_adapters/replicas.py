@@ -85,8 +85,8 @@ class ReplicaSession:
             return
         refusals = []
         for transport, sender in transports:
-            request = OpenGroup(group, manifest, transport.name, sender.probe(), install, partial)
             try:
+                request = OpenGroup(group, manifest, transport.name, sender.probe(), install, partial)
                 opened: list[GroupOpened] = self.ask_workers(request, GroupOpened, timeout_s=timeout_s)
             except TransportUnavailable as error:
                 refusals.append(f"{transport.name}: {error.message} ({error.hint})")
