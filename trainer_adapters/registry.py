@@ -125,8 +125,9 @@ class Registry:
         sockets = [one.socket for one in self._sockets]
         self._watch_processes()
         while True:
-            watched = [(source, zmq.POLLIN) for source in (*sockets, self._wake, *self._pidfds.values())]
-            ready = [source for source, _ in zmq.zmq_poll(watched, self._ms())]
+            watched: list[tuple[Any, int]] = [(source, zmq.POLLIN) for source in (*sockets, self._wake)]
+            watched += [(pidfd, zmq.POLLIN) for pidfd in self._pidfds.values()]
+            ready: list[Any] = [source for source, _ in zmq.zmq_poll(watched, self._ms())]
             if self._wake in ready:
                 return
             for socket in sockets:

@@ -59,9 +59,9 @@ class Registration:
             self._news.wait(SILENCE_S / 3 if heartbeats else None)
             self._news.clear()
         left = self._tell(list(self._told), Leave(self._card.replica), timeout_s=1.0)
-        for address, error in left.items():
-            if error is not None:
-                logger.info("weightwire: %s could not leave %s: %s", self._card.replica, address, error)
+        for address, failure in left.items():
+            if failure is not None:
+                logger.info("weightwire: %s could not leave %s: %s", self._card.replica, address, failure)
         for channel in self._channels.values():
             channel.close()
 
@@ -81,9 +81,9 @@ class Registration:
                     self._channels[address] = self._connect(address, here.get(address, 0))
                 except Exception as error:  # noqa: BLE001 -- a key that can't be read costs this one only
                     self._failed(address, error)
-        for address, error in self._tell(due, Register(card, SILENCE_S), timeout_s=ASK_TIMEOUT_S).items():
-            if error is not None:
-                self._failed(address, error)
+        for address, failure in self._tell(due, Register(card, SILENCE_S), timeout_s=ASK_TIMEOUT_S).items():
+            if failure is not None:
+                self._failed(address, failure)
                 continue
             if address not in self._told or address in self._silent:
                 logger.info("weightwire: %s is registered at %s", card.replica, address)
