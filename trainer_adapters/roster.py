@@ -351,10 +351,11 @@ class Roster:
         return ReplicaStatus(card.replica, card.engine, state, known.version, "" if state == "current" else reason)
 
     def _note(self, known: _Known) -> None:
-        """Tells what is new of it."""
+        """Tells what is new of it: another state, or another failure to leave it."""
         status = self._status(known)
-        if (status.state, status.reason) != known.told:
-            known.told = status.state, status.reason
+        news = status.state, status.reason if status.state in ("joining", "behind") else ""
+        if news != known.told:
+            known.told = news
             self._tell("replica_state", status=status)
 
     def _tell(self, event: Event, **facts: Any) -> None:
