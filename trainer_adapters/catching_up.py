@@ -138,7 +138,7 @@ class CatchingUp:
     def _look(self) -> None:
         roster = self._rank.roster
         try:
-            roster.see(self._registry.cards(), self._registry.heard_s)
+            roster.look(self._registry.cards, self._registry.heard_s)
         except Exception as error:  # noqa: BLE001 -- a card that can't be read; updates raise it
             logger.warning("weightwire: %s", error)
         self._tell()

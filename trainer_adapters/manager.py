@@ -123,6 +123,8 @@ class SyncManager:
             stragglers=stragglers,
             catch_up=catch_up,
         )
+        if catch_up == "always":
+            transport_named("shm")  # an error now rather than in the first update
         crew = Crew(process_group)
         if catch_up == "always" and not crew.on_one_host:
             crew.close()
@@ -198,7 +200,7 @@ class SyncManager:
         last 32 of them). Any thread, also while an update runs. Not collective."""
         if self._rank.registry is None:
             raise RuntimeError("only rank 0 knows the replicas")
-        self._rank.roster.see(self._rank.registry.cards(), self._rank.registry.heard_s)
+        self._rank.roster.look(self._rank.registry.cards, self._rank.registry.heard_s)
         return self._rank.roster.statuses()
 
     def versions(self) -> dict[str, int | None]:
@@ -281,18 +283,20 @@ class SyncManager:
         self._rank.close()
 
     def _close_group(self) -> None:
-        self._rank.roster.forget()
-        self._rank.roster.free((card.replica for card in self.discover()), math.inf, CONTROL_TIMEOUT_S)
-        self._rank.adopt()
-        for session in self._rank.replicas.values():
-            session.agreed = None
-        for card in self.discover():
-            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
-            try:
-                session.ask_workers(CloseGroup(self.group), Done, timeout_s=CONTROL_TIMEOUT_S)
-            finally:
-                if card.replica not in self._rank.replicas:
-                    session.close()
+        with self._rank.roster.updating():
+            cards = self.discover()
+            self._rank.roster.free([card.replica for card in cards], math.inf, CONTROL_TIMEOUT_S)
+            self._rank.adopt()
+            self._rank.roster.forget()
+            for session in self._rank.replicas.values():
+                session.agreed = None
+            for card in cards:
+                session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
+                try:
+                    session.ask_workers(CloseGroup(self.group), Done, timeout_s=CONTROL_TIMEOUT_S)
+                finally:
+                    if card.replica not in self._rank.replicas:
+                        session.close()
 
     def _versions(self) -> dict[str, int | None]:
         found: dict[str, int | None] = {}

@@ -21,7 +21,15 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import torch
 
-from inference_plugin.wire.errors import SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import (
+    ManifestMismatch,
+    PeerLost,
+    SyncTimeout,
+    TornReplica,
+    TransportUnavailable,
+    VersionConflict,
+    WeightwireError,
+)
 from inference_plugin.wire.manifest import Manifest, Piece
 from inference_plugin.wire.messages import ReplicaCard
 from inference_plugin.wire.reports import ReplicaReport
@@ -43,7 +51,7 @@ TRIES = 3
 AT_ONCE = 4
 """Replicas caught up at the same time: they share the trainer's cores and links with the training."""
 
-HOPELESS = ("ManifestMismatch", "VersionConflict", "TransportUnavailable")
+HOPELESS = (ManifestMismatch, VersionConflict, TransportUnavailable)
 """Errors that the same bytes would bring about again."""
 
 
@@ -112,10 +120,10 @@ class Roster:
 
     # --- what becomes of replicas ------------------------------------------------------------------------------------
 
-    def see(self, cards: Iterable[ReplicaCard], heard_s: Callable[[str], float]) -> None:
-        """These are there now. One that was lost in an update is back once it was heard of since."""
+    def look(self, cards: Callable[[], Iterable[ReplicaCard]], heard_s: Callable[[str], float]) -> None:
+        """Sees who is there now. One that was lost in an update is back once it was heard of since."""
         with self._changed:
-            living = {card.replica: card for card in cards}
+            living = {card.replica: card for card in cards()}
             for name, card in living.items():
                 known = self._known.setdefault(name, _Known(card))
                 known.card = card
@@ -260,7 +268,7 @@ class Roster:
             known = self._known[session.card.replica]
             known.reads = None
             known.failed_s = time.monotonic()
-            if type(error).__name__ in HOPELESS:
+            if isinstance(error, HOPELESS):
                 known.tries = TRIES
             self._failed(known, error)
             self._hand_over(session)
@@ -312,23 +320,22 @@ class Roster:
         known.taken, known.torn, known.lost, known.tries = True, False, False, 0
 
     def _failed(self, known: _Known, error: WeightwireError) -> None:
-        kind = type(error).__name__
         known.reason = error.message
-        known.torn = known.torn or kind == "TornReplica"
-        if known.torn or (error.phase == "commit" and kind in ("SyncTimeout", "PeerLost")):
+        known.torn = known.torn or isinstance(error, TornReplica)
+        if known.torn or (error.phase == "commit" and isinstance(error, (SyncTimeout, PeerLost))):
             known.version = None  # it may serve either
-        if kind == "PeerLost":
+        if isinstance(error, PeerLost):
             self._lose(known, error.message, since_s=time.monotonic())
 
     def _lose(self, known: _Known, reason: str, since_s: float) -> None:
+        if known.takes_part:
+            known.takes_part = False
+            self._tell("replica_lost", replica=known.card.replica, reason=reason)
         if known.lost:
             known.lost_s = min(known.lost_s, since_s)
             return
         known.lost, known.lost_s, known.reason = True, since_s, reason
         known.tried = None
-        if known.takes_part:
-            known.takes_part = False
-            self._tell("replica_lost", replica=known.card.replica, reason=reason)
         self._note(known)
         del self._known[known.card.replica]  # the last one lost is the last one listed
         self._known[known.card.replica] = known

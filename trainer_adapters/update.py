@@ -321,7 +321,9 @@ class Update(Operation):
         for session in list(self.active.values()):
             with self._replica(session):
                 raise SyncTimeout(
-                    "its workers had not checked the update in time", hint="the next update brings it up", side="worker"
+                    "its workers had not checked the update in time",
+                    hint="it is caught up, or the next update brings it up",
+                    side="worker",
                 )
 
     def _abort(self, reason: str) -> None:

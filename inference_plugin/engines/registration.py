@@ -58,8 +58,18 @@ class Registration:
             heartbeats = self._address is not None or self._silent
             self._news.wait(SILENCE_S / 3 if heartbeats else None)
             self._news.clear()
-        left = self._tell(list(self._told), Leave(self._card.replica), timeout_s=1.0)
-        for address, failure in left.items():
+        self._leave()
+
+    def _leave(self) -> None:
+        """Tells all registries there are now: a manager of this host that started later found the card by itself."""
+        try:
+            here = addresses.local_registries()
+            for address in set(here) - set(self._channels):
+                self._channels[address] = self._connect(address, here[address])
+            replies = self._tell(list(self._channels), Leave(self._card.replica), timeout_s=1.0)
+        except Exception as error:  # noqa: BLE001 -- it ends anyway, and is found to have ended
+            replies = {"the runtime directory": WeightwireError.wrap(error)}
+        for address, failure in replies.items():
             if failure is not None:
                 logger.info("weightwire: %s could not leave %s: %s", self._card.replica, address, failure)
         for channel in self._channels.values():

@@ -218,8 +218,9 @@ def test_bytes_that_are_no_longer_what_the_trainer_wrote_are_not_installed(
     assert holds(first, 2) and holds(second, 2)
 
 
-def test_a_replica_killed_while_it_is_caught_up_is_lost_and_nobody_else_is_harmed(
-    start: Start, manager: SyncManager
+@pytest.mark.parametrize("end", ["killed", "leaves"])
+def test_a_replica_that_ends_while_it_is_caught_up_is_lost_and_nobody_else_is_harmed(
+    start: Start, manager: SyncManager, end: str
 ) -> None:
     first = start()
     manager.update(source(1), 1)
@@ -228,7 +229,10 @@ def test_a_replica_killed_while_it_is_caught_up_is_lost_and_nobody_else_is_harme
     eventually(paused(doomed), "the newcomer's commit, which waits for its requests")
     manager.settings.in_flight = "keep"
     pending = manager.update_async(source(2), 2)
-    kill(doomed.pid)
+    if end == "killed":
+        kill(doomed.pid)
+    else:
+        doomed.ask("stop")
     assert pending.result(60).failed == () and holds(first, 2)
     eventually(lambda: states(manager)[doomed.replica][0] == "lost", "the loss")
     assert manager.update(source(3), 3).failed == ()
