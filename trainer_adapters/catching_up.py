@@ -143,7 +143,8 @@ class CatchingUp:
             logger.warning("weightwire: %s", error)
         self._tell()
         self._running = {thread for thread in self._running if thread.is_alive()}
-        for card, kept in roster.claim(self._registry.heard_s):
+        wanted = self._rank.settings.catch_up != "never"
+        for card, kept in roster.claim(self._registry.heard_s) if wanted else ():
             name = f"weightwire-catch-up-{card.replica}"
             thread = threading.Thread(target=self._catch_up, args=(card, kept), name=name, daemon=True)
             self._running.add(thread)
