@@ -160,12 +160,13 @@ def test_a_replica_that_was_left_behind_is_caught_up_without_another_update(
     assert ready.card.address not in asked and ready.card.workers[0].address not in asked
 
 
-@pytest.mark.parametrize("catch_up", ["auto", "always", "never"])
+@pytest.mark.parametrize(
+    ("catch_up", "transport"), [("auto", "zmq"), ("always", "zmq"), ("always", "collective"), ("never", "shm")]
+)
 def test_without_shared_memory_it_waits_for_the_next_update_unless_bytes_are_kept_for_it(
-    start: Start, catch_up: Any
+    start: Start, catch_up: Any, transport: str
 ) -> None:
     start()
-    transport = "shm" if catch_up == "never" else "zmq"
     with SyncManager(timeout_s=60, transport=transport, catch_up=catch_up) as manager:
         manager.update(source(1), 1)
         manager.update(source(2), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from inference_plugin.wire.errors import AuthError, ProtocolError, SyncTimeout, 
 from inference_plugin.wire.messages import Describe, Done, Failed, Leave, Register, ReplicaCard, WorkerCard
 from tests.manager.conftest import Start
 from tests.support.plain_engine import ShardSource, checkpoint
-from tests.support.rig import eventually, kill
+from tests.support.rig import ROOT, eventually, kill
 from trainer_adapters import SyncManager, registry
 from trainer_adapters.registry import Registry
 
@@ -181,3 +182,9 @@ def test_an_address_that_is_no_registry_is_refused_by_the_variables_name(
     monkeypatch.setenv("WEIGHTWIRE_REGISTRY", address)
     with pytest.raises(AuthError, match="WEIGHTWIRE_REGISTRY"):
         addresses.registry_address()
+
+
+def test_nothing_in_the_packages_sleeps() -> None:
+    """Whoever waits, waits for a socket, a descriptor or an event."""
+    sources = [path for package in ("inference_plugin", "trainer_adapters") for path in (ROOT / package).rglob("*.py")]
+    assert sources and [str(path) for path in sources if re.search(r"\bsleep\(", path.read_text())] == []
