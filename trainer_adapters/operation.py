@@ -101,11 +101,11 @@ class Operation:
         return everyone
 
     def connect(self, needed: float = math.inf) -> list[ReplicaSession]:
-        """Sessions of all living replicas, old ones kept. Those that are being caught up are left out, or waited for where
-        fewer than `needed` would be left. Raises `PeerLost` if there is none."""
+        """Sessions of all living replicas, old ones kept. Those that are being caught up are left out, or waited for, half the
+        time at most, where fewer than `needed` would be left. Raises `PeerLost` if there is none."""
         assert self.rank.registry is not None, "rank 0 has it"
         cards = {card.replica: card for card in self.rank.registry.cards()}
-        free = self.rank.roster.free(cards, needed, self.left_s)
+        free = self.rank.roster.free(cards, needed, self.left_s / 2)
         self.rank.adopt()
         for gone in set(self.rank.replicas) - set(cards):
             self.rank.lose(gone, "it is no longer among the replicas of the job")

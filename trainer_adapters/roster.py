@@ -317,7 +317,8 @@ class Roster:
 
     def _took(self, known: _Known, version: int) -> None:
         known.version, known.reason = version, ""
-        known.taken, known.torn, known.lost, known.tries = True, False, False, 0
+        known.taken, known.torn, known.tries = True, False, 0
+        known.lost = known.lost and known.lost_s == 0  # its card is gone: it ended since
 
     def _failed(self, known: _Known, error: WeightwireError) -> None:
         known.reason = error.message

@@ -13,11 +13,12 @@ import pytest
 from inference_plugin.hooks import hookimpl, plugin_manager
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire.channel import Channel
-from inference_plugin.wire.errors import TornReplica
+from inference_plugin.wire.errors import TornReplica, TransportUnavailable
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source, waiting
 from tests.support.rig import Rig, eventually, kill
 from trainer_adapters import SyncManager
+from trainer_adapters.crew import Crew
 from trainer_adapters.stragglers import Quorum
 
 
@@ -177,6 +178,13 @@ def test_without_shared_memory_it_waits_for_the_next_update_unless_bytes_are_kep
         eventually(lambda: seen(manager, second, "current", 3), "the newcomer's version")
         assert holds(second, 3)
         assert installed(second) == [f"installed:policy:{v}" for v in ((2, 3) if catch_up == "always" else (3,))]
+
+
+def test_bytes_are_kept_on_one_host_only(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Crew, "on_one_host", False)
+    with pytest.raises(TransportUnavailable, match="the trainer's ranks are on several hosts"):
+        SyncManager(catch_up="always")
+    SyncManager().close()
 
 
 def test_a_manager_that_has_no_bytes_lets_newcomers_wait_for_its_first_update(start: Start) -> None:

@@ -212,6 +212,7 @@ def test_arguments_that_cannot_be_meant_are_refused_at_once(directory: Path) -> 
         {"lease_s": 0},
         {"install": "x"},
         {"in_flight": "x"},
+        {"catch_up": "x"},
     ):
         with pytest.raises(ValueError, match=r"must be positive|is none of"):
             SyncManager(**options)  # type: ignore[arg-type]
