@@ -11,6 +11,7 @@ memory; and who reads them now.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -50,6 +51,10 @@ TRIES = 3
 
 AT_ONCE = 4
 """Replicas caught up at the same time: they share the trainer's cores and links with the training."""
+
+OVERTAKEN = 2
+"""A replica that updates overtook so often while it was caught up is left to the next one for a while, as long as catching up
+took, then twice as long, ...: where updates follow each other faster than it is caught up, it would never get there."""
 
 HOPELESS = (ManifestMismatch, VersionConflict, TransportUnavailable)
 """Errors that the same bytes would bring about again."""
@@ -92,6 +97,9 @@ class _Known:
     lost: bool = False
     lost_s: float = 0.0
     reads: Kept | None = None
+    claimed_s: float = 0.0
+    overtaken: int = 0
+    not_before_s: float = 0.0
     tried: int | None = None
     tries: int = 0
     failed_s: float = 0.0
@@ -111,6 +119,7 @@ class Roster:
         self._events: deque[tuple[Event, dict[str, Any]]] = deque()
         self._sessions: dict[str, ReplicaSession] = {}
         self._news = True
+        self._due_s = math.inf
         self._changed = threading.Condition(threading.RLock())
 
     def statuses(self) -> list[ReplicaStatus]:
@@ -154,6 +163,7 @@ class Roster:
             for report in reports:
                 if (known := self._known.get(report.replica)) is None:
                     continue
+                known.overtaken, known.not_before_s = 0, 0.0
                 if report.error is not None:
                     self._failed(known, WeightwireError.of(report.error))
                 else:
@@ -236,15 +246,19 @@ class Roster:
             kept = self._kept
             if kept is None or kept.version != self._latest or self._updating or self._closed:
                 return claimed
+            now_s = time.monotonic()
             busy = sum(known.reads is not None for known in self._known.values())
             for name, known in sorted(self._known.items()):
                 if known.reads is not None or self._status(known).state not in ("joining", "behind"):
                     continue
                 if known.tried != kept.version:
                     known.tried, known.tries = kept.version, 0
-                again = known.tries == 0 or heard_s(name) > known.failed_s
-                if busy + len(claimed) < AT_ONCE and known.tries < TRIES and again:
+                again = known.tries == 0 or (known.tries < TRIES and heard_s(name) > known.failed_s)
+                if known.not_before_s > now_s:
+                    self._due_s = min(self._due_s, known.not_before_s)
+                elif again and busy + len(claimed) < AT_ONCE:
                     known.tries += 1
+                    known.claimed_s = now_s
                     known.reads = kept
                     self.take_in(known.card)
                     claimed.append((known.card, kept))
@@ -256,6 +270,10 @@ class Roster:
             known = self._known[session.card.replica]
             assert known.reads is not None
             version, known.reads = known.reads.version, None
+            known.overtaken = 0 if version == self._latest else known.overtaken + 1
+            if known.overtaken >= OVERTAKEN:
+                now_s = time.monotonic()
+                known.not_before_s = now_s + (now_s - known.claimed_s) * 2 ** (known.overtaken - OVERTAKEN)
             self._took(known, version)
             self._hand_over(session)
             self._note(known)
@@ -284,10 +302,11 @@ class Roster:
             self._changed.notify_all()
 
     def wait_for_news(self) -> bool:
-        """False once the roster is closed."""
+        """Also returns when somebody is to be caught up who was left alone for a while. False once the roster is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._news)
-            self._news = False
+            left_s = None if self._due_s == math.inf else max(0.0, self._due_s - time.monotonic())
+            self._changed.wait_for(lambda: self._news, left_s)
+            self._news, self._due_s = False, math.inf  # `claim` tells anew when to wake
             return not self._closed
 
     def events(self) -> list[tuple[Event, dict[str, Any]]]:

@@ -12,7 +12,7 @@ from inference_plugin.wire.reports import ReplicaReport
 from tests.manager.test_registry import card
 from tests.support.plain_engine import checkpoint, manifest_of
 from trainer_adapters.replicas import ReplicaSession
-from trainer_adapters.roster import LOST_KEPT, TRIES, Kept, Roster
+from trainer_adapters.roster import LOST_KEPT, OVERTAKEN, TRIES, Kept, Roster
 
 MANIFEST = manifest_of(checkpoint(0))
 
@@ -83,6 +83,30 @@ def test_nobody_begins_to_be_caught_up_during_an_update_and_whoever_is_keeps_its
     house.roster.caught_up(house.session("c"))
     assert house.states() == {"a": "current", "b": "behind", "c": "behind"}
     assert house.claim() == ["c"]
+
+
+def test_one_that_updates_keep_overtaking_is_left_to_the_next_one_for_ever_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house = House("a", "b")
+    house.update(1, "a")
+    now_s = 1000.0
+    monkeypatch.setattr("trainer_adapters.roster.time.monotonic", lambda: now_s)
+    for version in range(2, 6):
+        assert house.claim() == ["b"]
+        now_s += 10  # what catching up takes
+        house.update(version, "a")
+        house.roster.caught_up(house.session("b"))
+        assert house.states()["b"] == "behind"
+        if (times := version - 1 - OVERTAKEN) >= 0:
+            now_s += 10 * 2**times - 1
+            assert house.claim() == [] and house.roster.free(house.cards, 1, 60) == {"a", "b"}, "an update takes it in"
+            now_s += 2
+            assert house.roster.wait_for_news(), "nobody need tell that the time is over"
+    house.update(6, "a", b=SyncTimeout("slow", phase="seal"))
+    assert house.claim() == ["b"]
+    house.roster.caught_up(house.session("b"))
+    assert house.states() == {"a": "current", "b": "current"}
 
 
 def test_bytes_that_an_update_takes_are_nobodys_last_version_any_more() -> None:
