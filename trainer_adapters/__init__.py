@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inference_plugin.wire.config import Config
     from trainer_adapters.dtensor import DTensorAdapter
     from trainer_adapters.export import ExportAdapter
     from trainer_adapters.fsdp import FSDPAdapter
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BestEffort",
+    "Config",
     "DTensorAdapter",
     "DtypeRules",
     "ExportAdapter",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOMES = {
     "BestEffort": "stragglers",
+    "Config": "manager",
     "DTensorAdapter": "dtensor",
     "DtypeRules": "source",
     "ExportAdapter": "export",

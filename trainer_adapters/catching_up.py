@@ -20,6 +20,7 @@ from inference_plugin.wire.manifest import Manifest, Piece
 from inference_plugin.wire.messages import ReplicaCard, Sealed
 from inference_plugin.wire.reports import UpdateReport
 from inference_plugin.wire.tensors import box_view
+from inference_plugin.wire.tracing import Trace, save, under
 from trainer_adapters.crew import Crew
 from trainer_adapters.rank import Rank, Settings
 from trainer_adapters.replicas import ReplicaSession
@@ -156,9 +157,12 @@ class CatchingUp:
 
     def _catch_up(self, card: ReplicaCard, kept: Kept) -> None:
         group, started_s = self._rank.settings.group, time.monotonic()
-        session = ReplicaSession.connect(card)
+        session = ReplicaSession.connect(card, self._rank.settings.config)
+        named = {"role": "catch-up", "replica": card.replica, "group": group, "version": kept.version}
+        trace = Trace.begun(self._rank.settings.config.profile_dir, **named)
         try:
-            CatchUp(self._rank.settings, session, kept).run()
+            with under(trace):
+                CatchUp(self._rank.settings, session, kept).run()
         except Exception as raised:  # noqa: BLE001 -- it is this replica's, and an update's it must not become
             error = WeightwireError.wrap(raised)
             logger.warning(
@@ -172,3 +176,5 @@ class CatchingUp:
                 card.replica, kept.version, group, time.monotonic() - started_s,
             )  # fmt: skip
             self._rank.roster.caught_up(session)
+        finally:
+            save(trace)

@@ -29,6 +29,7 @@ from inference_plugin.transports.base import Transport
 from inference_plugin.transports.registry import available_transports, transport_named
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import TransportUnavailable, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import (
@@ -42,13 +43,14 @@ from inference_plugin.wire.messages import (
     WorkerCard,
 )
 from inference_plugin.wire.reports import UpdateReport, VerifyReport
+from inference_plugin.wire.tracing import Trace, flush, save, span, under
 from trainer_adapters import registry
 from trainer_adapters.catching_up import CatchingUp
 from trainer_adapters.crew import Crew
 from trainer_adapters.events import Event
 from trainer_adapters.pending import PendingUpdate
 from trainer_adapters.rank import CatchUpPolicy, Rank, Settings
-from trainer_adapters.replicas import CONTROL_TIMEOUT_S, ReplicaSession
+from trainer_adapters.replicas import ReplicaSession
 from trainer_adapters.roster import ReplicaStatus
 from trainer_adapters.stragglers import BestEffort, Quorum, Stragglers
 from trainer_adapters.update import Update
@@ -63,8 +65,6 @@ __all__ = ["SyncManager"]
 
 Report = TypeVar("Report", UpdateReport, VerifyReport)
 
-DAY_S = 86400.0
-
 
 class SyncManager:
     """Moves a trainer's weights into the replicas of its job. Construct it on every rank; `update`,
@@ -77,6 +77,7 @@ class SyncManager:
     - `timeout_s`: for a whole operation; every wait inside it ends by then. The first update of a replica takes longer
       than later ones: its placement plan is traced and proven (some seconds per GB).
     - `lease_s`: after this silence a worker drops an unfinished update.
+    - `config`: every setting, these two among them; default the environment's `WEIGHTWIRE_*`, see docs/configuration.md.
     - `partial`: the group is a part of the model; what other groups don't write either keeps its values.
     - `stragglers`: which replicas a commit waits for; see `trainer_adapters.stragglers`.
     - `catch_up`: whether replicas that join, or fell behind, get the last version between updates: "auto" (where it lies in
@@ -93,15 +94,15 @@ class SyncManager:
         transport: str = Transport.AUTO,
         install: InstallPolicy = "auto",
         in_flight: InFlight = "keep",
-        timeout_s: float = 120.0,
-        lease_s: float = 30.0,
+        timeout_s: float | None = None,
+        lease_s: float | None = None,
         partial: bool = False,
         stragglers: Stragglers = "report",
         catch_up: CatchUpPolicy = "auto",
         process_group: dist.ProcessGroup | None = None,
+        config: Config | None = None,
     ) -> None:
-        if not (0 < timeout_s <= DAY_S and 0 < lease_s <= DAY_S):
-            raise ValueError(f"timeout_s and lease_s must be positive, a day at most, not {timeout_s} and {lease_s}")
+        config = (config or Config.from_environment()).but(timeout_s=timeout_s, lease_s=lease_s)
         for value, allowed in (
             (install, ("auto", "copy", "standby")),
             (in_flight, ("keep", "recompute", "abort", "drain")),
@@ -117,15 +118,16 @@ class SyncManager:
             transports,
             install,
             in_flight,
-            timeout_s,
-            lease_s,
+            config.timeout_s,
+            config.lease_s,
             partial=partial,
             stragglers=stragglers,
             catch_up=catch_up,
+            config=config,
         )
         if catch_up == "always":
             transport_named("shm")  # an error now rather than in the first update
-        crew = Crew(process_group)
+        crew = Crew(process_group, config.silence_s)
         if catch_up == "always" and not crew.on_one_host:
             crew.close()
             raise TransportUnavailable(
@@ -217,6 +219,7 @@ class SyncManager:
         with contextlib.suppress(RuntimeError):
             self._thread.submit(self._close).result()
         self._thread.shutdown()
+        flush()
 
     def __enter__(self) -> SyncManager:
         return self
@@ -229,8 +232,10 @@ class SyncManager:
     def _update(self, source: WeightSource, version: int, released: Callable[[], None]) -> UpdateReport:
         where = {"group": self.group, "version": version}
         self._rank.begin(released)
+        named = {"role": "trainer", "rank": self.rank, "group": self.group, "version": version}
+        trace = Trace.begun(self.settings.config.profile_dir, **named)
         try:
-            with self._rank.roster.updating():
+            with under(trace), self._rank.roster.updating():
                 report = self._together(
                     f"update:{version}",
                     source,
@@ -242,6 +247,8 @@ class SyncManager:
             if self.rank == 0:
                 self._rank.events.tell("failed", group=self.group, version=version, error=error)
             raise
+        finally:
+            save(trace)
         if self.rank == 0:
             self._rank.events.tell("committed", report=report)
         return report
@@ -266,7 +273,9 @@ class SyncManager:
         if self.rank != 0:
             return decode_as(self._rank.follow(operation, source), kind)
         try:
-            report = lead(source.manifest())
+            with span("scan"):
+                manifest = source.manifest()
+            report = lead(manifest)
         except BaseException as error:
             failed = WeightwireError.wrap(error).at(side="manager", **where)
             self._rank.crew.fail_all(failed, deadline_s=deadline_s)
@@ -285,15 +294,16 @@ class SyncManager:
     def _close_group(self) -> None:
         with self._rank.roster.updating():
             cards = self.discover()
-            self._rank.roster.free([card.replica for card in cards], math.inf, CONTROL_TIMEOUT_S)
+            names = [card.replica for card in cards]
+            self._rank.roster.free(names, math.inf, self.settings.config.control_timeout_s)
             self._rank.adopt()
             self._rank.roster.forget()
             for session in self._rank.replicas.values():
                 session.agreed = None
             for card in cards:
-                session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
+                session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
                 try:
-                    session.ask_workers(CloseGroup(self.group), Done, timeout_s=CONTROL_TIMEOUT_S)
+                    session.ask_workers(CloseGroup(self.group), Done)
                 finally:
                     if card.replica not in self._rank.replicas:
                         session.close()
@@ -301,9 +311,9 @@ class SyncManager:
     def _versions(self) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
         for card in self.discover():
-            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
+            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
             try:
-                workers: list[WorkerCard] = session.ask_workers(Describe(), WorkerCard, timeout_s=CONTROL_TIMEOUT_S)
+                workers: list[WorkerCard] = session.ask_workers(Describe(), WorkerCard)
             finally:
                 if card.replica not in self._rank.replicas:
                     session.close()

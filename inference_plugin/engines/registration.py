@@ -13,8 +13,8 @@ import threading
 
 from inference_plugin.wire import addresses
 from inference_plugin.wire.channel import Channel, Outgoing, fan_out
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.link import SILENCE_S
 from inference_plugin.wire.messages import Body, Done, Leave, Register, ReplicaCard
 
 __all__ = ["Registration"]
@@ -29,6 +29,7 @@ class Registration:
 
     def __init__(self, address: str | None, card: ReplicaCard) -> None:
         self._address = address
+        self._silence_s = Config.from_environment().silence_s
         self._card = card
         self._news = threading.Event()
         self._closing = False
@@ -56,7 +57,7 @@ class Registration:
             except Exception as error:  # noqa: BLE001 -- whatever it is, it may be over the next time
                 self._failed("the runtime directory", error)
             heartbeats = self._address is not None or self._silent
-            self._news.wait(SILENCE_S / 3 if heartbeats else None)
+            self._news.wait(self._silence_s / 3 if heartbeats else None)
             self._news.clear()
         self._leave()
 
@@ -91,7 +92,7 @@ class Registration:
                     self._channels[address] = self._connect(address, here.get(address, 0))
                 except Exception as error:  # noqa: BLE001 -- a key that can't be read costs this one only
                     self._failed(address, error)
-        for address, failure in self._tell(due, Register(card, SILENCE_S), timeout_s=ASK_TIMEOUT_S).items():
+        for address, failure in self._tell(due, Register(card, self._silence_s), timeout_s=ASK_TIMEOUT_S).items():
             if failure is not None:
                 self._failed(address, failure)
                 continue

@@ -277,7 +277,7 @@ def test_a_replica_that_is_too_slow_is_left_behind_and_caught_up_by_the_next_upd
 
 def test_who_is_ready_keeps_its_lease_while_another_takes_longer_than_the_lease(start: Start) -> None:
     ready, slow = start(), start()
-    with SyncManager(timeout_s=120, lease_s=3) as manager:
+    with SyncManager(timeout_s=120, lease_s=3, catch_up="never") as manager:
         manager.update(source(1), 1)
         manager.on("staged", lambda **_: os.kill(slow.worker_pid(), signal.SIGSTOP))
         wakes = threading.Timer(8, os.kill, (slow.worker_pid(), signal.SIGCONT))

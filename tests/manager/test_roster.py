@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import ReplicaCard
 from inference_plugin.wire.reports import ReplicaReport
@@ -46,7 +47,7 @@ class House:
 
     def session(self, name: str) -> ReplicaSession:
         """One over which nothing is asked any more."""
-        session = ReplicaSession(self.cards[name], Channel("ipc:///nowhere"), [])
+        session = ReplicaSession(self.cards[name], Config(), Channel("ipc:///nowhere"), [])
         session.close()
         return session
 
