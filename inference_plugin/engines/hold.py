@@ -106,10 +106,12 @@ class Hold:
     def policy(self, in_flight: InFlight) -> InFlight:
         """What a commit by that policy is to do. Raises `ReplicaAsleep`, and `CommitFailed` for what can't be done."""
         self.check_awake()
-        if self.held is None or in_flight != "drain":
+        if self.held is None or in_flight not in ("abort", "drain"):
             return in_flight
         if self.held.in_flight in ("abort", "drain"):
-            return "recompute"  # nothing is in flight any more
+            return "recompute"  # nothing is in flight any more, and what came since waits
+        if in_flight == "abort":
+            return in_flight
         raise CommitFailed(
             f"requests in flight can't end first: {self.detail}",
             hint="pause with in_flight='drain' as well, or update with another policy",
