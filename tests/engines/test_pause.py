@@ -6,6 +6,8 @@ carries the first. The memory that sleep releases is a stand-in's: engines on a 
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +16,14 @@ from typing import Any
 
 import pytest
 
+from inference_plugin.engines.transformers import TransformersEngine
 from inference_plugin.wire.errors import EngineUnsupported, ReplicaAsleep
 from tests.engines.conftest import Checkpoint
+from tests.engines.test_transformers_engine import TransformersDriver
 from tests.engines.test_vllm_one_version import Replay
 from tests.engines.test_vllm_tokens import COUNT, IN_FLIGHT, PROMPTS, reference, source
 from tests.support.engines import ROOT, Driver, eventually
+from tests.support.rig import runtime as directory_of_its_own
 from tests.support.sglang_engines import SglangDriver
 from trainer_adapters import SyncManager
 
@@ -59,7 +64,10 @@ class Pausable:
         assert self.driver.tokens(PROMPTS, COUNT) == reference(self.models["AB".index(which)])
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+CAN_SLEEP = pytest.mark.parametrize("engine", ["vllm", "sglang"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang", "transformers"])
 def engine(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Pausable]:
     models = checkpoint("qwen3", tied=True, seed=1), checkpoint("qwen3", tied=True, seed=2)
     if request.param == "vllm":
@@ -70,11 +78,19 @@ def engine(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint
             assert driver.cards[0].state == "serving"
             driver.rpc("ext_give_allocator")
             yield Pausable(driver, *models)
+        assert driver.leftovers() == []
+    elif request.param == "transformers":
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            directory_of_its_own(patch),
+            TransformersEngine(models[0]) as one,
+        ):
+            yield Pausable(TransformersDriver(one), *models)  # type: ignore[arg-type]
     else:
         with SglangDriver(runtime, tp=2, WEIGHTWIRE_TEST_ALLOCATOR="1") as driver:
             driver.open(models[0], enable_weights_cpu_backup=True)
             yield Pausable(driver, *models)
-    assert driver.leftovers() == []
+        assert driver.leftovers() == []
 
 
 def test_no_step_runs_while_paused_updates_are_taken_and_requests_go_on_with_the_last(engine: Pausable) -> None:
@@ -139,7 +155,11 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("verb", ["pause", "sleep"])
+@pytest.mark.parametrize(
+    ("engine", "verb"),
+    [("vllm", "pause"), ("vllm", "sleep"), ("sglang", "pause"), ("sglang", "sleep"), ("transformers", "pause")],
+    indirect=["engine"],
+)
 def test_a_manager_that_is_killed_leaves_no_engine_standing(engine: Pausable, verb: str) -> None:
     running = engine.running()
     command = [sys.executable, "-c", PAUSE_AND_WAIT.format(verb=verb)]
@@ -150,9 +170,10 @@ def test_a_manager_that_is_killed_leaves_no_engine_standing(engine: Pausable, ve
         killed.kill()
     eventually(lambda: engine.stands()[0] == "serving", what="the engine to go on")
     assert [r["finish_reason"] for r in engine.driver.wait(running)] == ["length"] * 2
-    engine.assert_serves("B")
+    engine.assert_serves("AB"[engine.version % 2])
 
 
+@CAN_SLEEP
 def test_asleep_it_takes_no_update_before_its_weights_are_awake_and_goes_on_with_the_new_ones(
     engine: Pausable,
 ) -> None:
@@ -171,6 +192,7 @@ def test_asleep_it_takes_no_update_before_its_weights_are_awake_and_goes_on_with
     engine.assert_serves("B")
 
 
+@CAN_SLEEP
 def test_discarded_weights_serve_nobody_until_a_full_update(engine: Pausable) -> None:
     with SyncManager(timeout_s=180) as manager:
         engine.next(manager, "A")
@@ -180,3 +202,30 @@ def test_discarded_weights_serve_nobody_until_a_full_update(engine: Pausable) ->
             assert request["finish_reason"] == "error" and "level 2 discarded the weights" in request["reason"], request
         engine.next(manager, "B")
     engine.assert_serves("B")
+
+
+@pytest.mark.parametrize("engine", ["transformers"], indirect=True)
+def test_an_engine_that_cannot_sleep_says_so_and_goes_on(engine: Pausable) -> None:
+    with SyncManager(timeout_s=180) as manager:
+        engine.next(manager, "A")
+        with pytest.raises(EngineUnsupported, match="no sleep mode") as raised:
+            manager.sleep()
+    assert raised.value.hint == "pause() stops generation on every engine, and releases no memory"
+    engine.assert_serves("A")
+
+
+def test_the_colocated_example_pauses_where_the_engine_cannot_sleep(checkpoint: Checkpoint) -> None:
+    model = checkpoint("llama", tied=False, seed=1)
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "colocated" / "run.py"), "--model", str(model), "--steps", "2"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-8000:]
+    *steps, end = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert steps == [{"version": version, "while training": ["paused"]} for version in (1, 2)]
+    assert end == {"verified": True, "answers": 2}
+    assert "paused instead of put to sleep: vLLM was started without --enable-sleep-mode" in ran.stderr

@@ -15,15 +15,9 @@ import pytest
 from inference_plugin.engines.transformers import Completion, TransformersEngine
 from inference_plugin.hooks import plugin_manager
 from inference_plugin.wire import addresses
-from inference_plugin.wire.errors import EngineUnsupported, TornReplica
+from inference_plugin.wire.errors import TornReplica
 from inference_plugin.wire.messages import ReplicaCard
 from tests.engines.conftest import Checkpoint
-from tests.engines.test_pause import (  # noqa: F401 -- collected here once more
-    Pausable,
-    test_a_pause_that_keeps_requests_may_hold_an_update_that_aborts_or_recomputes_them,
-    test_no_step_runs_while_paused_updates_are_taken_and_requests_go_on_with_the_last,
-    test_requests_in_flight_follow_the_policy_of_the_pause,
-)
 from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here once more
     COUNT,
     IN_FLIGHT,
@@ -47,7 +41,7 @@ ENGINES = {"tp1": ("qwen3", True), "tp2": ("llama", False)}
 
 
 class TransformersDriver:
-    """What those tests ask of an engine."""
+    """What those tests, and those of `test_pause`, ask of an engine."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
@@ -98,13 +92,6 @@ def live(request: pytest.FixtureRequest, directory: Path, checkpoint: Checkpoint
     assert addresses.discover() == []
 
 
-@pytest.fixture(scope="module")
-def engine(directory: Path, checkpoint: Checkpoint) -> Iterator[Pausable]:
-    models = checkpoint("qwen3", tied=True, seed=1), checkpoint("qwen3", tied=True, seed=2)
-    with TransformersEngine(models[0]) as one:
-        yield Pausable(TransformersDriver(one), *models)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(("kind", "tied"), ENGINES.values())
 def test_an_updated_engine_is_a_fresh_engine(checkpoint: Checkpoint, kind: str, tied: bool) -> None:
     model_a, model_b = (checkpoint(kind, tied=tied, seed=seed) for seed in (1, 2))
@@ -136,15 +123,6 @@ def test_a_torn_engine_refuses_with_the_reason_until_a_full_update_heals_it(live
     live.version += 1
     live.update("B")
     live.assert_serves("B")
-
-
-def test_an_engine_that_cannot_sleep_says_so_and_goes_on(engine: Pausable) -> None:
-    with SyncManager() as manager, pytest.raises(EngineUnsupported, match="no sleep mode") as raised:
-        manager.sleep()
-    assert raised.value.hint == "pause() stops generation on every engine, and releases no memory"
-    engine.next(manager := SyncManager(), "A")
-    manager.close()
-    engine.assert_serves("A")
 
 
 def test_a_user_without_an_engine_can_play_with_it(tmp_path: Path) -> None:
