@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inference_plugin.wire.config import Config
     from trainer_adapters.dtensor import DTensorAdapter
     from trainer_adapters.export import ExportAdapter
     from trainer_adapters.fsdp import FSDPAdapter
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from trainer_adapters.lora_adapter import LoRAAdapter
     from trainer_adapters.manager import SyncManager
     from trainer_adapters.megatron import MegatronAdapter
+    from trainer_adapters.megatron_lora_adapter import MegatronLoRAAdapter
     from trainer_adapters.module import ModuleAdapter
     from trainer_adapters.pending import PendingUpdate
     from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BestEffort",
+    "Config",
     "DTensorAdapter",
     "DtypeRules",
     "ExportAdapter",
@@ -30,6 +33,7 @@ __all__ = [
     "LoRAAdapter",
     "LocalSlice",
     "MegatronAdapter",
+    "MegatronLoRAAdapter",
     "MergedLoRAAdapter",
     "ModuleAdapter",
     "PendingUpdate",
@@ -40,6 +44,7 @@ __all__ = [
 
 _HOMES = {
     "BestEffort": "stragglers",
+    "Config": "manager",
     "DTensorAdapter": "dtensor",
     "DtypeRules": "source",
     "ExportAdapter": "export",
@@ -47,6 +52,7 @@ _HOMES = {
     "LoRAAdapter": "lora_adapter",
     "LocalSlice": "source",
     "MegatronAdapter": "megatron",
+    "MegatronLoRAAdapter": "megatron_lora_adapter",
     "MergedLoRAAdapter": "lora",
     "ModuleAdapter": "module",
     "PendingUpdate": "pending",

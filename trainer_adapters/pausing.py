@@ -122,15 +122,20 @@ class Pauses:
 
     def _ask(self, cards: Sequence[ReplicaCard], request: Body, timeout_s: float | None = None) -> PauseReport:
         timeout_s = timeout_s or self._rank.settings.timeout_s
-        answers = ask_fronts(cards, request, Stands, timeout_s=timeout_s)
+        answers = ask_fronts(cards, request, Stands, timeout_s=timeout_s, silence_s=self._silence_s)
         return PauseReport(tuple(_replica(card, answer) for card, answer in zip(cards, answers, strict=True)))
+
+    @property
+    def _silence_s(self) -> float:
+        return self._rank.settings.config.silence_s
 
     def _renew(self) -> None:
         every_s = self._rank.settings.lease_s / 3
         while not self._closing.wait(every_s):
             with self._changing:
                 cards = [card for card, _ in self._held.values()]
-            answers = ask_fronts(cards, RenewPause(self._rank.session), Done, timeout_s=every_s)
+            renew = RenewPause(self._rank.session)
+            answers = ask_fronts(cards, renew, Done, timeout_s=every_s, silence_s=self._silence_s)
             for card, answer in zip(cards, answers, strict=True):
                 if not isinstance(answer, WeightwireError):
                     continue
@@ -141,11 +146,11 @@ class Pauses:
 
 
 def ask_fronts(
-    cards: Sequence[ReplicaCard], request: Body, kind: type[Reply], *, timeout_s: float
+    cards: Sequence[ReplicaCard], request: Body, kind: type[Reply], *, timeout_s: float, silence_s: float
 ) -> list[Reply | WeightwireError]:
     """The same request to the fronts of all these replicas at once, over sockets of the calling thread's own."""
     with contextlib.ExitStack() as stack:
-        where: dict[str, Any] = {"side": "front"}
+        where: dict[str, Any] = {"side": "front", "silence_s": silence_s}
         channels = [
             stack.enter_context(
                 Channel(card.address, pid=card.pid, peer_boot_id=card.boot_id, replica=card.replica, **where)

@@ -32,6 +32,7 @@ from inference_plugin.engines.rank import RankOperation, RankReply
 from inference_plugin.engines.registration import Registration
 from inference_plugin.hooks import plugin_manager
 from inference_plugin.wire import addresses, codec
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import (
     CommitFailed,
     PeerLost,
@@ -59,6 +60,7 @@ from inference_plugin.wire.messages import (
     Verify,
     WorkerCard,
 )
+from inference_plugin.wire.tracing import Trace, save, span, span_since, under
 
 __all__ = ["EngineControl", "Front", "open_front"]
 
@@ -131,6 +133,7 @@ class Front:
         self._deadlines: list[tuple[float, Pending]] = []
         self._stopping = False
         self._registration: Registration | None = None
+        self._profile_dir = Config.from_environment().profile_dir
         self._thread = threading.Thread(target=self._serve, name="weightwire-front", daemon=True)
 
     def publish(self, card: ReplicaCard) -> None:
@@ -343,6 +346,8 @@ class _PendingCommit(Pending):
         self._installing = False
         self._checked = False
         self._submitted_s = time.perf_counter()
+        named = {"role": "front", "replica": front.where["replica"], "group": request.group}
+        self._trace = Trace.begun(front._profile_dir, version=request.version, txn=request.txn, **named)
         self._boundary_s: float | None = None
         self._paused_s = 0.0
 
@@ -402,6 +407,8 @@ class _PendingCommit(Pending):
             # Where the pause had to wait (drain, batches in flight) the engine went on stepping until now; else it has
             # stood still since `start`.
             self._paused_s = self._boundary_s or time.perf_counter()
+            with under(self._trace):
+                span_since(self._submitted_s, "wait", "wait for the boundary", in_flight=self.request.in_flight)
             committed = self._install()
         except WeightwireError as failure:
             self._fail(failure)
@@ -439,7 +446,8 @@ class _PendingCommit(Pending):
         slowest_s = max(reply.seconds for reply in replies)
         try:
             finished = self._ask("finish", install_s=slowest_s)
-            control.installed(request.group, request.version, request.in_flight)
+            with under(self._trace), span("caches"):
+                control.installed(request.group, request.version, request.in_flight)
         except Exception as error:
             self._tear(f"{type(error).__name__}: {error}")
             raise
@@ -482,7 +490,9 @@ class _PendingCommit(Pending):
 
     def _ask(self, name: str, **arguments: Any) -> list[RankReply]:
         request = self.request
-        return self.front.ask_ranks(name, group=request.group, txn=request.txn, version=request.version, **arguments)
+        told = {"group": request.group, "txn": request.txn, "version": request.version}
+        with under(self._trace), span(name):
+            return self.front.ask_ranks(name, **told, **arguments)
 
     def _fail(self, error: WeightwireError) -> None:
         if self._checked and not self._installing:
@@ -492,6 +502,13 @@ class _PendingCommit(Pending):
 
     def _where(self) -> dict[str, object]:
         return {"group": self.request.group, "version": self.request.version, **super()._where()}
+
+    def _end(self, body: Body) -> None:
+        super()._end(body)
+        if self._paused_s:
+            with under(self._trace):
+                span_since(self._paused_s, "stopped", "generation stopped")
+        save(self._trace)
 
 
 def replica_card(**fields: Any) -> ReplicaCard:

@@ -1,12 +1,14 @@
 """Anywhere a socket goes: buckets of pieces as payload frames to each worker's REP socket (ipc or TCP).
 
 1. a rank cuts its slices into pieces and sends to each worker those that it needs, many to a bucket;
-2. two buffers per worker: bucket k+1 is packed while k is in flight, and filled again only after k was answered;
+2. two buffers per worker, or more: bucket k+1 is packed while k is in flight, and no buffer is filled again before its
+   bucket was answered;
 3. the worker compares each piece with its digest as it arrives and copies what it needs into its staging memory.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import mmap
 import secrets
@@ -17,7 +19,6 @@ import numpy as np
 import torch
 
 from inference_plugin.transports.base import (
-    PIECE_BYTES,
     Bytes,
     Receiver,
     Sender,
@@ -31,6 +32,7 @@ from inference_plugin.transports.base import (
     typed,
 )
 from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     DigestMismatch,
@@ -43,13 +45,9 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece, intersect
 from inference_plugin.wire.messages import Bucket, Done
 from inference_plugin.wire.tensors import box_view, torch_dtype
+from inference_plugin.wire.tracing import span_since
 
-__all__ = ["BUCKET_BYTES", "TRANSPORT"]
-
-BUCKET_BYTES = 8 << 20
-"""Payload of one message: large enough that its round trip doesn't count, small enough to stay in the cache."""
-
-assert BUCKET_BYTES >= PIECE_BYTES
+__all__ = ["TRANSPORT"]
 
 
 class ZmqStaging(Staging):
@@ -95,7 +93,7 @@ class ZmqStaging(Staging):
         if wanted is None or (part := intersect(box, wanted)) is None:
             return False
         if part == box:
-            cut = Cut(box, 0, data.nbytes, self._manifest.byte_range(box))
+            cut = Cut(box, 0, data.nbytes, self._manifest.rows(box))
             place_piece(self.segment, self._manifest, cut, data)
             return True
         source = typed(data, torch_dtype(self._manifest.tensors[box.tensor].dtype)).view(box.sizes)
@@ -166,7 +164,7 @@ class ZmqReceiver(Receiver):
 
 
 class ZmqSender(Sender):
-    """Keeps one channel and two buffers per worker."""
+    """Keeps one channel, and `config.buffers` buffers, per worker."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
@@ -212,9 +210,10 @@ class ZmqSender(Sender):
         for lane in lanes:
             with lane.failing():
                 lane.flush()
-        for lane in lanes:
-            with lane.failing():
-                lane.finish()
+        for _ in range(self.config.buffers - 1):
+            for lane in lanes:
+                with lane.failing():
+                    lane.advance(wait=True)
         stats.move_s += time.perf_counter() - started_s
         stats.messages = sum(lane.messages for lane in lanes)
         stats.lost = {t.replica: lane.error for t, lane in zip(targets, lanes, strict=True) if lane.error is not None}
@@ -227,14 +226,15 @@ class ZmqSender(Sender):
     def _lane(self, target: Target) -> _Lane:
         lane = self._lanes.get(target.address)
         if lane is None:
-            lane = self._lanes[target.address] = _Lane(target)
+            lane = self._lanes[target.address] = _Lane(target, self.config)
+            self.config.warn_if_short_of_memory(self.config.buffers * len(self._lanes))
         return lane
 
 
 class _Lane:
-    """The way to one worker: a channel, two buffers, at most one bucket in flight."""
+    """The way to one worker: a channel and buffers: one in flight at most, one being packed, the others packed before it."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, config: Config) -> None:
         self.channel = Channel(
             target.address,
             pid=target.pid,
@@ -243,8 +243,11 @@ class _Lane:
             replica=target.replica,
             rank=target.rank,
             phase="stage",
+            silence_s=config.silence_s,
         )
-        self._buffers = [np.empty(BUCKET_BYTES, dtype=np.uint8) for _ in range(2)]
+        self._to = f"{target.replica} rank {target.rank}"
+        self._bucket_bytes = config.bucket_bytes
+        self._buffers = collections.deque(np.empty(config.bucket_bytes, dtype=np.uint8) for _ in range(config.buffers))
 
     def begin(self, group: str, txn: str, rank: int, target: Target, deadline_s: float) -> None:
         self._group, self._txn, self._rank, self._deadline_s = group, txn, rank, deadline_s
@@ -252,7 +255,9 @@ class _Lane:
         self._pieces: list[Piece] = []
         self._used_bytes = 0
         self._seq = 0
-        self._in_flight = False
+        self._packed: collections.deque[tuple[Bucket, memoryview]] = collections.deque()
+        self._in_flight: tuple[Bucket, memoryview] | None = None
+        self._sent_s = 0.0
         self.messages = 0
         self.error: WeightwireError | None = None
 
@@ -269,34 +274,40 @@ class _Lane:
         wanted = self._needs.get(piece.box.tensor)
         if self.error is not None or wanted is None or intersect(piece.box, wanted) is None:
             return
-        if self._used_bytes + data.nbytes > BUCKET_BYTES:
+        if self._packed:
+            self.advance()
+        if self._used_bytes + data.nbytes > self._bucket_bytes:
             self.flush()
         self._buffers[0][self._used_bytes : self._used_bytes + data.nbytes] = data
         self._used_bytes += data.nbytes
         self._pieces.append(piece)
 
     def flush(self) -> None:
-        """Sends the bucket, once the one before it was answered, and turns to the other buffer."""
+        """Hands the bucket on to be sent, and turns to the next buffer, once there is one that is free."""
         if not self._pieces or self.error is not None:
             return
-        self.finish()
         bucket = Bucket(self._group, self._txn, self._rank, self._seq, tuple(self._pieces))
-        self.channel.send(bucket, payload=self._buffers[0][: self._used_bytes].data)
-        self._in_flight = True
-        self.messages += 1
+        self._packed.append((bucket, self._buffers[0][: self._used_bytes].data))
         self._seq += 1
         self._pieces = []
         self._used_bytes = 0
-        self._buffers.reverse()
+        self._buffers.rotate(-1)
+        self.advance(wait=len(self._packed) + (self._in_flight is not None) == len(self._buffers))
 
-    def finish(self) -> None:
-        """Waits for the answer to the bucket in flight."""
-        if self._in_flight:
-            self._in_flight = False
+    def advance(self, *, wait: bool = False) -> None:
+        """Sends the next bucket if the one in flight was answered; that is waited for with `wait` only."""
+        if self._in_flight is not None and (wait or self.channel.has_news()):
+            (bucket, payload), self._in_flight = self._in_flight, None
             left_s = self._deadline_s - time.monotonic()
             if left_s <= 0:
-                raise SyncTimeout(f"bucket {self._seq} was not answered before the deadline", phase="stage")
+                raise SyncTimeout(f"bucket {bucket.seq} was not answered before the deadline", phase="stage")
             self.channel.receive(Done, timeout_s=left_s)
+            span_since(self._sent_s, "bucket", f"buckets to {self._to}", seq=bucket.seq, bytes=len(payload))
+        if self._packed and self._in_flight is None and self.error is None:
+            self._in_flight = bucket, payload = self._packed.popleft()
+            self.channel.send(bucket, payload=payload)
+            self._sent_s = time.perf_counter()
+            self.messages += 1
 
 
 TRANSPORT = Transport(
