@@ -104,7 +104,8 @@ class Hold:
             raise ReplicaAsleep(f"the memory of its weights is released: {self.detail}")
 
     def policy(self, in_flight: InFlight) -> InFlight:
-        """What a commit by that policy is to do. Raises `ReplicaAsleep`, and `CommitFailed` for what can't be done."""
+        """What a commit, or a further pause, by that policy is to do. Raises `ReplicaAsleep`, and `CommitFailed` for what
+        can't be done."""
         self.check_awake()
         if self.held is None or in_flight not in ("abort", "drain"):
             return in_flight
@@ -114,7 +115,7 @@ class Hold:
             return in_flight
         raise CommitFailed(
             f"requests in flight can't end first: {self.detail}",
-            hint="pause with in_flight='drain' as well, or update with another policy",
+            hint="resume it and pause with in_flight='drain', or use another policy here",
         )
 
     # --- the control thread ------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ class PendingPause(Pending):
             if self.request.level:
                 self._falling_asleep = True
                 self._ask_all("may_sleep", level=self.request.level)
-            self.front.control.pause(self._in_flight, self._at_boundary)
+            self.front.control.pause(self.front.hold.policy(self._in_flight), self._at_boundary)
         except Exception as error:
             if not isinstance(error, WeightwireError):
                 logger.exception("weightwire: the engine could not be paused")

@@ -163,7 +163,10 @@ def test_drain_of_a_commit_is_refused_where_the_pause_keeps_requests_and_needles
         draining.pause("keep")
         with pytest.raises(CommitFailed, match="requests in flight can't end first") as raised:
             draining.update(source(1), 1)
-        assert "pause with in_flight='drain' as well" in str(raised.value)
+        assert "resume it and pause with in_flight='drain'" in str(raised.value)
+        with pytest.raises(CommitFailed, match="requests in flight can't end first"):
+            draining.pause("drain")
+        assert stands(rig, "paused")
         draining.resume()
         pausing = threading.Thread(target=draining.pause)
         log(rig)
