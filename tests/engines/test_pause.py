@@ -21,7 +21,7 @@ from inference_plugin.wire.errors import EngineUnsupported, ReplicaAsleep
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_transformers_engine import TransformersDriver
 from tests.engines.test_vllm_one_version import Replay
-from tests.engines.test_vllm_tokens import COUNT, IN_FLIGHT, PROMPTS, reference, source
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
 from tests.support.engines import ROOT, Driver, eventually
 from tests.support.rig import runtime as directory_of_its_own
 from tests.support.sglang_engines import SglangDriver
@@ -30,7 +30,7 @@ from trainer_adapters import SyncManager
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPT = PROMPTS[1]
-LONG = 400
+LONG = 200
 """Tokens of a request that is to run across a pause."""
 
 
@@ -117,7 +117,7 @@ def test_no_step_runs_while_paused_updates_are_taken_and_requests_go_on_with_the
     engine.assert_serves("B")
 
 
-@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize("in_flight", ["abort", "drain"])
 def test_requests_in_flight_follow_the_policy_of_the_pause(engine: Pausable, in_flight: Any) -> None:
     with SyncManager(timeout_s=180, in_flight=in_flight) as manager:
         before = engine.next(manager, "A")
@@ -129,7 +129,7 @@ def test_requests_in_flight_follow_the_policy_of_the_pause(engine: Pausable, in_
         assert [set(r["versions"]) for r in engine.driver.wait(late)] == [{after}]
     for request in done:
         assert request["finish_reason"] == ("abort" if in_flight == "abort" else "length")
-        assert set(request["versions"]) == ({before} if in_flight in ("abort", "drain") else {before, after})
+        assert set(request["versions"]) == {before}
     engine.assert_serves("B")
 
 
@@ -157,7 +157,7 @@ signal.pause()
 
 @pytest.mark.parametrize(
     ("engine", "verb"),
-    [("vllm", "pause"), ("vllm", "sleep"), ("sglang", "pause"), ("sglang", "sleep"), ("transformers", "pause")],
+    [("vllm", "sleep"), ("sglang", "pause"), ("transformers", "pause")],
     indirect=["engine"],
 )
 def test_a_manager_that_is_killed_leaves_no_engine_standing(engine: Pausable, verb: str) -> None:
