@@ -330,9 +330,11 @@ def _version(name: str) -> str | None:
 def _print_replica(replica: dict[str, Any]) -> None:
     card: ReplicaCard = replica["card"]
     ranks = f"tp {card.tp}, pp {card.pp}, dp rank {card.dp_rank}"
+    why = f" ({card.detail})" if card.detail and card.state != "torn" else ""  # why it is torn is among its problems
     console.print(
-        f"{card.replica}: {card.engine} {card.engine_version}, {card.model}, {ranks}: {replica['state']}",
+        f"{card.replica}: {card.engine} {card.engine_version}, {card.model}, {ranks}: {replica['state']}{why}",
         highlight=False,
+        markup=False,
     )
     for worker in replica["workers"]:
         for group in worker.groups:

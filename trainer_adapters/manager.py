@@ -19,8 +19,8 @@ import concurrent.futures
 import contextlib
 import math
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -38,16 +38,18 @@ from inference_plugin.wire.messages import (
     Done,
     InFlight,
     InstallPolicy,
+    MemoryTag,
     Outcome,
     ReplicaCard,
     WorkerCard,
 )
-from inference_plugin.wire.reports import UpdateReport, VerifyReport
+from inference_plugin.wire.reports import PauseReport, UpdateReport, VerifyReport
 from inference_plugin.wire.tracing import Trace, flush, save, span, under
 from trainer_adapters import registry
 from trainer_adapters.catching_up import CatchingUp
 from trainer_adapters.crew import Crew
 from trainer_adapters.events import Event
+from trainer_adapters.pausing import Pauses
 from trainer_adapters.pending import PendingUpdate
 from trainer_adapters.rank import CatchUpPolicy, Rank, Settings
 from trainer_adapters.replicas import ReplicaSession
@@ -136,6 +138,7 @@ class SyncManager:
             )
         self._rank = Rank(self.settings, crew, registry.take() if crew.rank == 0 else None)
         self._catching_up = CatchingUp(self._rank) if crew.rank == 0 else None
+        self._pauses = Pauses(self._rank)
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1,
             thread_name_prefix="weightwire-manager",
@@ -184,6 +187,53 @@ class SyncManager:
     def verify(self, source: WeightSource) -> VerifyReport:
         """Compares what every replica's live parameters hold with the source, byte for byte, in engine coordinates."""
         return self._thread.submit(self._verify, source).result()
+
+    def pause(self, in_flight: InFlight | None = None) -> PauseReport:
+        """Stops generation in every living replica until `resume`; updates may be committed meanwhile.
+
+        `in_flight`: what happens to running requests, by default as in updates; new ones wait. Returns how each replica
+        stands; raises if none could be paused. The pause is kept alive for as long as this process lives and isn't silent
+        for `lease_s`; after that the replicas go on by themselves. Rank 0 does it; other ranks may call it too, and return
+        at once.
+        """
+        return self._thread.submit(self._pauses.pause, in_flight or self.settings.in_flight, 0).result()
+
+    def resume(self) -> PauseReport:
+        """Has every living replica generate again, woken up first if it is asleep. Harmless where nothing is paused.
+
+        Raises if no replica could, and `SyncTimeout` (in the report, where others could) if a replica has gone on before,
+        because the pause's lease ran out. One that couldn't be woken is torn until it is woken and updated.
+        """
+        return self._thread.submit(self._pauses.resume).result()
+
+    @contextlib.contextmanager
+    def paused(self, in_flight: InFlight | None = None) -> Iterator[PauseReport]:
+        """`pause` and, whatever happens inside, `resume`; raises if a replica couldn't go on."""
+        try:
+            yield self.pause(in_flight)
+        except BaseException as error:
+            try:
+                self.resume()
+            except WeightwireError as failed:
+                error.add_note(f"and generation could not be resumed: {failed}")
+            raise
+        self.resume().raise_failed()
+
+    def sleep(self, level: Literal[1, 2] = 1, in_flight: InFlight | None = None) -> PauseReport:
+        """As `pause`, and every replica releases its device memory: the KV cache and the weights, which level 1 keeps on the
+        host and level 2 discards. For trainers on the same devices.
+
+        Keys and values go, so "keep" means "recompute" here. `EngineUnsupported` where the engine can't: nothing is
+        changed then. After level 2 a replica refuses to generate until a full update.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"sleep level {level!r} is neither 1 nor 2")
+        return self._thread.submit(self._pauses.pause, in_flight or self.settings.in_flight, level).result()
+
+    def wake_up(self, tags: Sequence[MemoryTag] = ()) -> PauseReport:
+        """Takes memory of sleeping replicas back, all of it or only `tags` ("weights", "kv_cache"). Once all is back they
+        generate again. An update needs "weights" only, and may come before the rest. Raises as `resume` does."""
+        return self._thread.submit(self._pauses.resume, tags).result()
 
     def discover(self) -> list[ReplicaCard]:
         """The living replicas of the job: those of this host by the runtime directory, on rank 0 also those that
@@ -285,6 +335,7 @@ class SyncManager:
         return report
 
     def _close(self) -> None:
+        self._pauses.close()
         if self._catching_up is not None:
             self._catching_up.close()
             self._catching_up = None

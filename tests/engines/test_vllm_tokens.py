@@ -364,4 +364,8 @@ def test_every_data_parallel_rank_of_a_server_is_a_replica_and_takes_the_update(
             return by_rank[0]
 
         check_life(tokens, model_a, model_b, replicas=2)
+        with SyncManager(timeout_s=180) as manager, manager.paused() as report:
+            assert [replica.state for replica in report.replicas] == ["paused"] * 2
+            assert server.request("GET", "/health")[0] == 200
+        assert tokens(PROMPTS, COUNT) == reference(model_a)
     assert server.leftovers() == [] and server.family() == []
