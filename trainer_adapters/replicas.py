@@ -103,6 +103,12 @@ class ReplicaSession:
             for w, terms in zip(self.card.workers, self.opened, strict=True)
         )
 
+    def replaces(self, before: ReplicaSession) -> None:
+        """Closes an earlier session of the same replica, whose way back is still what it was if this one came to nothing."""
+        if self.agreed is None:
+            self.held_segments |= before.held_segments
+        before.close()
+
     def close(self) -> None:
         """Closes the channels; may be called twice."""
         self.front.close()

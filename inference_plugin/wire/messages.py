@@ -1,7 +1,7 @@
 """Every message, as msgspec structs. One request gets one reply; both are one tagged union.
 
 To a worker (its REP socket): Describe, OpenGroup, Begin, Bucket, Seal, Renew, Abort, Release, CloseGroup.
-To a front (its ROUTER socket): Describe, Commit, Verify.
+To a front (its ROUTER socket): Describe, Commit, Verify, Pause, RenewPause, Resume.
 To the manager rank (its ROUTER socket), from the trainer's other ranks: Ready, Wrote; answered by Go, Outcome.
 To the registry of a manager (its ROUTER socket): Register, Leave.
 Frame 0 of a message is an `Envelope` in msgpack; frame 1, where there is one, is the payload of a `Bucket`.
@@ -41,18 +41,25 @@ __all__ = [
     "InFlight",
     "InstallPolicy",
     "Leave",
+    "MemoryTag",
     "OpenGroup",
     "Outcome",
+    "Pause",
     "RankCommit",
     "RankVerify",
     "Ready",
     "Register",
     "Release",
     "Renew",
+    "RenewPause",
     "ReplicaCard",
+    "ReplicaState",
+    "Resume",
     "Seal",
     "Sealed",
     "Sender",
+    "SleepLevel",
+    "Stands",
     "Verified",
     "Verify",
     "WorkerCard",
@@ -69,6 +76,15 @@ InstallPolicy = Literal["auto", "copy", "standby"]
 
 InFlight = Literal["keep", "recompute", "abort", "drain"]
 """What happens to requests in flight at a commit: go on with their KV cache, be computed anew, end, or finish first."""
+
+MemoryTag = Literal["weights", "kv_cache"]
+"""What of an engine's device memory is released and comes back by itself."""
+
+SleepLevel = Literal[0, 1, 2]
+"""How deep a replica that stands still sleeps: 0 not at all; 1 its memory is released, the weights are kept on the host;
+2 the weights are discarded."""
+
+ReplicaState = Literal["serving", "paused", "asleep", "torn"]
 
 GroupName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -188,6 +204,33 @@ class Verify(msgspec.Struct, frozen=True, tag="verify"):
     timeout_s: Seconds = 120.0
 
 
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Stops the replica's generation until its `Resume`, and where `level` says so releases its device memory.
+
+    It stands for as long as `sender` renews it (`lease_s`) and its process lives. Answered by `Stands` once no step runs.
+    """
+
+    sender: Sender
+    lease_s: Seconds
+    in_flight: InFlight = "keep"
+    level: SleepLevel = 0
+    timeout_s: Seconds = 60.0
+
+
+class RenewPause(msgspec.Struct, frozen=True, tag="renew_pause"):
+    """Keeps the lease of a `Pause`."""
+
+    session: str
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Takes released memory back, all of it or that of `tags`; once it is all there the replica generates again."""
+
+    session: str
+    tags: tuple[MemoryTag, ...] = ()
+    timeout_s: Seconds = 60.0
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """A trainer rank entered an operation (an update, a verification) and waits for `Go`, or failed before it began.
 
@@ -248,7 +291,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
-    """One group on one worker. `version` is the installed one, None before the first update."""
+    """One group on one worker. `version` is the installed one, None before the first update; `partial`: it is not the
+    whole model."""
 
     group: str
     state: GroupState
@@ -260,6 +304,7 @@ class GroupStatus(msgspec.Struct, frozen=True):
     digest: str = ""
     staged_bytes: int = 0
     detail: str = ""
+    partial: bool = False
 
 
 class WorkerCard(msgspec.Struct, frozen=True, tag="worker"):
@@ -295,7 +340,7 @@ class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     parent_pid: int = 0
     package_version: str = ""
     started_at_unix_s: float = 0.0
-    state: Literal["serving", "torn"] = "serving"
+    state: ReplicaState = "serving"
     detail: str = ""
     protocol: int = PROTOCOL_VERSION
 
@@ -335,6 +380,7 @@ class RankCommit(msgspec.Struct, frozen=True):
     install_s: float
     releases_segment: bool
     error: ErrorInfo | None = None
+    partial: bool = False
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
@@ -345,6 +391,13 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
     stopped_s: float
     waited_s: float
     already: bool = False
+
+
+class Stands(msgspec.Struct, frozen=True, tag="stands"):
+    """Answer to `Pause` and `Resume`: how the replica stands now, and which of its memory is released."""
+
+    state: ReplicaState
+    asleep: tuple[MemoryTag, ...] = ()
 
 
 class BoxDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -424,6 +477,9 @@ Body = (
     | CloseGroup
     | Commit
     | Verify
+    | Pause
+    | RenewPause
+    | Resume
     | Register
     | Leave
     | Ready
@@ -438,6 +494,7 @@ Body = (
     | Begun
     | Sealed
     | Committed
+    | Stands
     | Verified
 )
 
