@@ -96,7 +96,7 @@ class Trainer:
         export(self.model, Path(like), Path(directory))
 
 
-@ray.remote(max_restarts=-1)
+@ray.remote(max_restarts=-1, max_task_retries=-1)
 class Replica:
     """A stock vLLM. The plug-in is found by its entry point, in vLLM's own processes; nothing of it is seen here."""
 
