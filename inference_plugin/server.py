@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 from inference_plugin.groups import GroupTable
+from inference_plugin.transports.backends import current_device, use_device
 from inference_plugin.wire import codec
 from inference_plugin.wire.addresses import boot_id
 from inference_plugin.wire.channel import open_pidfd
@@ -48,6 +49,7 @@ class WorkerServer:
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.connect("inproc://wake")
         self._pidfds: dict[int, int | None] = {}
+        self._device = current_device()
         self._thread = threading.Thread(target=self._serve, name="weightwire-rep", daemon=True)
 
     def start(self) -> None:
@@ -70,6 +72,7 @@ class WorkerServer:
         self._pidfds.clear()
 
     def _serve(self) -> None:
+        use_device(self._device)
         while True:
             self._watch_senders()
             watched: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake, zmq.POLLIN)]

@@ -9,26 +9,28 @@ Rank 0 drives; the other ranks write what they hold and wait for the outcome:
 5. commit: the front of every replica whose workers all sealed installs at one step boundary;
 6. report: the same on every rank. An error on any rank is raised on all.
 
-All sockets belong to one thread of the manager's own; `update` waits for it, `update_async` returns its future.
+All sockets belong to one thread of the manager's own; `update` waits for it, `update_async` returns its future. Between
+updates rank 0 brings up replicas that join or fell behind: `trainer_adapters.catching_up`.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
-import torch
 
+from inference_plugin.transports.backends import current_device, use_device
 from inference_plugin.transports.base import Transport
 from inference_plugin.transports.registry import available_transports, transport_named
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import TransportUnavailable, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import (
     CloseGroup,
@@ -43,12 +45,15 @@ from inference_plugin.wire.messages import (
 )
 from inference_plugin.wire.reports import PauseReport, UpdateReport, VerifyReport
 from inference_plugin.wire.tracing import Trace, flush, save, span, under
+from trainer_adapters import registry
+from trainer_adapters.catching_up import CatchingUp
 from trainer_adapters.crew import Crew
 from trainer_adapters.events import Event
 from trainer_adapters.pausing import Pauses
 from trainer_adapters.pending import PendingUpdate
-from trainer_adapters.rank import Rank, Settings
+from trainer_adapters.rank import CatchUpPolicy, Rank, Settings
 from trainer_adapters.replicas import ReplicaSession
+from trainer_adapters.roster import ReplicaStatus
 from trainer_adapters.stragglers import BestEffort, Quorum, Stragglers
 from trainer_adapters.update import Update
 from trainer_adapters.verification import Verification
@@ -77,6 +82,8 @@ class SyncManager:
     - `config`: every setting, these two among them; default the environment's `WEIGHTWIRE_*`, see docs/configuration.md.
     - `partial`: the group is a part of the model; what other groups don't write either keeps its values.
     - `stragglers`: which replicas a commit waits for; see `trainer_adapters.stragglers`.
+    - `catch_up`: whether replicas that join, or fell behind, get the last version between updates: "auto" (where it lies in
+      shared memory anyway), "always" (one more copy of each update, all trainer ranks on one host) or "never".
     - `process_group`: the trainer's ranks, default all of torch.distributed (used once, here), or this process alone.
 
     Raises typed errors (`inference_plugin.wire.errors`), the same on every rank.
@@ -93,6 +100,7 @@ class SyncManager:
         lease_s: float | None = None,
         partial: bool = False,
         stragglers: Stragglers = "report",
+        catch_up: CatchUpPolicy = "auto",
         process_group: dist.ProcessGroup | None = None,
         config: Config | None = None,
     ) -> None:
@@ -100,6 +108,7 @@ class SyncManager:
         for value, allowed in (
             (install, ("auto", "copy", "standby")),
             (in_flight, ("keep", "recompute", "abort", "drain")),
+            (catch_up, ("auto", "always", "never")),
         ):
             if value not in allowed:
                 raise ValueError(f"{value!r} is none of {', '.join(allowed)}")
@@ -115,16 +124,26 @@ class SyncManager:
             config.lease_s,
             partial=partial,
             stragglers=stragglers,
+            catch_up=catch_up,
             config=config,
         )
-        self._rank = Rank(self.settings, Crew(process_group, config.silence_s))
+        if catch_up == "always":
+            transport_named("shm")  # an error now rather than in the first update
+        crew = Crew(process_group, config.silence_s)
+        if catch_up == "always" and not crew.on_one_host:
+            crew.close()
+            raise TransportUnavailable(
+                "catch_up='always' keeps the last version in shared memory, and the trainer's ranks are on several hosts",
+                hint="catch_up='auto': replicas that join then wait for the next update",
+            )
+        self._rank = Rank(self.settings, crew, registry.take() if crew.rank == 0 else None)
+        self._catching_up = CatchingUp(self._rank) if crew.rank == 0 else None
         self._pauses = Pauses(self._rank)
-        cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1,
             thread_name_prefix="weightwire-manager",
-            initializer=_use_device,
-            initargs=(torch.cuda.current_device() if cuda else None,),
+            initializer=use_device,  # sources that gather on a device need the one that this rank was given
+            initargs=(current_device(),),
         )
 
     @property
@@ -139,7 +158,8 @@ class SyncManager:
         """Brings `version` of the source's weights into every replica; returns the report, the same on every rank.
 
         Raises if no replica took it. A replica that failed beside others that didn't is in `report.failed`; it serves
-        what it served before and is caught up by the next update. The source must not change until this returns.
+        what it served before and is caught up, as `catch_up` says, or by the next update. The source must not change until
+        this returns.
         """
         return self.update_async(source, version).result()
 
@@ -160,8 +180,8 @@ class SyncManager:
         return pending
 
     def on(self, event: Event, listener: Callable[..., Any]) -> Callable[[], None]:
-        """Has `listener` called at an event, on rank 0: "staged", "committed", "failed", "replica_joined",
-        "replica_lost", with the arguments that `trainer_adapters.events` lists. Returns what removes it again."""
+        """Has `listener` called at an event, on rank 0: "staged", "committed", "failed", "replica_joined", "replica_lost",
+        "replica_state", with the arguments that `trainer_adapters.events` lists. Returns what removes it again."""
         return self._rank.events.on(event, listener)
 
     def verify(self, source: WeightSource) -> VerifyReport:
@@ -226,8 +246,16 @@ class SyncManager:
             raise RuntimeError("only rank 0 waits for replicas; its update waits for the others anyway")
         return self._rank.registry.wait(count, timeout_s)
 
+    def replicas(self) -> list[ReplicaStatus]:
+        """Rank 0: every replica and what is known of it, without asking any; lost ones are listed until they are back (the
+        last 32 of them). Any thread, also while an update runs. Not collective."""
+        if self._rank.registry is None:
+            raise RuntimeError("only rank 0 knows the replicas")
+        self._rank.roster.look(self._rank.registry.cards, self._rank.registry.heard_s)
+        return self._rank.roster.statuses()
+
     def versions(self) -> dict[str, int | None]:
-        """The version that each living replica serves, by replica id; None before its first update. Not collective."""
+        """Asks each living replica which version it serves, by replica id; None before its first update. Not collective."""
         return self._thread.submit(self._versions).result()
 
     def close_group(self) -> None:
@@ -238,8 +266,7 @@ class SyncManager:
     def close(self) -> None:
         """Closes sockets and frees segments; may be called twice."""
         with contextlib.suppress(RuntimeError):
-            self._thread.submit(self._pauses.close).result()
-            self._thread.submit(self._rank.close).result()
+            self._thread.submit(self._close).result()
         self._thread.shutdown()
         flush()
 
@@ -257,7 +284,7 @@ class SyncManager:
         named = {"role": "trainer", "rank": self.rank, "group": self.group, "version": version}
         trace = Trace.begun(self.settings.config.profile_dir, **named)
         try:
-            with under(trace):
+            with under(trace), self._rank.roster.updating():
                 report = self._together(
                     f"update:{version}",
                     source,
@@ -307,16 +334,29 @@ class SyncManager:
         self._rank.crew.tell_all(Outcome(msgspec.msgpack.encode(report)))
         return report
 
+    def _close(self) -> None:
+        self._pauses.close()
+        if self._catching_up is not None:
+            self._catching_up.close()
+            self._catching_up = None
+        self._rank.close()
+
     def _close_group(self) -> None:
-        for session in self._rank.replicas.values():
-            session.agreed = None
-        for card in self.discover():
-            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
-            try:
-                session.ask_workers(CloseGroup(self.group), Done)
-            finally:
-                if card.replica not in self._rank.replicas:
-                    session.close()
+        with self._rank.roster.updating():
+            cards = self.discover()
+            names = [card.replica for card in cards]
+            self._rank.roster.free(names, math.inf, self.settings.config.control_timeout_s)
+            self._rank.adopt()
+            self._rank.roster.forget()
+            for session in self._rank.replicas.values():
+                session.agreed = None
+            for card in cards:
+                session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
+                try:
+                    session.ask_workers(CloseGroup(self.group), Done)
+                finally:
+                    if card.replica not in self._rank.replicas:
+                        session.close()
 
     def _versions(self) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
@@ -330,9 +370,3 @@ class SyncManager:
             held = {group.version for worker in workers for group in worker.groups if group.group == self.group}
             found[card.replica] = held.pop() if len(held) == 1 else None
         return found
-
-
-def _use_device(device: int | None) -> None:
-    """A new thread has the first GPU as its own; sources that gather there need the one that this rank was given."""
-    if device is not None:
-        torch.cuda.set_device(device)

@@ -142,8 +142,7 @@ class Front:
         self._card = card
         self._thread.start()
         addresses.write_card(card)
-        if registry is not None:
-            self._registration = Registration(registry, card)
+        self._registration = Registration(registry, card)
 
     @property
     def torn(self) -> str | None:
@@ -175,6 +174,9 @@ class Front:
         if self._stopping:
             return
         self._stopping = True
+        if self._card is not None:
+            with contextlib.suppress(OSError, WeightwireError):
+                addresses.remove_card(self._card)
         if self._registration is not None:
             self._registration.close()
         if self._thread.is_alive():

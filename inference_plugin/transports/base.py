@@ -195,6 +195,12 @@ class Sender(abc.ABC):
         to be aborted.
         """
 
+    def memory(self, description: bytes) -> torch.Tensor | None:
+        """Manager rank: where a transaction's bytes lie, all of them and laid out by the manifest, until `allocate` or
+        `close` takes their memory. None where they lie with the workers only. Replicas that come late are caught up
+        from there."""
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Frees everything; may be called twice."""

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from inference_plugin.transports.backends import VARIABLE
 from inference_plugin.wire.errors import ReplicaAsleep
 from tests.engines.conftest import Checkpoint
-from tests.engines.test_vllm_tokens import COUNT, PROMPTS, source
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, source, weights
 from tests.support.engines import Driver
-from trainer_adapters import SyncManager
+from trainer_adapters import ModuleAdapter, SyncManager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +40,7 @@ def test_tokens_after_an_update_on_a_gpu_are_those_of_a_fresh_engine(
         engine.open(model_a, enforce_eager=eager)
         engine.use()
         version = 0
-        for install, transport in (("auto", "auto"), ("copy", "shm"), ("standby", "zmq")):
+        for install, transport in (("auto", "auto"), ("copy", "shm"), ("standby", "zmq"), ("auto", "collective")):
             with SyncManager(install=install, transport=transport, timeout_s=300) as manager:  # type: ignore[arg-type]
                 for model in (model_b, model_a):
                     version += 1
@@ -49,6 +50,31 @@ def test_tokens_after_an_update_on_a_gpu_are_those_of_a_fresh_engine(
                         assert report.replicas[0].install == "copy"
                     assert engine.tokens(PROMPTS, COUNT) == expected[model]
                     assert manager.verify(source(model)).ok
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU of its own for each rank")
+def test_a_trainer_on_another_gpu_broadcasts_over_nccl(
+    runtime: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    before = torch.cuda.current_device()
+    with Driver(runtime, job="gpu-nccl", CUDA_VISIBLE_DEVICES="0") as engine:
+        engine.open(model_a, enforce_eager=True)
+        engine.use()
+        try:
+            torch.cuda.set_device(1)
+            sources = [
+                ModuleAdapter({name: tensor.cuda() for name, tensor in weights(model).items()})
+                for model in (model_b, model_a)
+            ]
+            with SyncManager(transport="collective", timeout_s=300) as manager:
+                for version, sent in enumerate(sources, start=1):
+                    report = manager.update(sent, version)
+                    assert [(r.status, r.transport) for r in report.replicas] == [("committed", "collective")]
+                    assert manager.verify(sent).ok
+        finally:
+            torch.cuda.set_device(before)
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "cuda-graphs"])
