@@ -50,6 +50,8 @@ from inference_plugin.wire.messages import (
     OpenGroup,
     RankCommit,
     RankVerify,
+    Relay,
+    Relaying,
     Release,
     Renew,
     Seal,
@@ -95,7 +97,6 @@ class Transaction:
     wanted: Sequence[Piece] = ()
     cancelled: threading.Event = field(default_factory=threading.Event)
     stager: threading.Thread | None = None
-    checked: threading.Event = field(default_factory=threading.Event)
     error: WeightwireError | None = None
     answer: Sealed | None = None
 
@@ -111,8 +112,10 @@ class WeightUpdateGroup:
         lock: threading.RLock,
         installer: Installer,
         decoding: Callable[[], bool],
+        on_checked: Callable[[], None],
     ) -> None:
         self._decoding = decoding
+        self._on_checked = on_checked
         self.name = name
         self.rank = rank
         self.replica = replica
@@ -228,18 +231,28 @@ class WeightUpdateGroup:
         if request.seq > expected:
             raise ProtocolError(f"bucket {request.seq} of trainer rank {request.rank} came before bucket {expected}")
         if request.seq == expected:
-            if transaction.pieces is not None:
+            if transaction.pieces is not None and not transaction.staging.takes_late:
                 raise ProtocolError("a new bucket after the seal")
             transaction.staging.receive(request.pieces, payload)
             transaction.next_seq[request.rank] = expected + 1
+            transaction.staging.pass_on(request, payload)
         return Done()
+
+    def relay(self, request: Relay) -> Relaying:
+        if isinstance(self._finished.get(request.txn), RankCommit):
+            return Relaying()  # it has everything
+        transaction = self._current(
+            request.txn, renew=False
+        )  # workers that ask each other must not outlive the trainer
+        transaction.staging.relay(request)
+        return Relaying(dict(transaction.next_seq))
 
     def renew(self, txn: str) -> Done:
         self._current(txn)
         return Done()
 
     def start_seal(self, request: Seal) -> Transaction:
-        """Checks that the pieces cover what this worker needs, and starts the stager; the caller waits for it."""
+        """Checks that the pieces cover what this worker needs, and starts the stager."""
         transaction = self._current(request.txn)
         if transaction.pieces is None:
             self._ready()
@@ -412,7 +425,9 @@ class WeightUpdateGroup:
             self.installer.finish()
             self._forget_previous()
             keep = self.installer.needs_previous
-            if not keep:
+            if keep:
+                transaction.staging.settle()
+            else:
                 transaction.staging.close()
             self.installed = Installed(
                 transaction.version,
@@ -451,6 +466,7 @@ class WeightUpdateGroup:
             manifest, pieces = self.manifest, transaction.pieces
             assert manifest is not None and pieces is not None
             threads = min(CHECK_THREADS, len(os.sched_getaffinity(0)))
+            transaction.staging.wait_for(transaction.wanted, transaction.cancelled)
             started_s = time.perf_counter()
             checked_bytes = transaction.staging.check(
                 manifest, transaction.wanted, self._brake(transaction, threads), threads
@@ -475,7 +491,7 @@ class WeightUpdateGroup:
             transaction.error = WeightwireError.wrap(error).at(phase="seal", version=transaction.version)
             transaction.staging.close()
         finally:
-            transaction.checked.set()
+            self._on_checked()
 
     def _brake(self, transaction: Transaction, threads: int = 1) -> Brake:
         """Gives way to decoding: after each stretch of work, a rest as long as `BRAKE_SHARE` asks of all `threads`
@@ -501,15 +517,16 @@ class WeightUpdateGroup:
             raise ProtocolError("the group is not open", hint="send OpenGroup before Begin")
         return self.manifest, self._receiver
 
-    def _current(self, txn: str) -> Transaction:
-        """The transaction of that id; asking for it renews its lease."""
+    def _current(self, txn: str, *, renew: bool = True) -> Transaction:
+        """The transaction of that id; asking for it renews its lease, unless `renew` is false."""
         if (finished := self._finished.get(txn)) is not None:
             if isinstance(finished, WeightwireError):
                 raise copy.copy(finished)  # an error that is kept must not collect tracebacks: they hold payloads
             raise VersionConflict(f"transaction {txn} is committed already")
         if self.transaction is None or self.transaction.txn != txn:
             raise ProtocolError(f"no transaction {txn} is open", hint="send Begin first")
-        self.transaction.expires_at_s = time.monotonic() + self.transaction.lease_s
+        if renew:
+            self.transaction.expires_at_s = time.monotonic() + self.transaction.lease_s
         return self.transaction
 
     def _drop(self, reason: str, kind: type[WeightwireError] = VersionConflict, **more: str) -> None:
@@ -554,6 +571,8 @@ class GroupTable:
         decoding: Callable[[], bool] = lambda: False,
     ) -> None:
         self._decoding = decoding
+        self.on_checked: Callable[[], None] = lambda: None
+        """Called, by any thread, when a `Seal` that wasn't done can be answered."""
         self.groups: dict[str, WeightUpdateGroup] = {}
         self._replica = replica
         self._rank = rank
@@ -577,6 +596,8 @@ class GroupTable:
                 if payload is None:
                     raise ProtocolError("a bucket without its payload frame")
                 return self.named(request.group).bucket(request, payload)
+            if isinstance(request, Relay):
+                return self.named(request.group).relay(request)
             if isinstance(request, Renew):
                 return self.named(request.group).renew(request.txn)
             if isinstance(request, Release):
@@ -588,10 +609,7 @@ class GroupTable:
             if not isinstance(request, Seal):
                 raise ProtocolError(f"a worker takes no {type(request).__name__}")
             group = self.named(request.group)
-            transaction = group.start_seal(request)
-        transaction.checked.wait(request.wait_s)
-        with self._lock:
-            return group.answer_seal(transaction)
+            return group.answer_seal(group.start_seal(request))
 
     def named(self, name: str) -> WeightUpdateGroup:
         """The group of that name. Raises `ProtocolError` that lists those there are."""
@@ -642,6 +660,7 @@ class GroupTable:
             self._lock,
             self._make_installer(request.group),
             self._decoding,
+            lambda: self.on_checked(),
         )
         try:
             opened = group.open(request, others)

@@ -25,6 +25,7 @@ import torch
 
 from inference_plugin.transports.base import Transport
 from inference_plugin.transports.registry import available_transports, transport_named
+from inference_plugin.transports.topology import FAN_OUTS, FanOut
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import WeightwireError
@@ -74,6 +75,8 @@ class SyncManager:
     - `lease_s`: after this silence a worker drops an unfinished update.
     - `partial`: the group is a part of the model; what other groups don't write either keeps its values.
     - `stragglers`: which replicas a commit waits for; see `trainer_adapters.stragglers`.
+    - `fan_out`: how bytes reach many replicas, on transports that send them: "direct" to each, "chain", "tree", or "auto";
+      see `inference_plugin.transports.topology`.
     - `process_group`: the trainer's ranks, default all of torch.distributed (used once, here), or this process alone.
 
     Raises typed errors (`inference_plugin.wire.errors`), the same on every rank.
@@ -90,6 +93,7 @@ class SyncManager:
         lease_s: float = 30.0,
         partial: bool = False,
         stragglers: Stragglers = "report",
+        fan_out: FanOut = "auto",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not (0 < timeout_s <= DAY_S and 0 < lease_s <= DAY_S):
@@ -97,6 +101,7 @@ class SyncManager:
         for value, allowed in (
             (install, ("auto", "copy", "standby")),
             (in_flight, ("keep", "recompute", "abort", "drain")),
+            (fan_out, FAN_OUTS),
         ):
             if value not in allowed:
                 raise ValueError(f"{value!r} is none of {', '.join(allowed)}")
@@ -104,7 +109,15 @@ class SyncManager:
             raise ValueError(f"stragglers={stragglers!r} is none of 'report', 'all', Quorum(n), BestEffort(seconds)")
         transports = available_transports() if transport == Transport.AUTO else [transport_named(transport)]
         self.settings = Settings(
-            group, transports, install, in_flight, timeout_s, lease_s, partial=partial, stragglers=stragglers
+            group,
+            transports,
+            install,
+            in_flight,
+            timeout_s,
+            lease_s,
+            partial=partial,
+            stragglers=stragglers,
+            fan_out=fan_out,
         )
         self._rank = Rank(self.settings, Crew(process_group))
         cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from inference_plugin.transports.base import Sender as TransportSender
 from inference_plugin.transports.base import Target, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
+from inference_plugin.transports.topology import FanOut
 from inference_plugin.wire.channel import Outgoing, fan_out
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, ExactCover, Manifest, Piece
@@ -45,6 +46,7 @@ class Settings:
     lease_s: float
     partial: bool
     stragglers: Stragglers
+    fan_out: FanOut
 
 
 class Rank:
@@ -124,6 +126,7 @@ class Rank:
                 pieces = written
                 total.nbytes += stats.nbytes
                 total.messages += stats.messages
+                total.sent_bytes += stats.sent_bytes
                 total.move_s += stats.move_s
                 total.digest_s += stats.digest_s
                 total.lost |= stats.lost
@@ -148,6 +151,7 @@ class Rank:
             total.digest_s,
             time.perf_counter() - started_s,
             {replica: error.info() for replica, error in total.lost.items()},
+            sent_bytes=total.sent_bytes,
             copies=copies,
         )
 

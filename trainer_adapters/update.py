@@ -71,6 +71,8 @@ class Update(Operation):
         self._sent_before: dict[str, int] = {}
         self._sessions: dict[str, ReplicaSession] = {}
         self._renewed_s = time.monotonic()
+        self._sealing: dict[str, Sealing] = {}
+        self._spreading = False
 
     def run(self) -> UpdateReport:
         self.phases["scan"] = time.perf_counter() - self.rank.began_s
@@ -81,11 +83,13 @@ class Update(Operation):
                 self.gather_ready()
                 ways = self._agree()
             with self._phase("stage"):
+                self._spreading = True
                 wrote = self.write(ways, compare_copies=bool(ways) and self.rank.claims.copies_are_due())
                 self._drop_lost(wrote)
             self._tell_staged()
             with self._phase("seal"):
                 sealed = self._seal(tuple(piece for w in wrote for piece in w.pieces))
+                self._spreading = False
             with self._phase("commit"):
                 self._commit(sealed)
             seconds = time.perf_counter() - self.rank.began_s
@@ -103,6 +107,7 @@ class Update(Operation):
             seconds=seconds,
             phases=self.phases,
             messages=self._sent() + sum(w.messages for w in wrote) + 2 * (self.rank.crew.size - 1),
+            egress_bytes=sum(w.sent_bytes for w in wrote),
             copies_per_byte=max((transport_named(way.name).copies_per_byte for way in ways), default=0.0),
             replicas=tuple(self.reports[name] for name in sorted(self.reports)),
         )
@@ -152,15 +157,16 @@ class Update(Operation):
             users = [s for s in self.active.values() if s.transport == transport.name]
             if not users:
                 continue
-            sender.meet([as_target(t) for s in users for t in s.targets()], self.rank.crew.size, self.left_s)
+            targets = [as_target(t) for s in users for t in s.targets()]
+            sender.meet(targets, self.rank.crew.size, self.left_s, self.settings.fan_out)
             segment = sender.allocate(self.manifest, busy)
             self.segments[transport.name] = _segment_id(segment)
             for session in users:
                 with self._replica(session):
                     self._begin(session, segment)
-            targets = tuple(t for s in users if s.card.replica in self.active for t in s.targets())
-            if targets:
-                ways.append(GoTransport(transport.name, segment, targets))
+            begun = tuple(t for s in users if s.card.replica in self.active for t in s.targets())
+            if begun:
+                ways.append(GoTransport(transport.name, segment, begun))
         return tuple(ways)
 
     def _open(self, session: ReplicaSession) -> None:
@@ -215,7 +221,7 @@ class Update(Operation):
         until_s = self.deadline_s - COMMIT_SHARE * self.settings.timeout_s
         if isinstance(policy, BestEffort):
             until_s = min(until_s, time.monotonic() + policy.deadline_s)
-        sealing = {name: Sealing(session) for name, session in self.active.items()}
+        sealing = self._sealing = {name: Sealing(session) for name, session in self.active.items()}
         for each in sealing.values():
             with self._replica(each.session):
                 each.ask(request)
@@ -319,11 +325,23 @@ class Update(Operation):
         """Takes a replica out of the update, with its reason in the report."""
         error.at(replica=session.card.replica, group=self.settings.group, version=self.version, phase=self._phase_name)
         if self.active.pop(session.card.replica, None) is not None:
+            self._route_around(session)
             self._tell_abort(session, str(error))
         self._report(session, "failed", None, error=error.info())
         session.agreed = None
         if isinstance(error, PeerLost):
             self.rank.lose(session.card.replica, str(error))
+
+    def _route_around(self, lost: ReplicaSession) -> None:
+        """Those to whom a lost replica passed the bytes on get them from others; or they are lost too, if they still
+        wait for them."""
+        if not self._spreading:
+            return
+        sender = next(sender for transport, sender in self.transports if transport.name == lost.transport)
+        for name, error in sender.without(lost.card.replica).items():
+            complete = name in self._sealing and self._sealing[name].done
+            if name in self.active and not complete:
+                self._fail(self.active[name], error)
 
     def _sent(self) -> int:
         """Requests that rank 0 sent in this update."""

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.transports.base import Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
+from inference_plugin.transports.topology import FanOut
 from inference_plugin.transports.zmq import BUCKET_BYTES, ZmqReceiver, ZmqStaging
 from inference_plugin.wire.addresses import boot_id, runtime_dir
 from inference_plugin.wire.codec import decode_as
@@ -183,7 +184,7 @@ class CollectiveReceiver(ZmqReceiver):
         meeting = decode_as(description, Meeting)
         if os.getpid() not in meeting.receivers:
             raise ProtocolError(f"process {os.getpid()} has no part in this update's groups")
-        staging = super().open(manifest, description, needs)
+        staging = super().open(manifest, b"", needs)
         assert isinstance(staging, CollectiveStaging)
         staging.begin(meeting)
         return staging
@@ -199,7 +200,7 @@ class CollectiveSender(Sender):
     def probe(self) -> bytes:
         return _here()
 
-    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float) -> None:
+    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
         self._met = tuple(targets), trainer_ranks, timeout_s
 
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
