@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from inference_plugin.transports.base import Sender as TransportSender
 from inference_plugin.transports.base import Target, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
-from inference_plugin.transports.topology import FanOut
+from inference_plugin.transports.topology import FanOut, classes_of
 from inference_plugin.wire.channel import Outgoing, fan_out
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, ExactCover, Manifest, Piece
@@ -21,6 +21,7 @@ from inference_plugin.wire.messages import Done, Go, GoTarget, InFlight, Install
 from trainer_adapters import registry
 from trainer_adapters.agreement import Claims, digests_of
 from trainer_adapters.crew import Crew
+from trainer_adapters.cutting import cut_slices, edges_of
 from trainer_adapters.events import Events
 from trainer_adapters.replicas import ReplicaSession
 from trainer_adapters.stragglers import Stragglers
@@ -107,8 +108,11 @@ class Rank:
         total = WriteStats()
         passes = 0
         try:
-            for way in go.transports:
-                sender = self.sender(transport_named(way.name))
+            ways = [(transport_named(way.name), way) for way in go.transports]
+            classes = classes_of((t.needs, t.needs) for transport, way in ways if transport.sends for t in way.targets)
+            edges = edges_of(members[0] for members in classes)
+            for transport, way in ways:
+                sender = self.sender(transport)
                 passes += 1
                 with _taken(source) as slices:
                     written, stats = sender.write(
@@ -117,7 +121,7 @@ class Rank:
                         self.crew.rank,
                         manifest,
                         way.segment,
-                        _ticking(slices, tick),
+                        cut_slices(_ticking(slices, tick), edges),
                         [as_target(target) for target in way.targets],
                         deadline_s=deadline_s,
                     )
@@ -131,7 +135,7 @@ class Rank:
                 total.digest_s += stats.digest_s
                 total.lost |= stats.lost
             if go.copies:
-                copies = tuple(digests_of(manifest, _ticking(source.copies(), tick)))
+                copies = tuple(digests_of(manifest, cut_slices(_ticking(source.copies(), tick), edges)))
         except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
             info = (
                 WeightwireError.wrap(error)

@@ -238,6 +238,8 @@ class Transport:
     receiver: Callable[[], Receiver]
     copies_per_byte: float = 0.0
     """Copies of a payload byte on its way from the trainer's memory to the parameter, those in the kernel included."""
+    sends: bool = False
+    """Whether bytes go to each worker by itself: slices are then cut where what a worker needs ends."""
 
     AUTO: ClassVar[str] = "auto"
 

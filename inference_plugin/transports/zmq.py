@@ -69,7 +69,7 @@ CANCEL_S = 0.1
 class Passing(msgspec.Struct, frozen=True):
     """The description of an update in which workers pass buckets on; without one nobody does."""
 
-    degree: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    degree: Annotated[int, msgspec.Meta(ge=1, lt=65)]
 
 
 class ZmqStaging(Staging):
@@ -464,4 +464,5 @@ TRANSPORT = Transport(
     sender=ZmqSender,
     receiver=ZmqReceiver,
     copies_per_byte=5,  # trainer -> bucket -> kernel -> frame -> staging -> parameter
+    sends=True,
 )

@@ -165,7 +165,7 @@ class Relay(msgspec.Struct, frozen=True, tag="relay"):
     group: GroupName
     txn: Txn
     below: Annotated[tuple[Hop, ...], msgspec.Meta(max_length=1 << 16)]
-    degree: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    degree: Annotated[int, msgspec.Meta(ge=1, lt=65)]
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
