@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -164,9 +164,7 @@ class Update(Operation):
             sender.meet(targets, self.rank.crew.size, self.left_s, self.settings.fan_out)
             segment = sender.allocate(self.manifest, busy)
             self.segments[transport.name] = _segment_id(segment)
-            for session in users:
-                with self._replica(session):
-                    self._begin(session, segment)
+            self._begin(users, segment)
             begun = tuple(t for s in users if s.card.replica in self.active for t in s.targets())
             if begun:
                 ways.append(GoTransport(transport.name, segment, begun))
@@ -182,7 +180,8 @@ class Update(Operation):
             timeout_s=self.left_s,
         )
 
-    def _begin(self, session: ReplicaSession, segment: bytes) -> None:
+    def _begin(self, sessions: Sequence[ReplicaSession], segment: bytes) -> None:
+        """Begins the transaction on all workers of these replicas at once."""
         request = Begin(
             group=self.settings.group,
             txn=self.txn,
@@ -192,13 +191,23 @@ class Update(Operation):
             fingerprint=self.manifest.fingerprint,
             segment=segment,
         )
-        try:
-            begun: list[Begun] = session.ask_workers(request, Begun, timeout_s=CONTROL_TIMEOUT_S)
-        except (ProtocolError, ManifestMismatch):
+        requests = [Outgoing(channel, request) for session in sessions for channel in session.workers]
+        replies = iter(fan_out(requests, Begun, timeout_s=CONTROL_TIMEOUT_S))
+        for session in sessions:
+            begun = [next(replies) for _ in session.workers]
+            with self._replica(session):
+                self._take_begun(session, request, begun)
+
+    def _take_begun(self, session: ReplicaSession, request: Begin, replies: list[Begun | WeightwireError]) -> None:
+        error = next((reply for reply in replies if isinstance(reply, WeightwireError)), None)
+        if isinstance(error, ProtocolError | ManifestMismatch):
             # The worker's terms are another trainer's by now: agree anew, once.
             session.agreed = None
             self._open(session)
-            begun = session.ask_workers(request, Begun, timeout_s=CONTROL_TIMEOUT_S)
+            replies = session.ask_workers(request, Begun, timeout_s=CONTROL_TIMEOUT_S)
+        elif error is not None:
+            raise error
+        begun = [reply for reply in replies if isinstance(reply, Begun)]
         if all(answer.already for answer in begun):
             self.active.pop(session.card.replica)
             self._report(session, "already", self.version)

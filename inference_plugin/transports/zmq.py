@@ -372,7 +372,7 @@ class _Lane:
         self._pieces: list[Piece] = []
         self._used_bytes = 0
         self._seq = 0
-        self._in_flight = False
+        self._awaits: type[Done | Relaying] | None = None
         self.messages = 0
         self.sent_bytes = 0
         self.error: WeightwireError | None = None
@@ -393,6 +393,7 @@ class _Lane:
             if below and lane.error is None:
                 with lane.failing():
                     lane.feed(below)
+                    lane.finish()
                     lane.below += below
                     below = ()
         self._stranded = below
@@ -412,8 +413,9 @@ class _Lane:
         self.finish()
         hops = tuple(Hop(t.replica, t.rank, t.address, t.pid, t.boot_id) for t in below)
         request = Relay(self._course.group, self._course.txn, hops, self._course.degree)
+        self.channel.send(request)
+        self._awaits = Relaying
         self.messages += 1
-        self.channel.request(request, Relaying, timeout_s=self._left_s())
 
     def add(self, piece: Piece, data: Bytes) -> None:
         """Packs a piece if the worker needs any of it; sends the bucket when it is full."""
@@ -434,7 +436,7 @@ class _Lane:
         course = self._course
         bucket = Bucket(course.group, course.txn, course.rank, self._seq, tuple(self._pieces))
         self.channel.send(bucket, payload=self._buffers[0][: self._used_bytes].data)
-        self._in_flight = True
+        self._awaits = Done
         self.messages += 1
         self.sent_bytes += self._used_bytes
         self._seq += 1
@@ -443,10 +445,10 @@ class _Lane:
         self._buffers.reverse()
 
     def finish(self) -> None:
-        """Waits for the answer to the bucket in flight."""
-        if self._in_flight:
-            self._in_flight = False
-            self.channel.receive(Done, timeout_s=self._left_s())
+        """Waits for the answer to what is in flight."""
+        if self._awaits is not None:
+            kind, self._awaits = self._awaits, None
+            self.channel.receive(kind, timeout_s=self._left_s())
 
     def _left_s(self) -> float:
         """How long to wait for an answer. Where others can take a silent worker's place, not until the deadline."""
