@@ -55,6 +55,7 @@ __all__ = ["Update"]
 logger = logging.getLogger(__name__)
 
 SEAL_WAIT_S = 0.5
+ABORT_TIMEOUT_S = 5.0
 COMMIT_SHARE = 0.2
 """Of an operation's time: what is left for the commit when a replica is slow to seal."""
 
@@ -362,7 +363,7 @@ class Update(Operation):
 
     def _tell_abort(self, session: ReplicaSession, reason: str) -> None:
         requests = [Outgoing(c, Abort(self.settings.group, self.txn, reason[:4096])) for c in session.workers]
-        for reply in fan_out(requests, Done, timeout_s=5.0):
+        for reply in fan_out(requests, Done, timeout_s=ABORT_TIMEOUT_S):
             if isinstance(reply, WeightwireError):
                 logger.info("weightwire: abort of %s on %s: %s", self.txn, session.card.replica, reply)
 

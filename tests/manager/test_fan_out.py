@@ -16,7 +16,7 @@ from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.reports import UpdateReport
 from tests.manager.conftest import Start
 from tests.manager.test_manager import Ranks, holds, source
-from tests.support.plain_engine import ShardSource, checkpoint, manifest_of
+from tests.support.plain_engine import PlainModel, ShardSource, checkpoint, manifest_of
 from tests.support.rig import Rig, kill
 from trainer_adapters import SyncManager, update
 from trainer_adapters.source import LocalSlice
@@ -31,6 +31,7 @@ def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "BUCKET_BYTES", 1600)
     monkeypatch.setattr(zmq, "SILENCE_S", SILENCE_S)
     monkeypatch.setattr(update, "SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(update, "ABORT_TIMEOUT_S", SILENCE_S)  # one that is stalled doesn't answer
 
 
 class Watched(ShardSource):
@@ -87,6 +88,15 @@ def test_what_leaves_the_trainer_does_not_depend_on_the_number_of_replicas(
         sent.append(report.egress_bytes)
     assert [nbytes / NBYTES for nbytes in sent] == list(copies)
     assert all(holds(rig, 3) for rig in rigs)
+
+
+def test_each_rank_is_sent_its_own_part_of_a_tensor_and_nothing_of_the_others(start: Start) -> None:
+    rig = start(tp=2)
+    with manager("direct") as one:
+        sent = one.update(source(1), 1).egress_bytes
+    models = [PlainModel(2, rank, 2) for rank in range(2)]
+    assert sent == sum(p.numel() * p.itemsize for model in models for p in model.parameters()) < 2 * NBYTES
+    assert holds(rig, 1)
 
 
 def test_auto_sends_directly_to_few_and_by_a_tree_to_many(start: Start) -> None:
