@@ -9,8 +9,6 @@ same host. Writes benchmarks/results/trainers.json, rows {adapter, ranks, way, b
   copied it to where an engine could read it;
 - "gathered": the same by `trainer_adapters.gather`;
 - "memory copy": the same bytes, warm, with both cores.
-
-Slices and copy once more with trainers whose C library writes around the cache (`NON_TEMPORAL`), see docs/operations.md.
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ ROOT = Path(__file__).parent.parent
 SETTLE_S = 2.0
 """Between what one way frees and the next measurement: a virtual machine gives pages back to its host in the background."""
 STEP_S = 0.3
-NON_TEMPORAL = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000"}
-"""A trainer's environment in which copies from 1 MiB on don't read first what they overwrite."""
 MEGATRON = ROOT / ".venvs" / "megatron" / "bin" / "python"
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -49,7 +45,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28, help="28 gives 506 M parameters")
     parser.add_argument("--adapters", nargs="*", help="some of them; all by default")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--non-temporal", action="store_true", help="only slices and copy with such copies")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
@@ -59,23 +54,21 @@ def main() -> None:
     from benchmarks.processes import make_model
 
     make_model(arguments.layers)  # for Megatron-Bridge, which wants a checkpoint
-    environments = [NON_TEMPORAL] if arguments.non_temporal else [{}, NON_TEMPORAL]
-    names = arguments.adapters or SETUPS
-    rows = [row for name in names for extra in environments for row in measure(name, arguments, extra)]
+    rows = [row for name in arguments.adapters or SETUPS for row in measure(name, arguments)]
     show(rows)
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "trainers.json"
-    measured = {(row["adapter"], row["way"]) for row in rows}
+    measured = {row["adapter"] for row in rows}
     before = json.loads(file.read_text()) if file.exists() else []
-    kept = [row for row in before if (row["adapter"], row["way"]) not in measured]
+    kept = [row for row in before if row["adapter"] not in measured]
     order = list(SETUPS)
     file.write_text(json.dumps(sorted(kept + rows, key=lambda row: order.index(row["adapter"])), indent=1) + "\n")
     print(f"written to {arguments.out / 'trainers.json'}")
 
 
-def measure(adapter: str, arguments: argparse.Namespace, extra: dict[str, str]) -> list[dict[str, Any]]:
-    """Rows of one adapter: a receiver and a trainer of their own, the trainer with `extra` in its environment."""
-    print(f"{adapter}: {arguments.ranks} ranks {' '.join(f'{k}={v}' for k, v in extra.items())} ...", flush=True)
+def measure(adapter: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one adapter: a receiver and a trainer of their own."""
+    print(f"{adapter}: {arguments.ranks} ranks ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="ww-bench-") as scratch:
         environment = os.environ | {
             "WEIGHTWIRE_RUNTIME_DIR": scratch,
@@ -88,7 +81,7 @@ def measure(adapter: str, arguments: argparse.Namespace, extra: dict[str, str]) 
         with receiver(scratch, arguments.layers, environment):
             python = str(MEGATRON) if adapter.startswith("Megatron") else sys.executable
             command = [python, *trainer, "-m", "benchmarks.trainers", "--rank-of", adapter, *options]
-            subprocess.run(command, env=environment | extra, cwd=ROOT, check=True, timeout=900)
+            subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=900)
         rows: list[dict[str, Any]] = json.loads((Path(scratch) / "rows.json").read_text())
     return rows
 
@@ -136,8 +129,6 @@ def run_rank(arguments: argparse.Namespace) -> None:
         "gathered": trainer.gather,
         "memory copy": trainer.copy,
     }
-    if NON_TEMPORAL.items() <= os.environ.items():
-        ways = {f"{way}, non-temporal": ways[way] for way in ("slices", "memory copy")}
     taken: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for run in range(arguments.runs + 2):
         for way, measured in ways.items():
@@ -236,8 +227,7 @@ class Trainer:
 
 def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        copy = "memory copy, non-temporal" if "non-temporal" in row["way"] else "memory copy"
-        limit = next(r["seconds"] for r in rows if r["adapter"] == row["adapter"] and r["way"] == copy)
+        limit = next(r["seconds"] for r in rows if r["adapter"] == row["adapter"] and r["way"] == "memory copy")
         print(
             f"{row['adapter']:12} {row['way']:28} {row['seconds']:.3f} s {row['bytes'] / row['seconds'] / 1e9:6.2f} GB/s "
             f"{row['seconds'] / limit:5.1f}x copy"

@@ -17,6 +17,7 @@ from inference_plugin.hooks import plugin_manager
 from inference_plugin.transports.registry import transports as known_transports
 from inference_plugin.wire import addresses, curve
 from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.copying import how_copies_are_made
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Describe, ReplicaCard, Verified, Verify, WorkerCard
 from inference_plugin.wire.reports import UpdateReport, compare_rank, last_report
@@ -121,6 +122,7 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
                 "processes": processes,
             }
         )
+    facts["copies"] = how_copies_are_made()
     facts["transports"] = {name: t.why_not() or "available" for name, t in known_transports().items()}
     facts["broken_plugins"] = plugin_manager().broken
     problems += [f"plug-in {name}: {why}" for name, why in plugin_manager().broken.items()]

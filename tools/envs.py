@@ -360,6 +360,7 @@ def _fingerprint(environment: Environment) -> str:
         "stand-ins": [path.read_text() for path in sorted((ROOT / environment.stand_ins).rglob("*.py"))]
         if environment.stand_ins
         else [],
+        "compiled": [(ROOT / name).read_text() for name in ("setup.py", "inference_plugin/wire/_copying.c")],
         "root": hashlib.sha256(str(ROOT).encode()).hexdigest(),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()

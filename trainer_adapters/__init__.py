@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainer_adapters.lora_adapter import LoRAAdapter
     from trainer_adapters.manager import SyncManager
     from trainer_adapters.megatron import MegatronAdapter
+    from trainer_adapters.megatron_lora_adapter import MegatronLoRAAdapter
     from trainer_adapters.module import ModuleAdapter
     from trainer_adapters.pending import PendingUpdate
     from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
@@ -30,6 +31,7 @@ __all__ = [
     "LoRAAdapter",
     "LocalSlice",
     "MegatronAdapter",
+    "MegatronLoRAAdapter",
     "MergedLoRAAdapter",
     "ModuleAdapter",
     "PendingUpdate",
@@ -47,6 +49,7 @@ _HOMES = {
     "LoRAAdapter": "lora_adapter",
     "LocalSlice": "source",
     "MegatronAdapter": "megatron",
+    "MegatronLoRAAdapter": "megatron_lora_adapter",
     "MergedLoRAAdapter": "lora",
     "ModuleAdapter": "module",
     "PendingUpdate": "pending",

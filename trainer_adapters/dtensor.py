@@ -3,7 +3,8 @@
 A rank's shard of a tensor is, per dimension, a list of index ranges: one for `Shard`, several for a `_StridedShard` that
 stands alone. Every combination of ranges is a box. Offsets are computed here and checked against the shards' shapes.
 
-From torch's private side: `_StridedShard` and its split factor, `DeviceMesh._get_root_mesh()`, and
+From torch's private side: `_StridedShard` and its split factor, a DTensor's `_spec` and `_local_tensor` (`to_local()` adds a
+record for autograd to each), `DeviceMesh._get_root_mesh()`, and
 `FSDPModule._get_fsdp_state()`, whose groups know whether parameters are sharded just now.
 """
 
@@ -68,33 +69,46 @@ class ShardedSource(ScannedSource):
         self._model = model
         self._meshes: dict[tuple[DeviceMesh, tuple[Placement, ...]], Mesh] = {}
         self._spreads: dict[tuple[Mesh, Dims, Dims], Spread] = {}
+        self._known: dict[int, tuple[Any, Dims, Dims, Any, str]] = {}
 
     def _scan(self, keep: list[Any] | None = None) -> tuple[Head, ...]:
-        if unsharded := _unsharded(self._model):
+        heads = super()._scan(keep)
+        if len(self._known) > 2 * len(heads):  # of parameters that are gone
+            self._known.clear()
+        # What was planned lay in shards: only another model may be one that doesn't just now.
+        if (self._plan is None or heads != self._plan.heads) and (unsharded := _unsharded(self._model)):
             raise ManifestMismatch(
                 f"parameters are unsharded just now in {first_few(unsharded)}", hint=FREED_HINT, side="trainer"
             )
-        with torch.no_grad():  # else torch keeps a record of each look into a DTensor
-            return super()._scan(keep)
+        return heads
 
     def _look(self, thing: Any) -> Look:
         if not isinstance(thing, DTensor):
             return super()._look(thing)
-        local = self._local(thing)
+        local = thing._local_tensor
+        spec = thing._spec
+        known = self._known.get(id(spec))
+        if known is None or known[0] is not spec or known[1] != local.shape:
+            known = self._known[id(spec)] = (spec, local.shape, *self._spread_of(thing, local))
+        _, _, shape, layout, problem = known
+        if not problem and layout.mesh.coordinate is not None:
+            problem = why_not_plain(local)
+        return Look(shape, thing.dtype, layout, problem, None if problem else memory_of(thing))
+
+    def _spread_of(self, thing: DTensor, local: torch.Tensor) -> tuple[Dims, Any, str]:
+        """Its shape, how it lies on its mesh, and why it can't be sent."""
         key = thing.device_mesh, tuple(thing.placements)
         mesh = self._meshes.setdefault(key, Mesh(*key))
         shape = tuple(thing.shape)
         if problem := mesh.problem or self._problem_of(mesh):
-            return Look(shape, thing.dtype, mesh, problem)
+            return shape, mesh, problem
         spread = self._spread(mesh, shape, tuple(local.shape))
-        problem = spread.problem or (why_not_plain(local) if mesh.coordinate is not None else "")
-        return Look(shape, thing.dtype, spread, problem, None if problem else memory_of(thing))
+        return shape, spread, spread.problem
 
     def _local(self, thing: Any) -> torch.Tensor:
         if not isinstance(thing, DTensor):
             return super()._local(thing)
-        with torch.no_grad():
-            return thing.to_local().detach()
+        return thing._local_tensor.detach()
 
     def _problem_of(self, mesh: Mesh) -> str:
         """Why this source sends no tensor that lies so; "" if it does."""

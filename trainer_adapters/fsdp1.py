@@ -84,7 +84,7 @@ class FlatSource(ScannedSource):
             for owner, name, piece in unit.pieces():
                 managed.setdefault(id(owner), {})[name] = piece
         plain: dict[str, Any] = dict(self._plain())
-        for prefix, part in walk(self._model, "", set()):
+        for prefix, part in walk(self._model):
             own = managed.get(id(part), {})
             for name, piece in own.items():
                 yield prefix + name, piece

@@ -8,7 +8,7 @@ result without talking again.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,7 +21,7 @@ from inference_plugin.wire.tensors import dtype_name, torch_dtype
 from trainer_adapters.exchange import exchange_bytes
 from trainer_adapters.source import DtypeRules, NameFilter, share_boxes
 
-__all__ = ["Inventory", "Item", "Share", "divide", "exchange", "merge", "raise_first"]
+__all__ = ["Inventory", "Item", "Share", "divide", "exchange", "exchange_all", "merge", "raise_first"]
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
@@ -60,6 +60,23 @@ def exchange(inventory: Inventory, group: dist.ProcessGroup | None) -> list[Inve
         return [inventory]
     everybody = exchange_bytes(msgspec.msgpack.encode(inventory), group)
     return [codec.decode_as(one, Inventory) for one in everybody]
+
+
+def exchange_all(look: Callable[[], Inventory], group: dist.ProcessGroup | None) -> list[Inventory]:
+    """`exchange` of what `look` finds on each rank. Raises, on all ranks, the first rank's error: nobody is left waiting
+    for a rank whose look failed."""
+    own: Exception | None = None
+    try:
+        mine = look()
+    except Exception as error:  # noqa: BLE001 -- raised below, when the others know
+        own = error
+        told = error if isinstance(error, WeightwireError) else ManifestMismatch(f"{type(error).__name__}: {error}")
+        mine = Inventory(error=told.info())
+    everybody = exchange(mine, group)
+    if own is not None and not isinstance(own, WeightwireError):
+        raise own
+    raise_first(everybody)
+    return everybody
 
 
 def raise_first(inventories: Sequence[Inventory]) -> None:

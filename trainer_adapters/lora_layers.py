@@ -93,7 +93,7 @@ def look_at(model: torch.nn.Module, *, only: str | None = None) -> PeftLook:
     layers: list[tuple[str, Any]] = []
     problems: list[str] = []
     replaced: list[str] = []
-    for raw_prefix, module in walk(model, "", set()):
+    for raw_prefix, module in walk(model):
         part: Any = module
         prefix = _unwrapped(raw_prefix)
         if isinstance(part, PeftModel):

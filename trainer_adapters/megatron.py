@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inference_plugin.wire.errors import ManifestMismatch, WeightwireError, first_few
+from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
-from trainer_adapters.inventory import Inventory, Item, Share, divide, exchange, merge, raise_first
+from trainer_adapters.inventory import Inventory, Item, Share, divide, exchange_all, merge
 from trainer_adapters.megatron_lora import Adapted, base_name, look_for_adapters, make_factors
 from trainer_adapters.megatron_rules import ARCHITECTURES, PADDING, Architecture, Facts, Match
 from trainer_adapters.module import module_stream
@@ -31,7 +31,7 @@ from trainer_adapters.plan import Rules
 from trainer_adapters.scan import why_not_plain
 from trainer_adapters.source import DtypeRules, LocalSlice, NameFilter, WeightSource
 
-__all__ = ["MegatronAdapter"]
+__all__ = ["Chunk", "MegatronAdapter", "chunks_of"]
 
 FALLBACK = "add it to the architecture's table, or send what another converter exports (docs/trainers/megatron.md)"
 
@@ -72,19 +72,12 @@ class MegatronAdapter(WeightSource):
         architecture: Architecture | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        own: Exception | None = None
-        try:
-            self._chunks = _chunks(model, hf_config, architecture)
+        def look() -> Inventory:
+            self._chunks = chunks_of(model, hf_config, architecture)
             self._heads, self._cuts = _look(self._chunks)
-            mine = _inventory(self._chunks, self._cuts)
-        except Exception as error:  # noqa: BLE001 -- raised below, when the others know: they wait in the exchange
-            own = error
-            told = error if isinstance(error, WeightwireError) else ManifestMismatch(f"{type(error).__name__}: {error}")
-            mine = Inventory(error=told.info())
-        everybody = exchange(mine, process_group)
-        if own is not None and not isinstance(own, WeightwireError):
-            raise own
-        raise_first(everybody)
+            return _inventory(self._chunks, self._cuts)
+
+        everybody = exchange_all(look, process_group)
         _check_complete(everybody)
         self._manifest = merge(
             everybody,
@@ -176,7 +169,7 @@ class _Cut:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """One `GPTModel` of this rank (several with virtual stages) and what its rules need to know."""
 
     model: Any
@@ -253,7 +246,7 @@ class _Place:
     pp_rank: int
 
 
-def _chunks(model: Any, hf_config: Any, architecture: Architecture | None) -> list[_Chunk]:
+def chunks_of(model: Any, hf_config: Any, architecture: Architecture | None) -> list[Chunk]:
     models = [_unwrapped(one) for one in (model if isinstance(model, list | tuple) else [model])]
     if not models:
         raise TypeError("this rank's list of model chunks is empty: leave it out of process_group")
@@ -264,7 +257,7 @@ def _chunks(model: Any, hf_config: Any, architecture: Architecture | None) -> li
         place = _place(one)
         stage = getattr(one, "vp_stage", None)
         stage = i if stage is None and len(models) > 1 else stage
-        chunk = _Chunk(
+        chunk = Chunk(
             model=one,
             architecture=architecture,
             vocab_size=int(_get(hf_config, "vocab_size")),
@@ -366,7 +359,7 @@ def _asked(function: Callable[..., int], config: Any, stage: int | None, pp_rank
         mpu.set_virtual_pipeline_model_parallel_rank(before)
 
 
-def _check_layer_numbers(chunk: _Chunk) -> None:
+def _check_layer_numbers(chunk: Chunk) -> None:
     """The layers know their numbers too, from when they were built: a model that was built in other groups, or as
     another virtual stage, would be sent under wrong names."""
     for i, layer in enumerate(getattr(chunk.model.decoder, "layers", ())):
@@ -382,7 +375,7 @@ def _check_layer_numbers(chunk: _Chunk) -> None:
 Heads = dict[tuple[int, str], str]
 
 
-def _look(chunks: list[_Chunk]) -> tuple[Heads, list[_Cut]]:
+def _look(chunks: list[Chunk]) -> tuple[Heads, list[_Cut]]:
     """What this rank holds. Raises `ManifestMismatch` for what can't be sent."""
     heads: Heads = {}
     cuts: list[_Cut] = []
@@ -395,13 +388,13 @@ def _look(chunks: list[_Chunk]) -> tuple[Heads, list[_Cut]]:
     return heads, cuts
 
 
-def _head(chunk: _Chunk, name: str, tensor: torch.Tensor) -> str:
+def _head(chunk: Chunk, name: str, tensor: torch.Tensor) -> str:
     match = chunk.architecture.match(name)
     dtype = match.rule.dtype(tensor.dtype) if match is not None and match.rule is not None else tensor.dtype
     return f"{dtype} {list(tensor.shape)}"
 
 
-def _cuts(chunk: _Chunk, parameter: tuple[int, str], tensor: torch.Tensor) -> Iterator[_Cut]:
+def _cuts(chunk: Chunk, parameter: tuple[int, str], tensor: torch.Tensor) -> Iterator[_Cut]:
     """The boxes of checkpoint tensors that one parameter holds."""
     match = chunk.match(parameter[1], tensor)
     if match.rule is None:
@@ -449,7 +442,7 @@ def _with(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]
     return (*values[:position], value, *values[position + 1 :])
 
 
-def _inventory(chunks: list[_Chunk], cuts: list[_Cut]) -> Inventory:
+def _inventory(chunks: list[Chunk], cuts: list[_Cut]) -> Inventory:
     config = chunks[0].model.config
     parts: set[tuple[str, int, int]] = set()
     for chunk in chunks:

@@ -23,7 +23,7 @@ from inference_plugin.wire.errors import ManifestMismatch, first_few
 from trainer_adapters.exchange import exchange_tensors
 from trainer_adapters.lora_product import add_product
 
-__all__ = ["Adapted", "Factors", "base_name", "look_for_adapters", "make_factors"]
+__all__ = ["Adapted", "Factors", "Layer", "base_name", "look_for_adapters", "make_factors"]
 
 KNOWN = {"LoRALinear", "TEFusedLoRALinear"}
 HINT = "change it as it says, or send what Megatron-Bridge exports, which merges too (ExportAdapter)"
@@ -142,13 +142,18 @@ class Factors:
                 a = torch.cat([one[2 * i] for one in everybody], dim=1 if self._adapted[layer].by_columns else 0)
                 self._whole[layer] = a, torch.cat([one[2 * i + 1] for one in everybody])
 
+    def whole(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (rank, columns) and B (rows, rank) of a layer, as they were when they were gathered last."""
+        if layer not in self._whole:
+            self.gather()
+        return self._whole[layer]
+
     def merged(self, layer: Layer, values: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
         """`values` of a layer's weight, which begin at `starts` in the whole weight, with the adapter's product added: in
         float32, or float64. Raises `ManifestMismatch` for an adapter that doesn't fit."""
-        if layer not in self._whole:
-            self.gather()
+        whole = self.whole(layer)
         total = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32, copy=True)
-        a, b = (factor.to(total) for factor in self._whole[layer])
+        a, b = (factor.to(total) for factor in whole)
         one = self._adapted[layer]
         ends = tuple(start + size for start, size in zip(starts, values.shape, strict=True))
         if a.shape[0] != one.rank or b.shape[1] != one.rank or ends[0] > b.shape[0] or ends[1] > a.shape[1]:

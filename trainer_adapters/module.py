@@ -116,7 +116,7 @@ def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persisten
         raise ValueError(f"include_buffers is 'persistent', 'all' or 'none', not {include_buffers!r}")
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, part in walk(module, "", set()):
+        for prefix, part in walk(module):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     yield prefix + name, parameter
@@ -133,7 +133,7 @@ def module_ties(module: torch.nn.Module) -> dict[str, str]:
     """Names, as the stream has them, that transformers declares tied, to the name each is tied to ("" where
     only an older list is there)."""
     ties: dict[str, str] = {}
-    for prefix, part in walk(module, "", set()):
+    for prefix, part in walk(module):
         declared = getattr(part, "all_tied_weights_keys", None)
         if declared is None:
             declared = dict.fromkeys(getattr(part, "_tied_weights_keys", None) or (), "")
@@ -142,18 +142,27 @@ def module_ties(module: torch.nn.Module) -> dict[str, str]:
     return ties
 
 
-def walk(module: torch.nn.Module, prefix: str, above: set[int]) -> Iterator[tuple[str, torch.nn.Module]]:
+def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Each submodule with its prefix, at every place that it is used, without what `WRAPPERS` add."""
-    if id(module) in above:
-        raise ManifestMismatch(f"{prefix}: the module contains itself", side="trainer")
-    yield prefix, module
-    if module._modules:
-        inner = next((name for kinds, name in WRAPPERS if isinstance(module, kinds)), None)
-        above.add(id(module))
-        for name, child in module._modules.items():
-            if child is not None:
-                yield from walk(child, prefix if name == inner else f"{prefix}{name}.", above)
-        above.discard(id(module))
+    above: set[int] = set()
+    left: list[tuple[str, torch.nn.Module | int]] = [("", module)]
+    while left:
+        prefix, part = left.pop()
+        if isinstance(part, int):  # everything in that module was seen
+            above.discard(part)
+            continue
+        if id(part) in above:
+            raise ManifestMismatch(f"{prefix}: the module contains itself", side="trainer")
+        yield prefix, part
+        if part._modules:
+            inner = next((name for kinds, name in WRAPPERS if isinstance(part, kinds)), None)
+            above.add(id(part))
+            left.append((prefix, id(part)))
+            left.extend(
+                (prefix if name == inner else f"{prefix}{name}.", child)
+                for name, child in reversed(part._modules.items())
+                if child is not None
+            )
 
 
 def _refuse_sharded(module: torch.nn.Module) -> None:

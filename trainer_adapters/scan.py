@@ -249,7 +249,7 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         return "is a DTensor: ModuleAdapter takes whole tensors, use FSDPAdapter or DTensorAdapter"
     if tensor.is_meta:
         return "is on the meta device: it has no values"
-    if bool(is_traceable_wrapper_subclass(tensor)):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and bool(is_traceable_wrapper_subclass(tensor)):
         return f"is a {type(tensor).__name__}, which wraps other tensors: convert it to a plain one"
     if tensor.layout != torch.strided or tensor.is_quantized:
         return f"is {tensor.layout} {tensor.dtype}: convert it to a plain tensor"

@@ -108,8 +108,9 @@ class PassingOn:
             return fresh
         parts = []
         for piece in entry.bucket.pieces:
-            if (place := self._manifest.byte_range(piece.box)) is not None:
-                parts.append(self._memory.numpy()[place[0] : place[1]])
+            rows = self._manifest.rows(piece.box)
+            if rows is not None and rows.rows == 1:
+                parts.append(self._memory.numpy()[rows.start : rows.start + rows.row_bytes])
             else:
                 parts.append(bytes_view(box_view(self._memory, self._manifest, piece.box).contiguous()).numpy())
         return (parts[0] if len(parts) == 1 else np.concatenate(parts)).data

@@ -34,11 +34,10 @@ from inference_plugin.transports.base import (
     Transport,
     WriteStats,
     pieces_of,
-    place_piece,
+    place_and_digest,
 )
 from inference_plugin.wire.addresses import boot_id
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import SyncTimeout, TransportUnavailable
 from inference_plugin.wire.manifest import Box, Manifest, Piece
 
@@ -218,14 +217,7 @@ class ShmSender(Sender):
         stats = WriteStats()
         for item in slices:
             for cut, part in pieces_of(manifest, item):
-                started_s = time.perf_counter()
-                digest = digest_bytes(part)
-                digested_s = time.perf_counter()
-                place_piece(segment, manifest, cut, part)
-                pieces.append(Piece(cut.box, digest))
-                stats.nbytes += part.nbytes
-                stats.digest_s += digested_s - started_s
-                stats.move_s += time.perf_counter() - digested_s
+                pieces.append(place_and_digest(segment, manifest, cut, part, stats))
             if time.monotonic() > deadline_s:
                 raise SyncTimeout(f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline")
         return pieces, stats

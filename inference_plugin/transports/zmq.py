@@ -136,7 +136,7 @@ class ZmqStaging(Staging):
         if wanted is None or (part := intersect(box, wanted)) is None:
             return False
         if part == box:
-            cut = Cut(box, 0, data.nbytes, self._manifest.byte_range(box))
+            cut = Cut(box, 0, data.nbytes, self._manifest.rows(box))
             place_piece(self.segment, self._manifest, cut, data)
             return True
         source = typed(data, torch_dtype(self._manifest.tensors[box.tensor].dtype)).view(box.sizes)

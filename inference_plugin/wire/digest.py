@@ -10,12 +10,16 @@ import xxhash
 
 from inference_plugin.wire.manifest import Manifest, Piece
 
-__all__ = ["digest_bytes", "digest_group"]
+__all__ = ["Digest", "digest_bytes", "digest_group"]
 
 
 def digest_bytes(buffer: Any) -> int:
     """xxh3-64 of a C-contiguous buffer (anything with the buffer protocol). Releases the GIL while it computes."""
     return xxhash.xxh3_64_intdigest(buffer)
+
+
+Digest = xxhash.xxh3_64
+"""`digest_bytes` of what `update` is given bit by bit; `intdigest` tells it. Releases the GIL too."""
 
 
 def digest_group(manifest: Manifest, pieces: Iterable[Piece]) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "ExactCover",
     "Manifest",
     "Piece",
+    "Rows",
     "SegmentLayout",
     "TensorSpec",
     "aligned",
@@ -148,22 +149,25 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def box_nbytes(self, box: Box) -> int:
         return box_volume(box) * DTYPE_BYTES[self.tensors[box.tensor].dtype]
 
-    def byte_range(self, box: Box) -> tuple[int, int] | None:
-        """Where the box's bytes begin and end in the segment, if they lie there one after the other; else None."""
-        shape = self.tensors[box.tensor].shape
+    def rows(self, box: Box) -> Rows | None:
+        """How the box's bytes lie in the segment; None if not in rows of one length at one distance."""
         item_bytes = DTYPE_BYTES[self.tensors[box.tensor].dtype]
-        start = 0
-        whole_from_here = True
-        row_bytes = item_bytes
-        for dim in range(len(shape) - 1, -1, -1):
-            size = box.sizes[dim]
-            if not whole_from_here and size != 1:
-                return None
-            start += box.offsets[dim] * row_bytes
-            row_bytes *= shape[dim]
-            whole_from_here = whole_from_here and size == shape[dim]
-        start += self.layout.offsets[box.tensor]
-        return start, start + box_volume(box) * item_bytes
+        start, count, row_bytes, stride = self.layout.offsets[box.tensor], 1, item_bytes, 0
+        step = item_bytes
+        shape = self.tensors[box.tensor].shape
+        for offset, size, dim in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
+            start += offset * step
+            if size != 1:
+                if count == 1 and step == row_bytes:
+                    row_bytes *= size
+                elif count == 1:
+                    count, stride = size, step
+                elif step == count * stride:
+                    count *= size
+                else:
+                    return None
+            step *= dim
+        return Rows(start, count, row_bytes, stride if count != 1 else row_bytes)
 
     def cut(self, box: Box, piece_bytes: int) -> tuple[Cut, ...]:
         """`split_box(box, ...)` with where each piece lies. Remembered: every update asks for the same boxes."""
@@ -174,7 +178,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
             start = 0
             for part in split_box(self.check_box(box), item_bytes, piece_bytes):
                 end = start + box_volume(part) * item_bytes
-                cuts.append(Cut(part, start, end, self.byte_range(part)))
+                cuts.append(Cut(part, start, end, self.rows(part)))
                 start = end
             known = self._cuts[key] = tuple(cuts)
         return known
@@ -203,13 +207,23 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return f"{self.tensors[box.tensor].name}[{ranges}]"
 
 
+class Rows(NamedTuple):
+    """Bytes that lie in rows: where the first one starts, how many there are, how long each is, and how far it is from
+    one to the next."""
+
+    start: int
+    rows: int
+    row_bytes: int
+    stride: int
+
+
 class Cut(NamedTuple):
-    """A piece of a box: itself, its bytes `start:end` in the outer box (C order), and its `byte_range` in the segment."""
+    """A piece of a box: itself, its bytes `start:end` in the outer box (C order), and its `rows` in the segment."""
 
     box: Box
     start: int
     end: int
-    place: tuple[int, int] | None
+    place: Rows | None
 
 
 class SegmentLayout(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from megatron.core.transformer.enums import AttnBackend
 from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu, without_fused_kernels
 from tests.support.megatron_models import KINDS, Layout, build, shift, train
 from tests.trainers.observing import Result, observe, refused
-from trainer_adapters import ExportAdapter, MegatronAdapter
+from trainer_adapters import ExportAdapter, MegatronAdapter, MegatronLoRAAdapter
 from trainer_adapters.gather import gathered
 from trainer_adapters.megatron_rules import LLAMA, QKV, Architecture, Columns, Facts, GateUp, Rule, Run, Whole
 
@@ -324,9 +324,15 @@ def lora(kind: str, layout: Layout, *targets: str) -> Callable[[Path], Result]:
         source = MegatronAdapter(wrapped, hf)
         result: Result = {"place": place(), "merged": observe(source), "before": before}
         result["gathered"] = {name: tensor.clone() for name, tensor in gathered(source)}
+        result["alone_refused"] = refused(lambda: MegatronLoRAAdapter(wrapped, hf))
+        alone = None
+        if result["alone_refused"]["error"] is None:
+            alone = MegatronLoRAAdapter(wrapped, hf)
+            result["alone"] = observe(alone)
         adapter = next(part.adapter for part in chunks[0].modules() if hasattr(part, "to_wrap"))
         adapter.alpha = 7
         result["scaled"] = refused(source.slices)
+        result["alone_scaled"] = refused((alone or source).manifest)
         adapter.alpha = 6
         if layout.te:
             bridge = BRIDGE.from_hf_pretrained(checkpoints / kind.replace(" ", "_"))

@@ -356,6 +356,30 @@ def test_lora_adapters_are_merged_into_what_is_sent_as_megatron_bridge_merges_th
         assert all(torch.equal(one["gathered"][name], value) for name, value in values.items())
 
 
+@pytest.mark.parametrize(("world", "case"), LORA, ids=[case for _, case in LORA])
+def test_lora_adapters_alone_are_what_megatron_bridge_would_merge(
+    launched: Launched, checkpoints: Path, world: int, case: str
+) -> None:
+    seen = of(launched[world], case)
+    if "moe" in case:
+        for one in seen:
+            assert one["alone_refused"]["error"] == "ManifestMismatch", one["alone_refused"]
+            assert "LoRA slots can't hold the adapters of experts: decoder.layers." in one["alone_refused"]["text"]
+        return
+    hf = hf_config(checkpoints, "qwen3")
+    _, values, _ = written([one["alone"] for one in seen], collectives=seen[0]["alone"]["collectives"])
+    base = assemble([{"raw": one["before"], "place": one["place"]} for one in seen], hf)
+    layers = {name.removesuffix("weight") for name in base if re.search(LORA[world, case], name)}
+    assert set(values) == {f"base_model.model.{name}lora_{x}.weight" for name in layers for x in "AB"}
+    for name in layers:
+        a, b = (values[f"base_model.model.{name}lora_{x}.weight"] for x in "AB")
+        assert a.shape[0] == b.shape[1] == 4
+        merged = seen[0]["bridge"][f"{name}weight"]
+        torch.testing.assert_close(base[f"{name}weight"] + b @ a, merged, rtol=1e-5, atol=1e-6)
+    for one in seen:
+        assert "LoRA adapters came, went or were scaled" in one["alone_scaled"]["text"]
+
+
 def test_adapters_that_were_scaled_or_disabled_meanwhile_and_kinds_without_a_rule_are_refused(
     launched: Launched,
 ) -> None:
