@@ -120,7 +120,6 @@ def passed_on(
 
 def measure(runs: int) -> list[Row]:
     """All ways in turn, so that what else this machine does falls on all of them."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tests.support.plain_engine import ShardSource, checkpoint
     from tests.support.rig import Rig
     from trainer_adapters import SyncManager
@@ -196,6 +195,10 @@ def show(rows: list[Row]) -> None:
                 f"{each['replica_ms_per_replica']:.2f} of its own, wall {each['wall_ms_per_replica']:.2f} ms, {egress}, "
                 f"{each['messages']:.0f} messages"
             )
+    for way in WAYS:
+        own = [each for each in rows if (each["kind"], each["fan_out"]) == ("measured", way)]
+        added_s = (own[-1]["trainer_cpu_s"] - own[0]["trainer_cpu_s"]) / (own[-1]["replicas"] - own[0]["replicas"])
+        print(f"{way}: another replica costs the trainer {1e3 * added_s:.2f} ms")
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -208,10 +211,11 @@ def plot(rows: list[Row], path: Path) -> None:
     panels = (
         ("simulated", "seconds", "seconds of an update", 1.0),
         ("simulated", "egress_bytes", "bytes that leave the trainer / model", float(simulated[0]["bytes"])),
+        ("simulated", "control_messages", "control messages of an update", 1.0),
         ("measured", "trainer_ms_per_replica", "trainer's CPU, ms per replica and update", 1.0),
     )
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.5))
-    for axis, (kind, value, label, unit) in zip(axes, panels, strict=True):
+    figure, axes = pyplot.subplots(2, 2, figsize=(10, 8))
+    for axis, (kind, value, label, unit) in zip(axes.flat, panels, strict=True):
         for way in WAYS:
             own = [each for each in rows if (each["kind"], each["fan_out"]) == (kind, way)]
             axis.plot([e["replicas"] for e in own], [e[value] / unit for e in own], marker="o", label=way)

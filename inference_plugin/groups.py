@@ -5,7 +5,7 @@
       ^                     |                         |                    |
       +---------------------+-------- abort, lease ---+      undo failed:  +---> torn (until a full update commits)
 
-Three threads meet here, under one lock: the REP thread (`handle`, `expire`), a group's stager thread (checks digests,
+Three threads meet here, under one lock: the socket's thread (`handle`, `expire`), a group's stager thread (checks digests,
 prepares a standby), and the engine's own thread (`check_sealed`, `install`, `undo`, `finish`, `verify`), which alone
 touches the live model.
 """
@@ -138,7 +138,7 @@ class WeightUpdateGroup:
     def state(self) -> GroupState:
         return self._state
 
-    # --- the REP thread ----------------------------------------------------------------------------------------------
+    # --- the socket's thread ----------------------------------------------------------------------------------------------
 
     def open(self, request: OpenGroup, others: Mapping[str, frozenset[str]]) -> GroupOpened:
         """Agrees on terms; `others` are the parameters that other groups write.

@@ -145,6 +145,17 @@ def test_a_relay_killed_in_the_middle_costs_its_replica_and_nobody_below_it(
     assert all(holds(rig, 3) for rig in rigs)
 
 
+def test_a_replica_that_drops_out_by_another_of_its_ranks_leaves_nobody_below_it_behind(start: Start) -> None:
+    """Its first worker lives and passed buckets on, but its transaction is over."""
+    rigs = replicas(start, 4, tp=2)
+    with manager("chain") as one:
+        one.update(source(1), 1)
+        lost = rigs.pop(1)
+        report = one.update(Watched(2, lambda: kill(lost.worker_pid(1))), 2)
+        assert {name: type(error) for name, error in failed(report).items()} == {lost.replica: PeerLost}
+    assert all(holds(rig, 2) for rig in rigs)
+
+
 def test_a_chain_without_its_first_worker_is_lost_at_once_for_this_update(start: Start) -> None:
     """Nobody else has what the trainer sent."""
     first, *others = replicas(start, 3, tp=2)

@@ -1,4 +1,4 @@
-"""The REP socket: one reply per request in every branch, whatever a peer sends."""
+"""The worker's socket: one reply per request in every branch, whatever a peer sends."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_peer_that_is_no_req_stops_nobody_and_neither_leases_nor_closing(
     trainer.begin("t1", 1, lease_s=0.2)
     if kind == zmq.DEALER:
         for _ in range(3):
-            socket.send(b"no envelope")  # a REP polls as readable for it, and then drops it
+            socket.send(b"no envelope")  # nobody waits for an answer to it
     eventually(lambda: worker.status().state == "idle", "the end of the lease: the thread is not stuck in a receive")
     assert trainer.describe() == worker.card()
     worker.close()
