@@ -110,8 +110,10 @@ class WorkerServer:
                     os.close(pidfd)
                     self._pidfds[pid] = None
             self._table.expire(self._is_gone)
+            now_s = time.monotonic()
             for each in list(self._waiting.values()):
-                self._answer(each.route, each.seq, each.request, None, each.until_s)
+                if self._news in ready or each.until_s <= now_s:
+                    self._answer(each.route, each.seq, each.request, None, each.until_s)
 
     def _take(self) -> None:
         """Takes one request: a peer's route, an empty frame, the message."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,6 @@ from inference_plugin.wire.errors import (
     WeightwireError,
     first_few,
 )
-from inference_plugin.wire.link import SILENCE_S
 from inference_plugin.wire.manifest import Manifest, Piece
 from inference_plugin.wire.messages import (
     Abort,
@@ -74,9 +72,7 @@ class Update(Operation):
         self._sent_before: dict[str, int] = {}
         self._sessions: dict[str, ReplicaSession] = {}
         self._renewed_s = time.monotonic()
-        self._sealing: dict[str, Sealing] = {}
         self._spreading = False
-        self._cut_off: dict[str, tuple[WeightwireError, float]] = {}
 
     def run(self) -> UpdateReport:
         self.phases["scan"] = time.perf_counter() - self.rank.began_s
@@ -234,7 +230,7 @@ class Update(Operation):
         until_s = self.deadline_s - COMMIT_SHARE * self.settings.timeout_s
         if isinstance(policy, BestEffort):
             until_s = min(until_s, time.monotonic() + policy.deadline_s)
-        sealing = self._sealing = {name: Sealing(session) for name, session in self.active.items()}
+        sealing = {name: Sealing(session) for name, session in self.active.items()}
         for each in sealing.values():
             with self._replica(each.session):
                 each.ask(request)
@@ -250,17 +246,13 @@ class Update(Operation):
                 break
             owners = {channel: each for each in waiting() for channel in each.asked_at_s}
             silent_s = min(at_s for each in waiting() for at_s in each.asked_at_s.values()) + CONTROL_TIMEOUT_S
-            lost_s = min((at_s for name, (_, at_s) in self._cut_off.items() if name in self.active), default=math.inf)
-            wait_s = min(left_s, self.settings.lease_s / 3, min(silent_s, lost_s) - time.monotonic())
+            wait_s = min(left_s, self.settings.lease_s / 3, silent_s - time.monotonic())
             for channel, reply in take_ready(list(owners), Sealed, timeout_s=max(0.0, wait_s)):
                 with self._replica(owners[channel].session):
                     owners[channel].take(channel, reply, request)
             for each in waiting():
                 with self._replica(each.session):
                     each.check_silence()
-                    error, at_s = self._cut_off.get(each.session.card.replica, (None, 0.0))
-                    if error is not None and time.monotonic() >= at_s:
-                        raise error
             self._renew([each.session for name, each in sealing.items() if name in self.active and each.done])
         ready = {name: answers for name, answers in sealed().items() if name in self.active}
         served = sum(report.status == "already" for report in self.reports.values())
@@ -350,12 +342,10 @@ class Update(Operation):
             self.rank.lose(session.card.replica, str(error))
 
     def _route_around(self, lost: ReplicaSession) -> None:
-        """Those to whom a lost replica passed the bytes on get them from others. Those who can't have a while to seal with
-        what they have and pass to each other."""
+        """Those to whom a lost replica passed the bytes on get them from others, where there are others that have them."""
         if self._spreading:
             sender = next(sender for transport, sender in self.transports if transport.name == lost.transport)
-            for name, error in sender.without(lost.card.replica).items():
-                self._cut_off.setdefault(name, (error, time.monotonic() + SILENCE_S))
+            sender.without(lost.card.replica)
 
     def _sent(self) -> int:
         """Requests that rank 0 sent in this update."""

@@ -215,10 +215,9 @@ class Sender(abc.ABC):
         to be aborted.
         """
 
-    def without(self, replica: str) -> dict[str, WeightwireError]:
-        """Manager rank, between `write` and the commit: a replica drops out. Returns the replicas that could have been
-        reached through it only, with the reason."""
-        return {}
+    def without(self, replica: str) -> None:  # noqa: B027 -- most reach each replica by itself
+        """Manager rank, until the commit: a replica drops out; those that were to be reached through it must be reached by
+        others."""
 
     @abc.abstractmethod
     def close(self) -> None:

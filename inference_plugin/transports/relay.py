@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,7 +21,7 @@ import torch
 
 from inference_plugin.transports.topology import branches
 from inference_plugin.wire.channel import Channel
-from inference_plugin.wire.errors import SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.link import SILENCE_S
 from inference_plugin.wire.listening import check_listen_address
 from inference_plugin.wire.manifest import Manifest
@@ -36,6 +37,9 @@ FRESH = 2
 
 LOOK_S = min(1.0, SILENCE_S / 3)
 """A child that there is nothing to send to is asked so often whether it is still there, for the sake of those below it."""
+
+PATIENCE = 3
+"""So many times as long as one is waited for, a worker waits to be fed: there may be several to step over."""
 
 Reply = TypeVar("Reply")
 
@@ -62,10 +66,24 @@ class PassingOn:
         self._fed: dict[str, _Feed] = {}
         self._running = 0
         self._release: Callable[[], None] | None = None
+        self._heard_s = time.monotonic()
         self.settled = False
+
+    def heard(self) -> None:
+        """Somebody feeds this worker."""
+        self._heard_s = time.monotonic()
+
+    def check_heard(self, missing: str) -> None:
+        """Raises `PeerLost` if nobody has for long enough that some who didn't answer could have been stepped over."""
+        if time.monotonic() - self._heard_s > PATIENCE * SILENCE_S:
+            raise PeerLost(
+                f"no other worker passes this update on to this one: {missing}",
+                hint="workers must reach each other's WEIGHTWIRE_LISTEN addresses; fan_out='direct' does without",
+            )
 
     def add(self, bucket: Bucket, payload: memoryview) -> None:
         """A bucket that was compared and placed is to be passed on."""
+        self.heard()
         with self._changed:
             self._log.append(_Entry(bucket, payload))
             if len(self._log) > FRESH:
@@ -77,6 +95,7 @@ class PassingOn:
 
         Raises `AuthError` for an address to which nothing may be sent unprotected.
         """
+        self.heard()
         chosen = branches(request.below, request.degree)
         for child, _ in chosen:
             check_listen_address(child.address)

@@ -156,16 +156,19 @@ class ZmqStaging(Staging):
             self._passing.feed(request)
 
     def wait_for(self, pieces: Sequence[Piece], cancelled: threading.Event) -> None:
-        """Where workers pass buckets on. What the last message was refused for is raised: who feeds this worker gave up."""
+        """Where workers pass buckets on. Raises `PeerLost` once nobody does any more, and what the last bucket was refused
+        for: who sent it has given up."""
         if self._passing is None:
             return
         missing = {piece.box for piece in pieces}
+        self._passing.heard()
         with self._arrived:
             while missing := missing - self._received.keys():
                 if self._refused is not None:
                     raise self._refused
                 if cancelled.is_set():
                     raise VersionConflict("the transaction was dropped")
+                self._passing.check_heard(f"{len(missing)} of {len(pieces)} pieces are missing")
                 self._arrived.wait(CANCEL_S)
             self._complete = True
             self.extra_bytes = sum(self._manifest.box_nbytes(box) for box in self._received)
@@ -302,14 +305,10 @@ class ZmqSender(Sender):
             stats.lost |= lane.lost()
         return pieces, stats
 
-    def without(self, replica: str) -> dict[str, WeightwireError]:
-        lost: dict[str, WeightwireError] = {}
+    def without(self, replica: str) -> None:
         for lane in self._used:
             if lane.target.replica == replica and lane.error is None:
                 lane.fail(PeerLost("it dropped out of the update", replica=replica, rank=lane.target.rank))
-                lost |= lane.lost()
-        lost.pop(replica, None)
-        return lost
 
     def close(self) -> None:
         while self._lanes:

@@ -30,7 +30,6 @@ SILENCE_S = 1.0
 def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "BUCKET_BYTES", 1600)
     monkeypatch.setattr(zmq, "SILENCE_S", SILENCE_S)
-    monkeypatch.setattr(update, "SILENCE_S", SILENCE_S)
     monkeypatch.setattr(update, "ABORT_TIMEOUT_S", SILENCE_S)  # one that is stalled doesn't answer
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 import zmq as libzmq
 
-from inference_plugin.transports import zmq
+from inference_plugin.transports import relay, zmq
 from inference_plugin.transports.base import WriteStats
 from inference_plugin.transports.zmq import Passing, ZmqReceiver, ZmqSender
 from inference_plugin.wire import codec
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import AuthError, DigestMismatch, ProtocolError, VersionConflict
+from inference_plugin.wire.errors import AuthError, DigestMismatch, PeerLost, ProtocolError, VersionConflict
 from inference_plugin.wire.manifest import Box, Manifest, Piece
 from inference_plugin.wire.messages import (
     Begin,
@@ -235,6 +235,21 @@ def test_a_seal_waits_for_buckets_that_are_under_way_and_takes_none_after_the_la
     worker.commit("t", 1)
     assert_equal_bytes(worker.installer.installed, tensors)
     assert ask(worker, Relay("policy", "t", (), 1), Relaying) == Relaying()
+
+
+def test_a_worker_that_nobody_reaches_says_so_and_what_to_do(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "SILENCE_S", 0.05)
+    tensors = {"a": any_bits(torch.int8, 9), "b": any_bits(torch.int8, 9, seed=1)}
+    worker = make(manifest_for(tensors))
+    pieces = [Piece(Box(i, (0,), (9,)), digest_bytes(t.numpy().tobytes())) for i, t in enumerate(tensors.values())]
+    ask(worker, Bucket("policy", "t", 0, 0, (pieces[0],)), Done, tensors["a"].numpy().tobytes())
+    with pytest.raises(
+        PeerLost, match="no other worker passes this update on to this one: 1 of 2 pieces are missing"
+    ) as raised:
+        seal(worker, pieces)
+    assert (raised.value.phase, raised.value.version) == ("seal", 1) and "fan_out='direct'" in raised.value.hint
 
 
 def test_nothing_is_passed_on_where_that_was_not_agreed_and_nothing_unprotected_to_other_hosts(
