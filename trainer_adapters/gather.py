@@ -24,16 +24,15 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ErrorInfo, ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, Manifest, aligned, box_volume, check_exact_cover, split_box
 from inference_plugin.wire.tensors import torch_dtype
+from inference_plugin.wire.tracing import span
 from trainer_adapters.exchange import exchange_bytes
 from trainer_adapters.source import LocalSlice, WeightSource
 
-__all__ = ["BUCKET_BYTES", "gathered"]
-
-BUCKET_BYTES = 8 << 20
-"""Larger buckets leave the cache; measured on a CPU with gloo."""
+__all__ = ["gathered"]
 
 PIECE_ALIGNMENT_BYTES = 16
 HEADER_BYTES = PIECE_ALIGNMENT_BYTES
@@ -41,20 +40,22 @@ HEADER_BYTES = PIECE_ALIGNMENT_BYTES
 
 
 def gathered(
-    source: WeightSource, *, bucket_bytes: int = BUCKET_BYTES, process_group: dist.ProcessGroup | None = None
+    source: WeightSource, *, bucket_bytes: int | None = None, process_group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """`(name, tensor)` for every tensor of the manifest, in its order and dtype, on every rank of `process_group` (default
     all of torch.distributed). All of them call it and take from it to the end.
 
     A tensor is valid until the next one is asked for. Raises typed errors, on all ranks: `ManifestMismatch` where the
     manifests differ or the claims don't cover them, what a rank's source raises on that rank and `WeightwireError` on
-    the others.
+    the others. `bucket_bytes` is rank 0's, default the environment's (see `Config`).
     """
+    if bucket_bytes is None:
+        bucket_bytes = Config.from_environment().bucket_bytes
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     group = process_group or dist.distributed_c10d._get_default_group()
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    manifest, claims = _agree(source, group)
+    manifest, claims, bucket_bytes = _agree(source, bucket_bytes, group)
     buckets = _buckets(manifest, claims, bucket_bytes)
     size = max((bucket.nbytes for bucket in buckets), default=0)
     buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
@@ -102,17 +103,21 @@ class _Told(msgspec.Struct, frozen=True):
 
     fingerprint: str = ""
     claims: tuple[Box, ...] = ()
+    bucket_bytes: int = 0
     error: ErrorInfo | None = None
 
 
-def _agree(source: WeightSource, group: dist.ProcessGroup) -> tuple[Manifest, list[tuple[Box, ...]]]:
-    """The manifest, and every rank's claims. The same error on all ranks if they don't fit together."""
+def _agree(
+    source: WeightSource, bucket_bytes: int, group: dist.ProcessGroup
+) -> tuple[Manifest, list[tuple[Box, ...]], int]:
+    """The manifest, every rank's claims, and the size of a bucket. The same error on all ranks if they don't fit together."""
     failure: Exception | None = None
     manifest = Manifest(())
     try:
         manifest = source.manifest()
         claims = source.claims()
-        told = _Told(manifest.fingerprint, tuple(s.box for s in source.slices()) if claims is None else claims)
+        boxes = tuple(s.box for s in source.slices()) if claims is None else claims
+        told = _Told(manifest.fingerprint, boxes, bucket_bytes)
     except Exception as error:  # noqa: BLE001 -- raised below, when the others know
         failure = error
         told = _Told(error=WeightwireError.wrap(error).at(side="trainer", rank=dist.get_rank(group)).info())
@@ -131,7 +136,7 @@ def _agree(source: WeightSource, group: dist.ProcessGroup) -> tuple[Manifest, li
             )
     owned = [(box, f"rank {rank}") for rank, other in enumerate(heard) for box in other.claims]
     check_exact_cover(manifest, owned)
-    return manifest, [other.claims for other in heard]
+    return manifest, [other.claims for other in heard], heard[0].bucket_bytes
 
 
 def _buckets(manifest: Manifest, claims: Sequence[tuple[Box, ...]], bucket_bytes: int) -> list[_Bucket]:
@@ -231,7 +236,8 @@ def _arrivals(
     """Each bucket when it is complete, with its buffer; the next one is on its way meanwhile."""
 
     def start(bucket: _Bucket, buffer: torch.Tensor) -> list[Any]:
-        packer.fill(bucket, buffer)
+        with span("pack", bytes=bucket.nbytes):
+            packer.fill(bucket, buffer)
         return [
             dist.broadcast(buffer[first:last], group=group, group_src=rank, async_op=True)
             for rank, first, last in bucket.parts
@@ -241,8 +247,9 @@ def _arrivals(
     on_the_way = start(*turns[0]) if turns else []
     for number, (bucket, buffer) in enumerate(turns):
         following = start(*turns[number + 1]) if number + 1 < len(turns) else []
-        for work in on_the_way:
-            work.wait()
+        with span("gather", bytes=bucket.nbytes):
+            for work in on_the_way:
+                work.wait()
         if failed := [rank for rank, first, _ in bucket.parts if int(buffer[first])]:
             for work in following:
                 work.wait()

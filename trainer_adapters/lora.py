@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.manifest import Box, Manifest
 from inference_plugin.wire.tensors import torch_dtype
@@ -33,9 +34,6 @@ from trainer_adapters.plan import Dims, Region, Rename, Rules
 from trainer_adapters.source import LocalSlice, WeightSource
 
 __all__ = ["MergedLoRAAdapter", "check_kind", "source_of"]
-
-GATHER_TIMEOUT_S = 120.0
-"""For the collectives that gather A and B: a rank that is lost must not hold the others for ever."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,7 @@ class _Factors:
             self._group = dist.new_group(
                 dist.get_process_group_ranks(process_group or dist.group.WORLD),
                 backend="gloo",
-                timeout=timedelta(seconds=GATHER_TIMEOUT_S),
+                timeout=timedelta(seconds=Config.from_environment().timeout_s),  # a lost rank must not hold the others
                 use_local_synchronization=True,
             )
         self._chosen: frozenset[str] = frozenset()

@@ -28,6 +28,7 @@ from inference_plugin.transports.registry import available_transports, transport
 from inference_plugin.transports.topology import FAN_OUTS, FanOut
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import (
@@ -41,11 +42,12 @@ from inference_plugin.wire.messages import (
     WorkerCard,
 )
 from inference_plugin.wire.reports import UpdateReport, VerifyReport
+from inference_plugin.wire.tracing import Trace, flush, save, span, under
 from trainer_adapters.crew import Crew
 from trainer_adapters.events import Event
 from trainer_adapters.pending import PendingUpdate
 from trainer_adapters.rank import Rank, Settings
-from trainer_adapters.replicas import CONTROL_TIMEOUT_S, ReplicaSession
+from trainer_adapters.replicas import ReplicaSession
 from trainer_adapters.stragglers import BestEffort, Quorum, Stragglers
 from trainer_adapters.update import Update
 from trainer_adapters.verification import Verification
@@ -59,8 +61,6 @@ __all__ = ["SyncManager"]
 
 Report = TypeVar("Report", UpdateReport, VerifyReport)
 
-DAY_S = 86400.0
-
 
 class SyncManager:
     """Moves a trainer's weights into the replicas of its job. Construct it on every rank; `update`,
@@ -73,6 +73,7 @@ class SyncManager:
     - `timeout_s`: for a whole operation; every wait inside it ends by then. The first update of a replica takes longer
       than later ones: its placement plan is traced and proven (some seconds per GB).
     - `lease_s`: after this silence a worker drops an unfinished update.
+    - `config`: every setting, these two among them; default the environment's `WEIGHTWIRE_*`, see docs/configuration.md.
     - `partial`: the group is a part of the model; what other groups don't write either keeps its values.
     - `stragglers`: which replicas a commit waits for; see `trainer_adapters.stragglers`.
     - `fan_out`: how bytes reach many replicas, on transports that send them: "direct" to each, "chain", "tree", or "auto";
@@ -89,15 +90,15 @@ class SyncManager:
         transport: str = Transport.AUTO,
         install: InstallPolicy = "auto",
         in_flight: InFlight = "keep",
-        timeout_s: float = 120.0,
-        lease_s: float = 30.0,
+        timeout_s: float | None = None,
+        lease_s: float | None = None,
         partial: bool = False,
         stragglers: Stragglers = "report",
         fan_out: FanOut = "auto",
         process_group: dist.ProcessGroup | None = None,
+        config: Config | None = None,
     ) -> None:
-        if not (0 < timeout_s <= DAY_S and 0 < lease_s <= DAY_S):
-            raise ValueError(f"timeout_s and lease_s must be positive, a day at most, not {timeout_s} and {lease_s}")
+        config = (config or Config.from_environment()).but(timeout_s=timeout_s, lease_s=lease_s)
         for value, allowed in (
             (install, ("auto", "copy", "standby")),
             (in_flight, ("keep", "recompute", "abort", "drain")),
@@ -113,13 +114,14 @@ class SyncManager:
             transports,
             install,
             in_flight,
-            timeout_s,
-            lease_s,
+            config.timeout_s,
+            config.lease_s,
             partial=partial,
             stragglers=stragglers,
             fan_out=fan_out,
+            config=config,
         )
-        self._rank = Rank(self.settings, Crew(process_group))
+        self._rank = Rank(self.settings, Crew(process_group, config.silence_s))
         cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1,
@@ -194,6 +196,7 @@ class SyncManager:
         with contextlib.suppress(RuntimeError):
             self._thread.submit(self._rank.close).result()
         self._thread.shutdown()
+        flush()
 
     def __enter__(self) -> SyncManager:
         return self
@@ -206,18 +209,23 @@ class SyncManager:
     def _update(self, source: WeightSource, version: int, released: Callable[[], None]) -> UpdateReport:
         where = {"group": self.group, "version": version}
         self._rank.begin(released)
+        named = {"role": "trainer", "rank": self.rank, "group": self.group, "version": version}
+        trace = Trace.begun(self.settings.config.profile_dir, **named)
         try:
-            report = self._together(
-                f"update:{version}",
-                source,
-                where,
-                lambda m: Update(self._rank, source, m, version).run(),
-                UpdateReport,
-            )
+            with under(trace):
+                report = self._together(
+                    f"update:{version}",
+                    source,
+                    where,
+                    lambda m: Update(self._rank, source, m, version).run(),
+                    UpdateReport,
+                )
         except WeightwireError as error:
             if self.rank == 0:
                 self._rank.events.tell("failed", group=self.group, version=version, error=error)
             raise
+        finally:
+            save(trace)
         if self.rank == 0:
             self._rank.events.tell("committed", report=report)
         return report
@@ -242,7 +250,9 @@ class SyncManager:
         if self.rank != 0:
             return decode_as(self._rank.follow(operation, source), kind)
         try:
-            report = lead(source.manifest())
+            with span("scan"):
+                manifest = source.manifest()
+            report = lead(manifest)
         except BaseException as error:
             failed = WeightwireError.wrap(error).at(side="manager", **where)
             self._rank.crew.fail_all(failed, deadline_s=deadline_s)
@@ -256,9 +266,9 @@ class SyncManager:
         for session in self._rank.replicas.values():
             session.agreed = None
         for card in self.discover():
-            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
+            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
             try:
-                session.ask_workers(CloseGroup(self.group), Done, timeout_s=CONTROL_TIMEOUT_S)
+                session.ask_workers(CloseGroup(self.group), Done)
             finally:
                 if card.replica not in self._rank.replicas:
                     session.close()
@@ -266,9 +276,9 @@ class SyncManager:
     def _versions(self) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
         for card in self.discover():
-            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card)
+            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
             try:
-                workers: list[WorkerCard] = session.ask_workers(Describe(), WorkerCard, timeout_s=CONTROL_TIMEOUT_S)
+                workers: list[WorkerCard] = session.ask_workers(Describe(), WorkerCard)
             finally:
                 if card.replica not in self._rank.replicas:
                     session.close()

@@ -11,6 +11,7 @@ from inference_plugin.wire import addresses
 from inference_plugin.wire.errors import ManifestMismatch, PeerLost, SyncTimeout, VersionConflict, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Go, GoTransport, Ready, Wrote
+from inference_plugin.wire.tracing import call_it
 from trainer_adapters.agreement import what_differs
 from trainer_adapters.rank import Rank
 from trainer_adapters.replicas import ReplicaSession
@@ -34,6 +35,7 @@ class Operation:
         self.operation = operation
         self.deadline_s = time.monotonic() + self.settings.timeout_s
         self.txn = secrets.token_hex(12)
+        call_it(self.txn)
         self.transports = [(t, rank.sender(t)) for t in rank.settings.transports]
 
     @property
@@ -107,7 +109,7 @@ class Operation:
             self.rank.lose(gone, "it is no longer among the replicas of the job")
         for name, card in cards.items():
             if name not in self.rank.replicas:
-                self.rank.replicas[name] = ReplicaSession.connect(card)
+                self.rank.replicas[name] = ReplicaSession.connect(card, self.settings.config)
                 self.rank.events.tell("replica_joined", group=self.settings.group, card=card)
         if not cards:
             raise PeerLost(

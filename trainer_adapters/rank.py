@@ -15,9 +15,11 @@ from inference_plugin.transports.base import Target, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.transports.topology import FanOut, classes_of
 from inference_plugin.wire.channel import Outgoing, fan_out
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, ExactCover, Manifest, Piece
 from inference_plugin.wire.messages import Done, Go, GoTarget, InFlight, InstallPolicy, Ready, Release, Wrote
+from inference_plugin.wire.tracing import call_it, span, span_since
 from trainer_adapters import registry
 from trainer_adapters.agreement import Claims, digests_of
 from trainer_adapters.crew import Crew
@@ -48,6 +50,7 @@ class Settings:
     partial: bool
     stragglers: Stragglers
     fan_out: FanOut
+    config: Config
 
 
 class Rank:
@@ -79,8 +82,9 @@ class Rank:
         claims: tuple[Box, ...] | None = None
         error: WeightwireError | None = None
         try:
-            manifest = source.manifest()
-            claims = source.claims()
+            with span("scan"):
+                manifest = source.manifest()
+                claims = source.claims()
         except Exception as raised:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
             error = WeightwireError.wrap(raised).at(side="trainer", rank=self.crew.rank)
         ready = Ready(
@@ -93,11 +97,15 @@ class Rank:
         )
         # The manager answers by its own deadline; a little more lets its answer arrive first.
         timeout_s = self.settings.timeout_s + 10
-        go = self.crew.ask_go(ready, timeout_s=timeout_s)
+        with span("agree"):
+            go = self.crew.ask_go(ready, timeout_s=timeout_s)
+        call_it(go.txn)
         assert manifest is not None
         self.claims.agree(self.crew.rank, manifest, claims)
-        wrote = self.write(go, manifest, source, tick=lambda: None)
-        return self.crew.ask_outcome(wrote, timeout_s=timeout_s)
+        with span("stage"):
+            wrote = self.write(go, manifest, source, tick=lambda: None)
+        with span("outcome"):
+            return self.crew.ask_outcome(wrote, timeout_s=timeout_s)
 
     def write(self, go: Go, manifest: Manifest, source: WeightSource, tick: Callable[[], None]) -> Wrote:
         """Writes this rank's slices over every transport of the update. An error is in the result, never raised."""
@@ -114,6 +122,7 @@ class Rank:
             for transport, way in ways:
                 sender = self.sender(transport)
                 passes += 1
+                way_s = time.perf_counter()
                 with _taken(source) as slices:
                     written, stats = sender.write(
                         go.txn,
@@ -125,6 +134,8 @@ class Rank:
                         [as_target(target) for target in way.targets],
                         deadline_s=deadline_s,
                     )
+                costs = {"bytes": stats.nbytes, "move_s": stats.move_s, "digest_s": stats.digest_s}
+                span_since(way_s, "write", transport=way.name, costs=costs)
                 if pieces is not None and pieces != written:
                     raise ManifestMismatch("the source gave other slices, or other bytes, the second time")
                 pieces = written
@@ -135,7 +146,8 @@ class Rank:
                 total.digest_s += stats.digest_s
                 total.lost |= stats.lost
             if go.copies:
-                copies = tuple(digests_of(manifest, cut_slices(_ticking(source.copies(), tick), edges)))
+                with span("compare copies"):
+                    copies = tuple(digests_of(manifest, cut_slices(_ticking(source.copies(), tick), edges)))
         except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
             info = (
                 WeightwireError.wrap(error)
@@ -168,7 +180,8 @@ class Rank:
     def sender(self, transport: Transport) -> TransportSender:
         """This rank's half of a transport; made once."""
         if transport.name not in self._senders:
-            self._senders[transport.name] = transport.sender()
+            sender = self._senders[transport.name] = transport.sender()
+            sender.config = self.settings.config
         return self._senders[transport.name]
 
     def lose(self, replica: str, reason: str) -> None:

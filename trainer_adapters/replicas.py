@@ -9,6 +9,7 @@ from typing import Any
 from inference_plugin.transports.base import Sender as TransportSender
 from inference_plugin.transports.base import Transport
 from inference_plugin.wire.channel import Channel, Outgoing, fan_out
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, TransportUnavailable, WeightwireError, first_few
 from inference_plugin.wire.manifest import Box, Manifest, box_volume, intersect
 from inference_plugin.wire.messages import (
@@ -20,10 +21,7 @@ from inference_plugin.wire.messages import (
     ReplicaCard,
 )
 
-__all__ = ["CONTROL_TIMEOUT_S", "ReplicaSession"]
-
-CONTROL_TIMEOUT_S = 30.0
-"""For small requests to a living peer."""
+__all__ = ["ReplicaSession"]
 
 
 @dataclass
@@ -31,6 +29,7 @@ class ReplicaSession:
     """Channels to one replica and the terms of the group. Belongs to the manager's thread."""
 
     card: ReplicaCard
+    config: Config
     front: Channel
     workers: list[Channel]
     transport: str = ""
@@ -39,11 +38,12 @@ class ReplicaSession:
     held_segments: frozenset[str] = field(default_factory=frozenset)
 
     @staticmethod
-    def connect(card: ReplicaCard) -> ReplicaSession:
+    def connect(card: ReplicaCard, config: Config) -> ReplicaSession:
         """Connects; nothing is sent."""
-        where: dict[str, Any] = {"replica": card.replica, "peer_boot_id": card.boot_id}
+        where: dict[str, Any] = {"replica": card.replica, "peer_boot_id": card.boot_id, "silence_s": config.silence_s}
         return ReplicaSession(
             card=card,
+            config=config,
             front=Channel(card.address, pid=card.pid, side="front", **where),
             workers=[
                 Channel(worker.address, pid=worker.pid, side="worker", rank=worker.rank, **where)
@@ -56,8 +56,9 @@ class ReplicaSession:
         """Requests sent so far."""
         return self.front.sent_messages + sum(channel.sent_messages for channel in self.workers)
 
-    def ask_workers(self, body: Body, kind: type, *, timeout_s: float) -> list:  # type: ignore[type-arg]
-        """The same request to all workers. Raises the first error in order of rank."""
+    def ask_workers(self, body: Body, kind: type, *, timeout_s: float | None = None) -> list:  # type: ignore[type-arg]
+        """The same request to all workers, by default a small one. Raises the first error in order of rank."""
+        timeout_s = self.config.control_timeout_s if timeout_s is None else timeout_s
         replies = fan_out([Outgoing(channel, body) for channel in self.workers], kind, timeout_s=timeout_s)
         for reply in replies:
             if isinstance(reply, WeightwireError):

@@ -40,9 +40,10 @@ from inference_plugin.wire.messages import (
     Wrote,
 )
 from inference_plugin.wire.reports import ReplicaReport, UpdateReport
+from inference_plugin.wire.tracing import span, span_since
 from trainer_adapters.operation import Operation
 from trainer_adapters.rank import Rank, as_target
-from trainer_adapters.replicas import CONTROL_TIMEOUT_S, ReplicaSession
+from trainer_adapters.replicas import ReplicaSession
 from trainer_adapters.stragglers import BestEffort, Quorum
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Update(Operation):
         self._renewed_s = time.monotonic()
         for session in list(sessions):
             with self._replica(session):
-                session.ask_workers(Renew(self.settings.group, self.txn), Done, timeout_s=CONTROL_TIMEOUT_S)
+                session.ask_workers(Renew(self.settings.group, self.txn), Done)
 
     # --- the steps, in order -----------------------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class Update(Operation):
         for session in self.connect():
             self._sessions[session.card.replica] = session
             self._sent_before[session.card.replica] = session.messages
-            with self._replica(session):
+            with self._replica(session), span("open", replica=session.card.replica):
                 self._open(session)
                 self.active[session.card.replica] = session
         ways = []
@@ -161,7 +162,8 @@ class Update(Operation):
             sender.meet(targets, self.rank.crew.size, self.left_s, self.settings.fan_out)
             segment = sender.allocate(self.manifest, busy)
             self.segments[transport.name] = _segment_id(segment)
-            self._begin(users, segment)
+            with span("begin", replicas=len(users)):
+                self._begin(users, segment)
             begun = tuple(t for s in users if s.card.replica in self.active for t in s.targets())
             if begun:
                 ways.append(GoTransport(transport.name, segment, begun))
@@ -189,7 +191,7 @@ class Update(Operation):
             segment=segment,
         )
         requests = [Outgoing(channel, request) for session in sessions for channel in session.workers]
-        replies = iter(fan_out(requests, Begun, timeout_s=CONTROL_TIMEOUT_S))
+        replies = iter(fan_out(requests, Begun, timeout_s=self.settings.config.control_timeout_s))
         for session in sessions:
             begun = [next(replies) for _ in session.workers]
             with self._replica(session):
@@ -201,7 +203,7 @@ class Update(Operation):
             # The worker's terms are another trainer's by now: agree anew, once.
             session.agreed = None
             self._open(session)
-            replies = session.ask_workers(request, Begun, timeout_s=CONTROL_TIMEOUT_S)
+            replies = session.ask_workers(request, Begun)
         elif error is not None:
             raise error
         begun = [reply for reply in replies if isinstance(reply, Begun)]
@@ -245,7 +247,8 @@ class Update(Operation):
             if isinstance(policy, Quorum) and len(sealed()) >= policy.count:
                 break
             owners = {channel: each for each in waiting() for channel in each.asked_at_s}
-            silent_s = min(at_s for each in waiting() for at_s in each.asked_at_s.values()) + CONTROL_TIMEOUT_S
+            asked_s = min(at_s for each in waiting() for at_s in each.asked_at_s.values())
+            silent_s = asked_s + self.settings.config.control_timeout_s
             wait_s = min(left_s, self.settings.lease_s / 3, silent_s - time.monotonic())
             for channel, reply in take_ready(list(owners), Sealed, timeout_s=max(0.0, wait_s)):
                 with self._replica(owners[channel].session):
@@ -376,7 +379,8 @@ class Update(Operation):
         started_s = time.perf_counter()
         self._phase_name = name
         try:
-            yield
+            with span(name):
+                yield
         except WeightwireError as error:
             raise error.at(phase=name) from error.__cause__
         finally:
@@ -388,6 +392,7 @@ class Sealing:
 
     def __init__(self, session: ReplicaSession) -> None:
         self.session = session
+        self.began_s = time.perf_counter()
         self.asked_at_s: dict[Channel, float] = {}
         self.answers: dict[Channel, Sealed] = {}
 
@@ -407,14 +412,17 @@ class Sealing:
             raise reply
         if reply.done:
             self.answers[channel] = reply
+            if self.done:
+                span_since(self.began_s, "seal", self.session.card.replica)
         else:
             channel.send(request)
             self.asked_at_s[channel] = time.monotonic()
 
     def check_silence(self) -> None:
+        limit_s = self.session.config.control_timeout_s
         for channel, at_s in self.asked_at_s.items():
-            if time.monotonic() - at_s >= CONTROL_TIMEOUT_S:
-                raise SyncTimeout(f"no reply from {channel.address} within {CONTROL_TIMEOUT_S:g} s", **channel.where)
+            if time.monotonic() - at_s >= limit_s:
+                raise SyncTimeout(f"no reply from {channel.address} within {limit_s:g} s", **channel.where)
 
 
 def _segment_id(description: bytes) -> str:

@@ -27,6 +27,7 @@ from inference_plugin.engines.rank import RankOperation, RankReply
 from inference_plugin.engines.registration import Registration
 from inference_plugin.hooks import plugin_manager
 from inference_plugin.wire import addresses, codec
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import (
     CommitFailed,
     PeerLost,
@@ -49,6 +50,7 @@ from inference_plugin.wire.messages import (
     Verify,
     WorkerCard,
 )
+from inference_plugin.wire.tracing import Trace, save, span, span_since, under
 
 __all__ = ["EngineControl", "Front", "open_front"]
 
@@ -111,6 +113,7 @@ class Front:
         self._deadlines: list[tuple[float, _PendingCommit]] = []
         self._stopping = False
         self._registration: Registration | None = None
+        self._profile_dir = Config.from_environment().profile_dir
         self._thread = threading.Thread(target=self._serve, name="weightwire-front", daemon=True)
 
     def publish(self, card: ReplicaCard) -> None:
@@ -276,6 +279,8 @@ class _PendingCommit:
         self._installing = False
         self._checked = False
         self._submitted_s = time.perf_counter()
+        named = {"role": "front", "replica": front._where["replica"], "group": request.group}
+        self._trace = Trace.begun(front._profile_dir, version=request.version, txn=request.txn, **named)
         self._boundary_s: float | None = None
         self._paused_s = 0.0
 
@@ -335,6 +340,8 @@ class _PendingCommit:
             # Where the pause had to wait (drain, batches in flight) the engine went on stepping until now; else it has
             # stood still since `start`.
             self._paused_s = self._boundary_s or time.perf_counter()
+            with under(self._trace):
+                span_since(self._submitted_s, "wait", "wait for the boundary", in_flight=self.request.in_flight)
             committed = self._install()
         except WeightwireError as failure:
             self._fail(failure)
@@ -372,7 +379,8 @@ class _PendingCommit:
         slowest_s = max(reply.seconds for reply in replies)
         try:
             finished = self._ask("finish", install_s=slowest_s)
-            control.installed(request.group, request.version, request.in_flight)
+            with under(self._trace), span("caches"):
+                control.installed(request.group, request.version, request.in_flight)
         except Exception as error:
             self._tear(f"{type(error).__name__}: {error}")
             raise
@@ -413,7 +421,9 @@ class _PendingCommit:
 
     def _ask(self, name: str, **arguments: Any) -> list[RankReply]:
         request = self.request
-        return self._front.ask_ranks(name, group=request.group, txn=request.txn, version=request.version, **arguments)
+        told = {"group": request.group, "txn": request.txn, "version": request.version}
+        with under(self._trace), span(name):
+            return self._front.ask_ranks(name, **told, **arguments)
 
     def _fail(self, error: WeightwireError) -> None:
         if self._checked and not self._installing:
@@ -430,6 +440,10 @@ class _PendingCommit:
     def _end(self, body: Body) -> None:
         self.over = True
         self.reply(body)
+        if self._paused_s:
+            with under(self._trace):
+                span_since(self._paused_s, "stopped", "generation stopped")
+        save(self._trace)
         while self._front._next and (self._front._commit or self).over:
             if not (following := self._front._next.popleft()).over:
                 self._front._control.submit(following.start)

@@ -3,6 +3,7 @@ front runs on all ranks at a step boundary."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -16,12 +17,19 @@ from inference_plugin.groups import GroupTable
 from inference_plugin.server import WorkerServer
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ErrorInfo, WeightwireError
 from inference_plugin.wire.messages import RankCommit, RankVerify, WorkerCard
 
-__all__ = ["RankIdentity", "RankOperation", "RankReply", "RankRuntime"]
+__all__ = ["RankIdentity", "RankOperation", "RankReply", "RankRuntime", "rank_timeout_s"]
 
 logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def rank_timeout_s() -> float:
+    """For one operation on all ranks, as this process's environment says at the first call."""
+    return Config.from_environment().rank_timeout_s
 
 
 class RankOperation(msgspec.Struct, frozen=True):
@@ -64,7 +72,8 @@ class RankRuntime:
     def __init__(self, identity: RankIdentity, model: LiveModel) -> None:
         self.identity = identity
         self.model = model
-        self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding)
+        config = Config.from_environment()
+        self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding, config)
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._where = where
         listen = addresses.listen_address(identity.replica, str(identity.rank))

@@ -10,8 +10,8 @@ import logging
 import threading
 
 from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.link import SILENCE_S
 from inference_plugin.wire.messages import Done, Leave, Register, ReplicaCard
 
 __all__ = ["Registration"]
@@ -26,6 +26,7 @@ class Registration:
 
     def __init__(self, address: str, card: ReplicaCard) -> None:
         self._address = address
+        self._silence_s = Config.from_environment().silence_s
         self._card = card
         self._news = threading.Event()
         self._closing = False
@@ -49,7 +50,7 @@ class Registration:
         while not self._closing:
             try:
                 channel = channel or Channel(self._address, side="manager", replica=self._card.replica)
-                channel.request(Register(self._card, SILENCE_S), Done, timeout_s=ASK_TIMEOUT_S)
+                channel.request(Register(self._card, self._silence_s), Done, timeout_s=ASK_TIMEOUT_S)
             except Exception as error:  # noqa: BLE001 -- whatever it is, it may be over the next time
                 if reached is not False:
                     logger.warning("weightwire: %s can't register: %s; trying on", self._card.replica, error)
@@ -61,7 +62,7 @@ class Registration:
                 if not reached:
                     logger.info("weightwire: %s is registered at %s", self._card.replica, self._address)
                 reached = True
-            self._news.wait(SILENCE_S / 3)
+            self._news.wait(self._silence_s / 3)
             self._news.clear()
         if channel is not None:
             try:

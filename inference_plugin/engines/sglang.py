@@ -36,7 +36,7 @@ from torch import nn
 from inference_plugin.engines.front import open_front
 from inference_plugin.engines.hooking import installed_version, wrap
 from inference_plugin.engines.live import LiveModel, on_meta, without_wrappers
-from inference_plugin.engines.rank import RankIdentity, RankReply, RankRuntime
+from inference_plugin.engines.rank import RankIdentity, RankReply, RankRuntime, rank_timeout_s
 from inference_plugin.engines.sglang_lora import LORA_TOUCHES, SglangAdapterSlots, hook_lora
 from inference_plugin.engines.touch import Touch, check_touches
 from inference_plugin.wire import addresses
@@ -92,7 +92,6 @@ TOUCHES = (
 )  # fmt: skip
 
 _START_TIMEOUT_S = 600.0
-_TURN_TIMEOUT_S = 300.0
 
 
 @functools.cache
@@ -508,7 +507,7 @@ def _gather(group: Any, rank: int, size: int, data: bytes) -> list[bytes]:
 
 
 def _done(work: Any) -> None:
-    work.wait(timedelta(seconds=_TURN_TIMEOUT_S))
+    work.wait(timedelta(seconds=rank_timeout_s()))
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------

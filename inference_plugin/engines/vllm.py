@@ -34,7 +34,7 @@ from torch import nn
 from inference_plugin.engines.front import Front, open_front
 from inference_plugin.engines.hooking import installed_version, wrap
 from inference_plugin.engines.live import LiveModel, on_meta, without_wrappers
-from inference_plugin.engines.rank import RankIdentity, RankOperation, RankReply, RankRuntime
+from inference_plugin.engines.rank import RankIdentity, RankOperation, RankReply, RankRuntime, rank_timeout_s
 from inference_plugin.engines.touch import Touch, check_touches
 from inference_plugin.engines.vllm_lora import LORA_TOUCHES, VllmAdapterSlots, hook_lora
 from inference_plugin.wire import addresses
@@ -105,7 +105,6 @@ TOUCHES = (
 )  # fmt: skip
 
 _START_TIMEOUT_S = 600.0
-_RPC_TIMEOUT_S = 300.0
 
 
 class WeightSyncWorkerExtension:
@@ -305,7 +304,7 @@ class CoreControl:
 
     def call_ranks(self, request: bytes) -> list[bytes]:
         replies: list[bytes] = self.core.model_executor.collective_rpc(
-            "weightwire_call", timeout=_RPC_TIMEOUT_S, args=(request,)
+            "weightwire_call", timeout=rank_timeout_s(), args=(request,)
         )
         return replies
 

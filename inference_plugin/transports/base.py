@@ -28,12 +28,14 @@ import numpy as np
 import torch
 
 from inference_plugin.transports.topology import FanOut
+from inference_plugin.wire.config import PIECE_BYTES, Config
 from inference_plugin.wire.copying import copy_rows
 from inference_plugin.wire.digest import Digest, digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, WeightwireError
 from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece
 from inference_plugin.wire.messages import Bucket, Relay
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
+from inference_plugin.wire.tracing import carried, span
 
 __all__ = [
     "PIECE_BYTES",
@@ -50,9 +52,6 @@ __all__ = [
     "place_and_digest",
     "place_piece",
 ]
-
-PIECE_BYTES = 4 << 20
-"""Largest piece: the calls per piece don't count."""
 
 CACHED_BYTES = 512 << 10
 """What a core's own cache holds between two looks at it."""
@@ -135,14 +134,15 @@ class Staging(abc.ABC):
         def check_some(some: Sequence[tuple[Piece, int]]) -> int:
             checked = 0
             packed = np.empty(CACHED_BYTES, dtype=np.uint8)
-            for piece, nbytes in some:
-                if failed.is_set():
-                    break
-                if _digest_in(self.segment, manifest, piece.box, packed) != piece.digest:
-                    failed.set()
-                    raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
-                checked += nbytes
-                between(nbytes)
+            with span("compare digests", pieces=len(some)):
+                for piece, nbytes in some:
+                    if failed.is_set():
+                        break
+                    if _digest_in(self.segment, manifest, piece.box, packed) != piece.digest:
+                        failed.set()
+                        raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
+                    checked += nbytes
+                    between(nbytes)
             return checked
 
         sized = [(piece, manifest.box_nbytes(piece.box)) for piece in pieces]
@@ -153,7 +153,7 @@ class Staging(abc.ABC):
         for entry, end in zip(sized, ends, strict=True):
             parts[min((end - 1) * threads // ends[-1], threads - 1) if end else 0].append(entry)
         with ThreadPoolExecutor(threads, thread_name_prefix="weightwire-check") as pool:
-            return sum(pool.map(check_some, parts))
+            return sum(pool.map(carried(check_some), parts))
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -180,7 +180,9 @@ class Receiver(abc.ABC):
 
 
 class Sender(abc.ABC):
-    """The half of a transport on one trainer rank, for one group."""
+    """The half of a transport on one trainer rank, for one group. `config` is its manager's from the beginning on."""
+
+    config = Config()
 
     @abc.abstractmethod
     def probe(self) -> bytes:

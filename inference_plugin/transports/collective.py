@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from inference_plugin.transports.base import Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
 from inference_plugin.transports.topology import FanOut
-from inference_plugin.transports.zmq import BUCKET_BYTES, ZmqReceiver, ZmqStaging
+from inference_plugin.transports.zmq import ZmqReceiver, ZmqStaging
 from inference_plugin.wire.addresses import boot_id, runtime_dir
-from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES, decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     PeerLost,
@@ -40,6 +40,7 @@ from inference_plugin.wire.errors import (
     WeightwireError,
 )
 from inference_plugin.wire.manifest import Box, Manifest, Piece
+from inference_plugin.wire.tracing import carried, span, span_since
 
 __all__ = ["TRANSPORT", "ranks_of"]
 
@@ -75,8 +76,8 @@ class Meeting(msgspec.Struct, frozen=True):
 class Bucket:
     """A buffer that is packed, then broadcast: pieces in msgpack, then their bytes."""
 
-    def __init__(self) -> None:
-        self.payload = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+    def __init__(self, nbytes: int) -> None:
+        self.payload = torch.empty(nbytes, dtype=torch.uint8)
         self.pieces: list[Piece] = []
         self.nbytes = 0
         self._in_flight: tuple[torch.Tensor, Any] | None = None
@@ -93,11 +94,13 @@ class Bucket:
         _broadcast(group, pieces).wait()
         if self.nbytes:
             self._in_flight = self.payload, _broadcast(group, self.payload[: self.nbytes])
+            self._sent_s = time.perf_counter()
 
     def wait(self) -> None:
         """Until it may be packed again."""
         if self._in_flight is not None:
             self._in_flight[1].wait()
+            span_since(self._sent_s, "bucket", "broadcasts", bytes=self.nbytes)
         self._in_flight = None
         self.pieces, self.nbytes = [], 0
 
@@ -111,7 +114,7 @@ class CollectiveStaging(ZmqStaging):
         self._group: Any = None
         self._closing = False
         self._ending = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="weightwire-collective", daemon=True)
+        self._thread = threading.Thread(target=carried(self._run), name="weightwire-collective", daemon=True)
         self._thread.start()
 
     def check(self, manifest: Manifest, pieces: Any, between: Any, threads: int = 1) -> int:
@@ -149,7 +152,7 @@ class CollectiveStaging(ZmqStaging):
                     super().close()
 
     def _take_all(self, group: Any) -> None:
-        buffer = torch.empty(BUCKET_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(0, dtype=torch.uint8)
         while True:
             header = torch.zeros(2, dtype=torch.int64)
             _broadcast(group, header).wait()
@@ -158,13 +161,16 @@ class CollectiveStaging(ZmqStaging):
                 return
             if told == FAILED:
                 raise PeerLost("a trainer rank gave the update up", phase="stage")
-            if not (0 <= told <= MAX_PIECES_BYTES and 0 <= nbytes <= BUCKET_BYTES):
+            if not (0 <= told <= MAX_PIECES_BYTES and 0 <= nbytes <= MAX_PAYLOAD_BYTES):
                 raise ProtocolError(f"a bucket of {told} bytes of pieces and {nbytes} of payload", phase="stage")
             pieces = torch.empty(told, dtype=torch.uint8)
             _broadcast(group, pieces).wait()
+            if nbytes > buffer.numel():  # the sender alone decides how large a bucket is
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
             if nbytes:
                 _broadcast(group, buffer[:nbytes]).wait()
-            self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
+            with span("receive", bytes=nbytes):
+                self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
 
 
 class CollectiveReceiver(ZmqReceiver):
@@ -250,13 +256,14 @@ class CollectiveSender(Sender):
     def _send_all(
         self, joined: Any, manifest: Manifest, slices: Iterator[Slice], pieces: list[Piece], stats: WriteStats
     ) -> None:
-        packed, flying = Bucket(), Bucket()
+        self.config.warn_if_short_of_memory(2)
+        packed, flying = (Bucket(self.config.bucket_bytes) for _ in range(2))
         for item in slices:
             for cut, part in pieces_of(manifest, item):
                 started_s = time.perf_counter()
                 piece = Piece(cut.box, digest_bytes(part))
                 digested_s = time.perf_counter()
-                if packed.nbytes + part.nbytes > BUCKET_BYTES:
+                if packed.nbytes + part.nbytes > self.config.bucket_bytes:
                     flying.wait()
                     packed.send(joined)
                     packed, flying = flying, packed

@@ -2,7 +2,7 @@
 
 - A bucket goes on as it came, the received frame itself while it is fresh, else packed anew from the staging memory. So
   nobody waits for a slower one: neither who sends to this worker, nor the other children, and no memory is needed for it.
-- A child that is lost, refuses, or doesn't answer for `SILENCE_S` is stepped over: those below it are fed from here, each
+- A child that is lost, refuses, or doesn't answer for `silence_s` is stepped over: those below it are fed from here, each
   from the bucket on that it doesn't have. One that was only slow goes on when it answers.
 - The trainer's digests go with the bytes: whatever happens on the way, each worker compares for itself.
 """
@@ -22,7 +22,6 @@ import torch
 from inference_plugin.transports.topology import branches
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
-from inference_plugin.wire.link import SILENCE_S
 from inference_plugin.wire.listening import check_listen_address
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Body, Bucket, Done, Hop, Relay, Relaying
@@ -35,8 +34,8 @@ logger = logging.getLogger(__name__)
 FRESH = 2
 """So many of the last buckets are kept as they came."""
 
-LOOK_S = min(1.0, SILENCE_S / 3)
-"""A child that there is nothing to send to is asked so often whether it is still there, for the sake of those below it."""
+LOOK_S = 1.0
+"""At most so long a child that there is nothing to send to isn't asked whether it is still there; those below it need it."""
 
 PATIENCE = 3
 """So many times as long as one is waited for, a worker waits to be fed: there may be several to step over."""
@@ -58,7 +57,8 @@ class PassingOn:
     `memory` is the staging, in which every piece of every bucket lies whole.
     """
 
-    def __init__(self, manifest: Manifest, memory: torch.Tensor) -> None:
+    def __init__(self, manifest: Manifest, memory: torch.Tensor, silence_s: float) -> None:
+        self.silence_s = silence_s
         self._manifest = manifest
         self._memory = memory
         self._changed = threading.Condition()
@@ -75,7 +75,7 @@ class PassingOn:
 
     def check_heard(self, missing: str) -> None:
         """Raises `PeerLost` if nobody has for long enough that some who didn't answer could have been stepped over."""
-        if time.monotonic() - self._heard_s > PATIENCE * SILENCE_S:
+        if time.monotonic() - self._heard_s > PATIENCE * self.silence_s:
             raise PeerLost(
                 f"no other worker passes this update on to this one: {missing}",
                 hint="workers must reach each other's WEIGHTWIRE_LISTEN addresses; fan_out='direct' does without",
@@ -117,8 +117,9 @@ class PassingOn:
 
     def entry(self, position: int) -> _Entry | None:
         """The bucket at that position, once it is there; None if it isn't within `LOOK_S`, or will never be."""
+        look_s = min(LOOK_S, self.silence_s / 3)
         with self._changed:
-            self._changed.wait_for(lambda: position < len(self._log) or self.settled, LOOK_S)
+            self._changed.wait_for(lambda: position < len(self._log) or self.settled, look_s)
             return self._log[position] if position < len(self._log) else None
 
     def payload(self, entry: _Entry) -> memoryview:
@@ -168,6 +169,7 @@ class _Feed(threading.Thread):
                 replica=child.replica,
                 rank=child.rank,
                 phase="stage",
+                silence_s=self._passing.silence_s,
             ) as channel:
                 self._pass_all(channel)
         except Exception as error:  # noqa: BLE001 -- the child's replica is the manager's to judge; those below are ours
@@ -195,7 +197,7 @@ class _Feed(threading.Thread):
         channel.send(body, payload)
         while True:
             try:
-                return channel.receive(kind, timeout_s=SILENCE_S)
+                return channel.receive(kind, timeout_s=self._passing.silence_s)
             except SyncTimeout:
                 if self._passing.settled:
                     raise

@@ -1,13 +1,15 @@
 """Anywhere a socket goes: buckets of pieces as payload frames to each worker's socket (ipc or TCP).
 
 1. a rank cuts its slices into pieces and sends to each worker those that it needs, many to a bucket;
-2. two buffers per worker: bucket k+1 is packed while k is in flight, and filled again only after k was answered;
+2. two buffers per worker, or more: bucket k+1 is packed while k is in flight, and no buffer is filled again before its
+   bucket was answered;
 3. the worker compares each piece with its digest as it arrives and copies what it needs into its staging memory;
 4. where there are many replicas, a rank sends to a few workers of each class, and these pass the buckets on (`relay`).
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import mmap
 import secrets
@@ -22,7 +24,6 @@ import numpy as np
 import torch
 
 from inference_plugin.transports.base import (
-    PIECE_BYTES,
     Bytes,
     Receiver,
     Sender,
@@ -39,6 +40,7 @@ from inference_plugin.transports.relay import PassingOn
 from inference_plugin.transports.topology import FanOut, branches, classes_of, degree_of
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     DigestMismatch,
@@ -50,17 +52,12 @@ from inference_plugin.wire.errors import (
     WeightwireError,
     first_few,
 )
-from inference_plugin.wire.link import SILENCE_S
 from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece, intersect
 from inference_plugin.wire.messages import Bucket, Done, Hop, Relay, Relaying
 from inference_plugin.wire.tensors import box_view, torch_dtype
+from inference_plugin.wire.tracing import span_since
 
-__all__ = ["BUCKET_BYTES", "TRANSPORT"]
-
-BUCKET_BYTES = 8 << 20
-"""Payload of one message: large enough that its round trip doesn't count, small enough to stay in the cache."""
-
-assert BUCKET_BYTES >= PIECE_BYTES
+__all__ = ["TRANSPORT"]
 
 CANCEL_S = 0.1
 """How soon a worker that waits for bytes hears that its transaction was dropped."""
@@ -70,6 +67,7 @@ class Passing(msgspec.Struct, frozen=True):
     """The description of an update in which workers pass buckets on; without one nobody does."""
 
     degree: Annotated[int, msgspec.Meta(ge=1, lt=65)]
+    silence_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class ZmqStaging(Staging):
@@ -86,7 +84,7 @@ class ZmqStaging(Staging):
         memory: torch.Tensor,
         release: Callable[[torch.Tensor], None],
         *,
-        passes_on: bool = False,
+        passing: Passing | None = None,
     ) -> None:
         self._manifest = manifest
         self._needs = {box.tensor: box for box in needs}
@@ -96,8 +94,8 @@ class ZmqStaging(Staging):
         self.segment_id = secrets.token_hex(8)
         self.extra_bytes = sum(manifest.box_nbytes(box) for box in needs)
         self._received: dict[Box, int] = {}
-        self.takes_late = passes_on
-        self._passing = PassingOn(manifest, memory) if passes_on else None
+        self.takes_late = passing is not None
+        self._passing = PassingOn(manifest, memory, passing.silence_s) if passing is not None else None
         self._arrived = threading.Condition()
         self._complete = False
         self._refused: WeightwireError | None = None
@@ -220,8 +218,7 @@ class ZmqReceiver(Receiver):
         """The probe arrived: that is all there is to test."""
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
-        if description:
-            decode_as(description, Passing)
+        passing = decode_as(description, Passing) if description else None
         nbytes = max(manifest.layout.nbytes, mmap.PAGESIZE)
         memory, self._spare = self._spare, None
         if memory is None or memory.numel() != nbytes:
@@ -230,7 +227,7 @@ class ZmqReceiver(Receiver):
             except OSError as error:
                 raise TransportUnavailable(f"zmq: no memory to stage {nbytes} bytes: {error}") from error
             memory = torch.frombuffer(anonymous, dtype=torch.uint8)
-        return self.staging(manifest, needs, memory, self._take_back, passes_on=bool(description))
+        return self.staging(manifest, needs, memory, self._take_back, passing=passing)
 
     def drop_kept(self) -> None:
         self._spare = None
@@ -245,7 +242,7 @@ class ZmqReceiver(Receiver):
 
 
 class ZmqSender(Sender):
-    """Keeps one channel and two buffers per worker that it sends to."""
+    """Keeps one channel, and `config.buffers` buffers, per worker that it sends to."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
@@ -261,7 +258,7 @@ class ZmqSender(Sender):
 
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         self._used = []
-        return msgspec.msgpack.encode(Passing(self._degree)) if self._degree else b""
+        return msgspec.msgpack.encode(Passing(self._degree, self.config.silence_s)) if self._degree else b""
 
     def write(
         self,
@@ -295,9 +292,10 @@ class ZmqSender(Sender):
         for lane in lanes:
             with lane.failing():
                 lane.flush()
-        for lane in lanes:
-            with lane.failing():
-                lane.finish()
+        while any(lane.busy for lane in lanes):
+            for lane in lanes:
+                with lane.failing():
+                    lane.advance(wait=True)
         stats.move_s += time.perf_counter() - started_s
         stats.messages = sum(lane.messages for lane in lanes)
         stats.sent_bytes = sum(lane.sent_bytes for lane in lanes)
@@ -321,16 +319,21 @@ class ZmqSender(Sender):
             self._lanes.pop(gone).channel.close()
         lanes = []
         for together in chosen:
-            siblings = [self._lanes.get(target.address) or _Lane(target) for target, _ in together]
-            self._lanes |= {lane.target.address: lane for lane in siblings}
-            for lane, (target, _) in zip(siblings, together, strict=True):
-                lane.begin(course, target, siblings)
-            for lane, (_, below) in zip(siblings, together, strict=True):
-                lane.below = below
+            siblings = [self._lane(target) for target, _ in together]
+            for lane, (target, below) in zip(siblings, together, strict=True):
+                lane.begin(course, target, below, siblings)
+            for lane in siblings:
                 with lane.failing():
-                    lane.feed(below)
+                    lane.feed(lane.below)
             lanes += siblings
         return lanes
+
+    def _lane(self, target: Target) -> _Lane:
+        lane = self._lanes.get(target.address)
+        if lane is None:
+            lane = self._lanes[target.address] = _Lane(target, self.config)
+            self.config.warn_if_short_of_memory(self.config.buffers * len(self._lanes))
+        return lane
 
 
 @dataclass(frozen=True)
@@ -345,13 +348,14 @@ class Course:
 
 
 class _Lane:
-    """The way to one worker: a channel, two buffers, at most one bucket in flight.
+    """The way to one worker: a channel and buffers: one in flight at most, one being packed, the others packed before it.
 
     `below` are those to whom the worker passes on. When it is lost another lane of its class takes them over.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, config: Config) -> None:
         self.target = target
+        self._silence_s = config.silence_s
         self.channel = Channel(
             target.address,
             pid=target.pid,
@@ -360,18 +364,22 @@ class _Lane:
             replica=target.replica,
             rank=target.rank,
             phase="stage",
+            silence_s=config.silence_s,
         )
-        self._buffers = [np.empty(BUCKET_BYTES, dtype=np.uint8) for _ in range(2)]
+        self._to = f"{target.replica} rank {target.rank}"
+        self._bucket_bytes = config.bucket_bytes
+        self._buffers = collections.deque(np.empty(config.bucket_bytes, dtype=np.uint8) for _ in range(config.buffers))
 
-    def begin(self, course: Course, target: Target, siblings: Sequence[_Lane]) -> None:
-        self._course, self.target, self._siblings = course, target, siblings
-        self.below: tuple[Target, ...] = ()
+    def begin(self, course: Course, target: Target, below: tuple[Target, ...], siblings: Sequence[_Lane]) -> None:
+        self._course, self.target, self.below, self._siblings = course, target, below, siblings
         self._stranded: tuple[Target, ...] = ()
         self._needs = {box.tensor: box for box in target.needs}
         self._pieces: list[Piece] = []
         self._used_bytes = 0
         self._seq = 0
-        self._awaits: type[Done | Relaying] | None = None
+        self._packed: collections.deque[tuple[Bucket, memoryview]] = collections.deque()
+        self._in_flight: tuple[Bucket | Relay, int] | None = None
+        self._sent_s = 0.0
         self.messages = 0
         self.sent_bytes = 0
         self.error: WeightwireError | None = None
@@ -392,7 +400,7 @@ class _Lane:
             if below and lane.error is None:
                 with lane.failing():
                     lane.feed(below)
-                    lane.finish()
+                    lane.drain()
                     lane.below += below
                     below = ()
         self._stranded = below
@@ -407,54 +415,71 @@ class _Lane:
 
     def feed(self, below: Sequence[Target]) -> None:
         """Has the worker pass on to these too all that it got and will get."""
-        if not below:
-            return
-        self.finish()
-        hops = tuple(Hop(t.replica, t.rank, t.address, t.pid, t.boot_id) for t in below)
-        request = Relay(self._course.group, self._course.txn, hops, self._course.degree)
-        self.channel.send(request)
-        self._awaits = Relaying
-        self.messages += 1
+        if below:
+            self.drain()
+            hops = tuple(Hop(t.replica, t.rank, t.address, t.pid, t.boot_id) for t in below)
+            self._send(Relay(self._course.group, self._course.txn, hops, self._course.degree))
+
+    def drain(self) -> None:
+        """Until all that is packed was sent and answered."""
+        while self.busy:
+            self.advance(wait=True)
 
     def add(self, piece: Piece, data: Bytes) -> None:
         """Packs a piece if the worker needs any of it; sends the bucket when it is full."""
         wanted = self._needs.get(piece.box.tensor)
         if self.error is not None or wanted is None or intersect(piece.box, wanted) is None:
             return
-        if self._used_bytes + data.nbytes > BUCKET_BYTES:
+        if self._packed:
+            self.advance()
+        if self._used_bytes + data.nbytes > self._bucket_bytes:
             self.flush()
         self._buffers[0][self._used_bytes : self._used_bytes + data.nbytes] = data
         self._used_bytes += data.nbytes
         self._pieces.append(piece)
 
     def flush(self) -> None:
-        """Sends the bucket, once the one before it was answered, and turns to the other buffer."""
+        """Hands the bucket on to be sent, and turns to the next buffer, once there is one that is free."""
         if not self._pieces or self.error is not None:
             return
-        self.finish()
         course = self._course
         bucket = Bucket(course.group, course.txn, course.rank, self._seq, tuple(self._pieces))
-        self.channel.send(bucket, payload=self._buffers[0][: self._used_bytes].data)
-        self._awaits = Done
-        self.messages += 1
-        self.sent_bytes += self._used_bytes
+        self._packed.append((bucket, self._buffers[0][: self._used_bytes].data))
         self._seq += 1
         self._pieces = []
         self._used_bytes = 0
-        self._buffers.reverse()
+        self._buffers.rotate(-1)
+        self.advance(wait=len(self._packed) + (self._in_flight is not None) == len(self._buffers))
 
-    def finish(self) -> None:
-        """Waits for the answer to what is in flight."""
-        if self._awaits is not None:
-            kind, self._awaits = self._awaits, None
-            self.channel.receive(kind, timeout_s=self._left_s())
+    def advance(self, *, wait: bool = False) -> None:
+        """Sends the next bucket if what is in flight was answered; that is waited for with `wait` only."""
+        if self._in_flight is not None and (wait or self.channel.has_news()):
+            (sent, nbytes), self._in_flight = self._in_flight, None
+            self.channel.receive(Done if isinstance(sent, Bucket) else Relaying, timeout_s=self._left_s())
+            if isinstance(sent, Bucket):
+                span_since(self._sent_s, "bucket", f"buckets to {self._to}", seq=sent.seq, bytes=nbytes)
+        if self._packed and self._in_flight is None and self.error is None:
+            self._send(*self._packed.popleft())
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to send, or an answer to come."""
+        return self.error is None and bool(self._packed or self._in_flight)
+
+    def _send(self, request: Bucket | Relay, payload: memoryview | None = None) -> None:
+        nbytes = len(payload) if payload is not None else 0
+        self.channel.send(request, payload=payload)
+        self._in_flight = request, nbytes
+        self._sent_s = time.perf_counter()
+        self.messages += 1
+        self.sent_bytes += nbytes
 
     def _left_s(self) -> float:
         """How long to wait for an answer. Where others can take a silent worker's place, not until the deadline."""
         left_s = self._course.deadline_s - time.monotonic()
         if left_s <= 0:
             raise SyncTimeout(f"bucket {self._seq} was not answered before the deadline", phase="stage")
-        return min(left_s, SILENCE_S) if self._course.degree else left_s
+        return min(left_s, self._silence_s) if self._course.degree else left_s
 
 
 TRANSPORT = Transport(

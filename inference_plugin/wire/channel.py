@@ -15,8 +15,9 @@ import zmq
 
 from inference_plugin.wire import codec, curve
 from inference_plugin.wire.addresses import boot_id
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, WeightwireError
-from inference_plugin.wire.link import SILENCE_S, Link
+from inference_plugin.wire.link import Link
 from inference_plugin.wire.messages import Body, Failed
 
 __all__ = ["Channel", "Outgoing", "fan_out", "open_pidfd", "take_ready"]
@@ -32,6 +33,7 @@ class Channel:
     """A REQ socket to one peer. It survives lost replies (REQ_RELAXED, REQ_CORRELATE); it belongs to one thread.
 
     `pid` and `peer_boot_id`, when they name a process of this host, let a wait end with `PeerLost` when it dies.
+    `silence_s` is for TCP, default the environment's; see `Config`.
     `resends` false: a request is sent once; for a peer that answers when others are ready, not when it is asked.
     """
 
@@ -43,6 +45,7 @@ class Channel:
         peer_boot_id: str = "",
         context: zmq.Context[Any] | None = None,
         resends: bool = True,
+        silence_s: float | None = None,
         **where: Any,
     ) -> None:
         self.address = address
@@ -57,7 +60,9 @@ class Channel:
         self._watches_process = pid != 0 and peer_boot_id == boot_id()
         self._socket = (context or zmq.Context.instance()).socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._link = Link(self._socket, address) if address.startswith("tcp://") else None
+        self._link: Link | None = None
+        if address.startswith("tcp://"):
+            self._link = Link(self._socket, address, silence_s or Config.from_environment().silence_s)
         self._socket.setsockopt(zmq.REQ_RELAXED, 1)
         self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_CONTROL_BYTES)
@@ -114,6 +119,10 @@ class Channel:
             return 0.0
         return min(self._resend_at_s, self._link.lost_at_s if self._link is not None else math.inf)
 
+    def has_news(self) -> bool:
+        """Whether the reply to the open request may be there: `receive` needn't wait long."""
+        return self._poll(0.0)
+
     def peer_is_gone(self) -> bool:
         """Whether the peer's process is known to have ended."""
         if not self._watches_process:
@@ -149,7 +158,7 @@ class Channel:
                 **self.where,
             )
         if time.monotonic() >= link.lost_at_s:
-            raise PeerLost(f"{self.address} has not been heard of for {SILENCE_S:g} s", **self.where)
+            raise PeerLost(f"{self.address} has not been heard of for {link.silence_s:g} s", **self.where)
 
     def _transmit(self, what: str) -> None:
         assert self._pending is not None

@@ -12,6 +12,7 @@ import msgspec
 __all__ = [
     "AuthError",
     "CommitFailed",
+    "ConfigError",
     "DigestMismatch",
     "EngineUnsupported",
     "ErrorInfo",
@@ -187,6 +188,12 @@ class TornReplica(WeightwireError):
 
 class EngineUnsupported(WeightwireError):
     """An engine version or configuration that the plug-in can't serve."""
+
+
+class ConfigError(WeightwireError, ValueError):
+    """A setting that can't be meant; the text names field, variable, value and what is allowed."""
+
+    default_hint = "`weightwire config` shows every setting and where it comes from"
 
 
 class AuthError(WeightwireError):

@@ -14,16 +14,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from inference_plugin.wire.curve import secure_client
-from inference_plugin.wire.environment import seconds
 
-__all__ = ["SILENCE_S", "Link"]
-
-SILENCE_S = seconds("WEIGHTWIRE_SILENCE_S", 10.0)
-"""A peer that isn't heard of for so long is lost, and one that can't be connected to. Above what a frame of 8 MiB takes on a
-slow link: heartbeats queue behind it."""
+__all__ = ["Link"]
 
 HEARTBEATS = 5
-"""In that time."""
+"""In the time after which a silent peer is lost."""
 
 EVENTS = (
     zmq.EVENT_DISCONNECTED
@@ -37,15 +32,18 @@ EVENTS = (
 class Link:
     """Watches a client socket that is about to connect to a `tcp://` address; belongs to the socket's thread.
 
+    A peer that isn't heard of for `silence_s` is lost, and one that can't be connected to. It must be above what a bucket
+    takes on a slow link: heartbeats queue behind it.
     `monitor` is readable when there is news; `look()` takes it. `refused`: the two sides' keys are not the same.
     """
 
-    def __init__(self, socket: zmq.Socket[Any], address: str) -> None:
+    def __init__(self, socket: zmq.Socket[Any], address: str, silence_s: float) -> None:
         socket.setsockopt(zmq.IPV6, 1 if address.startswith("tcp://[") else 0)
         secure_client(socket)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, int(SILENCE_S / HEARTBEATS * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(silence_s / HEARTBEATS * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silence_s * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self.silence_s = silence_s
         self._socket = socket
         self.monitor = socket.get_monitor_socket(EVENTS)
         self.refused = False
@@ -70,7 +68,7 @@ class Link:
     @property
     def lost_at_s(self) -> float:
         """When the peer counts as lost, on `time.monotonic()`'s clock; infinity while it is connected."""
-        return self.down_since_s + SILENCE_S
+        return self.down_since_s + self.silence_s
 
     def close(self) -> None:
         """Before the socket closes; may be called twice."""

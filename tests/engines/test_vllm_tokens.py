@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 
 from inference_plugin.wire.errors import ManifestMismatch, VersionConflict
 from tests.engines.conftest import Checkpoint
-from tests.support.engines import Driver, Server
+from tests.support.engines import Driver, Server, eventually
 from tests.support.greedy import greedy_batch
 from trainer_adapters import ModuleAdapter, SyncManager
 
@@ -133,8 +134,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 class Live:
     """An engine of `ENGINES`, its two models, and the version that it serves."""
 
-    def __init__(self, driver: Driver, ranks: int, model_a: Path, model_b: Path) -> None:
+    def __init__(self, driver: Driver, ranks: int, model_a: Path, model_b: Path, traces: Path) -> None:
         self.driver = driver
+        self.traces = traces
         self.ranks = ranks
         self.models = {"A": model_a, "B": model_b}
         self.version = 0
@@ -157,13 +159,17 @@ class Live:
 
 
 @pytest.fixture(scope="module")
-def live(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Live]:
+def live(
+    request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Live]:
     case = ENGINES[request.param]
+    traces = tmp_path_factory.mktemp("traces")
+    profiled = {"WEIGHTWIRE_PROFILE_DIR": str(traces)} if request.param == "tp2" else {}
     model_a, model_b = (checkpoint(case["kind"], tied=case["tied"], seed=seed) for seed in (1, 2))
-    with Driver(runtime) as driver:
+    with Driver(runtime, **profiled) as driver:
         about = driver.open(model_a, plain=case["plain"], max_model_len=1024, **case["kwargs"])
         assert [a["plain"] for a in about] == [case["plain"]] * len(about)
-        yield Live(driver, len(about), model_a, model_b)
+        yield Live(driver, len(about), model_a, model_b, traces)
     assert driver.leftovers() == [] and driver.family() == []
 
 
@@ -181,6 +187,20 @@ def test_the_same_version_again_changes_nothing(live: Live) -> None:
     with SyncManager() as manager:
         report = manager.update(live.source("A"), live.version)
     assert [(r.status, r.version) for r in report.replicas] == [("already", live.version)]
+    live.assert_serves("B")
+
+
+@pytest.mark.parametrize("live", ["tp2"], indirect=True)
+def test_front_and_workers_leave_a_trace_of_an_update(live: Live) -> None:
+    live.update("B")
+    found = eventually(lambda: len(files := list(live.traces.glob(f"policy.v{live.version}.*.json"))) == 3 and files)
+    traces = {path.name.split(".")[3]: json.loads(path.read_text())["traceEvents"] for path in found}
+    spans = {who: {e["name"]: e for e in events if e["ph"] == "X"} for who, events in traces.items()}
+    assert set(spans) == {"front", "worker0", "worker1"}
+    asked = spans["front"]["install"]
+    for rank in (0, 1):
+        done = spans[f"worker{rank}"]["install"]
+        assert asked["ts"] <= done["ts"] and done["ts"] + done["dur"] <= asked["ts"] + asked["dur"]
     live.assert_serves("B")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_plugin.wire import curve
+from inference_plugin.wire.config import Config
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, eventually, fork, kill
 from trainer_adapters import SyncManager
@@ -82,6 +83,22 @@ def test_doctor_tells_where_an_engine_s_own_list_leaves_the_plug_in_out(director
     ):
         code, doctor = run("doctor", **{variable: value})
         assert (code, any(variable in problem for problem in doctor["problems"])) == (int(complaint), complaint)
+
+
+def test_config_shows_where_each_value_comes_from_and_refuses_what_cannot_be_meant(directory: Path) -> None:
+    code, rows = run("config", WEIGHTWIRE_LEASE_S="5", WEIGHTWIRE_BUCKET_BYTES="64MiB")
+    shown = {row["setting"]: (row["value"], row["from"]) for row in rows}
+    assert code == 0 and set(Config.__struct_fields__) <= set(shown)
+    assert shown["lease_s"] == (5.0, "WEIGHTWIRE_LEASE_S") and shown["timeout_s"] == (120.0, "default")
+    assert shown["bucket_bytes"] == (64 << 20, "WEIGHTWIRE_BUCKET_BYTES")
+    assert shown["WEIGHTWIRE_RUNTIME_DIR"] == (str(directory), "WEIGHTWIRE_RUNTIME_DIR")
+    code, doctor = run("doctor", WEIGHTWIRE_LEASE_S="soon", WEIGHTWIRE_LEASES="5")
+    misspelt, senseless = doctor["problems"]
+    assert code == 1 and "WEIGHTWIRE_LEASES" in misspelt and "WEIGHTWIRE_LEASE_S='soon'" in senseless
+    command = [sys.executable, "-m", "inference_plugin.cli", "config"]
+    environment = os.environ | {"WEIGHTWIRE_LEASE_S": "soon"}
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert refused.returncode == 2 and "WEIGHTWIRE_LEASE_S='soon' (field lease_s)" in refused.stderr
 
 
 def test_keygen_makes_a_key_once_and_never_writes_over_one(directory: Path, monkeypatch: Any) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from inference_plugin.transports import zmq
 from inference_plugin.wire import curve
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.reports import UpdateReport
 from tests.manager.conftest import Start
@@ -27,9 +28,7 @@ SILENCE_S = 1.0
 
 
 @pytest.fixture(autouse=True)
-def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq, "BUCKET_BYTES", 1600)
-    monkeypatch.setattr(zmq, "SILENCE_S", SILENCE_S)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "ABORT_TIMEOUT_S", SILENCE_S)  # one that is stalled doesn't answer
 
 
@@ -50,12 +49,15 @@ class Watched(ShardSource):
 
 def replicas(start: Start, count: int, **options: Any) -> list[Rig]:
     """In the order in which a chain goes through them."""
-    rigs = [start(WEIGHTWIRE_SILENCE_S=str(SILENCE_S), **options) for _ in range(count)]
+    rigs = [start(**options) for _ in range(count)]
     return sorted(rigs, key=lambda rig: rig.replica)
 
 
 def manager(fan_out: Any, **options: Any) -> SyncManager:
-    return SyncManager(transport="zmq", fan_out=fan_out, **{"timeout_s": 60, **options})
+    config = Config(silence_s=SILENCE_S)
+    one = SyncManager(transport="zmq", fan_out=fan_out, config=config, **{"timeout_s": 60, **options})
+    msgspec.structs.force_setattr(one.settings.config, "bucket_bytes", 1600)
+    return one
 
 
 def failed(report: UpdateReport) -> dict[str, WeightwireError]:

@@ -34,10 +34,8 @@ from inference_plugin.engines.front import open_front
 from inference_plugin.engines.live import LiveModel
 from inference_plugin.engines.rank import RankIdentity, RankReply, RankRuntime
 from inference_plugin.hooks import hookimpl, plugin_manager
-from inference_plugin.transports import relay
 from inference_plugin.wire import addresses
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.environment import seconds
 from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
 from inference_plugin.wire.messages import InFlight
 from inference_plugin.wire.tensors import bytes_view, dtype_name
@@ -266,7 +264,6 @@ def run_front(directory: str, tp: int, layers: int, control_path: str) -> None:
     """A replica: forks its workers, publishes its card, and turns its loop until it is told to stop."""
     torch.set_num_threads(1)
     os.environ["WEIGHTWIRE_RUNTIME_DIR"] = directory
-    relay.SILENCE_S = seconds("WEIGHTWIRE_SILENCE_S", relay.SILENCE_S)  # it was read before the fork
     replica = addresses.new_replica_id("plain")
     pipes = []
     for rank in range(tp):

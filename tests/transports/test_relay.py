@@ -12,10 +12,10 @@ import pytest
 import torch
 import zmq as libzmq
 
-from inference_plugin.transports import relay, zmq
 from inference_plugin.transports.base import WriteStats
 from inference_plugin.transports.zmq import Passing, ZmqReceiver, ZmqSender
 from inference_plugin.wire import codec
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import AuthError, DigestMismatch, PeerLost, ProtocolError, VersionConflict
 from inference_plugin.wire.manifest import Box, Manifest, Piece
@@ -40,7 +40,7 @@ from tests.support.worker import KeepingInstaller, Worker
 from tests.transports.cases import CASES, any_bits, assert_equal_bytes, column_slices, manifest_for, whole_slices
 
 FAR_S = 3600.0
-CHAIN = msgspec.msgpack.encode(Passing(1))
+CHAIN = msgspec.msgpack.encode(Passing(1, 10.0))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def write(
     manifest: Manifest, slices: Any, workers: list[Worker], degree: int, needs: tuple[Box, ...] | None = None
 ) -> tuple[list[Piece], WriteStats]:
     sender = ZmqSender()
-    segment = msgspec.msgpack.encode(Passing(degree)) if degree else b""
+    segment = msgspec.msgpack.encode(Passing(degree, 10.0)) if degree else b""
     targets = [worker.target(manifest, needs) for worker in workers]
     try:
         return sender.write("t", "policy", 0, manifest, segment, slices, targets, deadline_s=time.monotonic() + FAR_S)
@@ -120,7 +120,9 @@ def test_a_piece_of_which_a_worker_needs_a_part_goes_on_whole(make: Callable[...
 def test_who_is_fed_late_gets_the_first_buckets_from_the_staging(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, slices: Any
 ) -> None:
-    monkeypatch.setattr(zmq, "BUCKET_BYTES", 1000)
+    config = Config()
+    msgspec.structs.force_setattr(config, "bucket_bytes", 1000)
+    monkeypatch.setattr(ZmqSender, "config", config)
     tensors = {f"t{i}": any_bits(torch.uint8, 10, 48, seed=i) for i in range(12)}
     manifest = manifest_for(tensors)
     first, late = make(manifest), make(manifest)
@@ -237,12 +239,9 @@ def test_a_seal_waits_for_buckets_that_are_under_way_and_takes_none_after_the_la
     assert ask(worker, Relay("policy", "t", (), 1), Relaying) == Relaying()
 
 
-def test_a_worker_that_nobody_reaches_says_so_and_what_to_do(
-    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay, "SILENCE_S", 0.05)
+def test_a_worker_that_nobody_reaches_says_so_and_what_to_do(make: Callable[..., Worker]) -> None:
     tensors = {"a": any_bits(torch.int8, 9), "b": any_bits(torch.int8, 9, seed=1)}
-    worker = make(manifest_for(tensors))
+    worker = make(manifest_for(tensors), segment=msgspec.msgpack.encode(Passing(1, 0.05)))
     pieces = [Piece(Box(i, (0,), (9,)), digest_bytes(t.numpy().tobytes())) for i, t in enumerate(tensors.values())]
     ask(worker, Bucket("policy", "t", 0, 0, (pieces[0],)), Done, tensors["a"].numpy().tobytes())
     with pytest.raises(
@@ -261,7 +260,7 @@ def test_nothing_is_passed_on_where_that_was_not_agreed_and_nothing_unprotected_
     with pytest.raises(AuthError, match="without authentication"):
         ask(make(manifest), Relay("policy", "t", (hop("tcp://10.0.0.1:7"),), 1), Relaying)
     with pytest.raises(ProtocolError, match="not a Passing"):
-        make(manifest, segment=msgspec.msgpack.encode(Passing(65)))
+        make(manifest, segment=msgspec.msgpack.encode(Passing(65, 10.0)))
 
 
 def test_workers_that_ask_each_other_do_not_outlive_their_trainer(make: Callable[..., Worker]) -> None:

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq as libzmq
 
-from inference_plugin.transports import zmq
 from inference_plugin.transports.base import Target
-from inference_plugin.transports.zmq import BUCKET_BYTES, ZmqReceiver, ZmqSender
+from inference_plugin.transports.zmq import ZmqReceiver, ZmqSender
 from inference_plugin.wire import codec
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     DigestMismatch,
@@ -85,6 +86,21 @@ def test_what_is_sent_is_installed_bit_for_bit(
     sender.close()
 
 
+@pytest.mark.parametrize(("bucket_bytes", "messages"), [("4MiB", 7), ("8MiB", 4), ("32MiB", 1)])
+def test_the_size_of_a_bucket_is_the_senders_alone(worker: Worker, bucket_bytes: Any, messages: int) -> None:
+    tensors = CASES["around the size of a piece"]()
+    manifest = manifest_for(tensors)
+    begin(worker, manifest)
+    sender = ZmqSender()
+    sender.config = Config(bucket_bytes=bucket_bytes)
+    pieces, stats = write(sender, manifest, whole_slices(tensors), [worker.target(manifest)])
+    assert stats.messages == messages
+    assert seal(worker, pieces).checked_bytes == manifest.nbytes
+    worker.commit("t", 1)
+    assert_equal_bytes(worker.installer.installed, tensors)
+    sender.close()
+
+
 def test_two_ranks_write_to_one_worker_and_a_worker_gets_only_what_it_needs(directory: Path) -> None:
     tensors = {"a": any_bits(torch.float32, 8, 6), "b": any_bits(torch.int8, 5)}
     manifest = manifest_for(tensors)
@@ -142,7 +158,9 @@ def held(directory: Path) -> Iterator[HeldPeer]:
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(zmq, "BUCKET_BYTES", 1000)
+    config = Config()
+    msgspec.structs.force_setattr(config, "bucket_bytes", 1000)
+    monkeypatch.setattr(ZmqSender, "config", config)
     return 1000
 
 
@@ -198,6 +216,27 @@ def test_the_next_bucket_is_packed_while_one_is_unanswered_and_never_the_one_aft
     assert results[0][1].messages == 4
     meant = [tensors[f"t{2 * k}"].numpy().tobytes() + tensors[f"t{2 * k + 1}"].numpy().tobytes() for k in range(4)]
     assert arrived == meant
+
+
+def test_with_more_buffers_more_is_packed_ahead_and_still_one_bucket_is_in_flight(
+    held: HeldPeer, small_buckets: int
+) -> None:
+    tensors = {f"t{i}": any_bits(torch.uint8, 1000, seed=i) for i in range(8)}  # one to a bucket
+    manifest = manifest_for(tensors)
+    drawn, sender = Drawn(tensors), ZmqSender()
+    msgspec.structs.force_setattr(sender.config, "buffers", 4)
+    thread, results = in_thread(lambda: write(sender, manifest, iter(drawn), [target_at(held.address, manifest)]))
+    arrived = []
+    for k in range(8):
+        bucket, payload = held.take()
+        ahead = min(8, k + 5)  # k in flight, two packed, one being packed; the next one doesn't fit in any more
+        eventually(lambda ahead=ahead: drawn.count == ahead, f"{ahead} tensors asked for")  # type: ignore[misc]
+        assert (bucket.seq, held.socket.poll(0)) == (k, 0)
+        arrived.append(payload)
+        held.answer()
+    thread.join()
+    assert results[0][1].messages == 8
+    assert arrived == [tensor.numpy().tobytes() for tensor in tensors.values()]
 
 
 def test_a_buffer_in_flight_is_not_filled_again_before_its_answer(held: HeldPeer, small_buckets: int) -> None:
@@ -441,10 +480,6 @@ def test_a_dropped_updates_buckets_are_refused_and_their_bytes_are_not_kept(rece
     frames = [held for held in gc.get_objects() if type(held) is libzmq.Frame]
     kept = [frame for frame in frames if len(frame.bytes) >= len(payload)]
     assert kept == []
-
-
-def test_a_bucket_fits_what_the_codec_accepts() -> None:
-    assert BUCKET_BYTES <= codec.MAX_PAYLOAD_BYTES
 
 
 def test_staging_is_reused_from_one_update_to_the_next_and_never_shows_old_bytes_as_new() -> None:

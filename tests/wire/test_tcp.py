@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from inference_plugin.wire import codec, curve, link
+from inference_plugin.wire import codec, curve
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.errors import AuthError, PeerLost
 from inference_plugin.wire.listening import Listener, check_listen_address
@@ -147,7 +147,7 @@ def test_a_client_with_a_key_takes_no_server_without_one(
 
 
 def test_a_peer_that_is_not_heard_of_is_lost_not_waited_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "SILENCE_S", 0.5)
+    monkeypatch.setenv("WEIGHTWIRE_SILENCE_S", "0.5")
     with Channel(server.address, side="worker") as channel:
         channel.request(Describe(), Done, timeout_s=60)
         server.close()
@@ -157,7 +157,7 @@ def test_a_peer_that_is_not_heard_of_is_lost_not_waited_for(server: Server, monk
 
 
 def test_an_address_where_nobody_listens_is_a_lost_peer(key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "SILENCE_S", 0.5)
+    monkeypatch.setenv("WEIGHTWIRE_SILENCE_S", "0.5")
     free = Listener(zmq.REP, "tcp://127.0.0.1:*", max_bytes=1)
     free.close()
     with Channel(free.address) as channel, pytest.raises(PeerLost):

@@ -1,0 +1,194 @@
+"""What a user may set, in one place: defaults, limits, environment variables, and the words that the documentation has.
+
+A field `lease_s` is the variable `WEIGHTWIRE_LEASE_S`. Trainers read theirs when a `SyncManager` is made, engines when
+they start; an argument comes before the environment. What both sides must agree on is no setting: it travels in messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES
+from inference_plugin.wire.errors import ConfigError
+
+__all__ = [
+    "OTHER_VARIABLES",
+    "PIECE_BYTES",
+    "Config",
+    "Setting",
+    "settings",
+    "unknown_variables",
+    "variable_of",
+    "written",
+]
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 << 20
+"""Largest piece: the calls per piece don't count."""
+
+DAY_S = 86400.0
+
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+OTHER_VARIABLES = (
+    "WEIGHTWIRE_JOB",
+    "WEIGHTWIRE_RUNTIME_DIR",
+    "WEIGHTWIRE_LISTEN",
+    "WEIGHTWIRE_REGISTRY",
+    "WEIGHTWIRE_KEY",
+    "WEIGHTWIRE_PLUGINS",
+    "WEIGHTWIRE_DISABLE",
+)
+"""Who and where a process is: of the process as a whole, and read where they are needed."""
+
+
+def _meta(allowed: str, **limits: Any) -> msgspec.Meta:
+    return msgspec.Meta(extra={"allowed": allowed}, **limits)
+
+
+def _for(side: str, text: str) -> msgspec.Meta:
+    return msgspec.Meta(extra={"side": side, "text": text})
+
+
+Seconds = Annotated[float, _meta("seconds above 0, a day at most", gt=0, le=DAY_S)]
+Size = Annotated[int, _meta("bytes from 4 MiB to 1 GiB, as 8388608 or '8MiB'", ge=PIECE_BYTES, le=MAX_PAYLOAD_BYTES)]
+Threads = Annotated[int, _meta("whole numbers from 1 to 256", ge=1, le=256)]
+Buffers = Annotated[int, _meta("whole numbers from 2 to 64", ge=2, le=64)]
+Share = Annotated[float, _meta("numbers above 0, 1 at most", gt=0, le=1)]
+Directory = Annotated[str | None, _meta("names of directories")]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Every setting, checked. Raises `ConfigError`, naming field, variable, value and what is allowed.
+
+    Sizes may be given as text with a unit ("64MiB"). What each is for: `settings()`, docs/configuration.md.
+    """
+
+    timeout_s: Annotated[
+        Seconds, _for("trainer", "for a whole update or verification; every wait in it ends by then")
+    ] = 120.0
+    lease_s: Annotated[
+        Seconds, _for("trainer", "after this silence a worker drops an unfinished update; renewed every third of it")
+    ] = 30.0
+    control_timeout_s: Annotated[
+        Seconds, _for("trainer", "for a small request to a worker; one that doesn't answer fails its replica")
+    ] = 30.0
+    silence_s: Annotated[
+        Seconds, _for("both", "a TCP peer, or a registered replica, that isn't heard of for so long is lost")
+    ] = 10.0
+    rank_timeout_s: Annotated[
+        Seconds, _for("engine", "for one operation, such as an installation, on all ranks of a replica")
+    ] = 300.0
+    bucket_bytes: Annotated[
+        Size, _for("trainer", "payload of one message of `zmq`, one broadcast of `collective`, one gathering of LoRA")
+    ] = 8 << 20
+    buffers: Annotated[
+        Buffers, _for("trainer", "buckets that are kept for each worker of `zmq`: in flight, packed, being packed")
+    ] = 2
+    check_threads: Annotated[
+        Threads, _for("engine", "at most so many threads of a worker compare digests, and never more than it has cores")
+    ] = 4
+    background_share: Annotated[
+        Share, _for("engine", "of its time that work beside decoding may take: memory bandwidth is shared")
+    ] = 1 / 3
+    profile_dir: Annotated[
+        Directory, _for("both", "a trace file of every update and process goes there; none is made without it")
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            msgspec.structs.force_setattr(self, name, _checked(name, getattr(self, name)))
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str] = os.environ) -> Config:
+        """What the variables say, the defaults elsewhere; an empty one says nothing. Raises `ConfigError`."""
+        said = {name: environment.get(variable_of(name)) for name in Config.__struct_fields__}
+        return Config(**{name: _checked(name, text, of_environment=True) for name, text in said.items() if text})
+
+    def but(self, **arguments: Any) -> Config:
+        """With the arguments that are not None in their places. Raises `ConfigError`."""
+        return msgspec.structs.replace(self, **{n: value for n, value in arguments.items() if value is not None})
+
+    def warn_if_short_of_memory(self, buckets: int) -> None:
+        """Logs a warning where so many buckets exceed the memory that is free."""
+        wanted_bytes, free_bytes = buckets * self.bucket_bytes, psutil.virtual_memory().available
+        if wanted_bytes > free_bytes:
+            logger.warning(
+                "weightwire: %d buckets of bucket_bytes=%d (WEIGHTWIRE_BUCKET_BYTES) exceed the %d bytes of memory that "
+                "are free",
+                buckets,
+                self.bucket_bytes,
+                free_bytes,
+            )
+
+
+class Setting(NamedTuple):
+    """A field of `Config`, for people."""
+
+    field: str
+    variable: str
+    side: str
+    default: str
+    allowed: str
+    text: str
+
+
+def settings() -> list[Setting]:
+    """All fields, in their order."""
+    return [
+        Setting(field.name, variable_of(field.name), default=written(field.default), **_told(field))
+        for field in _fields().values()
+    ]
+
+
+def variable_of(field: str) -> str:
+    """The field's environment variable."""
+    return f"WEIGHTWIRE_{field.upper()}"
+
+
+def written(value: Any) -> str:
+    """A field's value as a person writes it."""
+    if isinstance(value, int):
+        unit = next(u for u in reversed(UNITS) if value % UNITS[u] == 0 and value >= UNITS[u])
+        return f"{value // UNITS[unit]}{unit}"
+    return f"{value:g}" if isinstance(value, float) else value or ""
+
+
+def unknown_variables() -> list[str]:
+    """Variables of the environment that look like ours and are none: misspelt ones are set in vain."""
+    known = {*OTHER_VARIABLES, *(variable_of(name) for name in Config.__struct_fields__)}
+    return sorted(name for name in os.environ if name.startswith("WEIGHTWIRE_") and name not in known)
+
+
+@functools.cache
+def _fields() -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.name: field for field in msgspec.structs.fields(Config)}
+
+
+def _told(field: msgspec.structs.FieldInfo) -> dict[str, str]:
+    """What the annotations say of a field: side, text, what is allowed."""
+    kind = msgspec.inspect.type_info(field.type)
+    assert isinstance(kind, msgspec.inspect.Metadata) and kind.extra is not None
+    return kind.extra
+
+
+def _checked(name: str, value: Any, *, of_environment: bool = False) -> Any:
+    field = _fields()[name]
+    meant = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if name.endswith("_bytes") and isinstance(value, str) and (found := re.fullmatch(r"(\d+) ?([KMG]iB|)", value)):
+        meant = int(found[1]) * UNITS[found[2]]
+    try:
+        return msgspec.convert(meant, field.type, strict=not of_environment)
+    except msgspec.ValidationError:
+        variable = variable_of(name)
+        given = f"{variable}={value!r} (field {name})" if of_environment else f"{name}={value!r} (variable {variable})"
+        raise ConfigError(f"{given}: {_told(field)['allowed']} are allowed") from None

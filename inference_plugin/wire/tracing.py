@@ -1,0 +1,247 @@
+"""Spans of one update in one process, written to a file that Perfetto and chrome://tracing open (Trace Event Format).
+
+Off unless `profile_dir` is set: then no object of this module is made, and a span costs the look at one variable. On, a
+`Trace` collects spans of all threads that work for its update; a thread of its own writes the file. What goes wrong here
+is logged once and never reaches the update.
+
+The clock is CLOCK_MONOTONIC: files of one host lie on one time line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+import torch
+
+__all__ = ["Trace", "carried", "flush", "save", "span", "span_since", "under"]
+
+logger = logging.getLogger(__name__)
+
+MAX_EVENTS = 200_000
+"""Per trace; what comes later is counted and left out."""
+
+MAX_WAITING = 64
+"""Traces that wait to be written; where a disk hangs, later ones are left out."""
+
+FLUSH_S = 2.0
+"""At a manager's end and at the process's, files that are on their way are waited for so long."""
+
+FIRST_TRACK = 1 << 24
+"""Lines that are no thread's have ids from here on: above any thread's."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_current: ContextVar[Trace | None] = ContextVar("weightwire_trace", default=None)
+_nothing: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def span(name: str, **facts: Any) -> AbstractContextManager[None]:
+    """Around what is to be seen as `name`, if this thread works for a trace; also in a torch profiler of the user's own."""
+    trace = _current.get()
+    return _nothing if trace is None else trace.span(name, facts)
+
+
+def span_since(started_s: float, name: str, track: str = "", **facts: Any) -> None:
+    """A span from `started_s`, of `time.perf_counter`, until now. What overlaps with other work of its thread wants a line
+    of its own, called `track`."""
+    if (trace := _current.get()) is not None:
+        trace.add(int(started_s * 1e9), name, track, facts)
+
+
+def under(trace: Trace | None) -> AbstractContextManager[None]:
+    """What this thread does is for `trace`."""
+    return _nothing if trace is None else trace.current()
+
+
+def carried(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, for another thread to run: its spans belong to this thread's trace."""
+    trace = _current.get()
+    if trace is None:
+        return function
+
+    @functools.wraps(function)
+    def run(*arguments: P.args, **keywords: P.kwargs) -> R:
+        with under(trace):
+            return function(*arguments, **keywords)
+
+    return run
+
+
+def call_it(txn: str) -> None:
+    """This thread's trace, if it has one, is of that transaction."""
+    if (trace := _current.get()) is not None:
+        trace.txn = txn
+
+
+def save(trace: Trace | None) -> None:
+    """Has a trace written, if there is one; returns at once. It takes no more spans."""
+    if trace is not None:
+        with contextlib.suppress(RuntimeError):  # no thread can be started any more
+            _Writer.of_process().take(trace)
+
+
+class Trace:
+    """One update in one process, which is trainer rank, worker or front. Any thread may add spans."""
+
+    @staticmethod
+    def begun(directory: str | None, **named: Any) -> Trace | None:
+        """A trace if there is a directory to write it to; see `__init__`."""
+        return None if directory is None else Trace(directory, **named)
+
+    def __init__(self, directory: str, *, role: str, txn: str = "", **named: Any) -> None:
+        """`named`: group and version, and what of rank and replica the role has."""
+        self.txn = txn
+        self._directory = directory
+        self._role = role
+        self._named = named
+        self._events: list[dict[str, Any]] = []
+        self._tids: dict[str, int] = {}
+        self._left_out = 0
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """This thread works for the trace."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    @contextlib.contextmanager
+    def span(self, name: str, facts: dict[str, Any]) -> Iterator[None]:
+        started_ns = time.perf_counter_ns()
+        try:
+            with torch.profiler.record_function(f"weightwire.{name}"):
+                yield
+        except BaseException as error:
+            facts["error"] = f"{type(error).__name__}: {error}"[:200]
+            raise
+        finally:
+            self.add(started_ns, name, "", facts)
+
+    def add(self, started_ns: int, name: str, track: str, facts: dict[str, Any]) -> None:
+        """A span from `started_ns` until now."""
+        if len(self._events) >= MAX_EVENTS:
+            self._left_out += 1
+            return
+        self._events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "cat": self._role,
+                "ts": started_ns / 1000,
+                "dur": (time.perf_counter_ns() - started_ns) / 1000,
+                "pid": os.getpid(),
+                "tid": self._track(track) if track else self._thread(),
+                "args": facts,
+            }
+        )
+
+    def write(self) -> None:
+        """Writes the file, whole or not at all. Raises OSError."""
+        named = self._named
+        who = f"{self._role}{named.get('rank', '')}"
+        parts = (named["group"], f"v{named['version']}", self.txn[:8], who, named.get("replica", ""))
+        stem = ".".join(filter(None, parts)).replace("/", "_")
+        directory = Path(self._directory).expanduser()
+        directory.mkdir(parents=True, exist_ok=True)
+        path, temporary = directory / f"{stem}.json", directory / f".{stem}.{os.getpid()}"
+        about = {
+            "role": self._role,
+            **named,
+            "txn": self.txn,
+            "host": socket.gethostname(),
+            "left_out": self._left_out,
+            "unix_minus_monotonic_us": (time.time_ns() - time.perf_counter_ns()) / 1000,
+        }
+        content = {"traceEvents": [*self._names(), *self._events], "displayTimeUnit": "ms", "otherData": about}
+        try:
+            temporary.write_bytes(msgspec.json.encode(content, enc_hook=str))
+            if not path.exists():  # else this is of a commit that was asked for again
+                temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _names(self) -> Iterator[dict[str, Any]]:
+        """Metadata: how the process and the lines in it are called."""
+        pid = os.getpid()
+        name = " ".join(str(self._named[key]) for key in ("rank", "replica") if key in self._named)
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{self._role} {name}"}}
+        for name, tid in self._tids.items():
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+    def _thread(self) -> int:
+        tid = threading.get_native_id()
+        self._tids[threading.current_thread().name] = tid
+        return tid
+
+    def _track(self, name: str) -> int:
+        tid = FIRST_TRACK + zlib.crc32(f"{self._role} {self._named} {name}".encode()) % (1 << 30)
+        self._tids[name] = tid
+        return tid
+
+
+class _Writer:
+    """Writes traces, one after the other, in a daemon thread."""
+
+    _one: _Writer | None = None
+
+    @staticmethod
+    def of_process() -> _Writer:
+        """This process's; a fork gets one of its own."""
+        if _Writer._one is None or not _Writer._one._thread.is_alive():
+            _Writer._one = _Writer()
+        return _Writer._one
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[Trace | threading.Event] = queue.Queue(MAX_WAITING)
+        self._complained = False
+        self._thread = threading.Thread(target=self._run, name="weightwire-trace", daemon=True)
+        self._thread.start()
+
+    def take(self, entry: Trace | threading.Event) -> None:
+        try:
+            self._waiting.put_nowait(entry)
+        except queue.Full:
+            self._complain("the disk is too slow")
+
+    def _run(self) -> None:
+        while True:
+            entry = self._waiting.get()
+            if isinstance(entry, threading.Event):
+                entry.set()
+                continue
+            try:
+                entry.write()
+            except Exception as error:  # noqa: BLE001 -- a trace must not fail an update; it is logged
+                self._complain(str(error))
+
+    def _complain(self, why: str) -> None:
+        if not self._complained:
+            self._complained = True
+            logger.warning("weightwire: no trace was written, and none of this process may be: %s", why)
+
+
+@atexit.register
+def flush() -> None:
+    """Waits for the traces that were saved so far, `FLUSH_S` at most."""
+    if _Writer._one is not None and _Writer._one._thread.is_alive():
+        done = threading.Event()
+        _Writer._one.take(done)
+        done.wait(FLUSH_S)
