@@ -70,7 +70,7 @@ class PassingOn:
         self.settled = False
 
     def heard(self) -> None:
-        """Somebody feeds this worker."""
+        """This worker is being fed. Who merely asks whether it is there may itself wait in vain."""
         self._heard_s = time.monotonic()
 
     def check_heard(self, missing: str) -> None:
@@ -95,7 +95,6 @@ class PassingOn:
 
         Raises `AuthError` for an address to which nothing may be sent unprotected.
         """
-        self.heard()
         chosen = branches(request.below, request.degree)
         for child, _ in chosen:
             check_listen_address(child.address)

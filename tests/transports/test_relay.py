@@ -239,16 +239,18 @@ def test_a_seal_waits_for_buckets_that_are_under_way_and_takes_none_after_the_la
     assert ask(worker, Relay("policy", "t", (), 1), Relaying) == Relaying()
 
 
-def test_a_worker_that_nobody_reaches_says_so_and_what_to_do(make: Callable[..., Worker]) -> None:
+def test_workers_that_nobody_feeds_say_so_together_and_what_to_do(make: Callable[..., Worker]) -> None:
+    """One asks the other whether it is there: that is no food."""
     tensors = {"a": any_bits(torch.int8, 9), "b": any_bits(torch.int8, 9, seed=1)}
-    worker = make(manifest_for(tensors), segment=msgspec.msgpack.encode(Passing(1, 0.05)))
+    segment = msgspec.msgpack.encode(Passing(1, 0.1))
+    first, second = (make(manifest_for(tensors), segment=segment) for _ in range(2))
     pieces = [Piece(Box(i, (0,), (9,)), digest_bytes(t.numpy().tobytes())) for i, t in enumerate(tensors.values())]
-    ask(worker, Bucket("policy", "t", 0, 0, (pieces[0],)), Done, tensors["a"].numpy().tobytes())
-    with pytest.raises(
-        PeerLost, match="no other worker passes this update on to this one: 1 of 2 pieces are missing"
-    ) as raised:
-        seal(worker, pieces)
-    assert (raised.value.phase, raised.value.version) == ("seal", 1) and "fan_out='direct'" in raised.value.hint
+    ask(first, Bucket("policy", "t", 0, 0, (pieces[0],)), Done, tensors["a"].numpy().tobytes())
+    ask(first, Relay("policy", "t", (hop(second.address),), 1), Relaying)
+    for worker in (second, first):
+        with pytest.raises(PeerLost, match="no other worker passes this update on to this one: 1 of 2") as raised:
+            seal(worker, pieces)
+        assert (raised.value.phase, raised.value.version) == ("seal", 1) and "fan_out='direct'" in raised.value.hint
 
 
 def test_nothing_is_passed_on_where_that_was_not_agreed_and_nothing_unprotected_to_other_hosts(
