@@ -16,7 +16,7 @@ machine's cores; messages and egress as the report has them.
 - rank 0 needs `--replica-ms` for the other messages to one replica, one after the other, each a round trip that overlaps
   with the others'.
 
-Who sends to whom is `inference_plugin.transports.topology`, the functions that the transport uses.
+Who sends to whom is `inference_plugin.transports.spread`, the functions that the transport uses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference_plugin.transports.topology import branches, degree_of
+from inference_plugin.transports.spread import branches, degree_of
 from inference_plugin.wire.config import Config
 
 if TYPE_CHECKING:

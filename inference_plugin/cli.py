@@ -20,7 +20,7 @@ from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.config import OTHER_VARIABLES, Config, settings, unknown_variables, written
 from inference_plugin.wire.copying import how_copies_are_made
 from inference_plugin.wire.errors import ConfigError, WeightwireError
-from inference_plugin.wire.messages import Describe, ReplicaCard, Verified, Verify, WorkerCard
+from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, Verified, Verify, WorkerCard
 from inference_plugin.wire.reports import UpdateReport, compare_rank, last_report
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ def status(job: Job = None, as_json: AsJson = False) -> None:
     found = [_asked(card) for card in addresses.discover(job)]
     groups = sorted({group.group for replica in found for worker in replica["workers"] for group in worker.groups})
     reports = {group: report for group in groups if (report := last_report(group, job)) is not None}
+    for replica in found:
+        statuses = [status for worker in replica["workers"] for status in worker.groups]
+        replica["groups"] = {g: _standing([s for s in statuses if s.group == g], reports.get(g)) for g in groups}
     if as_json:
         _print_json({"replicas": found, "last_updates": reports})
         return
@@ -279,6 +282,16 @@ def _asked(card: ReplicaCard) -> dict[str, Any]:
     return {"card": card, "workers": workers, "state": card.state, "problems": problems}
 
 
+def _standing(ranks: list[GroupStatus], last: UpdateReport | None) -> str:
+    """Where a replica stands with a group, in the words of `SyncManager.replicas`."""
+    if any(rank.state == "torn" for rank in ranks):
+        return "torn"
+    versions = {rank.version for rank in ranks}
+    if not versions or None in versions:
+        return "joining"
+    return "behind" if last is not None and versions != {last.version} else "current"
+
+
 def _front(card: ReplicaCard) -> Channel:
     return Channel(card.address, pid=card.pid, peer_boot_id=card.boot_id, side="front", replica=card.replica)
 
@@ -317,16 +330,19 @@ def _version(name: str) -> str | None:
 def _print_replica(replica: dict[str, Any]) -> None:
     card: ReplicaCard = replica["card"]
     ranks = f"tp {card.tp}, pp {card.pp}, dp rank {card.dp_rank}"
+    why = f" ({card.detail})" if card.detail and card.state != "torn" else ""  # why it is torn is among its problems
     console.print(
-        f"{card.replica}: {card.engine} {card.engine_version}, {card.model}, {ranks}: {replica['state']}",
+        f"{card.replica}: {card.engine} {card.engine_version}, {card.model}, {ranks}: {replica['state']}{why}",
         highlight=False,
+        markup=False,
     )
     for worker in replica["workers"]:
         for group in worker.groups:
             version = "no version yet" if group.version is None else f"version {group.version}"
             how = f"{group.install} by {group.mechanism} over {group.transport}"
             digest = f", digest {group.digest[:12]}" if group.digest else ""
-            line = f"  rank {worker.rank}: {group.group}: {version}, {group.state}, {how}{digest}"
+            stands = replica["groups"][group.group]
+            line = f"  rank {worker.rank}: {group.group}: {version}, {stands}, {group.state}, {how}{digest}"
             console.print(f"{line}: {group.detail}" if group.detail else line, highlight=False, markup=False)
         if not worker.groups:
             console.print(f"  rank {worker.rank}: no group yet", highlight=False)

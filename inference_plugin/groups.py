@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inference_plugin.hooks import plugin_manager
+from inference_plugin.install.adapter import GROUP_PREFIX
 from inference_plugin.install.contract import Brake, Installer, InstallTerms
 from inference_plugin.transports.base import Receiver, Staging
 from inference_plugin.transports.registry import transport_named
@@ -27,8 +28,10 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import (
     CommitFailed,
+    EngineUnsupported,
     ManifestMismatch,
     ProtocolError,
+    ReplicaAsleep,
     SyncTimeout,
     TornReplica,
     VersionConflict,
@@ -345,7 +348,13 @@ class WeightUpdateGroup:
             digest=self.installed.digest if self.installed else "",
             staged_bytes=self.manifest.nbytes if transaction and self.manifest else 0,
             detail=self.detail,
+            partial=self.partial,
         )
+
+    @property
+    def partial(self) -> bool:
+        """Whether an update of the group is not one of the whole model."""
+        return self.name.startswith(GROUP_PREFIX) or (self._opened is not None and self._opened.partial)
 
     # --- the engine's own thread -------------------------------------------------------------------------------------
 
@@ -447,7 +456,9 @@ class WeightUpdateGroup:
             save(transaction.trace)
             self.detail = ""
             self._enter("idle")
-            done = RankCommit(self.rank, transaction.version, install_s, releases_segment=not keep)
+            done = RankCommit(
+                self.rank, transaction.version, install_s, releases_segment=not keep, partial=self.partial
+            )
             self._finished[txn] = done
             while len(self._finished) > FINISHED_KEPT:
                 self._finished.pop(next(iter(self._finished)))
@@ -592,11 +603,20 @@ class GroupTable:
         self._rank = rank
         self._make_installer = make_installer
         self._lock = threading.RLock()
+        self._opening = 0
+        self._asleep = False
 
     def handle(self, request: Body, payload: memoryview | None) -> Body:
         """The reply to a group request. Raises typed errors; then nothing was applied."""
         if isinstance(request, OpenGroup):
-            return self._open(request)
+            with self._lock:
+                self._check_awake()
+                self._opening += 1
+            try:
+                return self._open(request)
+            finally:
+                with self._lock:
+                    self._opening -= 1
         with self._lock:
             if isinstance(request, CloseGroup):
                 if (closed := self.groups.pop(request.group, None)) is not None:
@@ -605,6 +625,7 @@ class GroupTable:
             if isinstance(request, Abort) and request.group not in self.groups:
                 return Done()
             if isinstance(request, Begin):
+                self._check_awake()
                 return self.named(request.group).begin(request)
             if isinstance(request, Bucket):
                 if payload is None:
@@ -655,6 +676,39 @@ class GroupTable:
         with self._lock:
             for group in list(self.groups.values()):
                 group.expire(time.monotonic(), sender_is_gone)
+
+    # --- the engine's own thread -------------------------------------------------------------------------------------
+
+    def may_sleep(self, *, discard: bool) -> None:
+        """From now on no update begins, because the memory of the weights goes. Raises `VersionConflict` if one is on its
+        way, `EngineUnsupported` if it is to `discard` weights that no open group could bring back."""
+        with self._lock:
+            under_way = [group.name for group in self.groups.values() if group.transaction is not None]
+            if under_way or self._opening:
+                raise VersionConflict(
+                    f"an update of {', '.join(under_way) or 'a group'} is on its way",
+                    hint="let it end, or abort it, before the replica falls asleep",
+                )
+            if discard and self.groups and all(group.partial for group in self.groups.values()):
+                raise EngineUnsupported(
+                    f"weights would be discarded that no open group brings back: {first_few(sorted(self.groups))} are parts",
+                    hint="use level 1, which keeps the weights on the host",
+                )
+            self._asleep = True
+
+    def awake(self) -> None:
+        """The memory of the weights is there."""
+        with self._lock:
+            self._asleep = False
+
+    def tear(self, reason: str) -> None:
+        """No group knows any longer what it holds."""
+        for group in list(self.groups.values()):
+            group.tear(reason)
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise ReplicaAsleep("the replica is asleep, the memory of its weights is released")
 
     def close(self) -> None:
         """Closes every group."""

@@ -62,11 +62,16 @@ class HookSpecs:
 
     @hookspec
     def weightwire_replica_joined(self, group: str, card: ReplicaCard) -> None:
-        """On a trainer's rank 0, when a replica takes part for the first time."""
+        """On a trainer's rank 0, when a replica takes part in an update, or is caught up, for the first time."""
 
     @hookspec
     def weightwire_replica_lost(self, group: str, replica: str, reason: str) -> None:
         """On a trainer's rank 0, when a replica takes part no longer."""
+
+    @hookspec
+    def weightwire_replica_state(self, group: str, status: Any) -> None:
+        """On a trainer's rank 0, when a replica's state or the reason for it changes; `status` is a
+        `trainer_adapters.ReplicaStatus`."""
 
 
 class PluginManager(pluggy.PluginManager):

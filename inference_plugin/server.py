@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 
 from inference_plugin.groups import GroupTable
+from inference_plugin.transports.backends import current_device, use_device
 from inference_plugin.wire import codec
 from inference_plugin.wire.addresses import boot_id
 from inference_plugin.wire.channel import open_pidfd
@@ -68,6 +69,7 @@ class WorkerServer:
         self._stopping = self._closed = False
         self._waiting: dict[bytes, _Waiting] = {}
         self._pidfds: dict[int, int | None] = {}
+        self._device = current_device()
         self._thread = threading.Thread(target=self._serve, name="weightwire-rep", daemon=True)
         table.on_checked = lambda: os.eventfd_write(self._news, 1)
 
@@ -91,6 +93,7 @@ class WorkerServer:
         self._pidfds.clear()
 
     def _serve(self) -> None:
+        use_device(self._device)
         while not self._stopping:
             self._watch_senders()
             watched: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._news, zmq.POLLIN)]

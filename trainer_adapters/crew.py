@@ -44,13 +44,20 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Crew:
-    """This rank's end. Collective over `process_group` (the default group if None; alone without torch.distributed).
+    """This rank's end. Collective over `process_group` (the default group if None; without torch.distributed, or where
+    `alone` says so, this rank is all there is).
 
     After construction it belongs to one thread.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, silence_s: float | None = None) -> None:
-        together = dist.is_available() and dist.is_initialized()
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        silence_s: float | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
+        together = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if together else 0
         self.size = dist.get_world_size(process_group) if together else 1
         self._router: zmq.Socket[bytes] | None = None
@@ -85,6 +92,11 @@ class Crew:
                 side="manager",
                 rank=0,
             )
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks share this host's memory."""
+        return all(member.boot_id == boot_id() for member in self.members)
 
     # --- ranks above 0 -----------------------------------------------------------------------------------------------
 

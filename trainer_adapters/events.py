@@ -13,20 +13,22 @@ __all__ = ["Event", "Events"]
 
 logger = logging.getLogger(__name__)
 
-Event: TypeAlias = Literal["staged", "committed", "failed", "replica_joined", "replica_lost"]
+Event: TypeAlias = Literal["staged", "committed", "failed", "replica_joined", "replica_lost", "replica_state"]
 
 
 class Events:
     """Listeners by event. One that raises is logged, and the others are still told: no listener fails an update.
 
-    They are called in the manager's thread, which waits for them; a plug-in's hook is `weightwire_update_<event>`, or
-    `weightwire_<event>` for what happens to replicas. Arguments, all by name:
+    Those of an update are called in the manager's thread, which waits for them, those of replicas in one that an update
+    doesn't wait for, one after the other. A plug-in's hook is `weightwire_update_<event>`, or `weightwire_<event>` for what
+    happens to replicas. Arguments, all by name:
 
     - staged: group, version, seconds: every trainer rank has written; weights may change again;
     - committed: report (`UpdateReport`): at least one replica serves the version;
     - failed: group, version, error (`WeightwireError`): none does;
-    - replica_joined: group, card (`ReplicaCard`): it takes part from this update on;
-    - replica_lost: group, replica, reason: it takes part no longer, until it is back.
+    - replica_joined: group, card (`ReplicaCard`): it takes part in an update, or is caught up, for the first time;
+    - replica_lost: group, replica, reason: it takes part no longer, until it is back;
+    - replica_state: group, status (`ReplicaStatus`): its state, or the reason for it, is another one.
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from typing import TYPE_CHECKING
@@ -101,16 +102,19 @@ class Operation:
             )
         return everyone
 
-    def connect(self) -> list[ReplicaSession]:
-        """Sessions of all living replicas, old ones kept. Raises `PeerLost` if there is none."""
+    def connect(self, needed: float = math.inf) -> list[ReplicaSession]:
+        """Sessions of all living replicas, old ones kept. Those that are being caught up are left out, or waited for, half the
+        time at most, where fewer than `needed` would be left. Raises `PeerLost` if there is none."""
         assert self.rank.registry is not None, "rank 0 has it"
         cards = {card.replica: card for card in self.rank.registry.cards()}
+        free = self.rank.roster.free(cards, needed, self.left_s / 2)
+        self.rank.adopt()
         for gone in set(self.rank.replicas) - set(cards):
             self.rank.lose(gone, "it is no longer among the replicas of the job")
-        for name, card in cards.items():
+        for name in sorted(free):
             if name not in self.rank.replicas:
-                self.rank.replicas[name] = ReplicaSession.connect(card, self.settings.config)
-                self.rank.events.tell("replica_joined", group=self.settings.group, card=card)
+                self.rank.replicas[name] = ReplicaSession.connect(cards[name], self.settings.config)
+            self.rank.roster.take_in(cards[name])
         if not cards:
             raise PeerLost(
                 f"no replica of job {addresses.job_name()!r} is running; looked in {addresses.runtime_dir()}",
@@ -118,4 +122,4 @@ class Operation:
                 "`weightwire doctor` tells what is there; on other hosts also the same WEIGHTWIRE_REGISTRY and WEIGHTWIRE_KEY",
                 phase="agree",
             )
-        return [self.rank.replicas[name] for name in sorted(cards)]
+        return [self.rank.replicas[name] for name in sorted(free)]

@@ -8,32 +8,37 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from inference_plugin.transports.base import Sender as TransportSender
 from inference_plugin.transports.base import Target, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
-from inference_plugin.transports.topology import FanOut, classes_of
+from inference_plugin.transports.spread import FanOut, classes_of
 from inference_plugin.wire.channel import Outgoing, fan_out
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Box, ExactCover, Manifest, Piece
 from inference_plugin.wire.messages import Done, Go, GoTarget, InFlight, InstallPolicy, Ready, Release, Wrote
 from inference_plugin.wire.tracing import call_it, span, span_since
-from trainer_adapters import registry
 from trainer_adapters.agreement import Claims, digests_of
 from trainer_adapters.crew import Crew
 from trainer_adapters.cutting import cut_slices, edges_of
 from trainer_adapters.events import Events
+from trainer_adapters.registry import Registry, give_back
 from trainer_adapters.replicas import ReplicaSession
+from trainer_adapters.roster import Roster
 from trainer_adapters.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from trainer_adapters.source import LocalSlice, WeightSource
 
-__all__ = ["Rank", "Settings", "as_target"]
+__all__ = ["CatchUpPolicy", "Rank", "Settings", "as_target"]
 
 logger = logging.getLogger(__name__)
+
+CatchUpPolicy: TypeAlias = Literal["auto", "always", "never"]
+"""Whether the last version's bytes are kept for replicas that come between updates: `auto`: where they lie in a shared segment
+anyway; `always`: in one of their own where they don't, which costs one more copy and a segment of the model's size."""
 
 
 @dataclass
@@ -50,24 +55,33 @@ class Settings:
     partial: bool
     stragglers: Stragglers
     fan_out: FanOut
+    catch_up: CatchUpPolicy
     config: Config
 
 
 class Rank:
-    """This rank. `count` numbers its operations, `began_s` (of `perf_counter`) is when the present one began."""
+    """This rank. `count` numbers its operations, `began_s` (of `perf_counter`) is when the present one began. `senders`: halves
+    of transports that are there already, by name."""
 
-    def __init__(self, settings: Settings, crew: Crew) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        crew: Crew,
+        registry: Registry | None = None,
+        senders: dict[str, TransportSender] | None = None,
+    ) -> None:
         self.settings = settings
         self.crew = crew
         self.claims = Claims()
-        self.registry = registry.take() if crew.rank == 0 else None
+        self.registry = registry
+        self.roster = Roster(settings.group)
         self.session = secrets.token_hex(8)
         self.replicas: dict[str, ReplicaSession] = {}
         self.events = Events()
         self.count = 0
         self.began_s = 0.0
         self.released: Callable[[], None] = _nobody_waits
-        self._senders: dict[str, TransportSender] = {}
+        self._senders = senders or {}
         self._covered: tuple[Manifest, ExactCover] | None = None
 
     def begin(self, released: Callable[[], None] | None = None) -> None:
@@ -117,7 +131,8 @@ class Rank:
         passes = 0
         try:
             ways = [(transport_named(way.name), way) for way in go.transports]
-            classes = classes_of((t.needs, t.needs) for transport, way in ways if transport.sends for t in way.targets)
+            sent = [target.needs for transport, way in ways if transport.sends for target in way.targets]
+            classes = classes_of((needs, needs) for needs in sent) if source.may_be_cut else []
             edges = edges_of(members[0] for members in classes)
             for transport, way in ways:
                 sender = self.sender(transport)
@@ -188,10 +203,18 @@ class Rank:
         """On rank 0: a replica takes part no longer; should it come back, it is connected to anew."""
         if (session := self.replicas.pop(replica, None)) is not None:
             session.close()
-            self.events.tell("replica_lost", group=self.settings.group, replica=replica, reason=reason)
+        self.roster.lose(replica, reason)
+
+    def adopt(self) -> None:
+        """On rank 0: those that were caught up are from now on replicas like the others."""
+        for name, session in self.roster.sessions().items():
+            if (before := self.replicas.pop(name, None)) is not None:
+                session.replaces(before)
+            self.replicas[name] = session
 
     def close(self) -> None:
         """Releases what replicas keep for the next update, closes sockets, frees segments."""
+        self.adopt()
         for replica in self.replicas.values():
             requests = [Outgoing(channel, Release(self.settings.group)) for channel in replica.workers]
             for reply in fan_out(requests, Done, timeout_s=2.0):
@@ -203,7 +226,7 @@ class Rank:
             sender.close()
         self._senders.clear()
         if self.registry is not None:
-            registry.give_back(self.registry)
+            give_back(self.registry)
             self.registry = None
         self.crew.close()
 

@@ -1,16 +1,24 @@
-"""The replicas that a manager knows of: those of this host by the runtime directory, others by their registration."""
+"""The replicas that a manager knows of: those of this host by the runtime directory, others by their registration.
+
+All of them tell the registry when they come, change or leave; the end of a process of this host is seen by its pidfd, the
+silence of another host by the end of a lease. So nobody need look again and again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from inference_plugin.wire import addresses, codec
+from inference_plugin.wire.channel import open_pidfd
 from inference_plugin.wire.errors import AuthError, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.listening import Listener
 from inference_plugin.wire.messages import Body, Done, Failed, Leave, Register, ReplicaCard
@@ -20,26 +28,33 @@ __all__ = ["Registry", "give_back", "take"]
 logger = logging.getLogger(__name__)
 
 MAX_CARD_BYTES = 1 << 20
-LOOK_AT_DIRECTORY_S = 0.5
-"""How often a wait for replicas looks at the runtime directory, which tells nobody of its news."""
 
 
 class Registry:
-    """Listens at `listen` (None: nobody registers) and keeps a card for as long as its lease is renewed."""
+    """Listens in the runtime directory, and at `listen` (None: for this host only). A card from another host is kept for as
+    long as its lease is renewed."""
 
     def __init__(self, listen: str | None = None) -> None:
         self._cards: dict[str, tuple[ReplicaCard, float]] = {}
+        self._heard_s: dict[str, float] = {}
         self._changed = threading.Condition()
-        self._listener: Listener | None = None
-        self._stop: zmq.Socket[Any] | None = None
-        self.address = ""
-        if listen is None:
-            return
-        self._listener = Listener(zmq.ROUTER, listen, max_bytes=MAX_CARD_BYTES)
-        self.address = self._listener.address
-        self._wake = self._listener.context.socket(zmq.PAIR)
+        self._changes = 0
+        self._listeners: list[Callable[[], None]] = []
+        self._pidfds: dict[int, int] = {}
+        self._sockets: list[Listener] = []
+        local = addresses.new_registry_address()
+        self._path = Path(local.removeprefix("ipc://"))
+        try:
+            for address in filter(None, (local, listen)):
+                self._sockets.append(Listener(zmq.ROUTER, address, max_bytes=MAX_CARD_BYTES))
+        except BaseException:
+            self._close_sockets()
+            raise
+        self.address = self._sockets[-1].address
+        context = self._sockets[0].context
+        self._wake = context.socket(zmq.PAIR)
         self._wake.bind("inproc://stop")
-        self._stop = self._listener.context.socket(zmq.PAIR)
+        self._stop = context.socket(zmq.PAIR)
         self._stop.connect("inproc://stop")
         self._thread = threading.Thread(target=self._serve, name="weightwire-registry", daemon=True)
         self._thread.start()
@@ -48,47 +63,81 @@ class Registry:
         """Living replicas of the job, by id."""
         now_s = time.monotonic()
         with self._changed:
-            registered = {name: card for name, (card, until_s) in self._cards.items() if until_s > now_s}
+            registered = {
+                name: card for name, (card, until_s) in self._cards.items() if until_s > now_s and not _has_died(card)
+            }
         local = {card.replica: card for card in addresses.discover()}
         return [card for _, card in sorted((registered | local).items())]
+
+    def heard_s(self, replica: str) -> float:
+        """When a replica said last that it is there, on `time.monotonic()`'s clock; 0 if it never did."""
+        with self._changed:
+            return self._heard_s.get(replica, 0.0)
 
     def wait(self, count: int, timeout_s: float) -> list[ReplicaCard]:
         """`cards()` once there are at least `count`. Raises `SyncTimeout`."""
         deadline_s = time.monotonic() + timeout_s
-        while len(found := self.cards()) < count:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise SyncTimeout(
-                    f"{len(found)} of {count} replicas of job {addresses.job_name()!r} are there after {timeout_s:g} s",
-                    side="manager",
-                    phase="discover",
-                )
+        while True:
             with self._changed:
-                self._changed.wait(min(left_s, LOOK_AT_DIRECTORY_S))
-        return found
+                changes = self._changes
+            if len(found := self.cards()) >= count:
+                return found
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._changes > changes, deadline_s - time.monotonic()):  # noqa: B023
+                    raise SyncTimeout(
+                        f"{len(found)} of {count} replicas of job {addresses.job_name()!r} are there after {timeout_s:g} s",
+                        side="manager",
+                        phase="discover",
+                    )
+
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Has `listener` called, in the registry's thread, when a replica comes, changes, is heard of or goes; it must
+        be quick. Returns what removes it again."""
+        with self._changed:
+            self._listeners.append(listener)
+
+        def remove() -> None:
+            with self._changed:
+                self._listeners.remove(listener)
+
+        return remove
 
     def close(self) -> None:
-        """Ends the thread and closes the socket; may be called twice."""
-        if self._listener is None or self._stop is None or self._stop.closed:
+        """Ends the thread and closes the sockets; may be called twice."""
+        if self._stop.closed:
             return
         self._stop.send(b"")
         self._thread.join()
         self._stop.close(linger=0)
         self._wake.close(linger=0)
-        self._listener.close()
+        self._close_sockets()
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])
+
+    def _close_sockets(self) -> None:
+        while self._sockets:
+            self._sockets.pop().close()
+        self._path.unlink(missing_ok=True)
 
     # --- the registry's own thread -----------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        assert self._listener is not None
-        socket = self._listener.socket
+        sockets = [one.socket for one in self._sockets]
+        self._watch_processes()
         while True:
-            ready = [source for source, _ in zmq.zmq_poll([(socket, zmq.POLLIN), (self._wake, zmq.POLLIN)], self._ms())]
+            watched: list[tuple[Any, int]] = [(source, zmq.POLLIN) for source in (*sockets, self._wake)]
+            watched += [(pidfd, zmq.POLLIN) for pidfd in self._pidfds.values()]
+            ready: list[Any] = [source for source, _ in zmq.zmq_poll(watched, self._ms())]
             if self._wake in ready:
                 return
-            if socket in ready:
-                self._answer(socket)
-            self._expire()
+            for socket in sockets:
+                if socket in ready:
+                    self._answer(socket)
+            ended = [pid for pid, fd in self._pidfds.items() if fd in ready]
+            for pid in ended:
+                os.close(self._pidfds.pop(pid))
+            if self._expire() or ended:
+                self._tell()
 
     def _answer(self, socket: zmq.Socket[Any]) -> None:
         frames = socket.recv_multipart()
@@ -116,6 +165,8 @@ class Registry:
             with self._changed:
                 if self._cards.pop(body.replica, None) is not None:
                     logger.info("weightwire: replica %s left", body.replica)
+                self._heard_s.pop(body.replica, None)
+            self._tell()
             return
         if not isinstance(body, Register):
             raise ProtocolError(f"a registry takes no {type(body).__name__}")
@@ -131,18 +182,47 @@ class Registry:
                     f"replica {card.replica} listens at {address}, which can't be reached from here",
                     hint="set the engine's WEIGHTWIRE_LISTEN to tcp:// and an address or interface of its host",
                 )
+        now_s = time.monotonic()
+        local = {found.replica for found in addresses.discover()}  # these need no lease: their processes are watched
         with self._changed:
-            if card.replica not in self._cards:
+            if not self._heard_s.get(card.replica):
                 logger.info("weightwire: replica %s registered", card.replica)
-            self._cards[card.replica] = card, time.monotonic() + body.lease_s
-            self._changed.notify_all()
+            if card.replica not in local:
+                self._cards[card.replica] = card, now_s + body.lease_s
+            self._heard_s[card.replica] = now_s
+        self._watch_processes()
+        self._tell()
 
-    def _expire(self) -> None:
+    def _watch_processes(self) -> None:
+        """Keeps one pidfd per replica of this host."""
+        try:
+            cards = self.cards()
+        except WeightwireError as error:  # a card that can't be read; the next update says so
+            logger.warning("weightwire: %s", error)
+            return
+        with self._changed:
+            self._heard_s = {card.replica: self._heard_s.get(card.replica, 0.0) for card in cards}
+        here = {card.pid for card in cards if card.boot_id == addresses.boot_id()}
+        for pid in here - set(self._pidfds):
+            if (pidfd := open_pidfd(pid)) is not None:
+                self._pidfds[pid] = pidfd
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    def _expire(self) -> bool:
         now_s = time.monotonic()
         with self._changed:
-            for name in [name for name, (_, until_s) in self._cards.items() if until_s <= now_s]:
+            expired = [name for name, (_, until_s) in self._cards.items() if until_s <= now_s]
+            for name in expired:
                 del self._cards[name]
                 logger.warning("weightwire: replica %s is lost: its lease was not renewed", name)
+        return bool(expired)
 
     def _ms(self) -> int:
         with self._changed:
@@ -150,25 +230,29 @@ class Registry:
         return -1 if until_s is None else max(0, int((until_s - time.monotonic()) * 1000) + 1)
 
 
-_shared: dict[str | None, tuple[Registry, int]] = {}
+def _has_died(card: ReplicaCard) -> bool:
+    return card.boot_id == addresses.boot_id() and not addresses.process_is_alive(card.pid)
+
+
+_shared: dict[tuple[str | None, Path], tuple[Registry, int]] = {}
 _sharing = threading.Lock()
 
 
 def take() -> Registry:
     """This process's registry at `WEIGHTWIRE_REGISTRY`, which all its managers share. Raises `AuthError`."""
-    listen = addresses.registry_address()
+    place = addresses.registry_address(), addresses.runtime_dir()
     with _sharing:
-        registry, users = _shared.get(listen) or (Registry(listen), 0)
-        _shared[listen] = registry, users + 1
+        registry, users = _shared.get(place) or (Registry(place[0]), 0)
+        _shared[place] = registry, users + 1
     return registry
 
 
 def give_back(registry: Registry) -> None:
     """A manager needs it no longer; the last one closes it."""
     with _sharing:
-        for listen, (shared, users) in list(_shared.items()):
+        for place, (shared, users) in list(_shared.items()):
             if shared is registry and users > 1:
-                _shared[listen] = shared, users - 1
+                _shared[place] = shared, users - 1
             elif shared is registry:
-                del _shared[listen]
+                del _shared[place]
                 registry.close()

@@ -85,8 +85,8 @@ class ReplicaSession:
             return
         refusals = []
         for transport, sender in transports:
-            request = OpenGroup(group, manifest, transport.name, sender.probe(), install, partial)
             try:
+                request = OpenGroup(group, manifest, transport.name, sender.probe(), install, partial)
                 opened: list[GroupOpened] = self.ask_workers(request, GroupOpened, timeout_s=timeout_s)
             except TransportUnavailable as error:
                 refusals.append(f"{transport.name}: {error.message} ({error.hint})")
@@ -102,6 +102,12 @@ class ReplicaSession:
             GoTarget(self.card.replica, w.rank, w.address, w.pid, self.card.boot_id, terms.needs)
             for w, terms in zip(self.card.workers, self.opened, strict=True)
         )
+
+    def replaces(self, before: ReplicaSession) -> None:
+        """Closes an earlier session of the same replica, whose way back is still what it was if this one came to nothing."""
+        if self.agreed is None:
+            self.held_segments |= before.held_segments
+        before.close()
 
     def close(self) -> None:
         """Closes the channels; may be called twice."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from inference_plugin.transports.base import Sender as TransportSender
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire import addresses
 from inference_plugin.wire.channel import Channel, Outgoing, fan_out, take_ready
@@ -44,6 +45,7 @@ from inference_plugin.wire.tracing import span, span_since
 from trainer_adapters.operation import Operation
 from trainer_adapters.rank import Rank, as_target
 from trainer_adapters.replicas import ReplicaSession
+from trainer_adapters.roster import Kept
 from trainer_adapters.stragglers import BestEffort, Quorum
 
 if TYPE_CHECKING:
@@ -98,6 +100,10 @@ class Update(Operation):
         except BaseException as error:
             self._abort(str(error))
             raise
+        finally:
+            took = self.rank.roster.settle(self.version, self.reports.values())
+        if took:
+            self._keep(ways, tuple(piece for w in wrote for piece in w.pieces))
         for kind in ("move", "digest"):
             self.phases[f"stage.{kind}"] = max((getattr(w, f"{kind}_s") for w in wrote), default=0.0)
         report = UpdateReport(
@@ -112,7 +118,7 @@ class Update(Operation):
             copies_per_byte=max((transport_named(way.name).copies_per_byte for way in ways), default=0.0),
             replicas=tuple(self.reports[name] for name in sorted(self.reports)),
         )
-        report.save()
+        self._publish(report)
         failed = report.failed
         if len(failed) == len(report.replicas):
             report.raise_failed()
@@ -128,6 +134,19 @@ class Update(Operation):
     def _tell_staged(self) -> None:
         seconds = time.perf_counter() - self.rank.began_s
         self.rank.events.tell("staged", group=self.settings.group, version=self.version, seconds=seconds)
+
+    def _publish(self, report: UpdateReport) -> None:
+        report.save()
+
+    def _keep(self, ways: tuple[GoTransport, ...], pieces: tuple[Piece, ...]) -> None:
+        """From now on replicas that come late are caught up from this update's bytes, where they still lie somewhere."""
+        for way in ways if self.settings.catch_up != "never" else ():
+            sender = self.rank.sender(transport_named(way.name))
+            memory = sender.memory(way.segment)
+            if memory is not None:
+                described = sender.probe(), way.segment, _segment_id(way.segment)
+                self.rank.roster.keep(Kept(self.version, self.manifest, pieces, way.name, *described, memory))
+                return
 
     def tick(self) -> None:
         """Renews the workers' leases in time."""
@@ -146,28 +165,38 @@ class Update(Operation):
 
     def _agree(self) -> tuple[GoTransport, ...]:
         """Opens the group where it isn't and begins the transaction everywhere; where and to whom the ranks write."""
-        for session in self.connect():
+        policy = self.settings.stragglers
+        for session in self.connect(policy.count if isinstance(policy, Quorum) else 1):
             self._sessions[session.card.replica] = session
             self._sent_before[session.card.replica] = session.messages
             with self._replica(session), span("open", replica=session.card.replica):
                 self._open(session)
                 self.active[session.card.replica] = session
         ways = []
-        busy = frozenset().union(*(s.held_segments for s in self.rank.replicas.values()))
+        busy = self.rank.roster.segments_needed().union(*(s.held_segments for s in self.rank.replicas.values()))
         for transport, sender in self.transports:
             users = [s for s in self.active.values() if s.transport == transport.name]
             if not users:
                 continue
             targets = [as_target(t) for s in users for t in s.targets()]
             sender.meet(targets, self.rank.crew.size, self.left_s, self.settings.fan_out)
-            segment = sender.allocate(self.manifest, busy)
-            self.segments[transport.name] = _segment_id(segment)
+            segment = self._allocate(transport.name, sender, busy)
             with span("begin", replicas=len(users)):
                 self._begin(users, segment)
             begun = tuple(t for s in users if s.card.replica in self.active for t in s.targets())
             if begun:
                 ways.append(GoTransport(transport.name, segment, begun))
+        if ways and self.settings.catch_up == "always" and "shm" not in self.segments:
+            sender = self.rank.sender(transport_named("shm"))
+            ways.append(GoTransport("shm", self._allocate("shm", sender, busy), ()))
         return tuple(ways)
+
+    def _allocate(self, transport: str, sender: TransportSender, busy: frozenset[str]) -> bytes:
+        """Where the bytes will be; the last version's may have been there."""
+        segment = sender.allocate(self.manifest, busy)
+        self.segments[transport] = _segment_id(segment)
+        self.rank.roster.overwrites(transport, self.segments[transport], busy, self.manifest)
+        return segment
 
     def _open(self, session: ReplicaSession) -> None:
         session.agree(
@@ -310,7 +339,9 @@ class Update(Operation):
         for session in list(self.active.values()):
             with self._replica(session):
                 raise SyncTimeout(
-                    "its workers had not checked the update in time", hint="the next update brings it up", side="worker"
+                    "its workers had not checked the update in time",
+                    hint="it is caught up, or the next update brings it up",
+                    side="worker",
                 )
 
     def _abort(self, reason: str) -> None:

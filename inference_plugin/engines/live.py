@@ -20,6 +20,7 @@ from inference_plugin.install.adapter import GROUP_PREFIX, AdapterInstaller
 from inference_plugin.install.contract import AdapterSlots, Installer
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["LiveModel", "on_meta", "without_wrappers"]
 
@@ -85,6 +86,18 @@ class LiveModel:
 
     def computing(self) -> AbstractContextManager[None]:
         return torch.no_grad()
+
+    def why_no_sleep(self, level: SleepLevel) -> str | None:
+        """Why the engine, as it was started, can't sleep as deep as `level`; None if it can."""
+        return "this engine has no sleep mode"
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Engine's own thread, nothing is in flight: releases the device memory of weights and KV cache."""
+        raise NotImplementedError
+
+    def wake_up(self, tag: MemoryTag) -> None:
+        """Takes the memory of `tag` back, with its contents where the level kept them."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -18,8 +18,8 @@ from inference_plugin.server import WorkerServer
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import ErrorInfo, WeightwireError
-from inference_plugin.wire.messages import RankCommit, RankVerify, WorkerCard
+from inference_plugin.wire.errors import EngineUnsupported, ErrorInfo, WeightwireError
+from inference_plugin.wire.messages import MemoryTag, RankCommit, RankVerify, SleepLevel, WorkerCard
 
 __all__ = ["RankIdentity", "RankOperation", "RankReply", "RankRuntime", "rank_timeout_s"]
 
@@ -36,12 +36,17 @@ class RankOperation(msgspec.Struct, frozen=True):
     """One operation on all ranks. `nonce` comes back, so that an executor that mixes answers up is noticed."""
 
     nonce: str
-    name: Literal["check", "release", "install", "undo", "finish", "tear", "verify", "describe", "stop"]
+    name: Literal[
+        "check", "release", "install", "undo", "finish", "tear", "verify", "describe", "stop",
+        "may_sleep", "sleep", "wake", "tear_all",
+    ]  # fmt: skip
     group: str = ""
     txn: str = ""
     version: int = 0
     reason: str = ""
     install_s: float = 0.0
+    level: SleepLevel = 0
+    tags: tuple[MemoryTag, ...] = ()
 
 
 class RankReply(msgspec.Struct, frozen=True):
@@ -76,6 +81,7 @@ class RankRuntime:
         self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding, config)
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._where = where
+        self._asleep: set[MemoryTag] = set()
         listen = addresses.listen_address(identity.replica, str(identity.rank))
         self._server = WorkerServer(self._table, listen, self.card, where)
         self._server.start()
@@ -113,6 +119,15 @@ class RankRuntime:
         """Ends the server and frees what was staged; may be called twice."""
         self._server.close()
 
+    def _wake(self, tags: tuple[MemoryTag, ...]) -> None:
+        """Takes back what of `tags` is released here: what came back stays, also where the rest fails."""
+        for tag in tags:
+            if tag in self._asleep:
+                self.model.wake_up(tag)
+                self._asleep.remove(tag)
+        if "weights" not in self._asleep:
+            self._table.awake()
+
     def _run(self, operation: RankOperation, started_s: float) -> RankReply:
         commit: RankCommit | None = None
         verify: RankVerify | None = None
@@ -123,6 +138,20 @@ class RankRuntime:
             self.close()
         elif operation.name == "tear" and operation.group not in self._table.groups:
             pass
+        elif operation.name == "may_sleep":
+            if why := self.model.why_no_sleep(operation.level):
+                raise EngineUnsupported(
+                    why, hint="pause() stops generation on every engine, and releases no memory", phase="sleep"
+                )
+            self._table.may_sleep(discard=operation.level == 2)
+        elif operation.name == "sleep":
+            self._asleep = set(get_args(MemoryTag))
+            self.model.sleep(operation.level)
+        elif operation.name == "wake":
+            self._wake(operation.tags)
+        elif operation.name == "tear_all":
+            self._table.tear(operation.reason)
+            card = self.card()
         else:
             group = self._table.named(operation.group)
             if operation.name == "check":

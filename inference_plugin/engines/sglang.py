@@ -42,7 +42,7 @@ from inference_plugin.engines.touch import Touch, check_touches
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import CommitFailed, PeerLost
-from inference_plugin.wire.messages import InFlight
+from inference_plugin.wire.messages import InFlight, MemoryTag, SleepLevel
 
 __all__ = ["KNOWN_VERSIONS", "TOUCHES", "make_engine", "register", "run_scheduler"]
 
@@ -63,8 +63,15 @@ TOUCHES = (
     Touch(_SCHEDULER + "_add_request_to_queue", ("req", "is_retracted"), "wrapped: holds new requests during a drain, refuses them while torn"),
     Touch(_SCHEDULER + "_maybe_namespace_elastic_radix_cache", ("req",), "wrapped: new requests get the version's prefix namespace"),
     # pausing, caches, versions
-    Touch(_SCHEDULER + "pause_generation", ("recv_req",), "called: retract; its `_engine_paused` is read"),
+    Touch(_SCHEDULER + "pause_generation", ("recv_req",), "called: retract, in_place; its `_engine_paused` is read"),
     Touch(_SCHEDULER + "continue_generation", ("recv_req",), "called"),
+    Touch(_SCHEDULER + "maybe_send_health_check_signal", ("self",), "called while paused: health checks are answered"),
+    Touch(_SCHEDULER + "maybe_sleep_on_idle", ("self",), "called while paused"),
+    Touch("sglang.srt.managers.utils:is_health_check_generate_req", ("recv_req",), "called: recognises them"),
+    Touch("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.release_memory_occupation", ("recv_req",), "called: releases device memory"),
+    Touch("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.resume_memory_occupation", ("recv_req",), "called: takes it back"),
+    Touch("sglang.srt.managers.io_struct:ReleaseMemoryOccupationReqInput", ("tags",), "made"),
+    Touch("sglang.srt.managers.io_struct:ResumeMemoryOccupationReqInput", ("tags",), "made"),
     Touch(_SCHEDULER + "abort_request", ("recv_req",), "called: abort all"),
     Touch(_SCHEDULER + "is_fully_idle", ("ignore_waiting",), "called: drained?"),
     Touch(_SCHEDULER + "flush_cache", ("empty_cache",), "called"),
@@ -133,7 +140,7 @@ class Turn:
 class EngineOperation(msgspec.Struct, frozen=True):
     """What every rank does to its own scheduler, in a turn."""
 
-    name: Literal["retract", "abort", "hold", "flush", "resume", "installed", "refuse"]
+    name: Literal["retract", "abort", "drain", "flush", "stand", "resume", "installed", "refuse"]
     version: int = 0
     reason: str | None = None
 
@@ -200,6 +207,11 @@ class Site:
 
     def admit(self, request: Any, is_retracted: bool) -> bool:
         """Whether a request may enter the queue now; else it is held, or ended with the reason."""
+        from sglang.srt.managers.utils import is_health_check_generate_req
+
+        if self._paused and is_health_check_generate_req(request):
+            self.scheduler.return_health_check_ipcs.append(request.http_worker_ipc)  # as SGLang does while it is busy
+            return False
         if self.refusal is not None:
             self._end(request, self.refusal, HTTPStatus.SERVICE_UNAVAILABLE)
             return False
@@ -207,6 +219,14 @@ class Site:
             self._held.append(request)
             return False
         return True
+
+    def while_paused(self, *, idle: bool) -> None:
+        """In each pass of the event loop: what SGLang leaves out while it is paused. It answers health checks with the
+        results of forward passes only, and never sleeps."""
+        if self._paused:
+            self.scheduler.maybe_send_health_check_signal()
+            if idle:
+                self.scheduler.maybe_sleep_on_idle()
 
     def _follow(self) -> None:
         while True:
@@ -216,23 +236,29 @@ class Site:
             _gather(self.group, self.rank, self.size, self.perform(step))
 
     def _engine(self, operation: EngineOperation) -> bool:
-        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 
         scheduler = self.scheduler
         if operation.name == "retract":
             self._retract()
             return bool(scheduler.flush_cache(empty_cache=False))
-        if operation.name in ("abort", "hold"):
+        if operation.name in ("abort", "drain"):
+            if operation.name == "abort" and scheduler._engine_paused:
+                self._retract()  # paused, they can't take the step in which SGLang ends them
             self.holding = True
             self._held += [request for request in scheduler.waiting_queue if not request.output_ids]
             scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.output_ids]
             if operation.name == "abort":
                 held, self._held = self._held, []
                 for request in held:
-                    self._end(request, "aborted for a weight update", None)
+                    self._end(request, "aborted for a weight update or a pause", None)
                 scheduler.abort_request(AbortReq(abort_all=True))
         elif operation.name == "flush":
             return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
+        elif operation.name == "stand":
+            if not scheduler._engine_paused:
+                self._paused = True
+                scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
         elif operation.name == "resume":
             self._continue()
             self.holding = False
@@ -305,12 +331,17 @@ class Site:
         if reason is None:
             return
         # Retracted first: a running request that is aborted takes one step more, and none may be taken.
+        paused = self._paused
         self._retract()
+        self._end_waiting(reason, HTTPStatus.SERVICE_UNAVAILABLE)
+        if not paused:
+            self._continue()
+
+    def _end_waiting(self, reason: str, status: HTTPStatus | None) -> None:
         ended = [*self.scheduler.waiting_queue, *self._held]
         self.scheduler.waiting_queue, self._held = [], []
         for request in ended:
-            self._end(request, reason, HTTPStatus.SERVICE_UNAVAILABLE)
-        self._continue()
+            self._end(request, reason, status)
 
     def _end(self, request: Any, reason: str, status: HTTPStatus | None) -> None:
         """Ends a request that computes nothing now; with a status its client gets an error."""
@@ -337,12 +368,33 @@ class SglangModel(LiveModel):
             self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
         self.post_processing = QuantizeMethodBase
         super().__init__(live, next(live.parameters()).device, _skeleton(runner))
-        self.fixed_addresses = self.device.type != "cpu" and not runner.server_args.disable_cuda_graph
+        self._updater = scheduler.weight_updater
+        self._backup = bool(runner.server_args.enable_weights_cpu_backup)
+        captured = self.device.type != "cpu" and not runner.server_args.disable_cuda_graph
+        self.fixed_addresses = captured or self._updater.memory_saver_adapter.enabled  # only memory of its own sleeps
 
     def unfinishable(self) -> str | None:
         if hasattr(self.live, "post_load_weights"):
             return f"{type(self.live).__name__} post-processes as a whole"
         return None
+
+    def why_no_sleep(self, level: SleepLevel) -> str | None:
+        if not self._updater.memory_saver_adapter.enabled:
+            return "SGLang was started without --enable-memory-saver (which needs a GPU)"
+        if level == 1 and not self._backup:
+            return "SGLang keeps no copy of the weights without --enable-weights-cpu-backup: only level 2 is left"
+        return None
+
+    def sleep(self, level: SleepLevel) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+
+    def wake_up(self, tag: MemoryTag) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        tags = ["weights"] if tag == "weights" else ["kv_cache", "cuda_graph"]
+        self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
 
     def pads(self, module: nn.Module) -> bool:
         from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -411,8 +463,11 @@ class TurnControl:
                 raise CommitFailed("SGLang could not flush its cache with all requests retracted", phase="commit")
             paused(None)
         else:
-            self._ask("abort" if in_flight == "abort" else "hold")
+            self._ask(in_flight)
             self._waiting = paused  # `lead` calls it once all ranks are idle
+
+    def hold(self, asleep: frozenset[MemoryTag]) -> None:
+        self._ask("stand")
 
     def resume(self) -> None:
         self._waiting = None
@@ -525,6 +580,8 @@ def _hook_scheduler() -> None:
 
     @wrap(SchedulerRequestReceiver, "_pull_raw_reqs")
     def pull_raw_reqs(original: Callable[..., Any], self: Any) -> Any:
+        if _site is not None:
+            _site.while_paused(idle=_site.control is None or not _site.control.wants_turn())
         requests = original(self)
         if requests is not None and _site is not None:
             _site.bell.quiet()

@@ -32,7 +32,7 @@ from inference_plugin.engines.live import LiveModel, on_meta
 from inference_plugin.engines.rank import RankIdentity, RankRuntime
 from inference_plugin.wire import addresses
 from inference_plugin.wire.errors import TornReplica
-from inference_plugin.wire.messages import InFlight
+from inference_plugin.wire.messages import InFlight, MemoryTag
 
 __all__ = ["Completion", "TransformersEngine"]
 
@@ -130,13 +130,14 @@ class _Loop:
         self._held: list[_Request] = []
         self._drained: Callable[[BaseException | None], None] | None = None
         self._refusal: str | None = None
+        self._holding = False
         self._stopping = False
         self.thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         while not self._stopping:
-            if not self._running or not self._work.empty():
+            if self._holding or not self._running or not self._work.empty():
                 self._work.get()()  # between two steps
             else:
                 self._step()
@@ -198,7 +199,11 @@ class _Loop:
                 request.cache = None
         paused(None)
 
+    def hold(self, asleep: frozenset[MemoryTag]) -> None:
+        self._holding = True
+
     def resume(self) -> None:
+        self._holding = False
         self._drained = None
         self._running += self._held
         self._held = []

@@ -40,7 +40,7 @@ from inference_plugin.engines.vllm_lora import LORA_TOUCHES, VllmAdapterSlots, h
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
-from inference_plugin.wire.messages import InFlight
+from inference_plugin.wire.messages import InFlight, MemoryTag, SleepLevel
 
 __all__ = ["KNOWN_VERSIONS", "TOUCHES", "WeightSyncWorkerExtension", "register"]
 
@@ -57,6 +57,9 @@ TOUCHES = (
     Touch("vllm.v1.worker.worker_base:WorkerBase", why="gets the methods weightwire_start and weightwire_call"),
     Touch("vllm.v1.worker.worker_base:WorkerWrapperBase.shutdown", ("self",), "wrapped: closes groups and sockets"),
     Touch("vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", ("scheduler_output",), "wrapped: notes when a step ran, for the brake"),
+    Touch("vllm.v1.worker.gpu_worker:Worker.sleep", ("level",), "called: releases device memory"),
+    Touch("vllm.v1.worker.gpu_worker:Worker.wake_up", ("tags",), "called: takes it back"),
+    Touch("vllm.config:ModelConfig.enable_sleep_mode", why="read: without it there is nothing to release"),
     Touch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model", ("self",), "called: the live model"),
     Touch("vllm.distributed.parallel_state:get_tp_group", why="called: tensor-parallel rank"),
     Touch("vllm.distributed.parallel_state:get_pp_group", why="called: pipeline rank"),
@@ -85,6 +88,7 @@ TOUCHES = (
     Touch("vllm.config:ModelConfig.is_multimodal_model", why="read: `keep` is refused for these"),
     Touch("vllm.v1.engine:EngineCoreRequestType.WAKEUP", why="carries our commands"),
     Touch("vllm.v1.executor:Executor.collective_rpc", ("method", "timeout", "args"), "called: operations on all ranks"),
+    Touch("vllm.v1.executor:Executor.is_sleeping", why="its `sleeping_tags` are set"),
     Touch(_SCHEDULER + "set_pause_state", ("pause_state",), "called: resume"),
     Touch(_SCHEDULER + "pause_state", why="read"),
     Touch(_SCHEDULER + "finish_requests", ("request_ids", "finished_status"), "called: ends requests"),
@@ -190,6 +194,7 @@ class VllmModel(LiveModel):
     def __init__(self, worker: Any) -> None:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
+        self._worker = worker
         self._config = worker.vllm_config
         self.post_processing = QuantizeMethodBase
         live: nn.Module = worker.model_runner.get_model()
@@ -199,7 +204,9 @@ class VllmModel(LiveModel):
             live = without_wrappers(live, BaseLayerWithLoRA)
             self.adapter_slots = VllmAdapterSlots(worker.model_runner.lora_manager)
         super().__init__(live, torch.device(worker.device), _skeleton(self._config))
-        self.fixed_addresses = self.device.type != "cpu" and not self._config.model_config.enforce_eager
+        model_config = self._config.model_config
+        captured = self.device.type != "cpu" and not model_config.enforce_eager
+        self.fixed_addresses = captured or model_config.enable_sleep_mode  # only memory of its own pool sleeps
         if self.device.type == "cpu":
             # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
             # would die of SIGILL.
@@ -234,6 +241,17 @@ class VllmModel(LiveModel):
             probe[torch.arange(count), torch.arange(start, start + count)] = 1
             plain[:, start : start + count] = compute(probe, module.weight, None).view(count, rows).t()
         return plain
+
+    def why_no_sleep(self, level: SleepLevel) -> str | None:
+        if not self._config.model_config.enable_sleep_mode:
+            return "vLLM was started without --enable-sleep-mode (which needs a GPU)"
+        return None
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._worker.sleep(level=level)
+
+    def wake_up(self, tag: MemoryTag) -> None:
+        self._worker.wake_up(tags=[tag])
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -314,7 +332,8 @@ class CoreControl:
                 "a multi-modal model's cached encodings would outlive the weights that made them",
                 hint="use in_flight='recompute', 'abort' or 'drain'",
             )
-        self._previous_pause = self.core.scheduler.pause_state
+        if self._previous_pause is None:
+            self._previous_pause = self.core.scheduler.pause_state
         if self.in_process:
             self._pause_in_process(in_flight, paused)
             return
@@ -324,6 +343,10 @@ class CoreControl:
             paused(None)
         else:
             future.add_done_callback(lambda done: paused(done.exception()))
+
+    def hold(self, asleep: frozenset[MemoryTag]) -> None:
+        # `pause` has stopped the scheduler. The executor's own record keeps vLLM from stepping on memory that isn't there.
+        self.core.model_executor.sleeping_tags = set(asleep)
 
     def resume(self) -> None:
         from vllm.v1.engine import EngineCoreRequestType

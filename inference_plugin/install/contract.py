@@ -65,7 +65,7 @@ class EngineModel(Protocol):
 
     @property
     def fixed_addresses(self) -> bool:
-        """Whether something (captured graphs) holds raw addresses of the live parameters."""
+        """Whether something (captured graphs, sleep mode) holds raw addresses of the live parameters."""
 
     def computing(self) -> AbstractContextManager[None]:
         """What must be set while the engine's post-processing runs (current configuration, no gradients)."""

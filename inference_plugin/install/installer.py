@@ -163,10 +163,10 @@ class ModelInstaller:
             return "standby", "the engine's own loader fills a second set"
         if policy != "auto":
             if policy == "standby" and self._model.fixed_addresses:
-                return "copy", "captured graphs hold the parameters' addresses, which must stay"
+                return "copy", "captured graphs or sleep mode hold the parameters' addresses, which must stay"
             return ("standby" if policy == "standby" else "copy"), ""
         if self._model.fixed_addresses:
-            return "copy", "captured graphs hold the parameters' addresses, which must stay"
+            return "copy", "captured graphs or sleep mode hold the parameters' addresses, which must stay"
         free, shard = self._model.free_bytes(), self._layout.nbytes
         if free < STANDBY_MEMORY_FACTOR * shard:
             return "copy", f"{free >> 20} MiB are free, too few for a second set of {shard >> 20} MiB"

@@ -27,7 +27,7 @@ from typing import ClassVar, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from inference_plugin.transports.topology import FanOut
+from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.config import PIECE_BYTES, Config
 from inference_plugin.wire.copying import copy_rows
 from inference_plugin.wire.digest import Digest, digest_bytes
@@ -220,6 +220,12 @@ class Sender(abc.ABC):
     def without(self, replica: str) -> None:  # noqa: B027 -- most reach each replica by itself
         """Manager rank, until the commit: a replica drops out; those that were to be reached through it must be reached by
         others."""
+
+    def memory(self, description: bytes) -> torch.Tensor | None:
+        """Manager rank: where a transaction's bytes lie, all of them and laid out by the manifest, until `allocate` or
+        `close` takes their memory. None where they lie with the workers only. Replicas that come late are caught up
+        from there."""
+        return None
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -1,13 +1,14 @@
 """Same host, by `torch.distributed`: each trainer rank broadcasts its buckets to all workers of all replicas.
 
-1. every trainer rank makes a process group with all workers, rank 0 in it being the trainer's: groups of their own, that
-   neither the trainer's nor the engine's default group knows of, made anew for each transaction;
+1. every trainer rank makes a process group with all workers (`topology`), of the backend for its device or of the one that the
+   user named (`backends`): groups of their own, that neither the trainer's nor the engine's default group knows of, made anew
+   for each transaction;
 2. per bucket two broadcasts: a header (how many bytes of pieces, how many of payload), then both; the buckets' boundaries are
    the sender's alone; two buffers, so that one is packed while the other is in flight;
 3. the worker compares each piece with its digest as it arrives, as on `zmq`, in a thread of its own.
 
-A peer that dies or stalls ends the groups on all sides, by gloo's own notice or by the deadline; the next update makes new
-ones. Collectives authenticate nobody: groups meet in a file of the runtime directory, and listen on loopback only.
+A peer that dies or stalls ends the groups on all sides, by the backend's own notice or by the deadline; the next update makes
+new ones. Collectives authenticate nobody: groups meet in a file of the runtime directory, and gloo listens on loopback only.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,11 +26,21 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from inference_plugin.transports.backends import (
+    Group,
+    backend_named,
+    chosen_backend,
+    current_device,
+    device_id,
+    use_device,
+)
 from inference_plugin.transports.base import Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
-from inference_plugin.transports.topology import FanOut
+from inference_plugin.transports.spread import FanOut
+from inference_plugin.transports.topology import SENDER, GroupPlan, plan_groups
 from inference_plugin.transports.zmq import ZmqReceiver, ZmqStaging
 from inference_plugin.wire.addresses import boot_id, runtime_dir
 from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES, decode_as
+from inference_plugin.wire.config import variable_of
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     PeerLost,
@@ -42,7 +52,7 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.manifest import Box, Manifest, Piece
 from inference_plugin.wire.tracing import carried, span, span_since
 
-__all__ = ["TRANSPORT", "ranks_of"]
+__all__ = ["TRANSPORT"]
 
 END, FAILED = -1, -2
 MAX_PIECES_BYTES = 8 << 20
@@ -50,27 +60,24 @@ CANCEL_S = 0.1
 """How soon a check that waits for broadcasts hears that its transaction was dropped."""
 
 
-def ranks_of(receivers: Sequence[int]) -> dict[int, int]:
-    """The topology: in each sender's group the sender is rank 0, the receivers, by their pids, are 1, 2, ... in order.
-
-    Raises `TransportUnavailable` where two workers are one process: it can't be two ranks.
-    """
-    ranks = {pid: rank for rank, pid in enumerate(receivers, start=1)}
-    if len(ranks) != len(receivers):
-        raise TransportUnavailable(
-            "collective: two workers live in one process, which can't be two ranks of a group",
-            hint="use transport 'shm' or 'zmq', or engines with processes of their own",
-        )
-    return ranks
-
-
 class Meeting(msgspec.Struct, frozen=True):
-    """Where and who: the store's file in the runtime directory, the workers' pids in order, how many trainer ranks send."""
+    """Where, who and how: the store's file in the runtime directory, the workers' pids in order, how many trainer ranks send,
+    by which backend."""
 
     file: Annotated[str, msgspec.Meta(pattern=r"^collective-[0-9]+-[0-9a-f]+$")]
-    receivers: tuple[int, ...]
+    receivers: Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=65536)]
     senders: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    backend: Annotated[str, msgspec.Meta(max_length=40)]
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """What trainer and worker must have in common: the host, the runtime directory, a backend. And what they must not, if
+    that moves a device's memory: the device."""
+
+    here: Annotated[str, msgspec.Meta(max_length=8192)]
+    backend: Annotated[str, msgspec.Meta(max_length=40)]
+    device: Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class Bucket:
@@ -80,26 +87,29 @@ class Bucket:
         self.payload = torch.empty(nbytes, dtype=torch.uint8)
         self.pieces: list[Piece] = []
         self.nbytes = 0
-        self._in_flight: tuple[torch.Tensor, Any] | None = None
+        self._in_flight: Callable[[], None] | None = None
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.nbytes + nbytes <= self.payload.numel()
 
     def add(self, piece: Piece, data: Bytes) -> None:
         self.payload.numpy()[self.nbytes : self.nbytes + data.nbytes] = data
         self.nbytes += data.nbytes
         self.pieces.append(piece)
 
-    def send(self, group: Any) -> None:
+    def send(self, group: Group) -> None:
         """Broadcasts it; the payload stays in flight until `wait`."""
         pieces = torch.frombuffer(bytearray(msgspec.msgpack.encode(self.pieces)), dtype=torch.uint8)
-        _broadcast(group, torch.tensor([pieces.numel(), self.nbytes])).wait()
-        _broadcast(group, pieces).wait()
+        group.broadcast(torch.tensor([pieces.numel(), self.nbytes]))()
+        group.broadcast(pieces)()
         if self.nbytes:
-            self._in_flight = self.payload, _broadcast(group, self.payload[: self.nbytes])
+            self._in_flight = group.broadcast(self.payload[: self.nbytes])
             self._sent_s = time.perf_counter()
 
     def wait(self) -> None:
         """Until it may be packed again."""
         if self._in_flight is not None:
-            self._in_flight[1].wait()
+            self._in_flight()
             span_since(self._sent_s, "bucket", "broadcasts", bytes=self.nbytes)
         self._in_flight = None
         self.pieces, self.nbytes = [], 0
@@ -111,7 +121,8 @@ class CollectiveStaging(ZmqStaging):
     def begin(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self._error: WeightwireError | None = None
-        self._group: Any = None
+        self._group: Group | None = None
+        self._device = current_device()
         self._closing = False
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=carried(self._run), name="weightwire-collective", daemon=True)
@@ -131,31 +142,37 @@ class CollectiveStaging(ZmqStaging):
             if not self._thread.is_alive():
                 super().close()
                 return
-        _abort(self._group)  # the thread, which may still wait for somebody, gives the memory back when it ends
+        if (group := self._group) is not None:
+            group.abort()  # the thread, which may still wait for somebody, gives the memory back when it ends
 
     def _run(self) -> None:
         meeting = self._meeting
         try:
-            rank = ranks_of(meeting.receivers)[os.getpid()]
-            for sender in range(meeting.senders):
-                self._group = _join(meeting, sender, rank)
+            use_device(self._device)
+            deadline_s = time.monotonic() + meeting.timeout_s
+            peers = {pid: f"the worker of process {pid}" for pid in meeting.receivers}
+            for plan in plan_groups(meeting.senders, meeting.receivers):
+                self._group = _join(meeting, plan, plan.rank_of(os.getpid()), peers, deadline_s)
                 if self._closing:
                     raise PeerLost("the transaction was dropped", phase="stage")
                 self._take_all(self._group)
+                self._group.close()
                 self._group = None
         except Exception as error:  # noqa: BLE001 -- raised by `check`, which the trainer asks for
             self._error = _typed(error)
+            if self._group is not None:
+                self._group.abort()
         finally:
             self._group = None
             with self._ending:
                 if self._closing:
                     super().close()
 
-    def _take_all(self, group: Any) -> None:
+    def _take_all(self, group: Group) -> None:
         buffer = torch.empty(0, dtype=torch.uint8)
         while True:
             header = torch.zeros(2, dtype=torch.int64)
-            _broadcast(group, header).wait()
+            group.broadcast(header)()
             told, nbytes = (int(value) for value in header)
             if told == END:
                 return
@@ -164,11 +181,11 @@ class CollectiveStaging(ZmqStaging):
             if not (0 <= told <= MAX_PIECES_BYTES and 0 <= nbytes <= MAX_PAYLOAD_BYTES):
                 raise ProtocolError(f"a bucket of {told} bytes of pieces and {nbytes} of payload", phase="stage")
             pieces = torch.empty(told, dtype=torch.uint8)
-            _broadcast(group, pieces).wait()
+            group.broadcast(pieces)()
             if nbytes > buffer.numel():  # the sender alone decides how large a bucket is
                 buffer = torch.empty(nbytes, dtype=torch.uint8)
             if nbytes:
-                _broadcast(group, buffer[:nbytes]).wait()
+                group.broadcast(buffer[:nbytes])()
             with span("receive", bytes=nbytes):
                 self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
 
@@ -179,17 +196,23 @@ class CollectiveReceiver(ZmqReceiver):
     staging = CollectiveStaging
 
     def check_probe(self, probe: bytes) -> None:
-        if probe != _here():
+        offered = decode_as(probe, Probe)
+        if offered.here != _here():
             raise TransportUnavailable(
                 "collective: the trainer is on another host or has another runtime directory; collectives authenticate "
                 "nobody, and meet there only",
                 hint="use transport 'zmq', between hosts with a key",
             )
+        if backend_named(offered.backend).queues and offered.device and offered.device == device_id():
+            raise TransportUnavailable(
+                f"collective: {offered.backend} can't broadcast from a trainer to an engine on the same device",
+                hint=f"use transport 'shm', or {variable_of('collective_backend')}=gloo in the trainer",
+            )
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> CollectiveStaging:
         meeting = decode_as(description, Meeting)
-        if os.getpid() not in meeting.receivers:
-            raise ProtocolError(f"process {os.getpid()} has no part in this update's groups")
+        backend_named(meeting.backend)
+        plan_groups(meeting.senders, meeting.receivers)[0].rank_of(os.getpid())
         staging = super().open(manifest, b"", needs)
         assert isinstance(staging, CollectiveStaging)
         staging.begin(meeting)
@@ -203,8 +226,12 @@ class CollectiveSender(Sender):
         self._met: tuple[tuple[Target, ...], int, float] = ((), 1, 0.0)
         self._paths: list[Path] = []
 
+    @property
+    def _backend(self) -> str:
+        return backend_named(chosen_backend(self.config.collective_backend)).name
+
     def probe(self) -> bytes:
-        return _here()
+        return msgspec.msgpack.encode(Probe(_here(), self._backend, device_id()))
 
     def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
         self._met = tuple(targets), trainer_ranks, timeout_s
@@ -215,8 +242,8 @@ class CollectiveSender(Sender):
         name = f"collective-{os.getpid()}-{secrets.token_hex(6)}"
         self._paths = [_path(name, sender) for sender in range(senders)]
         pids = tuple(target.pid for target in targets)
-        ranks_of(pids)
-        return msgspec.msgpack.encode(Meeting(name, pids, senders, timeout_s))
+        plan_groups(senders, pids)  # refuses what can't be a group before anybody waits for it
+        return msgspec.msgpack.encode(Meeting(name, pids, senders, timeout_s, self._backend))
 
     def write(
         self,
@@ -237,24 +264,27 @@ class CollectiveSender(Sender):
                 hint="update again: the next one makes groups without it",
                 phase="stage",
             )
-        left_s = max(0.001, deadline_s - time.monotonic())
+        plan = plan_groups(meeting.senders, meeting.receivers)[rank]
         pieces: list[Piece] = []
         stats = WriteStats()
-        joined: Any = None
+        joined: Group | None = None
         try:
-            joined = _join(msgspec.structs.replace(meeting, timeout_s=min(left_s, meeting.timeout_s)), rank, 0)
+            until_s = min(deadline_s, time.monotonic() + meeting.timeout_s)
+            peers = {target.pid: f"rank {target.rank} of replica {target.replica}" for target in targets}
+            joined = _join(meeting, plan, SENDER, peers, until_s)
             self._send_all(joined, manifest, slices, pieces, stats)
-            _broadcast(joined, torch.tensor([END, 0])).wait()
+            joined.broadcast(torch.tensor([END, 0]))()
+            joined.close()
         except Exception as error:
             if joined is not None:
                 with contextlib.suppress(Exception):
-                    _broadcast(joined, torch.tensor([FAILED, 0])).wait()
-                _abort(joined)
+                    joined.broadcast(torch.tensor([FAILED, 0]))()
+                joined.abort()
             raise (_typed(error) if isinstance(error, RuntimeError) else error) from error
         return pieces, stats
 
     def _send_all(
-        self, joined: Any, manifest: Manifest, slices: Iterator[Slice], pieces: list[Piece], stats: WriteStats
+        self, joined: Group, manifest: Manifest, slices: Iterator[Slice], pieces: list[Piece], stats: WriteStats
     ) -> None:
         self.config.warn_if_short_of_memory(2)
         packed, flying = (Bucket(self.config.bucket_bytes) for _ in range(2))
@@ -263,7 +293,7 @@ class CollectiveSender(Sender):
                 started_s = time.perf_counter()
                 piece = Piece(cut.box, digest_bytes(part))
                 digested_s = time.perf_counter()
-                if packed.nbytes + part.nbytes > self.config.bucket_bytes:
+                if not packed.has_room(part.nbytes):
                     flying.wait()
                     packed.send(joined)
                     packed, flying = flying, packed
@@ -290,37 +320,20 @@ class CollectiveSender(Sender):
         self._paths = []
 
 
-def _here() -> bytes:
-    """What trainer and worker must have in common."""
-    return f"{boot_id()} {runtime_dir()}".encode()
+def _here() -> str:
+    """Where collectives may meet."""
+    return f"{boot_id()} {runtime_dir()}"
 
 
 def _path(name: str, sender: int) -> Path:
     return runtime_dir() / f"{name}.{sender}"
 
 
-def _join(meeting: Meeting, sender: int, rank: int) -> Any:
+def _join(meeting: Meeting, plan: GroupPlan, rank: int, peers: Mapping[int, str], deadline_s: float) -> Group:
     """This process's end of a sender's group; waits for all of them."""
-    size = 1 + len(meeting.receivers)
-    store = dist.FileStore(str(_path(meeting.file, sender)), size)  # type: ignore[attr-defined]
-    limit = timedelta(seconds=meeting.timeout_s)
-    store.set_timeout(limit)
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout = limit
-    gloo._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-    return dist.ProcessGroupGloo(store, rank, size, gloo)
-
-
-def _broadcast(group: Any, tensor: torch.Tensor) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    return group.broadcast([tensor], options)
-
-
-def _abort(group: Any) -> None:
-    if group is not None:
-        with contextlib.suppress(Exception):
-            group.abort()
+    store = dist.FileStore(str(_path(meeting.file, plan.sender)), plan.size)  # type: ignore[attr-defined]
+    backend = backend_named(meeting.backend)
+    return Group(backend, store, rank, plan.size, peers=peers, deadline_s=deadline_s)
 
 
 def _typed(error: Exception) -> WeightwireError:
@@ -335,7 +348,7 @@ TRANSPORT = Transport(
     name="collective",
     summary="same host: buckets broadcast by torch.distributed, to all workers at once",
     preference=95,
-    why_not=lambda: None if dist.is_available() and dist.is_gloo_available() else "this torch has no gloo",
+    why_not=lambda: None if dist.is_available() else "this torch has no torch.distributed",
     sender=CollectiveSender,
     receiver=CollectiveReceiver,
     copies_per_byte=5,  # trainer -> bucket -> socket -> bucket -> staging -> parameter

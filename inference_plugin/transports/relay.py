@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from inference_plugin.transports.topology import branches
+from inference_plugin.transports.spread import branches
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.listening import check_listen_address

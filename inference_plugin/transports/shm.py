@@ -222,6 +222,10 @@ class ShmSender(Sender):
                 raise SyncTimeout(f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline")
         return pieces, stats
 
+    def memory(self, description: bytes) -> torch.Tensor | None:
+        owned = self._owned.get(decode_as(description, SegmentAddress).segment_id)
+        return None if owned is None else owned.tensor
+
     def close(self) -> None:
         for segments in (self._mapped, self._owned):
             while segments:

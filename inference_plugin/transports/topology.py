@@ -1,55 +1,46 @@
-"""Who sends to whom, where workers pass on what they are sent: pure functions of an order and a degree.
-
-    chain (degree 1)   trainer -> a -> b -> c -> d
-    tree (degree 2)    trainer -> a -> b, c    and    trainer -> d -> e, f
-
-Workers that need the same boxes are a class: each has a chain or a tree of its own.
-"""
+"""Who is which rank of which process group: plain values in, plain values out."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-__all__ = ["FAN_OUTS", "FanOut", "branches", "classes_of", "degree_of"]
+from inference_plugin.wire.errors import ProtocolError, TransportUnavailable
 
-FanOut: TypeAlias = Literal["auto", "direct", "chain", "tree"]
-"""How a bucket reaches many replicas. `direct`: the trainer sends it to each; `chain`: to one, and each passes it on to one;
-`tree`: to two, and each passes it on to two; `auto`: `direct` for few replicas, else `tree`."""
+__all__ = ["SENDER", "GroupPlan", "plan_groups"]
 
-FAN_OUTS: tuple[FanOut, ...] = ("auto", "direct", "chain", "tree")
-
-TREE_DEGREE = 2
-FEW = 3
-"""So many workers with the same needs are sent to directly by `auto`: a tree would spare one sending of three."""
-
-T = TypeVar("T")
-Key = TypeVar("Key", bound=Hashable)
+SENDER = 0
+"""The sender's rank in its own group."""
 
 
-def degree_of(fan_out: FanOut, members: int) -> int:
-    """To how many a sender sends, in a class of `members`; 0 is all of them, and nobody passes anything on."""
-    if fan_out == "auto":
-        fan_out = "direct" if members <= FEW else "tree"
-    return {"direct": 0, "chain": 1, "tree": TREE_DEGREE}[fan_out]
+@dataclass(frozen=True)
+class GroupPlan:
+    """One group: trainer rank `sender` is its rank 0, the workers, by their pids, are 1, 2, ... in order."""
+
+    sender: int
+    receivers: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.receivers)
+
+    def rank_of(self, pid: int) -> int:
+        """A worker's rank. Raises `ProtocolError` for one that has no part in it: every rank is somebody's."""
+        try:
+            return 1 + self.receivers.index(pid)
+        except ValueError:
+            raise ProtocolError(f"process {pid} has no part in this update's groups") from None
 
 
-def branches(members: Sequence[T], degree: int) -> list[tuple[T, tuple[T, ...]]]:
-    """To whom a sender sends, and whom each of these is to reach in its turn, by this same function. At most `degree`
-    branches, of lengths that differ by one at most; degree 0: a branch for each member."""
-    count = min(degree or len(members), len(members))
-    runs = [members[len(members) * i // count : len(members) * (i + 1) // count] for i in range(count)]
-    return [(run[0], tuple(run[1:])) for run in runs]
+def plan_groups(senders: int, receivers: Sequence[int]) -> tuple[GroupPlan, ...]:
+    """A group per trainer rank, in their order, each with all receivers in the order given; none where nobody receives.
 
-
-def classes_of(members: Iterable[tuple[Key, T]]) -> list[tuple[T, ...]]:
-    """Members with equal keys together, in their order."""
-    found: list[tuple[Key, list[T]]] = []
-    for key, member in members:  # few classes, large keys that are mostly the same object: no hashing
-        for known, together in found:
-            if known is key or known == key:
-                together.append(member)
-                break
-        else:
-            found.append((key, [member]))
-    return [tuple(together) for _, together in found]
+    A function of these two alone: both sides come to the same groups, and another number of either makes others.
+    Raises `TransportUnavailable` where two workers are one process: it can't be two ranks.
+    """
+    if len(set(receivers)) != len(receivers):
+        raise TransportUnavailable(
+            "collective: two workers live in one process, which can't be two ranks of a group",
+            hint="use transport 'shm' or 'zmq', or engines with processes of their own",
+        )
+    return tuple(GroupPlan(sender, tuple(receivers)) for sender in range(senders)) if receivers else ()

@@ -37,7 +37,7 @@ from inference_plugin.transports.base import (
     typed,
 )
 from inference_plugin.transports.relay import PassingOn
-from inference_plugin.transports.topology import FanOut, branches, classes_of, degree_of
+from inference_plugin.transports.spread import FanOut, branches, classes_of, degree_of
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config

@@ -3,6 +3,7 @@
     <runtime>/<job>/<replica>.card     what the replica's front wrote last (msgpack ReplicaCard)
     <runtime>/<job>/<replica>.f        the front's socket
     <runtime>/<job>/<replica>.<rank>   each worker's socket
+    <runtime>/<job>/registry-*.r       where a trainer's manager hears of replicas of this host
     <runtime>/<job>/<engine>-*.problem why a living process of an engine runs without the plug-in
 
 A second `bind` on one `ipc://` path silently takes the path over, so a replica's id is never used twice.
@@ -31,11 +32,14 @@ __all__ = [
     "ipc_address",
     "job_name",
     "listen_address",
+    "local_registries",
+    "new_registry_address",
     "new_replica_id",
     "note_problem",
     "problems",
     "registry_address",
     "process_is_alive",
+    "remove_card",
     "remove_replica",
     "runtime_dir",
     "stale_replicas",
@@ -121,6 +125,20 @@ def registry_address() -> str | None:
     return address or None
 
 
+def new_registry_address() -> str:
+    """Where a manager of this process hears of replicas of this host: they find it in the runtime directory."""
+    return ipc_address(new_replica_id("registry"), "r")
+
+
+def local_registries() -> dict[str, int]:
+    """Addresses of the job's living managers of this host, with the process behind each."""
+    return {
+        f"ipc://{path}": int(owner[2])
+        for path in sorted(runtime_dir().glob("registry-*.r"))
+        if (owner := _OWNER.match(path.name)) and process_is_alive(int(owner[2]))
+    }
+
+
 def write_card(card: ReplicaCard) -> None:
     """Publishes a card; a reader sees the old one or the new one, never half of one."""
     path = _card_path(card.replica, card.job)
@@ -141,6 +159,11 @@ def discover(job: str | None = None) -> list[ReplicaCard]:
 def stale_replicas(job: str | None = None) -> list[ReplicaCard]:
     """Cards whose process is gone (killed, or from before a reboot); of another pid namespace that can't be told."""
     return [card for card in _cards(job) if _is_stale(card)]
+
+
+def remove_card(card: ReplicaCard) -> None:
+    """From now on nobody finds the replica; its sockets stay."""
+    _card_path(card.replica, card.job).unlink(missing_ok=True)
 
 
 def remove_replica(replica: str, job: str | None = None) -> None:

@@ -119,6 +119,11 @@ class Channel:
             return 0.0
         return min(self._resend_at_s, self._link.lost_at_s if self._link is not None else math.inf)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a request waits for its reply."""
+        return self._pending is not None
+
     def has_news(self) -> bool:
         """Whether the reply to the open request may be there: `receive` needn't wait long."""
         return self._poll(0.0)
@@ -244,9 +249,9 @@ def take_ready(
         if channel.look_at_s <= now_s or any(source in ready for source in channel.sources):
             try:
                 found.append((channel, channel.receive(kind, timeout_s=0)))
-            except SyncTimeout:
-                continue  # news of the connection, or of an earlier request
             except WeightwireError as error:
+                if isinstance(error, SyncTimeout) and channel.is_open:
+                    continue  # news of the connection, or of an earlier request; the peer may answer one too
                 found.append((channel, error))
     return found
 

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -64,6 +64,7 @@ Size = Annotated[int, _meta("bytes from 4 MiB to 1 GiB, as 8388608 or '8MiB'", g
 Threads = Annotated[int, _meta("whole numbers from 1 to 256", ge=1, le=256)]
 Buffers = Annotated[int, _meta("whole numbers from 2 to 64", ge=2, le=64)]
 Share = Annotated[float, _meta("numbers above 0, 1 at most", gt=0, le=1)]
+Backend = Annotated[Literal["gloo", "nccl", "hccl"] | None, _meta("gloo, nccl, hccl")]
 Directory = Annotated[str | None, _meta("names of directories")]
 
 
@@ -94,6 +95,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     buffers: Annotated[
         Buffers, _for("trainer", "buckets that are kept for each worker of `zmq`: in flight, packed, being packed")
     ] = 2
+    collective_backend: Annotated[
+        Backend, _for("trainer", "of torch.distributed, for `collective`; by default the one for the trainer's device")
+    ] = None
     check_threads: Annotated[
         Threads, _for("engine", "at most so many threads of a worker compare digests, and never more than it has cores")
     ] = 4

@@ -19,6 +19,7 @@ __all__ = [
     "ManifestMismatch",
     "PeerLost",
     "ProtocolError",
+    "ReplicaAsleep",
     "SyncTimeout",
     "TornReplica",
     "TransportUnavailable",
@@ -184,6 +185,12 @@ class TornReplica(WeightwireError):
     """An installation failed half-way and could not be undone; the replica refuses to generate."""
 
     default_hint = "send a full update: it heals the replica"
+
+
+class ReplicaAsleep(WeightwireError):
+    """What was asked for needs the memory of the weights, and the replica has released it."""
+
+    default_hint = "call wake_up(tags=['weights']) first, on the manager that put it to sleep"
 
 
 class EngineUnsupported(WeightwireError):

@@ -2,7 +2,7 @@
 
 To a worker: Describe, OpenGroup, Begin, Bucket, Relay, Seal, Renew, Abort, Release, CloseGroup. From a trainer, and Relay
 and Bucket from workers that pass buckets on.
-To a front (its ROUTER socket): Describe, Commit, Verify.
+To a front (its ROUTER socket): Describe, Commit, Verify, Pause, RenewPause, Resume.
 To the manager rank (its ROUTER socket), from the trainer's other ranks: Ready, Wrote; answered by Go, Outcome.
 To the registry of a manager (its ROUTER socket): Register, Leave.
 Frame 0 of a message is an `Envelope` in msgpack; frame 1, where there is one, is the payload of a `Bucket`.
@@ -43,8 +43,10 @@ __all__ = [
     "InFlight",
     "InstallPolicy",
     "Leave",
+    "MemoryTag",
     "OpenGroup",
     "Outcome",
+    "Pause",
     "RankCommit",
     "RankVerify",
     "Ready",
@@ -53,10 +55,15 @@ __all__ = [
     "Relaying",
     "Release",
     "Renew",
+    "RenewPause",
     "ReplicaCard",
+    "ReplicaState",
+    "Resume",
     "Seal",
     "Sealed",
     "Sender",
+    "SleepLevel",
+    "Stands",
     "Verified",
     "Verify",
     "WorkerCard",
@@ -73,6 +80,15 @@ InstallPolicy = Literal["auto", "copy", "standby"]
 
 InFlight = Literal["keep", "recompute", "abort", "drain"]
 """What happens to requests in flight at a commit: go on with their KV cache, be computed anew, end, or finish first."""
+
+MemoryTag = Literal["weights", "kv_cache"]
+"""What of an engine's device memory is released and comes back by itself."""
+
+SleepLevel = Literal[0, 1, 2]
+"""How deep a replica that stands still sleeps: 0 not at all; 1 its memory is released, the weights are kept on the host;
+2 the weights are discarded."""
+
+ReplicaState = Literal["serving", "paused", "asleep", "torn"]
 
 GroupName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -160,7 +176,7 @@ class Hop(msgspec.Struct, frozen=True, array_like=True):
 
 class Relay(msgspec.Struct, frozen=True, tag="relay"):
     """Tells a worker that it will be fed by who asks, and is to pass every bucket of the transaction on to `below`: by
-    `transports.topology.branches`, to `degree` of them, and these to the rest. What was said before stays."""
+    `transports.spread.branches`, to `degree` of them, and these to the rest. What was said before stays."""
 
     group: GroupName
     txn: Txn
@@ -210,6 +226,33 @@ class Verify(msgspec.Struct, frozen=True, tag="verify"):
 
     group: GroupName
     timeout_s: Seconds = 120.0
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Stops the replica's generation until its `Resume`, and where `level` says so releases its device memory.
+
+    It stands for as long as `sender` renews it (`lease_s`) and its process lives. Answered by `Stands` once no step runs.
+    """
+
+    sender: Sender
+    lease_s: Seconds
+    in_flight: InFlight = "keep"
+    level: SleepLevel = 0
+    timeout_s: Seconds = 60.0
+
+
+class RenewPause(msgspec.Struct, frozen=True, tag="renew_pause"):
+    """Keeps the lease of a `Pause`."""
+
+    session: str
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Takes released memory back, all of it or that of `tags`; once it is all there the replica generates again."""
+
+    session: str
+    tags: tuple[MemoryTag, ...] = ()
+    timeout_s: Seconds = 60.0
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -273,7 +316,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class GroupStatus(msgspec.Struct, frozen=True):
-    """One group on one worker. `version` is the installed one, None before the first update."""
+    """One group on one worker. `version` is the installed one, None before the first update; `partial`: it is not the
+    whole model."""
 
     group: str
     state: GroupState
@@ -285,6 +329,7 @@ class GroupStatus(msgspec.Struct, frozen=True):
     digest: str = ""
     staged_bytes: int = 0
     detail: str = ""
+    partial: bool = False
 
 
 class WorkerCard(msgspec.Struct, frozen=True, tag="worker"):
@@ -320,7 +365,7 @@ class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     parent_pid: int = 0
     package_version: str = ""
     started_at_unix_s: float = 0.0
-    state: Literal["serving", "torn"] = "serving"
+    state: ReplicaState = "serving"
     detail: str = ""
     protocol: int = PROTOCOL_VERSION
 
@@ -366,6 +411,7 @@ class RankCommit(msgspec.Struct, frozen=True):
     install_s: float
     releases_segment: bool
     error: ErrorInfo | None = None
+    partial: bool = False
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
@@ -376,6 +422,13 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
     stopped_s: float
     waited_s: float
     already: bool = False
+
+
+class Stands(msgspec.Struct, frozen=True, tag="stands"):
+    """Answer to `Pause` and `Resume`: how the replica stands now, and which of its memory is released."""
+
+    state: ReplicaState
+    asleep: tuple[MemoryTag, ...] = ()
 
 
 class BoxDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -456,6 +509,9 @@ Body = (
     | CloseGroup
     | Commit
     | Verify
+    | Pause
+    | RenewPause
+    | Resume
     | Register
     | Leave
     | Ready
@@ -471,6 +527,7 @@ Body = (
     | Relaying
     | Sealed
     | Committed
+    | Stands
     | Verified
 )
 

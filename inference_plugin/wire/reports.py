@@ -12,10 +12,19 @@ from inference_plugin.wire.addresses import runtime_dir
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ErrorInfo, WeightwireError, first_few
-from inference_plugin.wire.messages import BoxDigest, RankVerify
+from inference_plugin.wire.messages import BoxDigest, MemoryTag, RankVerify, ReplicaState
 from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["ReplicaReport", "ReplicaVerify", "UpdateReport", "VerifyReport", "compare_rank", "last_report"]
+__all__ = [
+    "PauseReport",
+    "ReplicaPause",
+    "ReplicaReport",
+    "ReplicaVerify",
+    "UpdateReport",
+    "VerifyReport",
+    "compare_rank",
+    "last_report",
+]
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
@@ -103,6 +112,34 @@ class VerifyReport(msgspec.Struct, frozen=True):
     @property
     def ok(self) -> bool:
         return bool(self.replicas) and all(replica.ok for replica in self.replicas)
+
+
+class ReplicaPause(msgspec.Struct, frozen=True):
+    """How a replica stands after a pause, a sleep, a wake-up or a resumption; `state` is "failed" where that failed.
+    `asleep`: the memory that is released."""
+
+    replica: str
+    engine: str
+    state: ReplicaState | Literal["failed"]
+    asleep: tuple[MemoryTag, ...] = ()
+    error: ErrorInfo | None = None
+
+
+class PauseReport(msgspec.Struct, frozen=True):
+    """All replicas of the job; on trainer ranks above 0 there are none in it."""
+
+    replicas: tuple[ReplicaPause, ...]
+
+    @property
+    def failed(self) -> tuple[ReplicaPause, ...]:
+        """Replicas that don't stand as they were asked to."""
+        return tuple(replica for replica in self.replicas if replica.state == "failed")
+
+    def raise_failed(self) -> None:
+        """Raises the first failed replica's error; returns if there is none."""
+        for replica in self.failed:
+            if replica.error is not None:
+                raise WeightwireError.of(replica.error)
 
 
 def compare_rank(rank: RankVerify, tensor_named: Callable[[str], torch.Tensor | None]) -> list[str]:

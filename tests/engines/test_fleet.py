@@ -12,7 +12,7 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.test_sglang_life import Stalling
 from tests.engines.test_vllm_one_version import TOKENS, Loaded, Replay
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, weights
-from tests.support.engines import Driver
+from tests.support.engines import Driver, eventually
 from tests.support.sglang_engines import SglangDriver
 from trainer_adapters import ModuleAdapter, SyncManager
 
@@ -69,6 +69,12 @@ def test_a_replica_killed_and_one_added_in_30_updates_under_load_cost_the_others
                     joining = starting.submit(added.open, models[0])
                 if version == ADDED_BY and joining is not None:
                     joining.result()
+                    caught_up = [("current", version - 1)] * 3
+                    eventually(
+                        lambda: [(s.state, s.version) for s in manager.replicas() if s.state != "lost"] == caught_up,  # noqa: B023
+                        timeout_s=180,
+                        what="the added one caught up, or a replica since the last update",
+                    )
                 report = manager.update(sources[version % 2], version)
                 assert {r.status for r in report.replicas} <= {"committed", "already"}
                 assert len({r.digest for r in report.replicas if r.digest}) == 1

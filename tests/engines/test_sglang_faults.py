@@ -20,6 +20,7 @@ from tests.engines.test_vllm_faults import (  # noqa: F401 -- collected here onc
     test_a_silent_manager_loses_its_lease_and_is_told_so_when_it_wakes,
     test_a_silent_trainer_rank_fails_the_update_on_its_manager_by_the_deadline,
     test_a_silent_worker_fails_the_update_by_the_deadline_and_takes_the_next_one_when_it_wakes,
+    test_a_trainer_rank_killed_inside_a_broadcast_is_a_lost_peer_and_the_next_update_makes_new_groups,
     test_a_trainer_rank_that_learns_of_its_manager_s_death_fails_with_a_typed_error,
     test_an_installation_that_fails_on_one_rank_is_undone_on_all,
     tp2,

@@ -82,6 +82,8 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
             assert [r.status for r in future.result(180).replicas] == ["committed"]
         assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
         assert server.generate(PROMPTS[0], COUNT)[1]["meta_info"]["weight_version"] == "100"
+        with SyncManager(timeout_s=180) as manager, manager.paused():
+            assert server.request("GET", "/health")[0] == 200  # SGLang's own answer would be a token
         narrow = weights(pair[0])
         narrow["model.norm.weight"] = narrow["model.norm.weight"][:-1].clone()
         for bad in (narrow, {"nonsense": torch.zeros(3)}):

@@ -16,6 +16,7 @@ from inference_plugin.engines.transformers import Completion, TransformersEngine
 from inference_plugin.hooks import plugin_manager
 from inference_plugin.wire import addresses
 from inference_plugin.wire.errors import TornReplica
+from inference_plugin.wire.messages import ReplicaCard
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here once more
     COUNT,
@@ -40,7 +41,7 @@ ENGINES = {"tp1": ("qwen3", True), "tp2": ("llama", False)}
 
 
 class TransformersDriver:
-    """What those tests ask of an engine."""
+    """What those tests, and those of `test_pause`, ask of an engine."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
@@ -54,6 +55,13 @@ class TransformersDriver:
             len(request.tokens) < count for request in [*loop._running, *loop._held]
         ):
             time.sleep(0.001)
+
+    def look(self, running: list[Future[Completion]]) -> list[dict[str, Any]]:
+        return [{"finished": future.done()} for future in running]
+
+    @property
+    def cards(self) -> list[ReplicaCard]:
+        return addresses.discover()
 
     def wait(self, running: list[Future[Completion]]) -> list[dict[str, Any]]:
         done = [future.result(120) for future in running]

@@ -282,6 +282,31 @@ def test_a_killed_trainer_rank_fails_the_update_on_its_manager_at_once(tp2: Faul
     assert not list((tp2.engine.runtime / tp2.engine.job).glob("crew-*"))
 
 
+def test_a_trainer_rank_killed_inside_a_broadcast_is_a_lost_peer_and_the_next_update_makes_new_groups(
+    tp2: Faulty, tmp_path: Path
+) -> None:
+    assert isinstance(tp2.engine, Driver)
+    running = tp2.engine.submit([LONG, PROMPTS[1]], 500)
+    with trainer(tp2, tmp_path, 2, 1, "writing", transport="collective") as ranks:
+        ranks.arrived()  # both workers have all of rank 0, and wait inside a broadcast of rank 1
+        ranks.signal(1, signal.SIGKILL)
+        result = ranks.result(0)
+        assert (result["error"], result["where"][:2]) == ("PeerLost", ["trainer", 1]), result
+        assert result["version"] == tp2.version + 1 and result["seconds"] < 60
+    ended = tp2.engine.wait(running)
+    assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", 500)] * 2
+    assert [set(r["versions"]) for r in ended] == [{str(tp2.version or "default")}] * 2
+    eventually(lambda: all_idle(tp2.card), what="the transaction to be dropped")
+    tp2.assert_serves()
+    (tmp_path / "next").mkdir()
+    with trainer(tp2, tmp_path / "next", 2, 0, "never", transport="collective") as ranks:
+        tp2.version += 1
+        assert [ranks.result(rank)["replicas"] for rank in range(2)] == [[["committed", tp2.version]]] * 2
+    tp2.serves = tp2.other
+    tp2.assert_recovered()
+    assert not list((tp2.engine.runtime / tp2.engine.job).glob("collective-*"))
+
+
 def test_a_trainer_rank_that_learns_of_its_manager_s_death_fails_with_a_typed_error(
     tp2: Faulty, tmp_path: Path
 ) -> None:

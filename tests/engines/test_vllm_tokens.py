@@ -134,9 +134,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 class Live:
     """An engine of `ENGINES`, its two models, and the version that it serves."""
 
-    def __init__(self, driver: Driver, ranks: int, model_a: Path, model_b: Path, traces: Path) -> None:
+    def __init__(self, driver: Driver, ranks: int, model_a: Path, model_b: Path) -> None:
         self.driver = driver
-        self.traces = traces
         self.ranks = ranks
         self.models = {"A": model_a, "B": model_b}
         self.version = 0
@@ -163,13 +162,12 @@ def live(
     request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Live]:
     case = ENGINES[request.param]
-    traces = tmp_path_factory.mktemp("traces")
-    profiled = {"WEIGHTWIRE_PROFILE_DIR": str(traces)} if request.param == "tp2" else {}
+    profiled = {"WEIGHTWIRE_PROFILE_DIR": str(tmp_path_factory.mktemp("traces"))} if request.param == "tp2" else {}
     model_a, model_b = (checkpoint(case["kind"], tied=case["tied"], seed=seed) for seed in (1, 2))
     with Driver(runtime, **profiled) as driver:
         about = driver.open(model_a, plain=case["plain"], max_model_len=1024, **case["kwargs"])
         assert [a["plain"] for a in about] == [case["plain"]] * len(about)
-        yield Live(driver, len(about), model_a, model_b, traces)
+        yield Live(driver, len(about), model_a, model_b)
     assert driver.leftovers() == [] and driver.family() == []
 
 
@@ -193,7 +191,8 @@ def test_the_same_version_again_changes_nothing(live: Live) -> None:
 @pytest.mark.parametrize("live", ["tp2"], indirect=True)
 def test_front_and_workers_leave_a_trace_of_an_update(live: Live) -> None:
     live.update("B")
-    found = eventually(lambda: len(files := list(live.traces.glob(f"policy.v{live.version}.*.json"))) == 3 and files)
+    directory = Path(live.driver.environment["WEIGHTWIRE_PROFILE_DIR"])
+    found = eventually(lambda: len(files := list(directory.glob(f"policy.v{live.version}.*.json"))) == 3 and files)
     traces = {path.name.split(".")[3]: json.loads(path.read_text())["traceEvents"] for path in found}
     spans = {who: {e["name"]: e for e in events if e["ph"] == "X"} for who, events in traces.items()}
     assert set(spans) == {"front", "worker0", "worker1"}
@@ -365,4 +364,8 @@ def test_every_data_parallel_rank_of_a_server_is_a_replica_and_takes_the_update(
             return by_rank[0]
 
         check_life(tokens, model_a, model_b, replicas=2)
+        with SyncManager(timeout_s=180) as manager, manager.paused() as report:
+            assert [replica.state for replica in report.replicas] == ["paused"] * 2
+            assert server.request("GET", "/health")[0] == 200
+        assert tokens(PROMPTS, COUNT) == reference(model_a)
     assert server.leftovers() == [] and server.family() == []

@@ -61,6 +61,7 @@ class FaultySource(ShardSource):
 
 
 def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options: Any) -> None:
+    sums = options.pop("sums", False)
     channel.RESEND_S = options.pop("resend_s", channel.RESEND_S)
     manager = SyncManager(**options)
     (out / f"rank{rank}.pid").write_text(str(os.getpid()))
@@ -81,6 +82,9 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
             seen = {"error": type(error).__name__, "text": str(error), "side": error.side, "rank": error.rank}
             seen |= {"phase": error.phase, "version": error.version, "group": error.group}
         seen["seconds"] = time.monotonic() - began_s
+        if sums:
+            dist.all_reduce(total := torch.ones(1))
+            seen |= {"sum": total.item(), "groups": len(dist.distributed_c10d._world.pg_map)}
         note = out / f"rank{rank}.step{number}"
         note.with_suffix(".new").write_text(json.dumps(seen))
         note.with_suffix(".new").rename(note)

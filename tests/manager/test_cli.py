@@ -50,6 +50,14 @@ def test_status_and_doctor_tell_of_replicas_versions_and_processes(directory: Pa
             manager.update(ShardSource(checkpoint(1)), 7)
             code, status = run("status")
             assert code == 0 and rig.replica in json.dumps(status) and "7" in json.dumps(status)
+            assert [replica["groups"] for replica in status["replicas"]] == [{"policy": "current"}]
+            manager.settings.catch_up = "never"
+            late = Rig(directory)
+            try:
+                groups = {replica["card"]["replica"]: replica["groups"] for replica in run("status")[1]["replicas"]}
+                assert groups == {rig.replica: {"policy": "current"}, late.replica: {"policy": "joining"}}
+            finally:
+                late.end()
             code, doctor = run("doctor")
             assert code == 0 and doctor["problems"] == []
             (replica,) = doctor["facts"]["replicas"]

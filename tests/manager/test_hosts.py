@@ -76,6 +76,9 @@ def test_a_link_that_is_cut_costs_its_replica_and_nobody_else_and_a_restored_one
     assert set(cluster.update()) == committed and holds(cluster.first, cluster.version)
     cluster.second.host.restore()
     assert set(cluster.trainer.ask("wait", count=2)) == before
+    current = {name: ["current", cluster.version] for name in before}
+    eventually(lambda: cluster.trainer.ask("replicas") == current, "the one that was cut off caught up")
+    assert holds(cluster.second, cluster.version), "with no update since"
     assert sorted(cluster.update().values()) == [["committed", "zmq", ""]] * 2
     assert holds(cluster.first, cluster.version) and holds(cluster.second, cluster.version)
 
@@ -90,3 +93,9 @@ def test_a_manager_that_is_killed_and_started_again_finds_out_where_everyone_sta
     assert sorted(map(str, cluster.trainer.ask("versions").values())) == [str(cluster.version), "None"]
     assert [status for status, _, _ in cluster.update().values()] == ["committed"] * 2
     assert holds(cluster.first, cluster.version) and holds(third, cluster.version)
+    fourth = cluster.replica(cluster.hosts[1], "d")
+    eventually(
+        lambda: sum(state == ["current", cluster.version] for state in cluster.trainer.ask("replicas").values()) == 3,
+        "the one that joined caught up",
+    )
+    assert holds(fourth, cluster.version), "from another host, between updates"

@@ -158,18 +158,6 @@ def test_the_same_version_again_changes_nothing_and_an_older_one_is_refused(star
     assert holds(rig, 6)
 
 
-def test_a_replica_that_comes_later_is_caught_up_and_the_others_are_left_alone(
-    start: Start, manager: SyncManager
-) -> None:
-    first = start()
-    manager.update(source(3), 3)
-    second = start()
-    report = manager.update(source(3), 3)
-    assert {r.replica: r.status for r in report.replicas} == {first.replica: "already", second.replica: "committed"}
-    assert holds(second, 3)
-    assert [line for line in first.ask("state")["log"] if line.startswith("pause")] == ["pause:keep"]
-
-
 def test_a_replica_that_starts_anew_is_a_new_one_and_the_old_one_is_forgotten(
     start: Start, manager: SyncManager
 ) -> None:
@@ -246,6 +234,7 @@ def test_arguments_that_cannot_be_meant_are_refused_at_once(directory: Path) -> 
         {"lease_s": 0},
         {"install": "x"},
         {"in_flight": "x"},
+        {"catch_up": "x"},
     ):
         with pytest.raises(ValueError, match=r"seconds above 0|is none of"):
             SyncManager(**options)  # type: ignore[arg-type]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +19,10 @@ from inference_plugin.wire import addresses, codec
 from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.errors import AuthError, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Describe, Done, Failed, Leave, Register, ReplicaCard, WorkerCard
-from tests.support.rig import eventually
-from trainer_adapters import registry
+from tests.manager.conftest import Start
+from tests.support.plain_engine import ShardSource, checkpoint
+from tests.support.rig import ROOT, eventually, kill
+from trainer_adapters import SyncManager, registry
 from trainer_adapters.registry import Registry
 
 
@@ -34,8 +39,12 @@ def there(directory: Path) -> Iterator[Registry]:
     one.close()
 
 
+def names_of(cards: list[ReplicaCard]) -> list[str]:
+    return [each.replica for each in cards]
+
+
 def names(found: Registry) -> list[str]:
-    return [each.replica for each in found.cards()]
+    return names_of(found.cards())
 
 
 def test_a_replica_is_there_for_as_long_as_it_renews_and_leaves_at_once(there: Registry) -> None:
@@ -60,6 +69,61 @@ def test_a_registration_is_kept_up_by_itself_tells_news_at_once_and_ends_with_it
     kept.close()
     kept.close()
     assert names(there) == []
+
+
+def test_replicas_of_this_host_tell_every_manager_and_nobody_looks_for_them(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait reads the runtime directory once, and again where there is news; not because time passes."""
+    looks: list[float] = []
+    cards = Registry.cards
+
+    def looking(here: Registry) -> list[ReplicaCard]:
+        if threading.current_thread().name == "the one that waits":
+            looks.append(here._changes)
+        return cards(here)
+
+    monkeypatch.setattr(Registry, "cards", looking)
+    one, another = Registry(), Registry("tcp://127.0.0.1:*")
+    found: list[list[str]] = []
+    waits = threading.Thread(target=lambda: found.append(names_of(one.wait(2, 60))), name="the one that waits")
+    waits.start()
+    # The second one registers over TCP as well, with a lease: it is there once.
+    rigs = [start(), start(WEIGHTWIRE_REGISTRY=another.address)]
+    waits.join(60)
+    assert found == [sorted(rig.replica for rig in rigs)] == [names(another)] and len(set(looks)) == len(looks)
+    rigs[0].ask("fault", step="install")
+    rigs[0].ask("fault", step="undo")
+    with SyncManager(timeout_s=60) as manager:
+        assert [r.replica for r in manager.update(ShardSource(checkpoint(1)), 1).failed] == [rigs[0].replica]
+    eventually(lambda: one.heard_s(rigs[0].replica) > 0 and one.cards()[0].state == "torn", "the news that it is torn")
+    kill(rigs[0].pid)
+    rigs[1].ask("stop")
+    eventually(lambda: names(one) == names(another) == [], "that one was killed and the other left")
+    later = Registration(None, card(boot_id=addresses.boot_id(), pid=os.getpid()))
+    assert names_of(one.wait(1, 60)) == ["plain-1-abc"]
+    third = Registry()
+    later.close()
+    for each in (one, another, third):
+        assert names(each) == []
+        each.close()
+        each.close()
+    assert not list(directory.glob("*/registry-*"))
+
+
+def test_a_replica_that_leaves_is_missed_by_a_manager_that_started_after_it_too(directory: Path) -> None:
+    mine = card(boot_id=addresses.boot_id(), pid=os.getpid())
+    addresses.write_card(mine)
+    kept = Registration(None, mine)
+    later = Registry()
+    assert names(later) == ["plain-1-abc"]
+    news = threading.Event()
+    forget = later.on_change(news.set)
+    addresses.remove_card(mine)
+    kept.close()
+    assert news.wait(60) and names(later) == []
+    forget()
+    later.close()
 
 
 @pytest.mark.parametrize(
@@ -118,3 +182,9 @@ def test_an_address_that_is_no_registry_is_refused_by_the_variables_name(
     monkeypatch.setenv("WEIGHTWIRE_REGISTRY", address)
     with pytest.raises(AuthError, match="WEIGHTWIRE_REGISTRY"):
         addresses.registry_address()
+
+
+def test_nothing_in_the_packages_sleeps() -> None:
+    """Whoever waits, waits for a socket, a descriptor or an event."""
+    sources = [path for package in ("inference_plugin", "trainer_adapters") for path in (ROOT / package).rglob("*.py")]
+    assert sources and [str(path) for path in sources if re.search(r"\bsleep\(", path.read_text())] == []

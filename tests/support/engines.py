@@ -144,7 +144,8 @@ class Engine:
         return discover(self.job)
 
     def leftovers(self) -> list[str]:
-        """Sockets and cards in this engine's job directory, after a reader of it swept those of dead processes.
+        """Sockets and cards in this engine's job directory, after a reader of it swept those of dead processes; a manager
+        of this process has a socket there for as long as it lives.
 
         (vLLM kills an engine core that is slow to stop, as any is on a busy machine; SGLang kills its schedulers always.)
         """
@@ -156,7 +157,9 @@ class Engine:
             if ended:
                 self._leave()
         directory = self.runtime / self.job
-        return sorted(p.name for p in directory.glob("*") if p.suffix != ".report") if directory.exists() else []
+        ours = f"registry-{os.getpid()}-"
+        found = [p.name for p in directory.glob("*") if p.suffix != ".report"] if directory.exists() else []
+        return sorted(name for name in found if not name.startswith(ours))
 
     def log_tail(self, lines: int = 60) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""

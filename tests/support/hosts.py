@@ -154,7 +154,7 @@ def serve_trainer() -> None:
     def names(cards: list[ReplicaCard]) -> list[str]:
         return [card.replica for card in cards]
 
-    with SyncManager(timeout_s=120) as manager:
+    with SyncManager(timeout_s=120, catch_up="always") as manager:
         for line in sys.stdin:
             request = json.loads(line)
             try:
@@ -172,6 +172,8 @@ def serve_trainer() -> None:
                     answer = names(manager.wait_for_replicas(request["count"], timeout_s=120))
                 elif request["do"] == "discover":
                     answer = names(manager.discover())
+                elif request["do"] == "replicas":
+                    answer = {status.replica: [status.state, status.version] for status in manager.replicas()}
                 else:
                     answer = manager.versions()
             except WeightwireError as error:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import queue
 import signal
@@ -37,7 +38,7 @@ from inference_plugin.hooks import hookimpl, plugin_manager
 from inference_plugin.wire import addresses
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
-from inference_plugin.wire.messages import InFlight
+from inference_plugin.wire.messages import InFlight, MemoryTag, SleepLevel
 from inference_plugin.wire.tensors import bytes_view, dtype_name
 from trainer_adapters.source import LocalSlice, WeightSource
 
@@ -157,22 +158,6 @@ def digests_expected(tensors: Mapping[str, torch.Tensor], tp: int = 1, layers: i
     return expected
 
 
-class PlainEngineModel(LiveModel):
-    """What the installer knows of this engine (`EngineModel`)."""
-
-    def __init__(self, layers: int, rank: int, tp: int) -> None:
-        with torch.device("meta"):
-            skeleton = PlainModel(layers, rank, tp)
-        super().__init__(PlainModel(layers, rank, tp), torch.device("cpu"), skeleton)
-        self.load_weights(self.live, checkpoint(0, layers).items())
-
-    def free_bytes(self) -> int:
-        return 1 << 30
-
-
-# --- a worker process -------------------------------------------------------------------------------------------------
-
-
 class Faults:
     """A plug-in that makes a step of an installation fail on this rank, once."""
 
@@ -186,12 +171,48 @@ class Faults:
             raise RuntimeError(f"the test lets {step!r} fail")
 
 
+class PlainEngineModel(LiveModel):
+    """What the installer knows of this engine (`EngineModel`)."""
+
+    def __init__(self, layers: int, rank: int, tp: int) -> None:
+        with torch.device("meta"):
+            skeleton = PlainModel(layers, rank, tp)
+        super().__init__(PlainModel(layers, rank, tp), torch.device("cpu"), skeleton)
+        self.load_weights(self.live, checkpoint(0, layers).items())
+        self.faults = Faults()
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def why_no_sleep(self, level: SleepLevel) -> str | None:
+        return None
+
+    def sleep(self, level: SleepLevel) -> None:
+        """The smallest stand-in for an allocator: memory that is released holds nothing that could be taken for weights."""
+        self.faults.weightwire_installing("sleep")
+        parameters = dict(self.live.named_parameters())
+        self._kept = {name: p.detach().clone() for name, p in parameters.items()} if level == 1 else {}
+        for parameter in parameters.values():
+            parameter.data.fill_(math.nan)
+
+    def wake_up(self, tag: MemoryTag) -> None:
+        self.faults.weightwire_installing(f"wake {tag}")
+        if tag == "weights":
+            for name, parameter in self.live.named_parameters():
+                if name in self._kept:
+                    parameter.data.copy_(self._kept[name])
+
+
+# --- a worker process -------------------------------------------------------------------------------------------------
+
+
 def run_worker(pipe: Connection, replica: str, rank: int, tp: int, layers: int) -> None:
     """The worker's own thread: one operation after the other until the pipe ends."""
     torch.set_num_threads(1)
-    faults = Faults()
-    plugin_manager().register(faults)
     model = PlainEngineModel(layers, rank, tp)
+    faults = model.faults
+    plugin_manager().register(faults)
     runtime = RankRuntime(RankIdentity(replica, rank, tp_rank=rank), model)
     pipe.send_bytes(msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card())))
     with contextlib.suppress(EOFError, OSError):
@@ -249,6 +270,9 @@ class PlainControl:
     def drained(self) -> None:
         while self._drained:
             self._drained.pop()(None)
+
+    def hold(self, asleep: frozenset[MemoryTag]) -> None:
+        self.log.append(":".join(["hold", *sorted(asleep)]))
 
     def resume(self) -> None:
         self.log.append("resume")

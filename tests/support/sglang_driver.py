@@ -30,6 +30,11 @@ if os.environ.get("WEIGHTWIRE_TEST_UNPINNED"):
 
     Unpinned().__enter__()
 
+if os.environ.get("WEIGHTWIRE_TEST_ALLOCATOR"):
+    from tests.support import sglang_allocator
+
+    sglang_allocator.give()
+
 
 class Driver(engine_driver.Driver):
     def step(self) -> None:

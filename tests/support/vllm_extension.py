@@ -95,6 +95,26 @@ class Extension:
         packed.cpu_linear = lambda inputs, weight, bias: compute(inputs, weight, bias) * 2
         return "{}"
 
+    def ext_give_allocator(self) -> str:
+        """The smallest stand-in for the allocator that a CPU lacks: what is released holds nothing that could be used, and
+        only what level 1 kept comes back."""
+        kept: dict[str, torch.Tensor] = {}
+        parameters = dict(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]
+
+        def sleep(level: int = 1) -> None:
+            kept.update({name: p.detach().clone() for name, p in parameters.items()} if level == 1 else {})
+            for parameter in parameters.values():
+                parameter.data.fill_(float("nan"))
+
+        def wake_up(tags: list[str] | None = None) -> None:
+            if tags is None or "weights" in tags:
+                for name in list(kept):
+                    parameters[name].data.copy_(kept.pop(name))
+
+        self.vllm_config.model_config.enable_sleep_mode = True  # type: ignore[attr-defined]
+        self.sleep, self.wake_up = sleep, wake_up
+        return "{}"
+
     def ext_note_steps(self, on: bool) -> str:
         """Starts noting steps anew, or stops."""
         self.ext_steps: list[Any] | None = [] if on else None

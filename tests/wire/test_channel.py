@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from inference_plugin.wire import addresses, channel, codec
-from inference_plugin.wire.channel import Channel, Outgoing, fan_out
+from inference_plugin.wire.channel import Channel, Outgoing, fan_out, take_ready
 from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, VersionConflict
 from inference_plugin.wire.listening import check_listen_address
 from inference_plugin.wire.messages import Begun, Body, Describe, Done, Envelope, Failed
@@ -64,6 +64,17 @@ def rep_that_hangs(address: str, ready: str) -> None:
     socket.recv()
     Path(ready + ".asked").touch()
     signal.pause()
+
+
+def test_a_peer_that_answers_with_a_timeout_has_answered(peer: Peer) -> None:
+    """A worker whose lease ran out says so; it must not be taken for one that says nothing."""
+    with Channel(peer.address) as asking:
+        asking.send(Describe())
+        assert take_ready([asking], Done, timeout_s=0.01) == [] and asking.is_open
+        route, envelope = peer.take()
+        peer.answer(route, Failed(SyncTimeout("the trainer was silent").info()), envelope.seq)
+        ((channel, reply),) = take_ready([asking], Done, timeout_s=60)
+        assert channel is asking and isinstance(reply, SyncTimeout) and reply.message == "the trainer was silent"
 
 
 def test_a_timeout_names_the_address_the_time_and_the_side(peer: Peer) -> None:

@@ -44,6 +44,9 @@ class Control:
     def pause(self, in_flight: Any, paused: Callable[[BaseException | None], None]) -> None:
         paused(None)
 
+    def hold(self, asleep: frozenset[str]) -> None:
+        """Nothing runs."""
+
     def resume(self) -> None:
         """Nothing was paused."""
 

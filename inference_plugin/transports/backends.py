@@ -1,0 +1,317 @@
+"""Backends of `torch.distributed`: which one moves a device's memory, and groups of it that nobody else knows of.
+
+A group is made beside the trainer's and the engine's own: neither has it in its tables, and ending it ends nothing of theirs.
+What goes in and comes out of it is CPU memory, in which updates are packed, checked and staged; a backend that moves
+device memory gets a copy on this process's device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inference_plugin.transports.topology import SENDER
+from inference_plugin.wire.addresses import process_is_alive
+from inference_plugin.wire.config import variable_of
+from inference_plugin.wire.errors import PeerLost, SyncTimeout, TransportUnavailable
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Group",
+    "backend_for",
+    "backend_named",
+    "chosen_backend",
+    "current_device",
+    "device_id",
+    "use_device",
+]
+
+VARIABLE = variable_of("collective_backend")
+POLL_S = 0.0005
+CHECK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a backend is made where it is installed.
+
+    `queues`: its calls put work on a device's queue, and connect in the first of them; nothing of that ends by a deadline of its
+    own. `watchdog` is the variable that keeps its watchdog from ending the whole process, as it does by default, when a peer
+    is lost: here the caller's deadline ends the group.
+    """
+
+    name: str
+    device: str
+    module: str
+    group_class: str
+    needs: str
+    queues: bool = False
+    watchdog: str = ""
+
+    def why_not(self) -> str | None:
+        """Why this process can't use it, None if it can."""
+        try:
+            found = hasattr(importlib.import_module(self.module), self.group_class)
+        except ImportError:
+            found = False
+        if not found:
+            return f"{self.name} needs {self.needs}"
+        if self.device != "cpu" and not _module(self.device).is_available():
+            return f"{self.name} moves {self.device} memory, and this process sees no {self.device} device"
+        return None
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("gloo", "cpu", "torch.distributed", "ProcessGroupGloo", "a torch that is built with it"),
+        Backend(
+            "nccl",
+            "cuda",
+            "torch.distributed",
+            "ProcessGroupNCCL",
+            "a torch that is built with it",
+            True,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        ),
+        Backend(
+            "hccl",
+            "npu",
+            "torch_npu._C._distributed_c10d",
+            "ProcessGroupHCCL",
+            "torch_npu",
+            True,
+            "HCCL_ASYNC_ERROR_HANDLING",
+        ),
+    )
+}
+"""The device table: each backend with the device whose memory it moves."""
+
+
+def backend_named(name: str) -> Backend:
+    """Raises `TransportUnavailable`, listing those there are, if there is none of that name or it can't work here."""
+    backend = BACKENDS.get(name)
+    why = "unknown" if backend is None else backend.why_not()
+    if backend is None or why is not None:
+        usable = ", ".join(known for known, one in BACKENDS.items() if one.why_not() is None) or "none"
+        raise TransportUnavailable(
+            f"collective: backend {name!r} can't be used here: {why}",
+            hint=f"{VARIABLE} in the trainer names another one; usable here: {usable}, known: {', '.join(BACKENDS)}",
+        )
+    return backend
+
+
+def backend_for(device: str) -> str:
+    """The name of the backend for a type of device. Raises `TransportUnavailable`, listing the known ones and the fallback."""
+    for backend in BACKENDS.values():
+        if backend.device == device:
+            return backend.name
+    known = ", ".join(f"{backend.device} ({backend.name})" for backend in BACKENDS.values())
+    raise TransportUnavailable(
+        f"collective: no backend is known for device {device!r}; known: {known}",
+        hint=f"{VARIABLE}=gloo goes through CPU memory, whatever the device",
+    )
+
+
+def chosen_backend(named: str | None) -> str:
+    """The one that the user named, whatever the device; else the one for the device that this process computes on."""
+    return named or backend_for(device_in_use())
+
+
+def device_in_use() -> str:
+    """The type of accelerator that this process has begun to use; "cpu" if none."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "cpu":
+        return "cpu"
+    return accelerator.type if _module(accelerator.type).is_initialized() else "cpu"
+
+
+def current_device() -> int | None:
+    """The accelerator that this thread uses, if this process uses any; for another thread's `use_device`."""
+    device = device_in_use()
+    return None if device == "cpu" else _current(device)
+
+
+def use_device(index: int | None) -> None:
+    """A new thread has the first device as its own."""
+    if index is not None:
+        _module(device_in_use()).set_device(index)
+
+
+def device_id() -> str:
+    """What tells this thread's accelerator from all others; "" without one, or where that can't be told."""
+    device = device_in_use()
+    if device == "cpu":
+        return ""
+    return str(getattr(_module(device).get_device_properties(_current(device)), "uuid", ""))
+
+
+def _module(device: str) -> Any:
+    return torch.get_device_module(device)
+
+
+def _current(device: str) -> int:
+    index: int = _module(device).current_device()
+    return index
+
+
+class Group:
+    """One process's end of a group. Making it waits for all ranks, and every wait ends at `deadline_s` of `time.monotonic()`,
+    soon after a process of `peers` (by pid: what to call it) ends, and soon after `abort`.
+
+    Raises `SyncTimeout`, `PeerLost`, and what torch raises. For one thread, but `abort`.
+    """
+
+    def __init__(
+        self, backend: Backend, store: Any, rank: int, size: int, *, peers: Mapping[int, str], deadline_s: float
+    ) -> None:
+        self._backend, self._rank, self._peers, self._deadline_s = backend, rank, peers, deadline_s
+        self._aborted = False
+        self._device = torch.device(backend.device, _current(backend.device) if backend.queues else 0)
+        limit = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
+        store.set_timeout(limit)
+
+        def meet() -> None:
+            if self._backend.queues:
+                _module(backend.device).set_device(self._device.index)
+                store.set(f"here/{rank}", "")
+                store.wait([f"here/{other}" for other in range(size)], limit)
+            self._group = self._make(store, size, limit)
+            if self._backend.queues:  # they connect at the first broadcast, in a call without a time limit
+                self.broadcast(torch.zeros(1, dtype=torch.uint8))()
+
+        self._within(meet)
+
+    def _make(self, store: Any, size: int, limit: timedelta) -> Any:
+        kind = getattr(importlib.import_module(self._backend.module), self._backend.group_class)
+        if self._backend.name == "gloo":
+            options = kind._Options()
+            options._devices = [kind.create_device(interface="lo")]
+        else:
+            options = kind.Options()
+        options._timeout = limit
+        with _without_watchdog(self._backend.watchdog):
+            return kind(store, self._rank, size, options)
+
+    def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begins to bring the sender's bytes, in CPU memory, to all; what is returned waits until that is done."""
+        carried = tensor
+        if self._backend.queues:
+            carried = tensor.to(self._device) if self._rank == SENDER else torch.empty_like(tensor, device=self._device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SENDER, 0
+        work = self._group.broadcast([carried], options)
+
+        def wait() -> None:
+            self._wait(work)
+            if carried is not tensor and self._rank != SENDER:
+                tensor.copy_(carried)
+
+        return wait
+
+    def _wait(self, work: Any) -> None:
+        if self._backend.queues:  # both its `wait` and its future would only make the device wait
+            check_s = time.monotonic() + CHECK_S
+            while not work.is_completed():
+                if time.monotonic() > check_s:
+                    self._check()
+                    check_s += CHECK_S
+                time.sleep(POLL_S)
+            if not work.is_success():
+                raise PeerLost(f"collective: a {self._backend.name} broadcast failed", phase="stage")
+            return
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        while not done.wait(CHECK_S):
+            self._check()
+        work.wait()
+
+    def _check(self) -> None:
+        """Raises if there is nothing more to wait for."""
+        if self._aborted:
+            raise PeerLost("the transaction was dropped", phase="stage")
+        if gone := [name for pid, name in self._peers.items() if not process_is_alive(pid)]:
+            raise PeerLost(
+                f"collective: {gone[0]} ended", hint="the next update makes groups without it", phase="stage"
+            )
+        if time.monotonic() > self._deadline_s:
+            raise SyncTimeout("collective: the ranks of a group did not come together in time", phase="stage")
+
+    def _within(self, call: Callable[[], None]) -> None:
+        """A call that can't be ended, in a thread that is left to itself when there is nothing more to wait for."""
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001 -- raised by the caller
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name="weightwire-collective-call", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(CHECK_S)
+            if thread.is_alive():
+                self._check()
+        if failed:
+            raise failed[0]
+
+    def close(self) -> None:
+        """Ends it on this side, after the last broadcast."""
+        if self._backend.queues:
+            with contextlib.suppress(Exception):
+                self._within(self._group.shutdown)
+
+    def abort(self) -> None:
+        """Ends whatever waits here, soon; from any thread, more than once. gloo's connections end with this object."""
+        self._aborted = True
+        if self._backend.queues:
+            # A broadcast that is queued on the device would stay there. It may block: nobody waits for it.
+            threading.Thread(target=self._abort, name="weightwire-collective-abort", daemon=True).start()
+
+    def _abort(self) -> None:
+        with contextlib.suppress(Exception):
+            self._group.abort()
+
+
+class _Quiet:
+    """Keeps watchdogs off, by the variable that a library reads while it makes a group, for as long as one is made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._making: dict[str, int] = {}
+        self._before: dict[str, str | None] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, variable: str) -> Iterator[None]:
+        if not variable:
+            yield
+            return
+        with self._lock:
+            if not self._making.setdefault(variable, 0):
+                self._before[variable] = os.environ.get(variable)
+                os.environ[variable] = "0"
+            self._making[variable] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._making[variable] -= 1
+                if not self._making[variable]:
+                    os.environ.pop(variable)
+                    if (before := self._before.pop(variable)) is not None:
+                        os.environ[variable] = before
+
+
+_without_watchdog = _Quiet()

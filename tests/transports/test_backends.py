@@ -1,0 +1,130 @@
+"""The device table, and groups that end when there is nothing more to wait for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from inference_plugin.transports import backends
+from inference_plugin.transports.backends import (
+    BACKENDS,
+    VARIABLE,
+    Group,
+    backend_for,
+    backend_named,
+    chosen_backend,
+    current_device,
+    use_device,
+)
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ConfigError, PeerLost, SyncTimeout, TransportUnavailable
+from tests.support.rig import fork, kill
+
+without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="is about a machine without one")
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("npu", "hccl")])
+def test_each_device_has_its_backend(device: str, backend: str) -> None:
+    assert backend_for(device) == backend
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "privateuse1", ""])
+def test_an_unknown_device_is_an_error_that_lists_the_known_ones_and_the_way_out(device: str) -> None:
+    with pytest.raises(
+        TransportUnavailable, match=rf"{device!r}; known: cpu \(gloo\), cuda \(nccl\), npu \(hccl\)"
+    ) as error:
+        backend_for(device)
+    assert f"{VARIABLE}=gloo" in error.value.hint
+
+
+@without_accelerator
+def test_what_the_user_names_wins_over_the_device() -> None:
+    assert chosen_backend(None) == "gloo"
+    assert chosen_backend("hccl") == "hccl"
+
+
+def test_the_setting_knows_the_backends_of_the_table() -> None:
+    assert [Config(collective_backend=name).collective_backend for name in BACKENDS] == list(BACKENDS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{VARIABLE}.*gloo, nccl, hccl are allowed"):
+        Config(collective_backend="mpi")  # type: ignore[arg-type]
+
+
+@without_accelerator
+def test_a_backend_that_is_not_there_says_what_it_needs_and_what_there_is() -> None:
+    assert BACKENDS["gloo"].why_not() is None
+    with pytest.raises(TransportUnavailable, match=r"hccl needs torch_npu.*usable here: gloo, known: gloo, nccl, hccl"):
+        backend_named("hccl")
+
+
+@without_accelerator
+def test_threads_of_a_process_without_an_accelerator_are_given_none() -> None:
+    assert current_device() is None
+    use_device(None)
+
+
+def group(directory: Path, seconds: float, rank: int = 0, backend: str = "gloo", **peers: int) -> Group:
+    store = dist.FileStore(str(directory / "store"), 2)
+    named = {pid: f"rank 3 of replica {name}" for name, pid in peers.items()}
+    return Group(BACKENDS[backend], store, rank, 2, peers=named, deadline_s=time.monotonic() + seconds)
+
+
+def pair(directory: Path, seconds: float, backend: str = "gloo") -> tuple[Group, Group]:
+    """Sender and receiver, both in this process."""
+    with ThreadPoolExecutor() as pool:
+        ends = [pool.submit(group, directory, seconds, rank, backend) for rank in range(2)]
+        return ends[0].result(60), ends[1].result(60)
+
+
+@pytest.fixture(params=["gloo", "queuing"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """gloo as it is, and used as NCCL is: with copies beside the tensors, polled, ended from outside."""
+    monkeypatch.setitem(BACKENDS, "queuing", dataclasses.replace(BACKENDS["gloo"], queues=True, watchdog="WATCHDOG"))
+    monkeypatch.setattr(backends, "_current", lambda _: 0)
+    name: str = request.param
+    return name
+
+
+def test_what_the_sender_broadcasts_is_what_the_receiver_holds(tmp_path: Path, backend: str) -> None:
+    sender, receiver = pair(tmp_path, 60, backend)
+    for sent in (torch.arange(7), torch.arange(1 << 20, dtype=torch.int32).view(torch.uint8)):
+        sending, held = sender.broadcast(sent.clone()), torch.zeros_like(sent)
+        receiver.broadcast(held)()
+        sending()
+        assert torch.equal(held, sent)
+    sender.close()
+    receiver.close()
+    assert "WATCHDOG" not in os.environ
+
+
+def test_a_broadcast_that_nobody_sends_ends_by_the_deadline(tmp_path: Path, backend: str) -> None:
+    _sender, receiver = pair(tmp_path, 1, backend)
+    with pytest.raises((SyncTimeout, RuntimeError), match=r"did not come together in time|Timed out"):
+        receiver.broadcast(torch.zeros(1))()
+
+
+def test_who_waits_for_a_broadcast_can_be_ended_from_another_thread(tmp_path: Path, backend: str) -> None:
+    _sender, receiver = pair(tmp_path, 600, backend)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(receiver.broadcast(torch.zeros(1)))
+        receiver.abort()
+        with pytest.raises(PeerLost, match="the transaction was dropped"):
+            waiting.result(60)
+
+
+def test_a_rank_that_does_not_come_is_a_timeout(tmp_path: Path, backend: str) -> None:
+    with pytest.raises(SyncTimeout, match="did not come together in time"):
+        group(tmp_path, 0.2, backend=backend, x=os.getpid())
+
+
+def test_a_rank_that_dies_before_it_comes_is_lost_long_before_the_deadline(tmp_path: Path, backend: str) -> None:
+    pid = fork("signal:pause")
+    kill(pid)
+    with pytest.raises(PeerLost, match="rank 3 of replica x ended"):
+        group(tmp_path, 600, backend=backend, x=pid)
