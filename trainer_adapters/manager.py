@@ -31,7 +31,7 @@ from inference_plugin.transports.spread import FAN_OUTS, FanOut
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import TransportUnavailable, WeightwireError
+from inference_plugin.wire.errors import CommitFailed, TransportUnavailable, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import (
     CloseGroup,
@@ -55,14 +55,13 @@ from trainer_adapters.pending import PendingUpdate
 from trainer_adapters.rank import CatchUpPolicy, Rank, Settings
 from trainer_adapters.replicas import ReplicaSession
 from trainer_adapters.roster import ReplicaStatus
+from trainer_adapters.source import LocalSlice, WeightSource
 from trainer_adapters.stragglers import BestEffort, Quorum, Stragglers
 from trainer_adapters.update import Update
 from trainer_adapters.verification import Verification
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from trainer_adapters.source import WeightSource
 
 __all__ = ["SyncManager"]
 
@@ -145,6 +144,7 @@ class SyncManager:
         self._rank = Rank(self.settings, crew, registry.take() if crew.rank == 0 else None)
         self._catching_up = CatchingUp(self._rank) if crew.rank == 0 else None
         self._pauses = Pauses(self._rank)
+        self._closing = False
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1,
             thread_name_prefix="weightwire-manager",
@@ -270,7 +270,9 @@ class SyncManager:
         self._thread.submit(self._close_group).result()
 
     def close(self) -> None:
-        """Closes sockets and frees segments; may be called twice."""
+        """Closes sockets and frees segments; may be called twice. An update that is under way ends first; those behind it
+        fail with `CommitFailed`. (The end of a `with` block that raised nothing waits for them.)"""
+        self._closing = True
         with contextlib.suppress(RuntimeError):
             self._thread.submit(self._close).result()
         self._thread.shutdown()
@@ -279,13 +281,18 @@ class SyncManager:
     def __enter__(self) -> SyncManager:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            with contextlib.suppress(RuntimeError):  # closed already
+                self._thread.submit(lambda: None).result()
         self.close()
 
     # --- every rank, in the manager's thread -------------------------------------------------------------------------
 
     def _update(self, source: WeightSource, version: int, released: Callable[[], None]) -> UpdateReport:
         where = {"group": self.group, "version": version}
+        if self._closing:
+            source = _Nothing()
         self._rank.begin(released)
         named = {"role": "trainer", "rank": self.rank, "group": self.group, "version": version}
         trace = Trace.begun(self.settings.config.profile_dir, **named)
@@ -376,3 +383,15 @@ class SyncManager:
             held = {group.version for worker in workers for group in worker.groups if group.group == self.group}
             found[card.replica] = held.pop() if len(held) == 1 else None
         return found
+
+
+class _Nothing(WeightSource):
+    """The source of an update that a closing manager doesn't begin: all ranks hear why."""
+
+    def manifest(self) -> Manifest:
+        raise CommitFailed(
+            "the manager was closed before this update began", hint="the replicas serve what they served"
+        )
+
+    def slices(self) -> Iterator[LocalSlice]:
+        return iter(())

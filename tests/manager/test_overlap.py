@@ -183,6 +183,32 @@ def test_an_event_loop_goes_on_while_an_update_waits(start: Start) -> None:
         assert asyncio.run(train(manager)) == 1
 
 
+def test_closing_fails_what_has_not_begun_and_lets_what_is_under_way_end(start: Start) -> None:
+    rig = start()
+    rig.ask("hold")
+    manager = SyncManager(timeout_s=60)
+    updates = [manager.update_async(source(version), version) for version in (1, 2, 3)]
+    eventually(lambda: waiting(rig), what="the first update at its boundary")
+    closing = threading.Thread(target=manager.close)
+    closing.start()
+    eventually(lambda: manager._closing, what="the close")
+    rig.ask("go on")
+    assert updates[0].result(60).version == 1
+    for update in updates[1:]:
+        with pytest.raises(CommitFailed, match="the manager was closed before this update began"):
+            update.result(60)
+    closing.join(60)
+    assert holds(rig, 1)
+
+
+def test_the_end_of_a_block_waits_for_what_it_began(start: Start) -> None:
+    rig = start()
+    with SyncManager(timeout_s=60) as manager:
+        updates = [manager.update_async(source(version), version) for version in (1, 2)]
+    assert [update.result(0).version for update in updates] == [1, 2]
+    assert holds(rig, 2)
+
+
 # --- what listeners hear ----------------------------------------------------------------------------------------------
 
 
