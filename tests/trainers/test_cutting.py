@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.wire.manifest import Box, intersect
@@ -27,6 +27,7 @@ def indices(box: Box) -> set[tuple[int, ...]]:
 
 
 @given(held=boxes(), needs=st.lists(st.lists(boxes(), max_size=1), max_size=4))
+@settings(deadline=None)
 def test_parts_are_the_slice_and_each_is_needed_whole_or_not_at_all(held: Box, needs: list[list[Box]]) -> None:
     whole = torch.arange(48).view(SHAPE)
     view = whole[tuple(slice(o, o + s) for o, s in zip(held.offsets, held.sizes, strict=True))]

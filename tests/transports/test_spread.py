@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.transports.spread import branches, classes_of, degree_of
@@ -22,6 +22,7 @@ def spread(members: Sequence[int], degree: int, depth: int = 1) -> list[tuple[in
 
 
 @given(count=st.integers(0, 300), degree=st.integers(0, 8))
+@settings(deadline=None)
 def test_every_member_is_reached_once_in_the_given_order(count: int, degree: int) -> None:
     members = list(range(count))
     reached = spread(members, degree)
@@ -30,6 +31,7 @@ def test_every_member_is_reached_once_in_the_given_order(count: int, degree: int
 
 
 @given(count=st.integers(1, 300), degree=st.integers(2, 8))
+@settings(deadline=None)
 def test_a_tree_is_as_deep_as_a_full_one_and_its_branches_are_alike(count: int, degree: int) -> None:
     deepest = max(depth for _, depth in spread(range(count), degree))
     within, hops = degree, 1
@@ -42,6 +44,7 @@ def test_a_tree_is_as_deep_as_a_full_one_and_its_branches_are_alike(count: int, 
 
 
 @given(count=st.integers(1, 100))
+@settings(deadline=None)
 def test_a_chain_is_a_chain_and_direct_is_direct(count: int) -> None:
     assert [depth for _, depth in spread(range(count), 1)] == list(range(1, count + 1))
     assert branches(range(count), 0) == [(member, ()) for member in range(count)]
@@ -55,6 +58,7 @@ def test_auto_sends_directly_to_few() -> None:
 
 
 @given(keys=st.lists(st.integers(0, 3).map(lambda key: (key, key)), max_size=20))
+@settings(deadline=None)
 def test_a_class_is_all_with_equal_needs_in_their_order(keys: list[tuple[int, int]]) -> None:
     classes = classes_of((key, (key, i)) for i, key in enumerate(keys))
     assert sorted(member for members in classes for member in members) == sorted((key, i) for i, key in enumerate(keys))
