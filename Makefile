@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-trainers lint format setup engines megatron model clean distclean
+.PHONY: help demo test bench bench-trainers bench-scale lint format setup engines megatron model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ bench: setup $(if $(filter sglang,$(ENGINE)),engines) ## measure an update again
 
 bench-trainers: setup megatron ## measure each trainer's slices against gathering and a memory copy; writes benchmarks/results/trainers.json
 	@$(PY) -m benchmarks.trainers $(ARGS)
+
+bench-scale: setup ## simulate 1 to 256 replicas with each fan-out and measure the control plane; writes benchmarks/results/scale.json
+	@$(PY) -m benchmarks.scale $(ARGS)
 
 lint: setup ## ruff, mypy --strict, import-linter
 	@$(PY) -m ruff check .

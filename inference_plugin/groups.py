@@ -5,7 +5,7 @@
       ^                     |                         |                    |
       +---------------------+-------- abort, lease ---+      undo failed:  +---> torn (until a full update commits)
 
-Three threads meet here, under one lock: the REP thread (`handle`, `expire`), a group's stager thread (checks digests,
+Three threads meet here, under one lock: the socket's thread (`handle`, `expire`), a group's stager thread (checks digests,
 prepares a standby), and the engine's own thread (`check_sealed`, `install`, `undo`, `finish`, `verify`), which alone
 touches the live model.
 """
@@ -54,6 +54,8 @@ from inference_plugin.wire.messages import (
     OpenGroup,
     RankCommit,
     RankVerify,
+    Relay,
+    Relaying,
     Release,
     Renew,
     Seal,
@@ -94,7 +96,6 @@ class Transaction:
     wanted: Sequence[Piece] = ()
     cancelled: threading.Event = field(default_factory=threading.Event)
     stager: threading.Thread | None = None
-    checked: threading.Event = field(default_factory=threading.Event)
     error: WeightwireError | None = None
     answer: Sealed | None = None
     trace: Trace | None = None
@@ -112,9 +113,11 @@ class WeightUpdateGroup:
         installer: Installer,
         decoding: Callable[[], bool],
         config: Config,
+        on_checked: Callable[[], None],
     ) -> None:
         self._decoding = decoding
         self._config = config
+        self._on_checked = on_checked
         self.name = name
         self.rank = rank
         self.replica = replica
@@ -137,7 +140,7 @@ class WeightUpdateGroup:
     def state(self) -> GroupState:
         return self._state
 
-    # --- the REP thread ----------------------------------------------------------------------------------------------
+    # --- the socket's thread ----------------------------------------------------------------------------------------------
 
     def open(self, request: OpenGroup, others: Mapping[str, frozenset[str]]) -> GroupOpened:
         """Agrees on terms; `others` are the parameters that other groups write.
@@ -234,19 +237,28 @@ class WeightUpdateGroup:
         if request.seq > expected:
             raise ProtocolError(f"bucket {request.seq} of trainer rank {request.rank} came before bucket {expected}")
         if request.seq == expected:
-            if transaction.pieces is not None:
+            if transaction.pieces is not None and not transaction.staging.takes_late:
                 raise ProtocolError("a new bucket after the seal")
             with under(transaction.trace), span("receive", trainer=request.rank, bytes=len(payload)):
                 transaction.staging.receive(request.pieces, payload)
             transaction.next_seq[request.rank] = expected + 1
+            transaction.staging.pass_on(request, payload)
         return Done()
+
+    def relay(self, request: Relay) -> Relaying:
+        if isinstance(self._finished.get(request.txn), RankCommit):
+            return Relaying()  # it has everything
+        # Workers that ask each other must not outlive the trainer.
+        transaction = self._current(request.txn, renew=False)
+        transaction.staging.relay(request)
+        return Relaying(dict(transaction.next_seq))
 
     def renew(self, txn: str) -> Done:
         self._current(txn)
         return Done()
 
     def start_seal(self, request: Seal) -> Transaction:
-        """Checks that the pieces cover what this worker needs, and starts the stager; the caller waits for it."""
+        """Checks that the pieces cover what this worker needs, and starts the stager."""
         transaction = self._current(request.txn)
         if transaction.pieces is None:
             self._ready()
@@ -429,7 +441,9 @@ class WeightUpdateGroup:
                 self.installer.finish()
                 self._forget_previous()
             keep = self.installer.needs_previous
-            if not keep:
+            if keep:
+                transaction.staging.settle()
+            else:
                 transaction.staging.close()
             self.installed = Installed(
                 transaction.version,
@@ -471,6 +485,8 @@ class WeightUpdateGroup:
             manifest, pieces = self.manifest, transaction.pieces
             assert manifest is not None and pieces is not None
             threads = min(self._config.check_threads, len(os.sched_getaffinity(0)))
+            with under(transaction.trace), span("wait for bytes"):
+                transaction.staging.wait_for(transaction.wanted, transaction.cancelled)
             started_s = time.perf_counter()
             with under(transaction.trace), span("check"):
                 checked_bytes = transaction.staging.check(
@@ -497,7 +513,7 @@ class WeightUpdateGroup:
             transaction.error = WeightwireError.wrap(error).at(phase="seal", version=transaction.version)
             transaction.staging.close()
         finally:
-            transaction.checked.set()
+            self._on_checked()
 
     def _brake(self, transaction: Transaction, threads: int = 1) -> Brake:
         """Gives way to decoding: after each stretch of work, a rest as long as `background_share` asks of all `threads`
@@ -523,15 +539,16 @@ class WeightUpdateGroup:
             raise ProtocolError("the group is not open", hint="send OpenGroup before Begin")
         return self.manifest, self._receiver
 
-    def _current(self, txn: str) -> Transaction:
-        """The transaction of that id; asking for it renews its lease."""
+    def _current(self, txn: str, *, renew: bool = True) -> Transaction:
+        """The transaction of that id; asking for it renews its lease, unless `renew` is false."""
         if (finished := self._finished.get(txn)) is not None:
             if isinstance(finished, WeightwireError):
                 raise copy.copy(finished)  # an error that is kept must not collect tracebacks: they hold payloads
             raise VersionConflict(f"transaction {txn} is committed already")
         if self.transaction is None or self.transaction.txn != txn:
             raise ProtocolError(f"no transaction {txn} is open", hint="send Begin first")
-        self.transaction.expires_at_s = time.monotonic() + self.transaction.lease_s
+        if renew:
+            self.transaction.expires_at_s = time.monotonic() + self.transaction.lease_s
         return self.transaction
 
     def _drop(self, reason: str, kind: type[WeightwireError] = VersionConflict, **more: str) -> None:
@@ -579,6 +596,8 @@ class GroupTable:
     ) -> None:
         self._decoding = decoding
         self._config = config or Config()
+        self.on_checked: Callable[[], None] = lambda: None
+        """Called, by any thread, when a `Seal` that wasn't done can be answered."""
         self.groups: dict[str, WeightUpdateGroup] = {}
         self._replica = replica
         self._rank = rank
@@ -612,6 +631,8 @@ class GroupTable:
                 if payload is None:
                     raise ProtocolError("a bucket without its payload frame")
                 return self.named(request.group).bucket(request, payload)
+            if isinstance(request, Relay):
+                return self.named(request.group).relay(request)
             if isinstance(request, Renew):
                 return self.named(request.group).renew(request.txn)
             if isinstance(request, Release):
@@ -623,10 +644,7 @@ class GroupTable:
             if not isinstance(request, Seal):
                 raise ProtocolError(f"a worker takes no {type(request).__name__}")
             group = self.named(request.group)
-            transaction = group.start_seal(request)
-        transaction.checked.wait(request.wait_s)
-        with self._lock:
-            return group.answer_seal(transaction)
+            return group.answer_seal(group.start_seal(request))
 
     def named(self, name: str) -> WeightUpdateGroup:
         """The group of that name. Raises `ProtocolError` that lists those there are."""
@@ -711,6 +729,7 @@ class GroupTable:
             self._make_installer(request.group),
             self._decoding,
             self._config,
+            lambda: self.on_checked(),
         )
         try:
             opened = group.open(request, others)

@@ -39,6 +39,8 @@ CLOSING_S = 5.0
 class SegmentSource(WeightSource):
     """The last version, as a source: its slices are views of the segment where it lies, one for each piece."""
 
+    may_be_cut = False
+
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
 

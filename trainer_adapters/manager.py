@@ -27,6 +27,7 @@ import msgspec
 from inference_plugin.transports.backends import current_device, use_device
 from inference_plugin.transports.base import Transport
 from inference_plugin.transports.registry import available_transports, transport_named
+from inference_plugin.transports.spread import FAN_OUTS, FanOut
 from inference_plugin.wire import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
@@ -81,6 +82,8 @@ class SyncManager:
     - `config`: every setting, these two among them; default the environment's `WEIGHTWIRE_*`, see docs/configuration.md.
     - `partial`: the group is a part of the model; what other groups don't write either keeps its values.
     - `stragglers`: which replicas a commit waits for; see `trainer_adapters.stragglers`.
+    - `fan_out`: how bytes reach many replicas, on transports that send them: "direct" to each, "chain", "tree", or "auto";
+      see `inference_plugin.transports.spread`.
     - `catch_up`: whether replicas that join, or fell behind, get the last version between updates: "auto" (where it lies in
       shared memory anyway), "always" (one more copy of each update, all trainer ranks on one host) or "never".
     - `process_group`: the trainer's ranks, default all of torch.distributed (used once, here), or this process alone.
@@ -99,6 +102,7 @@ class SyncManager:
         lease_s: float | None = None,
         partial: bool = False,
         stragglers: Stragglers = "report",
+        fan_out: FanOut = "auto",
         catch_up: CatchUpPolicy = "auto",
         process_group: dist.ProcessGroup | None = None,
         config: Config | None = None,
@@ -107,6 +111,7 @@ class SyncManager:
         for value, allowed in (
             (install, ("auto", "copy", "standby")),
             (in_flight, ("keep", "recompute", "abort", "drain")),
+            (fan_out, FAN_OUTS),
             (catch_up, ("auto", "always", "never")),
         ):
             if value not in allowed:
@@ -123,6 +128,7 @@ class SyncManager:
             config.lease_s,
             partial=partial,
             stragglers=stragglers,
+            fan_out=fan_out,
             catch_up=catch_up,
             config=config,
         )

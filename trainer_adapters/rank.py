@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from inference_plugin.transports.base import Sender as TransportSender
 from inference_plugin.transports.base import Target, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
+from inference_plugin.transports.spread import FanOut, classes_of
 from inference_plugin.wire.channel import Outgoing, fan_out
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
@@ -21,6 +22,7 @@ from inference_plugin.wire.messages import Done, Go, GoTarget, InFlight, Install
 from inference_plugin.wire.tracing import call_it, span, span_since
 from trainer_adapters.agreement import Claims, digests_of
 from trainer_adapters.crew import Crew
+from trainer_adapters.cutting import cut_slices, edges_of
 from trainer_adapters.events import Events
 from trainer_adapters.registry import Registry, give_back
 from trainer_adapters.replicas import ReplicaSession
@@ -52,6 +54,7 @@ class Settings:
     lease_s: float
     partial: bool
     stragglers: Stragglers
+    fan_out: FanOut
     catch_up: CatchUpPolicy
     config: Config
 
@@ -127,8 +130,12 @@ class Rank:
         total = WriteStats()
         passes = 0
         try:
-            for way in go.transports:
-                sender = self.sender(transport_named(way.name))
+            ways = [(transport_named(way.name), way) for way in go.transports]
+            sent = [target.needs for transport, way in ways if transport.sends for target in way.targets]
+            classes = classes_of((needs, needs) for needs in sent) if source.may_be_cut else []
+            edges = edges_of(members[0] for members in classes)
+            for transport, way in ways:
+                sender = self.sender(transport)
                 passes += 1
                 way_s = time.perf_counter()
                 with _taken(source) as slices:
@@ -138,7 +145,7 @@ class Rank:
                         self.crew.rank,
                         manifest,
                         way.segment,
-                        _ticking(slices, tick),
+                        cut_slices(_ticking(slices, tick), edges),
                         [as_target(target) for target in way.targets],
                         deadline_s=deadline_s,
                     )
@@ -149,12 +156,13 @@ class Rank:
                 pieces = written
                 total.nbytes += stats.nbytes
                 total.messages += stats.messages
+                total.sent_bytes += stats.sent_bytes
                 total.move_s += stats.move_s
                 total.digest_s += stats.digest_s
                 total.lost |= stats.lost
             if go.copies:
                 with span("compare copies"):
-                    copies = tuple(digests_of(manifest, _ticking(source.copies(), tick)))
+                    copies = tuple(digests_of(manifest, cut_slices(_ticking(source.copies(), tick), edges)))
         except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all
             info = (
                 WeightwireError.wrap(error)
@@ -174,6 +182,7 @@ class Rank:
             total.digest_s,
             time.perf_counter() - started_s,
             {replica: error.info() for replica, error in total.lost.items()},
+            sent_bytes=total.sent_bytes,
             copies=copies,
         )
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 import torch
 
@@ -52,6 +53,9 @@ class WeightSource(ABC):
     - Nobody changes the model between the first slice and the last. What does change is not noticed, and the
       digests are then of that mixture.
     """
+
+    may_be_cut: ClassVar[bool] = True
+    """Whether slices may travel in parts; not where the digests of whole ones were told already."""
 
     @abstractmethod
     def manifest(self) -> Manifest:

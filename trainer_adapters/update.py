@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -56,6 +56,7 @@ __all__ = ["Update"]
 logger = logging.getLogger(__name__)
 
 SEAL_WAIT_S = 0.5
+ABORT_TIMEOUT_S = 5.0
 COMMIT_SHARE = 0.2
 """Of an operation's time: what is left for the commit when a replica is slow to seal."""
 
@@ -74,6 +75,7 @@ class Update(Operation):
         self._sent_before: dict[str, int] = {}
         self._sessions: dict[str, ReplicaSession] = {}
         self._renewed_s = time.monotonic()
+        self._spreading = False
 
     def run(self) -> UpdateReport:
         self.phases["scan"] = time.perf_counter() - self.rank.began_s
@@ -84,11 +86,13 @@ class Update(Operation):
                 self.gather_ready()
                 ways = self._agree()
             with self._phase("stage"):
+                self._spreading = True
                 wrote = self.write(ways, compare_copies=bool(ways) and self.rank.claims.copies_are_due())
                 self._drop_lost(wrote)
             self._tell_staged()
             with self._phase("seal"):
                 sealed = self._seal(tuple(piece for w in wrote for piece in w.pieces))
+                self._spreading = False
             with self._phase("commit"):
                 self._commit(sealed)
             seconds = time.perf_counter() - self.rank.began_s
@@ -110,6 +114,7 @@ class Update(Operation):
             seconds=seconds,
             phases=self.phases,
             messages=self._sent() + sum(w.messages for w in wrote) + 2 * (self.rank.crew.size - 1),
+            egress_bytes=sum(w.sent_bytes for w in wrote),
             copies_per_byte=max((transport_named(way.name).copies_per_byte for way in ways), default=0.0),
             replicas=tuple(self.reports[name] for name in sorted(self.reports)),
         )
@@ -173,14 +178,14 @@ class Update(Operation):
             users = [s for s in self.active.values() if s.transport == transport.name]
             if not users:
                 continue
-            sender.meet([as_target(t) for s in users for t in s.targets()], self.rank.crew.size, self.left_s)
+            targets = [as_target(t) for s in users for t in s.targets()]
+            sender.meet(targets, self.rank.crew.size, self.left_s, self.settings.fan_out)
             segment = self._allocate(transport.name, sender, busy)
-            for session in users:
-                with self._replica(session), span("begin", replica=session.card.replica):
-                    self._begin(session, segment)
-            targets = tuple(t for s in users if s.card.replica in self.active for t in s.targets())
-            if targets:
-                ways.append(GoTransport(transport.name, segment, targets))
+            with span("begin", replicas=len(users)):
+                self._begin(users, segment)
+            begun = tuple(t for s in users if s.card.replica in self.active for t in s.targets())
+            if begun:
+                ways.append(GoTransport(transport.name, segment, begun))
         if ways and self.settings.catch_up == "always" and "shm" not in self.segments:
             sender = self.rank.sender(transport_named("shm"))
             ways.append(GoTransport("shm", self._allocate("shm", sender, busy), ()))
@@ -203,7 +208,8 @@ class Update(Operation):
             timeout_s=self.left_s,
         )
 
-    def _begin(self, session: ReplicaSession, segment: bytes) -> None:
+    def _begin(self, sessions: Sequence[ReplicaSession], segment: bytes) -> None:
+        """Begins the transaction on all workers of these replicas at once."""
         request = Begin(
             group=self.settings.group,
             txn=self.txn,
@@ -213,13 +219,23 @@ class Update(Operation):
             fingerprint=self.manifest.fingerprint,
             segment=segment,
         )
-        try:
-            begun: list[Begun] = session.ask_workers(request, Begun)
-        except (ProtocolError, ManifestMismatch):
+        requests = [Outgoing(channel, request) for session in sessions for channel in session.workers]
+        replies = iter(fan_out(requests, Begun, timeout_s=self.settings.config.control_timeout_s))
+        for session in sessions:
+            begun = [next(replies) for _ in session.workers]
+            with self._replica(session):
+                self._take_begun(session, request, begun)
+
+    def _take_begun(self, session: ReplicaSession, request: Begin, replies: list[Begun | WeightwireError]) -> None:
+        error = next((reply for reply in replies if isinstance(reply, WeightwireError)), None)
+        if isinstance(error, ProtocolError | ManifestMismatch):
             # The worker's terms are another trainer's by now: agree anew, once.
             session.agreed = None
             self._open(session)
-            begun = session.ask_workers(request, Begun)
+            replies = session.ask_workers(request, Begun)
+        elif error is not None:
+            raise error
+        begun = [reply for reply in replies if isinstance(reply, Begun)]
         if all(answer.already for answer in begun):
             self.active.pop(session.card.replica)
             self._report(session, "already", self.version)
@@ -352,11 +368,18 @@ class Update(Operation):
         """Takes a replica out of the update, with its reason in the report."""
         error.at(replica=session.card.replica, group=self.settings.group, version=self.version, phase=self._phase_name)
         if self.active.pop(session.card.replica, None) is not None:
+            self._route_around(session)
             self._tell_abort(session, str(error))
         self._report(session, "failed", None, error=error.info())
         session.agreed = None
         if isinstance(error, PeerLost):
             self.rank.lose(session.card.replica, str(error))
+
+    def _route_around(self, lost: ReplicaSession) -> None:
+        """Those to whom a lost replica passed the bytes on get them from others, where there are others that have them."""
+        if self._spreading:
+            sender = next(sender for transport, sender in self.transports if transport.name == lost.transport)
+            sender.without(lost.card.replica)
 
     def _sent(self) -> int:
         """Requests that rank 0 sent in this update."""
@@ -364,7 +387,7 @@ class Update(Operation):
 
     def _tell_abort(self, session: ReplicaSession, reason: str) -> None:
         requests = [Outgoing(c, Abort(self.settings.group, self.txn, reason[:4096])) for c in session.workers]
-        for reply in fan_out(requests, Done, timeout_s=5.0):
+        for reply in fan_out(requests, Done, timeout_s=ABORT_TIMEOUT_S):
             if isinstance(reply, WeightwireError):
                 logger.info("weightwire: abort of %s on %s: %s", self.txn, session.card.replica, reply)
 

@@ -1,4 +1,4 @@
-"""What runs in each worker process of a replica, whatever the engine: groups, REP socket, and the operations that the
+"""What runs in each worker process of a replica, whatever the engine: groups, socket, and the operations that the
 front runs on all ranks at a step boundary."""
 
 from __future__ import annotations

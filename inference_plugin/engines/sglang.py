@@ -5,7 +5,7 @@ SGLang finds the entry point `sglang.srt.plugins` by itself, in every process; w
 `make_engine(...)` an `sgl.Engine`. All of them call `register`, which checks `TOUCHES` and then wraps those places once
 per process.
 
-Every rank of a replica is a scheduler process: it holds `RankRuntime` (groups, REP socket). The first one has the `Front`
+Every rank of a replica is a scheduler process: it holds `RankRuntime` (groups, socket). The first one has the `Front`
 as well. Its commands become a `Turn` among the requests that SGLang broadcasts to all ranks in each pass of its event
 loop, so that every rank takes the same turn in the same pass, between two forward passes, also while paused. Within a
 turn the first rank leads: it sends operations to the others and gathers their answers over a process group of our own,

@@ -5,7 +5,7 @@ Two ways lead here, and both together do no harm: vLLM finds the entry point `vl
 `register`, which checks `TOUCHES` and then wraps those places once per process. Worker methods are added to vLLM's
 `WorkerBase` under a prefixed name, so that another project's worker extension can be in use at the same time.
 
-- Worker processes: `RankRuntime` (groups, REP socket); operations arrive by `collective_rpc`, which shares one ordered
+- Worker processes: `RankRuntime` (groups, socket); operations arrive by `collective_rpc`, which shares one ordered
   queue with `execute_model`: they run at the same step on every TP and PP rank.
 - EngineCore process: `Front`. Its commands enter the core's own input queue as a WAKEUP that carries a callable, so
   that they run between two steps and wake an idle engine. An in-process engine has no queue: there, a lock around its

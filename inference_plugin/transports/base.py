@@ -27,11 +27,13 @@ from typing import ClassVar, Protocol, TypeAlias
 import numpy as np
 import torch
 
+from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.config import PIECE_BYTES, Config
 from inference_plugin.wire.copying import copy_rows
 from inference_plugin.wire.digest import Digest, digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, WeightwireError
 from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece
+from inference_plugin.wire.messages import Bucket, Relay
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 from inference_plugin.wire.tracing import carried, span
 
@@ -85,6 +87,8 @@ class WriteStats:
 
     nbytes: int = 0
     messages: int = 0
+    sent_bytes: int = 0
+    """Payload that left this rank in messages."""
     move_s: float = 0.0
     digest_s: float = 0.0
     lost: dict[str, WeightwireError] = field(default_factory=dict)
@@ -97,10 +101,25 @@ class Staging(abc.ABC):
     segment: torch.Tensor
     segment_id: str
     extra_bytes: int
+    takes_late: bool = False
+    """Whether messages with bytes may come after the seal was asked for."""
 
     def receive(self, pieces: Sequence[Piece], payload: memoryview) -> None:
         """Takes bytes that came in a message; a transport that sends none refuses."""
         raise ProtocolError("this transport takes no bytes in messages")
+
+    def pass_on(self, bucket: Bucket, payload: memoryview) -> None:  # noqa: B027 -- most pass nothing on
+        """After `receive`: the message as it came, for whoever is fed from here."""
+
+    def relay(self, request: Relay) -> None:
+        """Begins to pass on; a transport, or an update, in which nobody does refuses."""
+        raise ProtocolError("in this update nobody passes bytes on")
+
+    def wait_for(self, pieces: Sequence[Piece], cancelled: threading.Event) -> None:  # noqa: B027
+        """Before `check`: until all pieces are here, where they may be under way. Raises once `cancelled` is set."""
+
+    def settle(self) -> None:  # noqa: B027
+        """After the commit: nothing more comes, and nobody else is waited for."""
 
     def check(
         self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
@@ -169,8 +188,11 @@ class Sender(abc.ABC):
     def probe(self) -> bytes:
         """Manager rank: something that a worker can test itself against."""
 
-    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float) -> None:  # noqa: B027 -- most needn't know
-        """Manager rank, before `allocate`: who takes part in the next transaction, and how long it may take."""
+    def meet(  # noqa: B027 -- most needn't know
+        self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut
+    ) -> None:
+        """Manager rank, before `allocate`: who takes part in the next transaction, how long it may take, and how bytes
+        are to reach many."""
 
     @abc.abstractmethod
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
@@ -194,6 +216,10 @@ class Sender(abc.ABC):
         Returns every piece with the digest of what the trainer meant. Raises typed errors; the transaction is then
         to be aborted.
         """
+
+    def without(self, replica: str) -> None:  # noqa: B027 -- most reach each replica by itself
+        """Manager rank, until the commit: a replica drops out; those that were to be reached through it must be reached by
+        others."""
 
     def memory(self, description: bytes) -> torch.Tensor | None:
         """Manager rank: where a transaction's bytes lie, all of them and laid out by the manifest, until `allocate` or
@@ -221,6 +247,8 @@ class Transport:
     receiver: Callable[[], Receiver]
     copies_per_byte: float = 0.0
     """Copies of a payload byte on its way from the trainer's memory to the parameter, those in the kernel included."""
+    sends: bool = False
+    """Whether bytes go to each worker by itself: slices are then cut where what a worker needs ends."""
 
     AUTO: ClassVar[str] = "auto"
 

@@ -35,6 +35,7 @@ from inference_plugin.transports.backends import (
     use_device,
 )
 from inference_plugin.transports.base import Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
+from inference_plugin.transports.spread import FanOut
 from inference_plugin.transports.topology import SENDER, GroupPlan, plan_groups
 from inference_plugin.transports.zmq import ZmqReceiver, ZmqStaging
 from inference_plugin.wire.addresses import boot_id, runtime_dir
@@ -212,7 +213,7 @@ class CollectiveReceiver(ZmqReceiver):
         meeting = decode_as(description, Meeting)
         backend_named(meeting.backend)
         plan_groups(meeting.senders, meeting.receivers)[0].rank_of(os.getpid())
-        staging = super().open(manifest, description, needs)
+        staging = super().open(manifest, b"", needs)
         assert isinstance(staging, CollectiveStaging)
         staging.begin(meeting)
         return staging
@@ -232,7 +233,7 @@ class CollectiveSender(Sender):
     def probe(self) -> bytes:
         return msgspec.msgpack.encode(Probe(_here(), self._backend, device_id()))
 
-    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float) -> None:
+    def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
         self._met = tuple(targets), trainer_ranks, timeout_s
 
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:

@@ -11,6 +11,7 @@ A second `bind` on one `ipc://` path silently takes the path over, so a replica'
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import secrets
@@ -195,6 +196,7 @@ def process_is_alive(pid: int) -> bool:
     return fields[0] not in ("Z", "X")
 
 
+@functools.cache
 def boot_id() -> str:
     """This host's boot and this process's pid namespace: where a pid means the same process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

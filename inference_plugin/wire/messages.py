@@ -1,6 +1,7 @@
 """Every message, as msgspec structs. One request gets one reply; both are one tagged union.
 
-To a worker (its REP socket): Describe, OpenGroup, Begin, Bucket, Seal, Renew, Abort, Release, CloseGroup.
+To a worker: Describe, OpenGroup, Begin, Bucket, Relay, Seal, Renew, Abort, Release, CloseGroup. From a trainer, and Relay
+and Bucket from workers that pass buckets on.
 To a front (its ROUTER socket): Describe, Commit, Verify, Pause, RenewPause, Resume.
 To the manager rank (its ROUTER socket), from the trainer's other ranks: Ready, Wrote; answered by Go, Outcome.
 To the registry of a manager (its ROUTER socket): Register, Leave.
@@ -38,6 +39,7 @@ __all__ = [
     "GroupOpened",
     "GroupState",
     "GroupStatus",
+    "Hop",
     "InFlight",
     "InstallPolicy",
     "Leave",
@@ -49,6 +51,8 @@ __all__ = [
     "RankVerify",
     "Ready",
     "Register",
+    "Relay",
+    "Relaying",
     "Release",
     "Renew",
     "RenewPause",
@@ -151,13 +155,33 @@ class Seal(msgspec.Struct, frozen=True, tag="seal"):
     """Asks for proof that all is there and right. `pieces` is everything that was written, by all trainer ranks.
 
     The reply comes when the check is over or after `wait_s`, then with `done` false; ask again. The worker serves
-    nobody else meanwhile: hence its limit.
+    others meanwhile.
     """
 
     group: GroupName
     txn: Txn
     pieces: tuple[Piece, ...]
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=5)] = 0.5
+
+
+class Hop(msgspec.Struct, frozen=True, array_like=True):
+    """A worker that another one passes buckets on to."""
+
+    replica: str
+    rank: int
+    address: str
+    pid: int
+    boot_id: str
+
+
+class Relay(msgspec.Struct, frozen=True, tag="relay"):
+    """Tells a worker that it will be fed by who asks, and is to pass every bucket of the transaction on to `below`: by
+    `transports.spread.branches`, to `degree` of them, and these to the rest. What was said before stays."""
+
+    group: GroupName
+    txn: Txn
+    below: Annotated[tuple[Hop, ...], msgspec.Meta(max_length=1 << 16)]
+    degree: Annotated[int, msgspec.Meta(ge=1, lt=65)]
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
@@ -261,6 +285,7 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     seconds: float = 0.0
     lost: dict[str, ErrorInfo] = {}
     error: ErrorInfo | None = None
+    sent_bytes: int = 0
     copies: tuple[Piece, ...] = ()
 
 
@@ -359,6 +384,12 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
     """`already` says that this version is installed: nothing need be sent."""
 
     already: bool = False
+
+
+class Relaying(msgspec.Struct, frozen=True, tag="relaying"):
+    """Answer to `Relay`: for each trainer rank of which it has any, the bucket that it waits for; earlier ones it has."""
+
+    next_seq: dict[int, int] = {}
 
 
 class Sealed(msgspec.Struct, frozen=True, tag="sealed"):
@@ -470,6 +501,7 @@ Body = (
     | OpenGroup
     | Begin
     | Bucket
+    | Relay
     | Seal
     | Renew
     | Abort
@@ -492,6 +524,7 @@ Body = (
     | ReplicaCard
     | GroupOpened
     | Begun
+    | Relaying
     | Sealed
     | Committed
     | Stands

@@ -54,7 +54,8 @@ class UpdateReport(msgspec.Struct, frozen=True):
     Phases: agree (discover, open, begin), stage (all ranks write; gather, pack and move are within it), seal (digests
     checked, standby prepared), commit (wait for the boundary, pause, install). `messages` are all requests sent, by all
     ranks; `copies_per_byte` counts copies of a payload byte from the trainer's memory to the parameter, those inside
-    the kernel included.
+    the kernel included. `egress_bytes` is the payload that the trainer's ranks sent in messages (by `zmq`); what workers pass
+    on to each other is not in it, nor in `messages`.
     """
 
     group: str
@@ -66,6 +67,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     messages: int
     copies_per_byte: float
     replicas: tuple[ReplicaReport, ...]
+    egress_bytes: int = 0
 
     @property
     def failed(self) -> tuple[ReplicaReport, ...]:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from inference_plugin.transports import shm
 from inference_plugin.wire import channel
 from inference_plugin.wire.channel import Channel
+from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import (
     CommitFailed,
     DigestMismatch,
@@ -80,6 +82,26 @@ def test_every_rank_of_every_replica_holds_each_version_in_turn(start: Start, tr
         differs = manager.verify(source(3))
         assert not differs.ok and "embed.weight" in differs.replicas[0].differ[0]
     assert len({r.digest for r in report.replicas}) == 1
+
+
+def test_one_update_may_take_two_transports(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with replicas of this host and of others: the slices are cut for those that are sent theirs, for both."""
+    rigs = [start(tp=2), start(tp=2)]
+    probe, asked = shm.ShmSender.probe, []
+
+    def seen_by_the_first(sender: shm.ShmSender) -> bytes:
+        asked.append(sender)
+        address = decode_as(probe(sender), shm.SegmentAddress)
+        return msgspec.msgpack.encode(address if len(asked) == 1 else msgspec.structs.replace(address, inode=0))
+
+    monkeypatch.setattr(shm.ShmSender, "probe", seen_by_the_first)
+    with SyncManager(timeout_s=60) as manager:
+        for version in (1, 2):
+            report = manager.update(source(version), version)
+            assert sorted(r.transport for r in report.replicas) == ["shm", "zmq"]
+            assert len({r.digest for r in report.replicas}) == 1
+            assert all(holds(rig, version) for rig in rigs)
+        assert manager.verify(source(2)).ok
 
 
 def test_a_workers_socket_may_be_tcp_on_loopback(start: Start) -> None:

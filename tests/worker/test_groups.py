@@ -415,7 +415,7 @@ def test_a_trainer_of_another_host_is_watched_by_its_lease_only(
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(addresses, "boot_id", lambda: "another host")
         trainer.pid = 2**22 + 1  # no process has this id
-        trainer.begin("t1", 1)
+        trainer.begin("t1", 1, segment=b"")
     assert trainer.describe().groups[0].state == "receiving"
     assert trainer.renew("t1") == Done()
 

@@ -1,4 +1,4 @@
-"""The REP socket: one reply per request in every branch, whatever a peer sends."""
+"""The worker's socket: one reply per request in every branch, whatever a peer sends."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from inference_plugin.server import WorkerServer
 from inference_plugin.wire import codec
+from inference_plugin.wire.channel import take_ready
 from inference_plugin.wire.errors import AuthError, ProtocolError, WeightwireError
 from inference_plugin.wire.messages import (
     PROTOCOL_VERSION,
@@ -27,6 +28,8 @@ from inference_plugin.wire.messages import (
     Failed,
     Go,
     Renew,
+    Seal,
+    Sealed,
     WorkerCard,
 )
 from tests.support.rig import eventually
@@ -156,7 +159,7 @@ def test_a_peer_that_is_no_req_stops_nobody_and_neither_leases_nor_closing(
     trainer.begin("t1", 1, lease_s=0.2)
     if kind == zmq.DEALER:
         for _ in range(3):
-            socket.send(b"no envelope")  # a REP polls as readable for it, and then drops it
+            socket.send(b"no envelope")  # nobody waits for an answer to it
     eventually(lambda: worker.status().state == "idle", "the end of the lease: the thread is not stuck in a receive")
     assert trainer.describe() == worker.card()
     worker.close()
@@ -191,6 +194,20 @@ def test_a_lost_reply_is_asked_for_again_and_the_request_applied_once(worker: Wo
     assert again.seal("t1").done
     assert worker.installer.calls.count("prepare") == 1
     again.close()
+
+
+def test_a_seal_that_waits_for_its_answer_keeps_nobody_else_waiting(worker: Worker, trainer: Driver) -> None:
+    trainer.open()
+    trainer.begin("t1", 1)
+    trainer.write(weights(1))
+    worker.installer.gate.clear()
+    with worker.channel() as sealing:
+        sealing.send(Seal("policy", "t1", trainer.pieces, 5))
+        eventually(lambda: "prepare" in worker.installer.calls, "the seal's work")
+        assert trainer.renew("t1") == Done()
+        assert take_ready([sealing], Sealed, timeout_s=0) == []
+        worker.installer.gate.set()
+        assert sealing.receive(Sealed, timeout_s=60).done
 
 
 def test_the_socket_lies_where_only_its_user_can_come(worker: Worker, directory: Path) -> None:
