@@ -1,8 +1,8 @@
 """The worker's ZMQ socket, served by one thread: one reply per request, in every branch.
 
 To its peers it is a REP: any REQ may ask. It is opened as a ROUTER, which may answer out of turn, so that a `Seal` which
-waits for its answer keeps nobody else waiting. The thread never touches the live model. It also lets transactions expire: at the end of their lease, or at once when
-the trainer's process ends (a pidfd is polled beside the socket).
+waits for its answer keeps nobody else waiting. The thread never touches the live model. It also lets transactions expire:
+at the end of their lease, or at once when the trainer's process ends (a pidfd is polled beside the socket).
 """
 
 from __future__ import annotations
