@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from inference_plugin.groups import Brake, GroupTable, InstallTerms
+from inference_plugin.groups import GroupTable
+from inference_plugin.install.contract import Brake, InstallTerms
 from inference_plugin.server import WorkerServer
 from inference_plugin.transports.base import Target
 from inference_plugin.wire import addresses
