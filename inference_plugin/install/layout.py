@@ -141,8 +141,14 @@ class LiveLayout:
 
     def halved(self) -> list[str]:
         """Modules that the engine rebuilds as one, of whose parameters the group has a part only."""
-        missing = set(self._plan.uncovered) - set(self._plan.padding)
-        return [name for name in self.rebuilt if not missing.isdisjoint(self.aside_keys(name))]
+        found = []
+        for name in self.rebuilt:
+            missing = self._plan.uncovered.keys() & self.aside_keys(name)
+            if self._model.pads(self._live_modules[name]):  # else what is left at the end is another group's
+                missing -= set(self._plan.padding)
+            if missing:
+                found.append(name)
+        return found
 
     def filled_over(self) -> list[str]:
         """Where the loader fills in constants that the live model doesn't hold: what was sent is too small.

@@ -70,9 +70,13 @@ def test_two_groups_updated_at_the_same_time_give_the_tokens_of_the_model_that_t
 def test_a_part_of_what_the_engine_packs_as_one_is_refused(engine: Driver, checkpoint: Checkpoint) -> None:
     a = checkpoint("llama", tied=False, seed=1)
     queries = {name: tensor for name, tensor in weights(a).items() if "q_proj" in name}
+    for name in ("inner", "outer"):  # of the test before: what they write nobody else may
+        with SyncManager(name, partial=True, timeout_s=180) as manager:
+            manager.close_group()
+    before = engine.tokens(PROMPTS, COUNT)
     with (
         SyncManager("queries", partial=True, timeout_s=180) as manager,
         pytest.raises(ManifestMismatch, match="packs these as one"),
     ):
         manager.update(ModuleAdapter(queries), 1)
-    assert engine.tokens(PROMPTS, COUNT) == reference(a)
+    assert engine.tokens(PROMPTS, COUNT) == before

@@ -6,11 +6,14 @@ carries the first. The memory that sleep releases is a stand-in's: engines on a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 
 from inference_plugin.engines.transformers import TransformersEngine
 from inference_plugin.wire.errors import EngineUnsupported, ReplicaAsleep
+from inference_plugin.wire.reports import PauseReport
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_transformers_engine import TransformersDriver
 from tests.engines.test_vllm_one_version import Replay
@@ -31,7 +35,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPT = PROMPTS[1]
 LONG = {"vllm": 800, "sglang": 300, "transformers": 300}
-"""Tokens of a request that is to run across a pause: more than are made while a test looks for the first of them."""
+"""Tokens of a request that is to run across a pause: more than are made while a test looks for the first of them, mostly."""
+TRIES = 20
+
+Met = tuple[PauseReport, list[str]]
+"""How the replicas stand, and the requests that run."""
 
 
 class Pausable:
@@ -55,6 +63,21 @@ class Pausable:
         names = self.driver.submit([PROMPT] * count, self.long)
         self.driver.wait_for_tokens(names, 3)
         return names
+
+    @contextlib.contextmanager
+    def met(self, stop: Callable[[], AbstractContextManager[PauseReport]], policy: str) -> Iterator[Met]:
+        """`stop` while requests run. It is tried again where they had ended before it came, as they may on a slow machine."""
+        for _ in range(TRIES):
+            running = self.running()
+            with stop() as report:
+                if policy == "abort":
+                    in_time = {r["finish_reason"] for r in self.driver.wait(running)} == {"abort"}
+                else:
+                    in_time = policy == "drain" or not any(r["finished"] for r in self.driver.look(running))
+                if in_time:
+                    yield report, running
+                    return
+        raise AssertionError(f"requests of {self.long} tokens always ended too soon")
 
     def stands(self) -> tuple[str, str]:
         (card,) = self.driver.cards
@@ -97,8 +120,7 @@ def engine(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint
 def test_no_step_runs_while_paused_updates_are_taken_and_requests_go_on_with_the_last(engine: Pausable) -> None:
     with SyncManager(timeout_s=180) as manager:
         before = engine.next(manager, "A")
-        running = engine.running()
-        with manager.paused() as report:
+        with engine.met(manager.paused, "keep") as (report, running):
             assert [r.state for r in report.replicas] == ["paused"]
             engine.next(manager, "B")
             assert manager.verify(source(engine.models[1])).ok
@@ -123,8 +145,7 @@ def test_no_step_runs_while_paused_updates_are_taken_and_requests_go_on_with_the
 def test_requests_in_flight_follow_the_policy_of_the_pause(engine: Pausable, in_flight: Any) -> None:
     with SyncManager(timeout_s=180, in_flight=in_flight) as manager:
         before = engine.next(manager, "A")
-        running = engine.running()
-        with manager.paused():
+        with engine.met(manager.paused, in_flight) as (_, running):
             late = engine.driver.submit([PROMPT], COUNT)
             after = engine.next(manager, "B")
         done = engine.driver.wait(running)
@@ -139,8 +160,7 @@ def test_a_pause_that_keeps_requests_may_hold_an_update_that_aborts_or_recompute
     for in_flight, reason in (("abort", "abort"), ("recompute", "length")):
         with SyncManager(timeout_s=180, in_flight=in_flight) as manager:  # type: ignore[arg-type]
             before = engine.next(manager, "A")
-            running = engine.running()
-            with manager.paused("keep"):
+            with engine.met(partial(manager.paused, "keep"), "keep") as (_, running):
                 after = engine.next(manager, "B")
             done = engine.driver.wait(running)
         assert [r["finish_reason"] for r in done] == [reason] * 2
@@ -175,20 +195,28 @@ def test_a_manager_that_is_killed_leaves_no_engine_standing(engine: Pausable, ve
     engine.assert_serves("AB"[engine.version % 2])
 
 
+@contextlib.contextmanager
+def asleep(manager: SyncManager) -> Iterator[PauseReport]:
+    try:
+        yield manager.sleep(1)
+    finally:
+        manager.wake_up()
+
+
 @CAN_SLEEP
 def test_asleep_it_takes_no_update_before_its_weights_are_awake_and_goes_on_with_the_new_ones(
     engine: Pausable,
 ) -> None:
     with SyncManager(timeout_s=180) as manager:
         engine.next(manager, "A")
-        running = engine.running()
-        assert [r.asleep for r in manager.sleep(1).replicas] == [("kv_cache", "weights")]
-        with pytest.raises(ReplicaAsleep, match=r"call wake_up\(tags=\['weights'\]\) first"):
-            manager.update(source(engine.models[1]), engine.version + 1)
-        manager.wake_up(["weights"])
-        assert manager.verify(source(engine.models[0])).ok, "level 1 brings them back"
-        after = engine.next(manager, "B")
-        manager.wake_up(["kv_cache"])
+        with engine.met(partial(asleep, manager), "keep") as (report, running):
+            assert [r.asleep for r in report.replicas] == [("kv_cache", "weights")]
+            with pytest.raises(ReplicaAsleep, match=r"call wake_up\(tags=\['weights'\]\) first"):
+                manager.update(source(engine.models[1]), engine.version + 1)
+            manager.wake_up(["weights"])
+            assert manager.verify(source(engine.models[0])).ok, "level 1 brings them back"
+            after = engine.next(manager, "B")
+            manager.wake_up(["kv_cache"])
         done = engine.driver.wait(running)
     assert [(r["finish_reason"], r["versions"][-1]) for r in done] == [("length", after)] * 2
     engine.assert_serves("B")
