@@ -42,6 +42,7 @@ class HolderModel(LiveModel):
         with torch.device("meta"):
             skeleton = Holder(layers)
         super().__init__(Holder(layers), torch.device("cpu"), skeleton)
+        self.faults = plain_engine.Faults()
 
     def free_bytes(self) -> int:
         return 4 << 30
