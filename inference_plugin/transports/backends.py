@@ -178,6 +178,7 @@ class Group:
     ) -> None:
         self._backend, self._rank, self._peers, self._deadline_s = backend, rank, peers, deadline_s
         self._aborted = False
+        self._pending: list[Any] = []
         self._device = torch.device(backend.device, _current(backend.device) if backend.queues else 0)
         limit = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
         store.set_timeout(limit)
@@ -212,6 +213,7 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         work = self._group.broadcast([carried], options)
+        self._pending = [*(one for one in self._pending if not one.is_completed()), work]
 
         def wait() -> None:
             self._wait(work)
@@ -229,6 +231,7 @@ class Group:
                     check_s += CHECK_S
                 time.sleep(POLL_S)
             if not work.is_success():
+                self._check()
                 raise PeerLost(f"collective: a {self._backend.name} broadcast failed", phase="stage")
             return
         done = threading.Event()
@@ -274,15 +277,28 @@ class Group:
                 self._within(self._group.shutdown)
 
     def abort(self) -> None:
-        """Ends whatever waits here, soon; from any thread, more than once. gloo's connections end with this object."""
+        """Ends whatever waits here, soon; from any thread, more than once."""
         self._aborted = True
         if self._backend.queues:
             # A broadcast that is queued on the device would stay there. It may block: nobody waits for it.
             threading.Thread(target=self._abort, name="weightwire-collective-abort", daemon=True).start()
+        elif self._pending:
+            remains = self._group, self._pending
+            threading.Thread(target=_bury, args=remains, name="weightwire-collective-rest", daemon=True).start()
 
     def _abort(self) -> None:
         with contextlib.suppress(Exception):
             self._group.abort()
+
+
+def _bury(group: Any, pending: list[Any]) -> None:
+    """Keeps a group of gloo's for as long as something is under way in it, which its time limit ends: its destructor waits
+    for that with the interpreter's lock held, and neither the engine nor the trainer would go on."""
+    for work in pending:
+        with contextlib.suppress(RuntimeError):
+            ended = threading.Event()
+            work.get_future().add_done_callback(lambda _, ended=ended: ended.set())
+            ended.wait()
 
 
 class _Quiet:
