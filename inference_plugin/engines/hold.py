@@ -372,6 +372,9 @@ class _LetGo(Pending):
         self._held = held
         self._process_is_gone = gone
 
+    def cancel(self) -> None:
+        """It has no deadline."""
+
     def is_asked_again(self, body: Body) -> bool:
         return False
 

@@ -92,12 +92,13 @@ class LiveModel:
         return "this engine has no sleep mode"
 
     def sleep(self, level: SleepLevel) -> None:
-        """Engine's own thread, nothing is in flight: releases the device memory of weights and KV cache."""
-        raise NotImplementedError
+        """Engine's own thread, nothing is in flight: releases the device memory of weights and KV cache. Asked for only where
+        `why_no_sleep` has nothing against it."""
+        raise EngineUnsupported("this engine has no sleep mode")
 
     def wake_up(self, tag: MemoryTag) -> None:
         """Takes the memory of `tag` back, with its contents where the level kept them."""
-        raise NotImplementedError
+        raise EngineUnsupported("this engine has no sleep mode")
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

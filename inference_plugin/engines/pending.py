@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Pending"]
 
 
-class Pending:
+class Pending(ABC):
     """A request on its way through the engine's thread: `start` begins it there, `_end` or `_fail` answer it."""
 
     phase = ""
@@ -37,18 +38,19 @@ class Pending:
         self.front.at_work = self
         self._run()
 
+    @abstractmethod
     def cancel(self) -> None:
         """The deadline passed. Whatever can't be taken back any longer goes on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_asked_again(self, body: Body) -> bool:
         """Whether `body` is the same request once more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """Begins the work; nothing else is at work."""
 
-    def _meet(self, other: Pending) -> None:
+    def _meet(self, other: Pending) -> None:  # noqa: B027 -- most only wait
         """`other` is at work: may end this one."""
 
     def _where(self) -> dict[str, object]:
