@@ -259,10 +259,11 @@ def test_asleep_it_takes_no_update_until_its_weights_are_awake_and_serves_once_a
     assert [(r.state, r.asleep) for r in manager.sleep(1).replicas] == [("asleep", ("kv_cache", "weights"))]
     assert log(rig) == ["pause:recompute", "hold", "hold:kv_cache:weights"], "keys and values can't be kept"
     assert not holds(rig, 1), "its memory is gone"
-    for attempt in (lambda: manager.update(source(2), 2), lambda: SyncManager("new").update(source(2), 2)):
-        with pytest.raises(ReplicaAsleep) as raised:
-            attempt()
-        assert raised.value.hint.startswith("call wake_up(tags=['weights']) first")
+    with SyncManager("new") as another:
+        for either in (manager, another):
+            with pytest.raises(ReplicaAsleep) as raised:
+                either.update(source(2), 2)
+            assert raised.value.hint.startswith("call wake_up(tags=['weights']) first")
     verified = manager.verify(source(1))
     assert [r.error.kind for r in verified.replicas if r.error] == ["ReplicaAsleep"]
     shown = subprocess.run(
