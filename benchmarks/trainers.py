@@ -34,13 +34,17 @@ ROOT = Path(__file__).parent.parent
 SETTLE_S = 2.0
 """Between what one way frees and the next measurement: a virtual machine gives pages back to its host in the background."""
 STEP_S = 0.3
+WARM_UPS = 3
+"""Rounds that don't count: updates write two segments in turn, whose pages come to be when first written."""
+GATHERING_RUNS = 3
+"""Enough for figures that are ten times the others."""
 MEGATRON = ROOT / ".venvs" / "megatron" / "bin" / "python"
 CORES = sorted(os.sched_getaffinity(0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=11, help="of slices and memory copies")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=28, help="28 gives 506 M parameters")
     parser.add_argument("--adapters", nargs="*", help="some of them; all by default")
@@ -114,7 +118,10 @@ def _published(scratch: str) -> bool:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """All ways in turn, `runs` times after two warm-ups; rank 0 leaves the rows."""
+    """All ways, those that are compared closely by turns; rank 0 leaves the rows.
+
+    Gathering comes last: the memory that it frees goes back to the host for seconds, which slows down what follows.
+    """
     import torch.distributed as dist
 
     from benchmarks.models import SETUPS
@@ -123,20 +130,19 @@ def run_rank(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     setup = SETUPS[arguments.rank_of](arguments.layers)
     trainer = Trainer(setup)
-    ways: dict[str, Callable[[], dict[str, float]]] = {
-        "slices": trainer.slices,
-        setup.native: trainer.gather_natively,
-        "gathered": trainer.gather,
-        "memory copy": trainer.copy,
-    }
-    taken: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    for run in range(arguments.runs + 2):
-        for way, measured in ways.items():
-            time.sleep(SETTLE_S)
-            trainer.step()
-            sample = measured()
-            if run >= 2:
-                taken[way].append(sample)
+    by_turns: list[tuple[int, dict[str, Callable[[], dict[str, float]]]]] = [
+        (arguments.runs, {"slices": trainer.slices, "memory copy": trainer.copy}),
+        (GATHERING_RUNS, {setup.native: trainer.gather_natively, "gathered": trainer.gather}),
+    ]
+    taken: dict[str, list[dict[str, float]]] = {way: [] for _, ways in by_turns for way in ways}
+    for runs, ways in by_turns:
+        for run in range(runs + WARM_UPS):
+            for way, measured in ways.items():
+                time.sleep(SETTLE_S)
+                trainer.step()
+                sample = measured()
+                if run >= WARM_UPS:
+                    taken[way].append(sample)
     trainer.manager.close()
     if dist.get_rank() == 0:
         head = {"adapter": arguments.rank_of, "ranks": dist.get_world_size(), "bytes": setup.source.manifest().nbytes}
@@ -163,6 +169,7 @@ class Trainer:
         self.manager = SyncManager(install="copy", timeout_s=300)
         self.version = 0
         self.target = torch.ones(setup.source.manifest().nbytes if dist.get_rank() == 0 else 0, dtype=torch.uint8)
+        self.origin = torch.ones_like(self.target)
 
     def step(self) -> None:
         """What comes before an update: every rank computes, then changes every weight a little. All end it together."""
@@ -199,10 +206,9 @@ class Trainer:
             own = os.sched_getaffinity(0)
             os.sched_setaffinity(0, CORES)
             torch.set_num_threads(len(CORES))
-            origin = torch.ones_like(self.target)
             for _ in range(8 + 5):
                 started_s = time.perf_counter()
-                self.target.copy_(origin)
+                self.target.copy_(self.origin)
                 taken_s.append(time.perf_counter() - started_s)
             torch.set_num_threads(1)
             os.sched_setaffinity(0, own)

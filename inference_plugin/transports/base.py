@@ -19,7 +19,8 @@ import itertools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeAlias
@@ -29,10 +30,10 @@ import torch
 
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.config import PIECE_BYTES, Config
-from inference_plugin.wire.copying import copy_rows
-from inference_plugin.wire.digest import Digest, digest_bytes
+from inference_plugin.wire.copying import copy_rows, copy_rows_and_digest, digest_rows
+from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, WeightwireError
-from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece
+from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece, Rows
 from inference_plugin.wire.messages import Bucket, Relay
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 from inference_plugin.wire.tracing import carried, span
@@ -52,9 +53,6 @@ __all__ = [
     "place_and_digest",
     "place_piece",
 ]
-
-CACHED_BYTES = 512 << 10
-"""What a core's own cache holds between two looks at it."""
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Bytes in a row: numpy's calls cost a fraction of torch's, and one copy of this size wants one thread."""
@@ -91,6 +89,7 @@ class WriteStats:
     """Payload that left this rank in messages."""
     move_s: float = 0.0
     digest_s: float = 0.0
+    """Of digests by themselves; one that is computed while its bytes are copied takes part in `move_s`."""
     lost: dict[str, WeightwireError] = field(default_factory=dict)
     """Replicas that couldn't be written to, where others could."""
 
@@ -126,32 +125,33 @@ class Staging(abc.ABC):
     ) -> int:
         """Compares pieces with their digests; returns the bytes read.
 
-        `between(nbytes)` is called after each piece, on the thread that did it, for cancelling and for going slowly.
+        `between(nbytes)` is called after each look at memory, on the thread that did it, for cancelling and for going
+        slowly: after a piece, or after those that lie side by side.
         Raises `DigestMismatch` naming the first piece that differs.
         """
         failed = threading.Event()
 
-        def check_some(some: Sequence[tuple[Piece, int]]) -> int:
+        def check_some(some: Sequence[_Band]) -> int:
             checked = 0
-            packed = np.empty(CACHED_BYTES, dtype=np.uint8)
-            with span("compare digests", pieces=len(some)):
-                for piece, nbytes in some:
+            with span("compare digests", pieces=sum(len(band.pieces) for band in some)):
+                for band in some:
                     if failed.is_set():
                         break
-                    if _digest_in(self.segment, manifest, piece.box, packed) != piece.digest:
-                        failed.set()
-                        raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
-                    checked += nbytes
-                    between(nbytes)
+                    for piece, digest in zip(band.pieces, _digests_in(self.segment, manifest, band), strict=True):
+                        if digest != piece.digest:
+                            failed.set()
+                            raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
+                    checked += band.nbytes
+                    between(band.nbytes)
             return checked
 
-        sized = [(piece, manifest.box_nbytes(piece.box)) for piece in pieces]
-        if threads == 1 or len(sized) < threads:
-            return check_some(sized)
-        ends = list(itertools.accumulate(nbytes for _, nbytes in sized))
-        parts: list[list[tuple[Piece, int]]] = [[] for _ in range(threads)]
-        for entry, end in zip(sized, ends, strict=True):
-            parts[min((end - 1) * threads // ends[-1], threads - 1) if end else 0].append(entry)
+        bands = _bands(manifest, pieces)
+        if threads == 1 or len(bands) < threads:
+            return check_some(bands)
+        ends = list(itertools.accumulate(band.nbytes for band in bands))
+        parts: list[list[_Band]] = [[] for _ in range(threads)]
+        for band, end in zip(bands, ends, strict=True):
+            parts[min((end - 1) * threads // ends[-1], threads - 1) if end else 0].append(band)
         with ThreadPoolExecutor(threads, thread_name_prefix="weightwire-check") as pool:
             return sum(pool.map(carried(check_some), parts))
 
@@ -285,58 +285,53 @@ def place_piece(segment: torch.Tensor, manifest: Manifest, cut: Cut, data: Bytes
 
 
 def place_and_digest(segment: torch.Tensor, manifest: Manifest, cut: Cut, data: Bytes, stats: WriteStats) -> Piece:
-    """As `place_piece`, and the digest, in one pass over memory: what was digested is still cached when it is copied."""
-    started_s, digested_s = time.perf_counter(), stats.digest_s
+    """As `place_piece`, and the digest, in one pass over memory."""
+    started_s = time.perf_counter()
     if cut.place is None:
         digest = digest_bytes(data)
         stats.digest_s += time.perf_counter() - started_s
+        started_s = time.perf_counter()
         place_piece(segment, manifest, cut, data)
     else:
         start, count, row_bytes, stride = cut.place
-        if count == 1:
-            row_bytes = stride = CACHED_BYTES
-        step = max(1, CACHED_BYTES // row_bytes) * row_bytes
-        flat = segment.numpy()
-        stream = Digest()
-        for done in range(0, data.nbytes, step):
-            part = data[done : done + step]
-            part_s = time.perf_counter()
-            stream.update(part.data)
-            stats.digest_s += time.perf_counter() - part_s
-            rows = max(1, part.nbytes // row_bytes)
-            copy_rows(
-                flat,
-                start + done // row_bytes * stride,
-                stride,
-                part,
-                0,
-                row_bytes,
-                rows,
-                min(row_bytes, part.nbytes),
-                True,
-            )
-        digest = stream.intdigest()
+        digest = copy_rows_and_digest(segment.numpy(), start, stride, data, count, row_bytes)
     stats.nbytes += data.nbytes
-    stats.move_s += time.perf_counter() - started_s - (stats.digest_s - digested_s)
+    stats.move_s += time.perf_counter() - started_s
     return Piece(cut.box, digest)
 
 
-def _digest_in(segment: torch.Tensor, manifest: Manifest, box: Box, packed: Bytes) -> int:
-    """Of a box's bytes in C order, as they lie in a segment. `packed` is memory for a few rows."""
-    flat = segment.numpy()
-    rows = manifest.rows(box)
-    if rows is None or (rows.rows > 1 and rows.row_bytes > packed.nbytes):
-        return digest_bytes(bytes_view(box_view(segment, manifest, box).contiguous()).numpy())
-    if rows.rows == 1:
-        return digest_bytes(flat[rows.start : rows.start + rows.row_bytes])
-    stream = Digest()
-    at_once = packed.nbytes // rows.row_bytes
-    for first in range(0, rows.rows, at_once):
-        count = min(at_once, rows.rows - first)
-        start = rows.start + first * rows.stride
-        copy_rows(packed, 0, rows.row_bytes, flat, start, rows.stride, count, rows.row_bytes, False)
-        stream.update(packed[: count * rows.row_bytes].data)
-    return stream.intdigest()
+@dataclass
+class _Band:
+    """Pieces whose rows are the same rows of a tensor, side by side or apart; or one piece of whole rows."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    places: list[Rows | None] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def _bands(manifest: Manifest, pieces: Iterable[Piece]) -> list[_Band]:
+    bands: defaultdict[Hashable, _Band] = defaultdict(_Band)
+    for piece in pieces:
+        place = manifest.rows(piece.box)
+        if place is None or place.rows == 1:
+            band = bands[piece.box]
+        else:
+            first_row = (place.start - manifest.layout.offsets[piece.box.tensor]) // place.stride
+            band = bands[piece.box.tensor, first_row, place.rows, place.stride]
+        band.pieces.append(piece)
+        band.places.append(place)
+        band.nbytes += manifest.box_nbytes(piece.box)
+    return list(bands.values())
+
+
+def _digests_in(segment: torch.Tensor, manifest: Manifest, band: _Band) -> list[int]:
+    """Of each piece's bytes in C order, as they lie in a segment."""
+    places = [place for place in band.places if place is not None]
+    if len(places) != len(band.pieces):
+        views = (box_view(segment, manifest, piece.box) for piece in band.pieces)
+        return [digest_bytes(bytes_view(view.contiguous()).numpy()) for view in views]
+    spans = [(place.start, place.row_bytes) for place in places]
+    return digest_rows(segment.numpy(), places[0].stride, places[0].rows, spans)
 
 
 def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:

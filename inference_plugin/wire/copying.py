@@ -1,4 +1,5 @@
-"""Copies of bytes in rows: in C where the package was built with a compiler, else by numpy, which gives the same bytes."""
+"""Copies of bytes in rows, and digests of what is copied: in C where the package was built with a compiler, else by numpy
+and the xxhash library, which give the same bytes and the same digests."""
 
 from __future__ import annotations
 
@@ -7,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["copy_rows", "how_copies_are_made"]
+from inference_plugin.wire.digest import Digest, digest_bytes
+
+__all__ = ["copy_rows", "copy_rows_and_digest", "digest_rows", "how_copies_are_made"]
+
+CACHED_BYTES = 512 << 10
+"""What a core's own cache holds between two looks at it."""
 
 
 def _copy_rows_by_numpy(
@@ -42,13 +48,84 @@ Copies `rows` times `row_bytes` bytes, from and to where they start in C-contigu
 row to row. `streaming` rows go around the cache: for what nobody reads soon. Releases the GIL. Raises ValueError if they
 don't lie within both buffers; then nothing is written. The buffers must not overlap.
 """
+
+
+def _not_at_once(*_: Any) -> None:
+    return None
+
+
+_copy_and_digest_at_once: Callable[[Any, int, int, Any, int, int], int | None]
+_digest_at_once: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
 try:
-    from inference_plugin.wire._copying import copy_rows
+    from inference_plugin.wire import _copying
 except ImportError as error:
     copy_rows = _copy_rows_by_numpy
+    _copy_and_digest_at_once = _digest_at_once = _not_at_once
     _why_numpy = str(error)
 else:
+    copy_rows = _copying.copy_rows
+    _copy_and_digest_at_once, _digest_at_once = _copying.copy_rows_and_digest, _copying.digest_rows
     _why_numpy = ""
+
+
+def copy_rows_and_digest(
+    target: Any, target_start: int, target_stride: int, source: Any, rows: int, row_bytes: int
+) -> int:
+    """Copies all of `source`, `rows` times `row_bytes` bytes, around the cache; returns its `digest_bytes`.
+
+    One pass over memory. Where rows can't be digested in the registers that they are copied through (short ones, some
+    of odd lengths or places, processors without AVX2) they are digested and copied by turns, cached in between.
+    Otherwise as `copy_rows`.
+    """
+    digest = _copy_and_digest_at_once(target, target_start, target_stride, source, rows, row_bytes)
+    if digest is None:
+        digest = _copy_rows_and_digest_by_turns(target, target_start, target_stride, source, rows, row_bytes)
+    return digest
+
+
+def digest_rows(source: Any, stride: int, rows: int, spans: list[tuple[int, int]]) -> list[int]:
+    """The `digest_bytes` of each span: of its `rows` rows as if they followed each other.
+
+    A span is (where it starts, bytes of a row), with one distance from row to row for all of them. Spans side by side
+    are read in one pass over memory. Releases the GIL. Raises ValueError if one doesn't lie within the buffer.
+    """
+    digests = _digest_at_once(source, stride, rows, spans)
+    return [_digest_packed(source, stride, rows, *span) for span in spans] if digests is None else digests
+
+
+def _copy_rows_and_digest_by_turns(
+    target: Any, target_start: int, target_stride: int, source: Any, rows: int, row_bytes: int
+) -> int:
+    flat = np.frombuffer(source, dtype=np.uint8)
+    if rows < 1 or row_bytes < 1 or flat.size != rows * row_bytes:
+        raise ValueError(f"{flat.size} bytes aren't {rows} rows of {row_bytes}")
+    _rows_of(target, target_start, target_stride, rows, row_bytes)  # all or nothing
+    stream = Digest()
+    at_once = 1 if rows == 1 else max(1, CACHED_BYTES // row_bytes)
+    step = CACHED_BYTES if rows == 1 else at_once * row_bytes
+    for done in range(0, flat.size, step):
+        part = flat[done : done + step]
+        stream.update(part.data)
+        if rows == 1:
+            copy_rows(target, target_start + done, part.size, part, 0, part.size, 1, part.size, True)
+        else:
+            first, count = done // row_bytes, part.size // row_bytes
+            start = target_start + first * target_stride
+            copy_rows(target, start, target_stride, part, 0, row_bytes, count, row_bytes, True)
+    return stream.intdigest()
+
+
+def _digest_packed(source: Any, stride: int, rows: int, start: int, row_bytes: int) -> int:
+    if rows < 1 or row_bytes < 1:
+        raise ValueError(f"{rows} rows of {row_bytes} bytes don't lie within the buffer")
+    lying = _rows_of(source, start, stride, rows, row_bytes)
+    if rows == 1:
+        return digest_bytes(lying)
+    stream = Digest()
+    at_once = max(1, CACHED_BYTES // row_bytes)
+    for first in range(0, rows, at_once):
+        stream.update(np.ascontiguousarray(lying[first : first + at_once]).data)
+    return stream.intdigest()
 
 
 def how_copies_are_made() -> str:

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import gc
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -105,6 +106,31 @@ def test_a_wrong_byte_is_found_by_however_many_threads(threads: int) -> None:
         with pytest.raises(DigestMismatch, match=rf"t{i}\[.* is not what the trainer sent"):
             staging.check(manifest, pieces, lambda _: None, threads)
         segment[where] ^= 1
+    staging.close(), receiver.close(), sender.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_of_columns_side_by_side_the_one_with_a_wrong_byte_is_named(threads: int) -> None:
+    tensors = {name: any_bits(torch.float32, 5, 96) for name in ("a", "b")} | {
+        "stacked": any_bits(torch.int8, 3, 6, 128)
+    }
+    manifest = manifest_for(tensors)
+    sender, receiver = ShmSender(), ShmReceiver()
+    description = sender.allocate(manifest, frozenset())
+    staging = receiver.open(manifest, description, wholes(manifest))
+    pieces, _ = send(sender, manifest, column_slices(tensors), description)
+    segment = next(iter(sender._owned.values())).tensor
+    looks: list[int] = []
+    assert staging.check(manifest, pieces, looks.append, threads) == manifest.nbytes == sum(looks)
+    assert len(looks) < len(pieces), "side by side: one look"
+    for piece in pieces:
+        row = box_view(segment, manifest, piece.box).flatten(0, -2)[-1]
+        row.view(torch.uint8)[-1] ^= 1
+        with pytest.raises(
+            DigestMismatch, match=re.escape(f"{manifest.describe(piece.box)} is not what the trainer sent")
+        ):
+            staging.check(manifest, pieces, lambda _: None, threads)
+        row.view(torch.uint8)[-1] ^= 1
     staging.close(), receiver.close(), sender.close()
 
 
@@ -327,6 +353,7 @@ def attach_and_wait(at: str, out: str) -> None:
 
 
 def test_a_creator_killed_leaves_readers_their_bytes_and_newcomers_a_reason(tmp_path: Path) -> None:
+    before = weightwire_maps()
     out = tmp_path / "address"
     pid = fork("tests.transports.test_shm:make_and_wait", out=str(out))
     eventually(lambda: out.exists() and out.read_bytes(), "the segment")
@@ -337,11 +364,12 @@ def test_a_creator_killed_leaves_readers_their_bytes_and_newcomers_a_reason(tmp_
     error = refused(address, f"can't open /proc/{pid}/fd/{address.fd}: No such file or directory")
     assert "pid namespace" in error.hint and "zmq" in error.hint
     attached.close()
-    assert weightwire_maps() == 0
+    assert weightwire_maps() == before
     assert not list(Path("/dev/shm").glob("*weightwire*")), "a memfd has no name"
 
 
 def test_a_reader_killed_takes_nothing_from_the_creator(tmp_path: Path) -> None:
+    before = weightwire_maps()
     made = SharedSegment.create(1 << 20)
     made.tensor[:3] = torch.tensor([7, 8, 9], dtype=torch.uint8)
     at, out = tmp_path / "address", tmp_path / "read"
@@ -352,7 +380,7 @@ def test_a_reader_killed_takes_nothing_from_the_creator(tmp_path: Path) -> None:
     assert made.tensor[:3].tolist() == [7, 8, 9]
     SharedSegment.attach(made.address, writable=True).close()
     made.close()
-    assert weightwire_maps() == 0
+    assert weightwire_maps() == before
 
 
 def test_a_write_through_a_readers_mapping_is_impossible(segment: SharedSegment) -> None:

@@ -1,4 +1,4 @@
-"""Copies in rows: C and numpy give the same bytes, and neither leaves its buffers."""
+"""Copies in rows, and their digests: C gives what numpy and the xxhash library give, and neither leaves its buffers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_plugin.wire import copying
+from inference_plugin.wire.digest import digest_bytes
+
+compiled = pytest.mark.skipif(bool(copying._why_numpy), reason=f"not compiled: {copying._why_numpy}")
 
 WAYS = [
     pytest.param(copying._copy_rows_by_numpy, id="numpy"),
-    pytest.param(
-        copying.copy_rows,
-        id="C",
-        marks=pytest.mark.skipif(bool(copying._why_numpy), reason=f"not compiled: {copying._why_numpy}"),
-    ),
+    pytest.param(copying.copy_rows, id="C", marks=compiled),
 ]
 
 
@@ -70,3 +69,112 @@ def test_a_buffer_that_is_read_only_is_not_written(copy_rows: Callable[..., None
     of = np.ones(8, dtype=np.uint8)
     with pytest.raises((ValueError, TypeError, BufferError)):
         copy_rows(bytes(8), 0, 8, of, 0, 8, 1, 8, True)
+
+
+BOTH_WAYS = [
+    pytest.param(copying._copy_rows_and_digest_by_turns, id="by turns"),
+    pytest.param(copying.copy_rows_and_digest, id="at once", marks=compiled),
+]
+
+
+def place(nbytes: int, at: int) -> tuple[Any, int]:
+    """Memory for `nbytes`, of known bits, and the first place in it that lies `at` bytes behind a multiple of 64."""
+    memory = np.random.default_rng(1).integers(0, 256, nbytes + 128, dtype=np.uint8)
+    return memory, -memory.ctypes.data % 64 + at
+
+
+@st.composite
+def rows_of_any_length(draw: st.DrawFn) -> tuple[int, int, int]:
+    """`(rows, row_bytes, stride)`: whole stripes of 64 bytes more often than not, around the edges of blocks of 1024."""
+    near = st.sampled_from([64, 240, 1024, 2048, 4096]).flatmap(lambda edge: st.integers(edge - 2, edge + 66))
+    rows = draw(st.integers(1, 40))
+    row_bytes = draw(st.one_of(near, st.integers(1, 40).map(lambda n: 64 * n), st.integers(1, 5000)))
+    return rows, row_bytes, row_bytes + draw(st.one_of(st.integers(0, 4).map(lambda n: 32 * n), st.integers(0, 70)))
+
+
+@pytest.mark.parametrize("copy_and_digest", BOTH_WAYS)
+@given(shape=rows_of_any_length(), at=st.sampled_from([0, 32, 1, 16]), source_at=st.integers(0, 63))
+def test_what_is_copied_and_its_digest_are_the_sources(
+    copy_and_digest: Callable[..., int], shape: tuple[int, int, int], at: int, source_at: int
+) -> None:
+    rows, row_bytes, stride = shape
+    target, start = place(rows * stride, at)
+    expected = target.copy()
+    memory, first = place(rows * row_bytes, source_at)
+    source = memory[::-1].copy()[first : first + rows * row_bytes]
+    for row in range(rows):
+        to = start + row * stride
+        expected[to : to + row_bytes] = source[row * row_bytes : (row + 1) * row_bytes]
+    assert copy_and_digest(target, start, stride, source, rows, row_bytes) == digest_bytes(source)
+    assert np.array_equal(target, expected)
+
+
+def packed_one_by_one(source: Any, stride: int, rows: int, spans: list[tuple[int, int]]) -> list[int]:
+    return [copying._digest_packed(source, stride, rows, *span) for span in spans]
+
+
+DIGEST_WAYS = [
+    pytest.param(packed_one_by_one, id="packed"),
+    pytest.param(copying.digest_rows, id="at once", marks=compiled),
+]
+
+
+@pytest.mark.parametrize("digest_rows", DIGEST_WAYS)
+@given(shape=rows_of_any_length(), others=st.lists(st.integers(1, 1500), max_size=4), at=st.integers(0, 63))
+def test_the_digest_of_rows_apart_is_that_of_their_bytes_together(
+    digest_rows: Callable[..., list[int]], shape: tuple[int, int, int], others: list[int], at: int
+) -> None:
+    rows, row_bytes, stride = shape
+    widths = [row_bytes, *others]
+    stride += sum(others)
+    source, start = place(rows * stride, at)
+    starts = [start + sum(widths[:i]) for i in range(len(widths))]
+    digests = digest_rows(source, stride, rows, list(zip(starts, widths, strict=True)))
+    for start, width, digest in zip(starts, widths, digests, strict=True):
+        together = np.concatenate([source[start + row * stride :][:width] for row in range(rows)])
+        assert digest == digest_bytes(together)
+
+
+def test_as_many_spans_as_anybody_cuts() -> None:
+    for count in (64, 65, 200):
+        source = np.random.default_rng(count).integers(0, 256, (7, count, 64), dtype=np.uint8)
+        digests = copying.digest_rows(source.reshape(-1), count * 64, 7, [(64 * i, 64) for i in range(count)])
+        assert digests == [digest_bytes(np.ascontiguousarray(source[:, i])) for i in range(count)]
+
+
+@pytest.mark.parametrize("digest_rows", DIGEST_WAYS)
+@pytest.mark.parametrize(
+    ("start", "stride", "rows", "row_bytes"),
+    [(-1, 320, 3, 320), (65, 320, 3, 320), (0, 353, 3, 320), (0, 300, 3, 320), (0, 320, 0, 320)],
+)
+def test_rows_outside_of_a_buffer_have_no_digest(
+    digest_rows: Callable[..., list[int]], start: int, stride: int, rows: int, row_bytes: int
+) -> None:
+    with pytest.raises(ValueError, match=f"{rows} rows of .* bytes don't lie within"):
+        digest_rows(np.zeros(1024, dtype=np.uint8), stride, rows, [(0, 64), (start, row_bytes)])
+
+
+@compiled
+def test_every_length_from_the_registers_has_the_librarys_digest() -> None:
+    source = np.random.default_rng(2).integers(0, 256, 5 * 1024 + 1, dtype=np.uint8)
+    target, start = place(source.size, 0)
+    by_registers = 0
+    for nbytes in range(1, source.size + 1):
+        digest = copying._copy_and_digest_at_once(target, start, 0, source[:nbytes], 1, nbytes)
+        assert digest in (None, digest_bytes(source[:nbytes]))
+        by_registers += digest is not None
+    assert by_registers in (0, source.size - 240), "all, where the processor has AVX2, but the short ones"
+
+
+@pytest.mark.parametrize("copy_and_digest", BOTH_WAYS)
+@pytest.mark.parametrize(
+    ("start", "stride", "rows", "row_bytes"),
+    [(-1, 320, 3, 320), (0, 320, 4, 320), (0, 320, 3, 319), (65, 320, 3, 320), (0, 353, 3, 320), (0, 300, 3, 320)],
+)
+def test_what_does_not_fit_is_refused_before_a_byte_is_written(
+    copy_and_digest: Callable[..., int], start: int, stride: int, rows: int, row_bytes: int
+) -> None:
+    to, of = np.zeros(1024, dtype=np.uint8), np.ones(960, dtype=np.uint8)
+    with pytest.raises(ValueError, match="rows of"):
+        copy_and_digest(to, start, stride, of, rows, row_bytes)
+    assert not to.any()
