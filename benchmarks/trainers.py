@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 SETTLE_S = 2.0
 """Between what one way frees and the next measurement: a virtual machine gives pages back to its host in the background."""
 STEP_S = 0.3
-WARM_UPS = 3
+WARM_UPS = 5
 """Rounds that don't count: updates write two segments in turn, whose pages come to be when first written."""
 GATHERING_RUNS = 3
 """Enough for figures that are ten times the others."""
