@@ -279,26 +279,18 @@ class Group:
     def abort(self) -> None:
         """Ends whatever waits here, soon; from any thread, more than once."""
         self._aborted = True
+        if self._backend.queues or self._pending:
+            threading.Thread(target=self._bury, name="weightwire-collective-rest", daemon=True).start()
+
+    def _bury(self) -> None:
+        """Ends what would stay on the device's queue, which may block, and keeps the group for as long as something is under
+        way in it, which its time limit ends: gloo's destructor waits for that with the interpreter's lock held, and neither
+        the engine nor the trainer would go on."""
         if self._backend.queues:
-            # A broadcast that is queued on the device would stay there. It may block: nobody waits for it.
-            threading.Thread(target=self._abort, name="weightwire-collective-abort", daemon=True).start()
-        elif self._pending:
-            remains = self._group, self._pending
-            threading.Thread(target=_bury, args=remains, name="weightwire-collective-rest", daemon=True).start()
-
-    def _abort(self) -> None:
-        with contextlib.suppress(Exception):
-            self._group.abort()
-
-
-def _bury(group: Any, pending: list[Any]) -> None:
-    """Keeps a group of gloo's for as long as something is under way in it, which its time limit ends: its destructor waits
-    for that with the interpreter's lock held, and neither the engine nor the trainer would go on."""
-    for work in pending:
-        with contextlib.suppress(RuntimeError):
-            ended = threading.Event()
-            work.get_future().add_done_callback(lambda _, ended=ended: ended.set())
-            ended.wait()
+            with contextlib.suppress(Exception):
+                self._group.abort()
+        while any(not work.is_completed() for work in self._pending):
+            time.sleep(CHECK_S)
 
 
 class _Quiet:

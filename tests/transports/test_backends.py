@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from inference_plugin.transports.backends import (
 )
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ConfigError, PeerLost, SyncTimeout, TransportUnavailable
-from tests.support.rig import fork, kill
+from tests.support.rig import eventually, fork, kill
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="is about a machine without one")
 
@@ -116,6 +118,20 @@ def test_who_waits_for_a_broadcast_can_be_ended_from_another_thread(tmp_path: Pa
         receiver.abort()
         with pytest.raises(PeerLost, match="the transaction was dropped"):
             waiting.result(60)
+
+
+def test_who_lets_go_of_a_group_does_not_wait_for_what_is_under_way_in_it(tmp_path: Path, backend: str) -> None:
+    sender, receiver = pair(tmp_path, 600, backend)
+    wait = receiver.broadcast(torch.zeros(1))
+    (work,) = receiver._pending
+    receiver.abort()
+    kept = weakref.ref(receiver)
+    del wait, receiver
+    gc.collect()
+    assert not work.is_completed(), "the interpreter stood still until the time limit"
+    sender.broadcast(torch.ones(1))()
+    eventually(lambda: (gc.collect(), kept() is None)[1], "the end of what was kept")
+    assert work.is_completed()
 
 
 def test_a_rank_that_does_not_come_is_a_timeout(tmp_path: Path, backend: str) -> None:
