@@ -62,11 +62,12 @@ def main() -> None:
     show(rows)
     arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / "trainers.json"
-    measured = {row["adapter"] for row in rows}
+    measured = {(row["adapter"], row["ranks"]) for row in rows}
     before = json.loads(file.read_text()) if file.exists() else []
-    kept = [row for row in before if row["adapter"] not in measured]
+    kept = [row for row in before if (row["adapter"], row["ranks"]) not in measured]
     order = list(SETUPS)
-    file.write_text(json.dumps(sorted(kept + rows, key=lambda row: order.index(row["adapter"])), indent=1) + "\n")
+    ordered = sorted(kept + rows, key=lambda row: (order.index(row["adapter"]), row["ranks"]))
+    file.write_text(json.dumps(ordered, indent=1) + "\n")
     print(f"written to {arguments.out / 'trainers.json'}")
 
 

@@ -308,8 +308,14 @@ class _Band:
     places: list[Rows | None] = field(default_factory=list)
     nbytes: int = 0
 
+    @property
+    def start(self) -> int:
+        place = self.places[0]
+        return place.start if place else 0
+
 
 def _bands(manifest: Manifest, pieces: Iterable[Piece]) -> list[_Band]:
+    """As they lie in the segment."""
     bands: defaultdict[Hashable, _Band] = defaultdict(_Band)
     for piece in pieces:
         place = manifest.rows(piece.box)
@@ -321,7 +327,7 @@ def _bands(manifest: Manifest, pieces: Iterable[Piece]) -> list[_Band]:
         band.pieces.append(piece)
         band.places.append(place)
         band.nbytes += manifest.box_nbytes(piece.box)
-    return list(bands.values())
+    return sorted(bands.values(), key=lambda band: band.start)
 
 
 def _digests_in(segment: torch.Tensor, manifest: Manifest, band: _Band) -> list[int]:
