@@ -1,1 +1,1 @@
-"""Hooks into the engines: what is common to all of them (`front`, `rank`, `touch`), and one file per engine."""
+"""Hooks into the engines: what is common to all of them (`front`, `rank`, `touch`, ...), and a room for each engine."""

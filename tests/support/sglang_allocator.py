@@ -22,10 +22,10 @@ def give() -> None:
 
 
 def _parameters() -> dict[str, torch.nn.Parameter]:
-    from inference_plugin.engines import sglang
+    from inference_plugin.engines.sglang import hooks
 
-    assert sglang._site is not None
-    return dict(sglang._site.model.live.named_parameters())
+    assert hooks._site is not None
+    return dict(hooks._site.model.live.named_parameters())
 
 
 def _pause(_: Any, tag: str) -> None:

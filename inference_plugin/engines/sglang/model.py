@@ -1,0 +1,74 @@
+"""The model of one SGLang rank, and its skeleton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from inference_plugin.engines.live import LiveModel, on_meta, without_wrappers
+from inference_plugin.engines.sglang.lora import SglangAdapterSlots
+from inference_plugin.wire.messages import MemoryTag, SleepLevel
+
+__all__ = ["SglangModel"]
+
+
+class SglangModel(LiveModel):
+    """`install.contract.EngineModel` of one rank."""
+
+    def __init__(self, scheduler: Any) -> None:
+        from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+
+        runner = scheduler.tp_worker.model_runner
+        live: nn.Module = runner.model
+        if scheduler.enable_lora:
+            from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+            live = without_wrappers(live, BaseLayerWithLoRA)
+            self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
+        self.post_processing = QuantizeMethodBase
+        super().__init__(live, next(live.parameters()).device, _skeleton(runner))
+        self._updater = scheduler.weight_updater
+        self._backup = bool(runner.server_args.enable_weights_cpu_backup)
+        captured = self.device.type != "cpu" and not runner.server_args.disable_cuda_graph
+        self.fixed_addresses = captured or self._updater.memory_saver_adapter.enabled  # only memory of its own sleeps
+
+    def unfinishable(self) -> str | None:
+        if hasattr(self.live, "post_load_weights"):
+            return f"{type(self.live).__name__} post-processes as a whole"
+        return None
+
+    def why_no_sleep(self, level: SleepLevel) -> str | None:
+        if not self._updater.memory_saver_adapter.enabled:
+            return "SGLang was started without --enable-memory-saver (which needs a GPU)"
+        if level == 1 and not self._backup:
+            return "SGLang keeps no copy of the weights without --enable-weights-cpu-backup: only level 2 is left"
+        return None
+
+    def sleep(self, level: SleepLevel) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        self._updater.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+
+    def wake_up(self, tag: MemoryTag) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        tags = ["weights"] if tag == "weights" else ["kv_cache", "cuda_graph"]
+        self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+
+    def pads(self, module: nn.Module) -> bool:
+        from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        return isinstance(module, VocabParallelEmbedding)
+
+
+def _skeleton(runner: Any) -> nn.Module:
+    """The model's class once more, on the meta device."""
+    from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    config, load_config = runner.model_config, runner.load_config
+    with on_meta(set_default_torch_dtype(config.dtype), factory._ROPE_DICT):
+        model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
+    return model.eval()

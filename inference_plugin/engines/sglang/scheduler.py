@@ -1,0 +1,213 @@
+"""One rank, which is a scheduler process: its runtime, and what we keep beside its scheduler."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from inference_plugin.engines.rank import RankIdentity, RankRuntime
+from inference_plugin.engines.sglang.model import SglangModel
+from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, EngineReply, Ranks, Step, Turn
+from inference_plugin.wire.codec import decode_as
+
+if TYPE_CHECKING:
+    from inference_plugin.engines.sglang.control import TurnControl
+
+__all__ = ["Site"]
+
+logger = logging.getLogger("sglang.weightwire")
+
+
+class Site:
+    """One rank: its runtime and what we keep beside its scheduler."""
+
+    def __init__(self, scheduler: Any, replica: str) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        self.scheduler = scheduler
+        parallel = get_parallel()
+        self.ranks = Ranks(parallel)
+        self.rank = self.ranks.rank
+        self._speaks = parallel.attn_tp_rank == 0  # for its part of the requests, to their clients
+        self.replica = self.ranks.broadcast(replica.encode()).decode()
+        self.model = SglangModel(scheduler)
+        self.runtime = RankRuntime(RankIdentity(self.replica, self.rank, tp_rank=self.rank), self.model)
+        self.bell = Doorbell(scheduler.idle_sleeper, self.replica, self.rank)
+        self.control: TurnControl | None = None
+        self.refusal: str | None = None
+        self.holding = False
+        self.namespace = ""
+        self._installations = 0
+        self._held: list[Any] = []
+        self._paused = False
+
+    def take_turn(self, _: Turn) -> None:
+        """The handler of `Turn`. Nothing that fails here may reach SGLang's event loop: it would end the server."""
+        try:
+            if self.control is not None:
+                self.control.lead()
+            else:
+                self._follow()
+        except Exception:
+            logger.exception("weightwire: rank %d left a turn", self.rank)
+
+    def perform(self, step: Step) -> bytes:
+        """One step of a turn, on this rank. Never raises."""
+        if step.rank is not None:
+            return self.runtime.call(step.rank)
+        try:
+            assert step.engine is not None
+            return msgspec.msgpack.encode(EngineReply(done=self._engine(step.engine)))
+        except Exception as error:
+            logger.exception("weightwire: an engine operation failed on rank %d", self.rank)
+            return msgspec.msgpack.encode(EngineReply(error=f"{type(error).__name__}: {error}"))
+
+    def admit(self, request: Any, is_retracted: bool) -> bool:
+        """Whether a request may enter the queue now; else it is held, or ended with the reason."""
+        from sglang.srt.managers.utils import is_health_check_generate_req
+
+        if self._paused and is_health_check_generate_req(request):
+            self.scheduler.return_health_check_ipcs.append(request.http_worker_ipc)  # as SGLang does while it is busy
+            return False
+        if self.refusal is not None:
+            self._end(request, self.refusal, HTTPStatus.SERVICE_UNAVAILABLE)
+            return False
+        if self.holding and not is_retracted and not request.output_ids:
+            self._held.append(request)
+            return False
+        return True
+
+    def while_paused(self, *, idle: bool) -> None:
+        """In each pass of the event loop: what SGLang leaves out while it is paused. It answers health checks with the
+        results of forward passes only, and never sleeps."""
+        if self._paused:
+            self.scheduler.maybe_send_health_check_signal()
+            if idle:
+                self.scheduler.maybe_sleep_on_idle()
+
+    def _follow(self) -> None:
+        while True:
+            step = decode_as(self.ranks.broadcast(), Step)
+            if step.rank is None and step.engine is None:
+                return
+            self.ranks.gather(self.perform(step))
+
+    def _engine(self, operation: EngineOperation) -> bool:
+        from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
+
+        scheduler = self.scheduler
+        if operation.name == "retract":
+            self._retract()
+            return bool(scheduler.flush_cache(empty_cache=False))
+        if operation.name in ("abort", "drain"):
+            if operation.name == "abort" and scheduler._engine_paused:
+                self._retract()  # paused, they can't take the step in which SGLang ends them
+            self.holding = True
+            self._held += [request for request in scheduler.waiting_queue if not request.output_ids]
+            scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.output_ids]
+            if operation.name == "abort":
+                held, self._held = self._held, []
+                for request in held:
+                    self._end(request, "aborted for a weight update or a pause", None)
+                scheduler.abort_request(AbortReq(abort_all=True))
+        elif operation.name == "flush":
+            return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
+        elif operation.name == "stand":
+            if not scheduler._engine_paused:
+                self._paused = True
+                scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        elif operation.name == "resume":
+            self._continue()
+            self.holding = False
+            held, self._held = self._held, []
+            scheduler.waiting_queue.extend(held)
+        elif operation.name == "installed":
+            self._turn_namespace()
+            self._stamp(operation.version)
+        else:
+            self._refuse(operation.reason)
+        return True
+
+    def _stamp(self, version: int) -> None:
+        """SGLang's own record, and what it leaves out: tokens of a forward pass whose result is still to be processed
+        (SGLang overlaps the two) are of the weights that it ran with."""
+        from sglang.srt.runtime_context import get_serving
+        from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+        scheduler = self.scheduler
+        old = get_serving().weight_version
+        scheduler.record_weight_version_change(new_version=str(version))
+        if old == str(version) or not scheduler.enable_overlap:
+            return
+        for batch, _ in scheduler.result_queue:
+            for request in batch.reqs:
+                if request.inflight_middle_chunks > 0 or request.finished():
+                    continue  # a middle chunk of a prompt makes no token
+                events, made = request.weight_version_events, len(request.output_ids)
+                if events and events[-1] == WeightVersionEvent(old, made):
+                    events.pop()
+                events.append(WeightVersionEvent(old, made + 1))
+
+    def _turn_namespace(self) -> None:
+        """No request that starts from here on finds cached keys and values that an older version computed.
+
+        Requests in flight keep theirs; those that wait have none yet and move to the new namespace.
+        """
+        scheduler = self.scheduler
+        self._installations += 1  # not the version: two groups may be at the same one
+        if scheduler.is_fully_idle(ignore_waiting=True) and scheduler.flush_cache(empty_cache=False):
+            self.namespace = ""
+        else:
+            self.namespace = f"weightwire={self._installations}"
+        for request in [*scheduler.waiting_queue, *self._held]:
+            if not request.output_ids:
+                self.name(request)
+
+    def name(self, request: Any) -> None:
+        """Puts a request that has computed nothing yet into the present prefix namespace."""
+        own = getattr(request, "weightwire_key", request.extra_key)
+        request.weightwire_key = own
+        request.extra_key = "|".join(filter(None, [own, self.namespace])) or own
+
+    def _retract(self) -> None:
+        """SGLang's own pause; one that its user made before stays after `_continue`."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._paused |= not self.scheduler._engine_paused
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+
+    def _continue(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        if self._paused:
+            self._paused = False
+            self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def _refuse(self, reason: str | None) -> None:
+        self.refusal = reason
+        if reason is None:
+            return
+        # Retracted first: a running request that is aborted takes one step more, and none may be taken.
+        paused = self._paused
+        self._retract()
+        self._end_waiting(reason, HTTPStatus.SERVICE_UNAVAILABLE)
+        if not paused:
+            self._continue()
+
+    def _end_waiting(self, reason: str, status: HTTPStatus | None) -> None:
+        ended = [*self.scheduler.waiting_queue, *self._held]
+        self.scheduler.waiting_queue, self._held = [], []
+        for request in ended:
+            self._end(request, reason, status)
+
+    def _end(self, request: Any, reason: str, status: HTTPStatus | None) -> None:
+        """Ends a request that computes nothing now; with a status its client gets an error."""
+        from sglang.srt.managers.scheduler import _make_abort_req
+
+        why = {"type": "abort", "status_code": status, "message": reason}
+        if self._speaks:
+            self.scheduler.send_abort_output(_make_abort_req(request, finished_reason=why), request)
+        self.scheduler._release_aborted_request(request)

@@ -1,0 +1,110 @@
+"""The model of one vLLM worker, and its skeleton."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from inference_plugin.engines.live import LiveModel, on_meta, without_wrappers
+from inference_plugin.engines.vllm.lora import VllmAdapterSlots
+from inference_plugin.wire.messages import MemoryTag, SleepLevel
+
+__all__ = ["VllmModel"]
+
+
+class VllmModel(LiveModel):
+    """`install.contract.EngineModel` of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+        self._worker = worker
+        self._config = worker.vllm_config
+        self.post_processing = QuantizeMethodBase
+        live: nn.Module = worker.model_runner.get_model()
+        if self._config.lora_config is not None:
+            from vllm.lora.layers import BaseLayerWithLoRA
+
+            live = without_wrappers(live, BaseLayerWithLoRA)
+            self.adapter_slots = VllmAdapterSlots(worker.model_runner.lora_manager)
+        super().__init__(live, torch.device(worker.device), _skeleton(self._config))
+        model_config = self._config.model_config
+        captured = self.device.type != "cpu" and not model_config.enforce_eager
+        self.fixed_addresses = captured or model_config.enable_sleep_mode  # only memory of its own pool sleeps
+        if self.device.type == "cpu":
+            # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
+            # would die of SIGILL.
+            torch.cpu._init_amx()
+
+    def unfinishable(self) -> str | None:
+        from vllm.model_executor.layers.attention import MLAAttention
+
+        if hasattr(self.live, "process_weights_after_loading"):
+            return f"{type(self.live).__name__} post-processes as a whole"
+        if any(isinstance(module, MLAAttention) for module in self.live.modules()):
+            return "MLA attention derives weights that are not parameters"
+        return None
+
+    def pads(self, module: nn.Module) -> bool:
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        return isinstance(module, VocabParallelEmbedding)
+
+    def read_rebuilt(
+        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Multiplies a packed linear layer with one-hot rows: each product is exact, so its weight comes out."""
+        compute = getattr(module, "cpu_linear", None)
+        if parameter != "weight" or compute is None or len(shape) != 2:
+            return None
+        rows, columns = shape
+        plain = torch.empty(shape, dtype=dtype)
+        for start in range(0, columns, 1024):
+            count = min(1024, columns - start)
+            probe = torch.zeros(count, columns, dtype=dtype)
+            probe[torch.arange(count), torch.arange(start, start + count)] = 1
+            plain[:, start : start + count] = compute(probe, module.weight, None).view(count, rows).t()
+        return plain
+
+    def why_no_sleep(self, level: SleepLevel) -> str | None:
+        if not self._config.model_config.enable_sleep_mode:
+            return "vLLM was started without --enable-sleep-mode (which needs a GPU)"
+        return None
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._worker.sleep(level=level)
+
+    def wake_up(self, tag: MemoryTag) -> None:
+        self._worker.wake_up(tags=[tag])
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._config), torch.no_grad():
+            yield
+
+
+def _skeleton(engine_config: Any) -> nn.Module:
+    """The model's class once more, on the meta device: no memory, and nothing of it in the engine's own tables."""
+    from vllm.config import CompilationMode
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.copy(engine_config)
+    compilation = config.compilation_config = copy.copy(config.compilation_config)
+    compilation.static_forward_context = {}
+    compilation.static_all_moe_layers = []
+    compilation.enabled_custom_ops = collections.Counter()
+    compilation.disabled_custom_ops = collections.Counter()
+    compilation.mode = CompilationMode.NONE
+    with on_meta(set_default_torch_dtype(config.model_config.dtype), rotary_embedding._ROPE_DICT):
+        model: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
+    return model.eval()

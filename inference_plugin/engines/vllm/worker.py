@@ -1,0 +1,75 @@
+"""Worker processes: `RankRuntime`, and the two methods by which the front reaches it on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from inference_plugin.engines.hooking import wrap
+from inference_plugin.engines.rank import RankIdentity, RankOperation, RankReply, RankRuntime
+from inference_plugin.engines.vllm.model import VllmModel
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
+
+__all__ = ["hook_worker"]
+
+logger = logging.getLogger("vllm.weightwire")
+
+
+def hook_worker() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    for name, method in {"weightwire_start": _worker_start, "weightwire_call": _worker_call}.items():
+        if hasattr(WorkerBase, name):
+            raise EngineUnsupported(f"WorkerBase has an attribute {name} already", phase="start")
+        setattr(WorkerBase, name, method)
+
+    @wrap(WorkerWrapperBase, "shutdown")
+    def shutdown(original: Callable[..., Any], self: Any) -> Any:
+        runtime = getattr(self.worker, "_weightwire_runtime", None)
+        if runtime is not None:
+            runtime.close()
+        return original(self)
+
+    @wrap(WorkerWrapperBase, "execute_model")
+    def execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
+        runtime: RankRuntime | None = getattr(self.worker, "_weightwire_runtime", None)
+        with runtime.model.step() if runtime is not None else contextlib.nullcontext():
+            return original(self, scheduler_output)
+
+
+def _worker_start(worker: Any, replica: str) -> bytes:
+    """On every worker, once, on its own thread: skeleton, runtime, socket. Returns a `RankReply`; never raises."""
+    rank = int(getattr(worker, "rank", 0))
+    try:
+        identity = _identity(replica)
+        rank = identity.rank
+        runtime = worker._weightwire_runtime = RankRuntime(identity, VllmModel(worker))
+        return msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card()))
+    except Exception as error:
+        logger.exception("weightwire: the worker could not start")
+        return msgspec.msgpack.encode(RankReply("start", rank, error=WeightwireError.wrap(error).info()))
+
+
+def _worker_call(worker: Any, request: bytes) -> bytes:
+    runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
+    if runtime is not None:
+        return runtime.call(request)
+    error = PeerLost("this worker was not started", side="worker")
+    return msgspec.msgpack.encode(RankReply(decode_as(request, RankOperation).nonce, -1, error=error.info()))
+
+
+def _identity(replica: str) -> RankIdentity:
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tp, pp = get_tp_group(), get_pp_group()
+    return RankIdentity(
+        replica=replica,
+        rank=pp.rank_in_group * tp.world_size + tp.rank_in_group,
+        tp_rank=tp.rank_in_group,
+        pp_rank=pp.rank_in_group,
+    )
