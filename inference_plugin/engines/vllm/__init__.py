@@ -5,10 +5,10 @@ Two ways lead here, and both together do no harm: vLLM finds the entry point `vl
 `register`, which checks `TOUCHES` and then wraps those places once per process. Worker methods are added to vLLM's
 `WorkerBase` under a prefixed name, so that another project's worker extension can be in use at the same time.
 
-- Worker processes (`worker`, `model`, `lora`): `RankRuntime` (groups, socket); operations arrive by `collective_rpc`, which shares one ordered
-  queue with `execute_model`: they run at the same step on every TP and PP rank.
-- EngineCore process (`core`): `Front`. Its commands enter the core's own input queue as a WAKEUP that carries a callable, so
-  that they run between two steps and wake an idle engine. An in-process engine has no queue: there, a lock around its
+- Worker processes (`worker`, `model`, `lora`): `RankRuntime` (groups, socket); operations arrive by `collective_rpc`,
+  which shares one ordered queue with `execute_model`: they run at the same step on every TP and PP rank.
+- EngineCore process (`core`): `Front`. Its commands enter the core's own input queue as a WAKEUP that carries a callable,
+  so that they run between two steps and wake an idle engine. An in-process engine has no queue: there, a lock around its
   client's methods makes the step boundary.
 - API process (`api`): a middleware turns the 500 of a torn replica into a 503 that says why.
 """
