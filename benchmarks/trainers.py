@@ -1,7 +1,8 @@
 """Trainers' adapters: from `update` to sealed, beside gathering and a plain memory copy. `make bench-trainers` calls this.
 
 A 506 M-parameter Qwen3 in bf16 (1.01 GB) on two gloo ranks, each on a core of its own, and one receiving worker on the
-same host. Writes benchmarks/results/trainers.json, rows {adapter, ranks, way, bytes, seconds, ...}, medians:
+same host. Writes benchmarks/results/trainers.json, rows {adapter, ranks, way, bytes, seconds, ...}, medians; `peak_bytes` is
+what the rank that takes most holds beside its model, the segment in shared memory and the copy that the gathering ways make:
 
 - "slices": the update's scan, agree, stage and seal: every byte is there and checked; `stage_seconds` is the writing;
 - "full_tensor per parameter" (FSDP1: `summon_full_params` per unit; Megatron:
@@ -144,10 +145,11 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 sample = measured()
                 if run >= WARM_UPS:
                     taken[way].append(sample)
+    peaks = {way: trainer.peak(measured) for _, ways in by_turns for way, measured in ways.items()}
     trainer.manager.close()
     if dist.get_rank() == 0:
         head = {"adapter": arguments.rank_of, "ranks": dist.get_world_size(), "bytes": setup.source.manifest().nbytes}
-        rows = [head | {"way": way, **_medians(samples)} for way, samples in taken.items()]
+        rows = [head | {"way": way, **_medians(taken[way]), "peak_bytes": peaks[way]} for way in taken]
         (arguments.out / "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
@@ -216,6 +218,13 @@ class Trainer:
         self.dist.barrier()
         return {"seconds": statistics.median(taken_s[-5:])}
 
+    def peak(self, way: Callable[[], object]) -> int:
+        from tests.support.memory import peak_bytes
+
+        most = self.torch.tensor(peak_bytes(way))
+        self.dist.all_reduce(most, self.dist.ReduceOp.MAX)
+        return int(most)
+
     def _timed(self, tensors: Callable[[], Iterator[Any]]) -> dict[str, float]:
         self.dist.barrier()
         started_s = time.perf_counter()
@@ -238,6 +247,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(
             f"{row['adapter']:12} {row['way']:28} {row['seconds']:.3f} s {row['bytes'] / row['seconds'] / 1e9:6.2f} GB/s "
             f"{row['seconds'] / limit:5.1f}x copy"
+            f"  {row['peak_bytes'] / 2**20:6.1f} MiB"
             + (f"  stage {row['stage_seconds']:.3f} s" if "stage_seconds" in row else "")
         )
 

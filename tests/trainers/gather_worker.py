@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 
 from inference_plugin.wire.manifest import Box, Manifest
+from tests.support.memory import peak_bytes
 from tests.trainers.dtensor_worker import parallel_qwen3, two_dimensions
 from tests.trainers.fsdp1_worker import CPU, Images, wrap
 from tests.trainers.fsdp_worker import Odd, shard_layers, shard_odd
@@ -193,20 +192,6 @@ def no_bucket() -> Result:
 
 
 # --- memory -------------------------------------------------------------------
-
-
-def peak_bytes(action: Callable[[], Any]) -> int:
-    """How far the process's resident memory rises above what it is at the beginning."""
-
-    def now(field: str) -> int:
-        found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found
-        return int(found[1]) * 1024
-
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = now("VmRSS")
-    action()
-    return now("VmHWM") - before
 
 
 def drain(items: Iterator[Any]) -> None:
