@@ -214,6 +214,8 @@ class Group:
         options.rootRank, options.rootTensor = SENDER, 0
         work = self._group.broadcast([carried], options)
         self._pending = [*(one for one in self._pending if not one.is_completed()), work]
+        if self._aborted:  # by a thread that saw nothing under way yet
+            self.abort()
 
         def wait() -> None:
             self._wait(work)

@@ -120,11 +120,17 @@ def test_who_waits_for_a_broadcast_can_be_ended_from_another_thread(tmp_path: Pa
             waiting.result(60)
 
 
-def test_who_lets_go_of_a_group_does_not_wait_for_what_is_under_way_in_it(tmp_path: Path, backend: str) -> None:
-    sender, receiver = pair(tmp_path, 600, backend)
+@pytest.mark.parametrize("aborted", ["before it began", "after it began"])
+def test_who_lets_go_of_a_group_does_not_wait_for_what_is_under_way_in_it(
+    tmp_path: Path, backend: str, aborted: str
+) -> None:
+    sender, receiver = pair(tmp_path, 60, backend)
+    if aborted == "before it began":
+        receiver.abort()
     wait = receiver.broadcast(torch.zeros(1))
     (work,) = receiver._pending
-    receiver.abort()
+    if aborted == "after it began":
+        receiver.abort()
     kept = weakref.ref(receiver)
     del wait, receiver
     gc.collect()
