@@ -26,11 +26,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from inference_plugin.engines.front import open_front
-from inference_plugin.engines.hooking import installed_version
-from inference_plugin.engines.live import LiveModel, on_meta
-from inference_plugin.engines.rank import RankIdentity, RankRuntime
-from inference_plugin.wire import addresses
+from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.coordinator import open_coordinator
+from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.monkeypatch import installed_version
+from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
+from inference_plugin.engines.skeleton import build_skeleton
+from inference_plugin.net import addresses
 from inference_plugin.wire.errors import TornReplica
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
@@ -54,10 +56,9 @@ class TransformersEngine:
 
         models: Any = AutoModelForCausalLM
         live = models.from_pretrained(checkpoint).eval()
-        with on_meta(nullcontext()):
-            skeleton = models.from_config(live.config, dtype=live.dtype).eval()
-        self._loop = _Loop(_Model(live, live.device, skeleton))
-        self._front = open_front(
+        skeleton = build_skeleton(lambda: models.from_config(live.config, dtype=live.dtype).eval(), nullcontext())
+        self._loop = _Loop(_Model(live, live.device, *skeleton))
+        self._coordinator = open_coordinator(
             self._loop,
             self._loop.replica,
             [self._loop.runtime.card()],
@@ -81,7 +82,7 @@ class TransformersEngine:
         """Ends the thread, after what was submitted before; requests in flight end as aborted."""
         self._loop.submit(self._loop.stop)
         self._loop.thread.join()
-        self._front.close()
+        self._coordinator.close()
         self._loop.runtime.close()
 
     def __enter__(self) -> TransformersEngine:
@@ -117,8 +118,8 @@ class _Model(LiveModel):
         return None
 
 
-class _Loop:
-    """The engine's own thread, and the front's `EngineControl` of it."""
+class _Loop(EngineControl):
+    """The engine's own thread, and the engine as its coordinator sees it."""
 
     def __init__(self, model: _Model) -> None:
         self.version = 0
@@ -128,7 +129,7 @@ class _Loop:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: list[_Request] = []
         self._held: list[_Request] = []
-        self._drained: Callable[[BaseException | None], None] | None = None
+        self._drained: Future[None] | None = None
         self._refusal: str | None = None
         self._holding = False
         self._stopping = False
@@ -143,7 +144,7 @@ class _Loop:
                 self._step()
             if self._drained is not None and not self._running:
                 drained, self._drained = self._drained, None
-                drained(None)
+                drained.set_result(None)
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -179,7 +180,7 @@ class _Loop:
             else:
                 request.end("abort")
 
-    # what the front asks for (`engines.front.EngineControl`)
+    # --- what the coordinator asks for ---
 
     def submit(self, command: Callable[[], None]) -> None:
         self._work.put(command)
@@ -187,17 +188,17 @@ class _Loop:
     def call_ranks(self, request: bytes) -> list[bytes]:
         return [self.runtime.call(request)]
 
-    def pause(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+    def pause(self, in_flight: InFlight) -> Future[None] | None:
         # A command runs between two steps, and no step is taken until it returns: only `drain` has to wait.
         if in_flight == "drain":
-            self._drained = paused
-            return
+            self._drained = Future()
+            return self._drained
         if in_flight == "abort":
             self._end_all()
         elif in_flight == "recompute":
             for request in self._running:
                 request.cache = None
-        paused(None)
+        return None
 
     def hold(self, asleep: frozenset[MemoryTag]) -> None:
         self._holding = True

@@ -1,9 +1,9 @@
 """LoRA adapters in the engine's own slots: an installer for groups that are named `lora.<adapter>`.
 
 The manifest has the adapter's tensors under PEFT's names, `base_model.model.<module>.lora_A.weight` (rank, in) and
-`...lora_B.weight` (out, rank). B comes multiplied by its scaling, so that nothing but tensors has to travel: the engine
-uses them as if alpha were the rank. Every worker takes whole tensors and cuts its own part, as the engine does with an
-adapter from disk.
+`...lora_B.weight` (out, rank). The trainer multiplies B by its scaling, so that only tensors travel: the engine uses them
+as if alpha were the rank. Every worker takes whole tensors and cuts its own part, as the engine does with an adapter from
+disk.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import TypeAlias
 
 import torch
 
-from inference_plugin.install.contract import AdapterSlots, Brake, InstallTerms
+from inference_plugin.install.contract import AdapterSlots, InstallTerms, Throttle
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.messages import BoxDigest
 from inference_plugin.wire.tensors import box_view, bytes_view, dtype_name
 
 __all__ = ["GROUP_PREFIX", "AdapterInstaller"]
 
 GROUP_PREFIX = "lora."
-"""A group of this prefix is the adapter whose name follows."""
+"""A group with this prefix is the adapter whose name follows it."""
 
 Factors: TypeAlias = dict[str, tuple[TensorSpec, TensorSpec]]
 
@@ -31,7 +32,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterInstaller:
-    """`contract.Installer` of one adapter. The set that it replaces is kept until the new one is confirmed."""
+    """`contract.Installer` of one adapter. It keeps the replaced adapter until the new one is confirmed."""
 
     def __init__(self, slots: AdapterSlots, name: str) -> None:
         self._slots = slots
@@ -43,13 +44,13 @@ class AdapterInstaller:
         self._replaced = False
 
     def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
-        """Holds names, dtype and shapes against the engine's slots. Raises `ManifestMismatch` with the names."""
+        """Compares names, dtypes and shapes with the engine's slots. Raises `ManifestMismatch` with the names."""
         self._slots.check(self._name)
         needed: list[int] = []
         problems: list[str] = []
         for module, (a, b) in _pairs(manifest).items():
             if (place := self._slots.place(module)) is None:
-                continue  # another pipeline stage's, or nobody's: then the manager says so
+                continue  # another pipeline stage has it; if none has, the manager refuses it
             needed += [manifest.index[a.name], manifest.index[b.name]]
             rank = a.shape[0]
             if (a.shape, b.shape) != ((rank, place.columns), (place.rows, rank)):
@@ -70,14 +71,14 @@ class AdapterInstaller:
         self._manifest, self._needs = manifest, tuple(manifest.whole(i) for i in sorted(needed))
         return InstallTerms(self._needs, "loader", "standby", "the engine's own LoRA slots")
 
-    def prepare(self, segment: torch.Tensor, brake: Brake) -> int:
+    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         assert self._manifest is not None
         self._next = {}
         nbytes = 0
         for box in self._needs:
             tensor = box_view(segment, self._manifest, box).clone()
             self._next[self._manifest.tensors[box.tensor].name] = tensor
-            brake(tensor.nbytes)
+            throttle(tensor.nbytes)
             nbytes += tensor.nbytes
         return nbytes
 
@@ -99,7 +100,7 @@ class AdapterInstaller:
         self._next = None
 
     def forget_segments(self) -> None:
-        """Nothing here is a view of a segment."""
+        """The prepared tensors are copies: there are no views of segments."""
 
     @property
     def claims(self) -> frozenset[str]:

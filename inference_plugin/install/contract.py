@@ -1,4 +1,4 @@
-"""What a group asks of whatever installs it, and what an installer asks of the engine."""
+"""The contracts of an installer: with the group that drives it, and with the engine."""
 
 from __future__ import annotations
 
@@ -11,28 +11,34 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from inference_plugin.wire.manifest import Box, Manifest
+from inference_plugin.install.graph import Boundary
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
 
-__all__ = ["AdapterPlace", "AdapterSlots", "Brake", "EngineModel", "InstallTerms", "Installer"]
+__all__ = ["AdapterPlace", "AdapterSlots", "Throttle", "EngineModel", "InstallTerms", "Installer"]
 
 
 @dataclass(frozen=True)
 class InstallTerms:
-    """What an installer answers to a manifest: the boxes it reads, and how it will install them."""
+    """An installer's answer to a manifest: the boxes that it reads, and how it will install them."""
 
     needs: tuple[Box, ...]
     mechanism: Literal["plan", "loader"]
     install: Literal["copy", "standby"]
     why: str
+    derived: tuple[str, ...] = ()
+    """Names of what the engine makes anew of the parameters that an update writes."""
+    untouched: tuple[str, ...] = ()
+    """Parameters and buffers of the model that an update neither writes nor derives."""
 
 
-Brake = Callable[[int], None]
-"""Called between pieces of background work with the bytes just done; slows down, or raises to cancel."""
+Throttle = Callable[[int], None]
+"""Called between steps of background work with bytes done; slows the caller down, or raises to cancel."""
 
 
 class EngineModel(Protocol):
-    """What an engine file tells about its model; the only thing the installer knows of the engine."""
+    """An engine's model, as its engine file describes it: the only thing that an installer knows of the engine."""
 
     live: nn.Module
     device: torch.device
@@ -43,11 +49,23 @@ class EngineModel(Protocol):
     def skeleton(self) -> nn.Module:
         """A second instance of the model's class on the meta device, as before `load_weights`."""
 
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """The constructor's values of the skeleton's buffers and of its small parameters, by name."""
+
+    @property
+    def runtime_state(self) -> frozenset[str]:
+        """Names of attributes in which the engine keeps working memory, such as the KV cache: never weights."""
+
+    @property
+    def boundary(self) -> Boundary:
+        """Packages of the engine whose objects hold no weights: configurations, process groups."""
+
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """The engine's own loader on `model`. May be called on any thread, never on the live model."""
+        """Runs the engine's own loader on `model`, never on the live model. May be called on any thread."""
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
-        """The engine's post-processing after a load, by module name; called with a stand-in for that module."""
+        """The engine's post-processing after a load, by module name. Each is called with a stand-in for that module."""
 
     def unfinishable(self) -> str | None:
         """Why the model's post-processing can't be repeated module by module; None if it can."""
@@ -58,80 +76,80 @@ class EngineModel(Protocol):
     def read_rebuilt(
         self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """The plain parameter that a rebuilt live module computes with, read through its packed form; None if it can't."""
+        """The plain parameter that a rebuilt live module computes with, read from its packed form; None if it can't be read."""
 
     def free_bytes(self) -> int:
-        """Memory of the model's device that is free."""
+        """Free memory of the model's device."""
 
     @property
     def fixed_addresses(self) -> bool:
         """Whether something (captured graphs, sleep mode) holds raw addresses of the live parameters."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """What must be set while the engine's post-processing runs (current configuration, no gradients)."""
+        """The context in which the engine's post-processing runs (current configuration, no gradients)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlace:
-    """A weight of the engine that adapters may change, as the checkpoint has it: (rows, columns)."""
+    """The checkpoint's shape of a weight that adapters may change: (rows, columns)."""
 
     rows: int
     columns: int
 
 
 class AdapterSlots(Protocol):
-    """What an engine file tells about its LoRA slots. Tensors go by PEFT's names, modules by what stands before
-    `.lora_A.weight` in them."""
+    """An engine's LoRA slots, as its engine file describes them. Tensors have PEFT's names; a module's name is the part before
+    `.lora_A.weight`."""
 
     max_rank: int
     dtype: str
-    """By torch's name."""
+    """torch's name of it."""
 
     def check(self, adapter: str) -> None:
         """Raises `EngineUnsupported` where no adapter of that name can be served."""
 
     def place(self, module: str) -> AdapterPlace | None:
-        """The weight of a module; None for one that this rank doesn't have, or that takes no adapter here."""
+        """The weight of a module; None if this rank lacks the module, or it takes no adapter."""
 
     def held(self, adapter: str) -> object:
-        """Engine's thread: what the adapter is now, for `put` to bring it back."""
+        """Engine's thread: the adapter as it is now, for `put` to restore."""
 
     def put(self, adapter: str, what: object) -> None:
-        """Engine's thread: from the next step on the adapter is this: tensors by their names, which are never written, or
-        what `held` gave."""
+        """Engine's thread: replaces the adapter from the next step on. `what`: tensors by name, which are never written, or
+        what `held` returned."""
 
     def read(self, adapter: str) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor | str]]:
-        """Engine's thread: what the slots hold, as a box of each tensor: name, offsets, values or why they can't be
+        """Engine's thread: what the slots hold, a box of each tensor: name, offsets, and values, or why they can't be
         read."""
 
 
 class Installer(Protocol):
-    """Puts a checked segment into the live model of this worker. One per group; see `install.installer`."""
+    """Puts a checked segment into the live model of this worker. One per group."""
 
     def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
         """Agrees on a manifest, or raises `ManifestMismatch`. Never touches the live model."""
 
-    def prepare(self, segment: torch.Tensor, brake: Brake) -> int:
-        """Background half of an installation; returns the extra bytes it holds. Never touches the live model."""
+    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
+        """Background half of an installation; returns the bytes that it holds in addition. Never touches the live model."""
 
     def install(self, segment: torch.Tensor) -> None:
         """Engine's thread, at a step boundary."""
 
     def undo(self, previous: torch.Tensor | None) -> None:
-        """Engine's thread: back to what was served before `install`, complete or not. Raises if it can't be done."""
+        """Engine's thread: restores what was served before `install`, which may have failed half-way. Raises if it can't."""
 
     def finish(self) -> None:
         """Engine's thread: the new version is confirmed on all ranks."""
 
     def discard(self) -> None:
-        """Drops what `prepare` made."""
+        """Drops the result of `prepare`."""
 
     def forget_segments(self) -> None:
         """Drops views of segments: the trainer that owned them is gone."""
 
     @property
     def claims(self) -> frozenset[str]:
-        """The parameters that this installer writes: no two groups may share one."""
+        """The parameters that this installer writes. No two groups may share one."""
 
     @property
     def needs_previous(self) -> bool:

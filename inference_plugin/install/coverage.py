@@ -1,4 +1,4 @@
-"""How much of a destination the regions of a plan cover: exact, without a mask per element where boxes suffice."""
+"""Which elements of a storage a plan's regions cover: exact, without a mask per element where boxes suffice."""
 
 from __future__ import annotations
 
@@ -10,30 +10,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inference_plugin.install.regions import Region, bounding_box
+from inference_plugin.wire.geometry import Region, bounding_box
 
-__all__ = [
-    "Destination",
-    "coverage_of",
-]
+__all__ = ["Destination", "coverage_of"]
 
 
 @dataclass
 class Destination:
+    """A storage of the model, and the parameters that lie in it."""
+
     name: str
     dtype: torch.dtype
     numel: int
     frame: tuple[int, ...]
-    """A shape whose C-contiguous layout is the storage's: the owner's own shape where it fills the
-    storage."""
+    """A shape whose C-contiguous layout is the storage's: the first parameter's own shape where it fills the storage."""
     parameters: dict[str, Region] = field(default_factory=dict)
-    order: int = 0
 
 
 @dataclass
 class _Cover:
     uncovered: dict[str, int] = field(default_factory=dict)
-    padding: list[str] = field(default_factory=list)
     doubled: bool = False
 
 
@@ -43,12 +39,15 @@ _MOST_CELLS = 1 << 24
 def coverage_of(dest: Destination, copies: Sequence[Region], fills: Sequence[Region]) -> _Cover:
     """Which elements of a storage are written, exactly.
 
-    Where all regions are boxes (nearly always), the space is cut along their edges and counted per cell,
-    whatever the size of the tensor; else it is counted per element.
+    Where all regions are boxes (nearly always), cells between their edges are counted, whatever the size of the tensor;
+    else elements are.
     """
     regions = [*copies, *fills, *(r for r in dest.parameters.values() if r.numel)]
     boxes = [bounding_box(region, dest.frame) for region in regions]
-    edges = [sorted({edge for (at, n), _ in boxes for edge in (at[d], at[d] + n[d])}) for d in range(len(dest.frame))]
+    edges = [
+        sorted({edge for box, _ in boxes for edge in (box.offsets[d], box.offsets[d] + box.sizes[d])})
+        for d in range(len(dest.frame))
+    ]
     cells = [max(1, len(edge) - 1) for edge in edges]
     if all(exact for _, exact in boxes) and math.prod(cells) <= _MOST_CELLS:
         volume = torch.ones(cells, dtype=torch.int64)
@@ -57,8 +56,8 @@ def coverage_of(dest: Destination, copies: Sequence[Region], fills: Sequence[Reg
             volume *= widths.view([-1 if i == d else 1 for i in range(len(edges))])
         position = [{value: i for i, value in enumerate(edge)} for edge in edges]
         where = {
-            id(region): tuple(slice(p[a], p[a + n]) for p, a, n in zip(position, at, size, strict=True))
-            for region, ((at, size), _) in zip(regions, boxes, strict=True)
+            id(region): tuple(slice(p[a], p[a + n]) for p, a, n in zip(position, box.offsets, box.sizes, strict=True))
+            for region, (box, _) in zip(regions, boxes, strict=True)
         }
         placed = torch.zeros(cells, dtype=torch.int32)
         return _count(dest, copies, fills, placed, volume, lambda grid, region: grid[where[id(region)]])
@@ -86,17 +85,4 @@ def _count(
         count = int(missing.sum() if volume is None else view(volume, region)[missing].sum())
         if count:
             cover.uncovered[name] = count
-            if _is_trailing(missing):
-                cover.padding.append(name)
     return cover
-
-
-def _is_trailing(missing: Tensor) -> bool:
-    """Whether the marked elements are the last rows of one dimension, and not everything."""
-    for d in range(missing.dim()):
-        rows = missing.movedim(d, 0).flatten(1) if missing.dim() > 1 else missing[:, None]
-        some = rows.any(1)
-        first = int(some.to(torch.uint8).argmax())
-        if first > 0 and bool(rows[first:].all()):
-            return True
-    return False

@@ -1,157 +1,122 @@
-"""How a live model lies in memory beside its skeleton, which of its modules the engine rebuilds after loading, and how a
-second set takes the place of the first."""
+"""The storages of a live model under an update: copied (*plain*), made anew by the engine (*rebuilt*), or kept."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Mapping
 
 import torch
-from torch import nn
 
 from inference_plugin.install.contract import EngineModel
-from inference_plugin.install.plan import PlacementPlan, storage_views
-from inference_plugin.install.proof import with_data
-from inference_plugin.wire.errors import CommitFailed, first_few
+from inference_plugin.install.graph import words
+from inference_plugin.install.live_storages import LiveStorages
+from inference_plugin.install.plan import Placement, PlacementPlan
+from inference_plugin.install.post_processing import PostProcessing
+from inference_plugin.install.rebuilt import RebuiltModule, rebuild
+from inference_plugin.install.references import LiveReferences
+from inference_plugin.install.standby import Move, StandbyWeights
+from inference_plugin.install.storages import equal_bytes, held_tensors, named_tensors
+from inference_plugin.install.trials import makes_default, run_trials
 from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["Aside", "LiveLayout", "Move", "Second"]
-
-
-@dataclass
-class Aside:
-    """A rebuilt module's new parts: what differs from the live module's, attributes and tensors by name."""
-
-    module: str
-    attributes: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
-
-
-class Move(NamedTuple):
-    """One live tensor and the data it is to hold: `holder[name] is tensor`, and `key` names its storage."""
-
-    key: str
-    holder: dict[str, Any]
-    name: str
-    tensor: torch.Tensor
-    data: torch.Tensor
-
-
-@dataclass
-class Second:
-    """A complete second set, ready to be swapped in: data of plain parameters, parts of rebuilt modules."""
-
-    moves: list[Move]
-    asides: list[Aside]
-
-    @property
-    def storages(self) -> dict[str, torch.Tensor]:
-        """The plain storages of the set, flat, by their keys."""
-        found: dict[str, torch.Tensor] = {}
-        for move in self.moves:
-            if move.key not in found:
-                found[move.key] = _flat(move.data)
-        return found
-
-    def check_current(self) -> None:
-        """Raises `CommitFailed` where the engine replaced a parameter since the set was made."""
-        if gone := [move.key for move in self.moves if move.holder.get(move.name) is not move.tensor]:
-            raise CommitFailed(
-                f"the engine replaced parameters while the update was prepared: {first_few(gone)}",
-                hint="the next update prepares anew",
-                phase="commit",
-            )
+__all__ = ["LiveLayout"]
 
 
 class LiveLayout:
-    """How the live model's storages correspond to the skeleton's, which modules are rebuilt, and the swap."""
+    """A live model under a placement plan.
 
-    def __init__(self, model: EngineModel, plan: PlacementPlan) -> None:
+    `ties`: what `live_ties` found. `loaded`: the storages that the engine's own loader writes, where it is to do so. Raises
+    `EngineUnsupported` where post-processing can't be repeated.
+    """
+
+    def __init__(
+        self, model: EngineModel, plan: PlacementPlan, ties: Mapping[str, str], loaded: Collection[str] = ()
+    ) -> None:
         self._model = model
         self._plan = plan
-        self._finishers = dict(model.finishers())
-        self._skeleton_modules = dict(model.skeleton.named_modules())
-        self._live_modules = dict(model.live.named_modules())
-        self._shapes = storage_views(model.skeleton)
-        self._key_of = _keys_by_name(model.skeleton)
-        self.rebuilt: dict[str, frozenset[str]] = {}
-        trial: dict[Any, frozenset[str] | None] = {}
-        for name in self._finishers:
-            kind = self._kind(name)
-            if kind not in trial:
-                trial[kind] = self._try_finishing(name)
-            if (replaced := trial[kind]) is not None:
-                self.rebuilt[name] = replaced
-        own_form = {self._key_of[f"{m}.{p}"] for m, ps in self.rebuilt.items() for p in ps}
-        live = self._live_by_key()
-        self._plain = {key for key in self._shapes if key not in own_form and key in live}
-        self.written = frozenset(p.dest.tensor for p in plan.placements) | frozenset(plan.refused)
-        self._own = frozenset(self._shapes) if plan.refusal is not None else self.written
-        # A group that is a part of the model leaves alone what it doesn't write.
+        self._storages = LiveStorages(model, ties)
+        self._key_of = self._storages.key_of
+        self._post = PostProcessing(self._storages, plan.extents)
+        self._trials = run_trials(self._post)
+        rebuilt = {name: trial.replaced for name, trial in self._trials.items() if trial.rebuilds}
+        own_form = {self._key_of[f"{module}.{name}"] for module, names in rebuilt.items() for name in names}
+        live = self._storages.unchanged()
+        self._plain = {key for key in self._storages.shapes if key not in own_form and key in live}
+        placed = {placement.dest.tensor for placement in plan.placements}
+        self.written = frozenset(placed | {ties.get(key, key) for key in (*plan.refused, *loaded)})
+        """The storages that updates write, by key."""
+        # A group that is a part of the model leaves the modules alone of which it writes nothing.
         self.rebuilt = {
             name: parts
-            for name, parts in self.rebuilt.items()
-            if not (keys := self._keys_of(name)) or not keys.isdisjoint(self._own)
+            for name, parts in rebuilt.items()
+            if not (keys := self._keys_of(name)) or not keys.isdisjoint(self.written)
         }
-        self.unaccounted = sorted(
-            key for key in {p.dest.tensor for p in plan.placements} if key not in self._plain and key not in own_form
-        )
-        self._placements: dict[str, list[Any]] = {"plain": [], **{name: [] for name in self.rebuilt}}
-        owner = {key: name for name in self.rebuilt for key in self.aside_keys(name)}
+        """Rebuilt modules by name: the parameters that the engine makes something else of."""
+        self.unaccounted = sorted(placed - self._plain - own_form)
+        """Storages that the engine holds in a form of its own, and no post-processing accounts for it."""
+        self._placements: dict[str, list[Placement]] = {name: [] for name in self.rebuilt}
+        self.plain_placements: list[Placement] = []
+        owner = {key: name for name in self.rebuilt for key in self.rebuilt_keys(name)}
         for placement in plan.placements:
             key = placement.dest.tensor
-            if key in self._plain or key in owner:
-                self._placements["plain" if key in self._plain else owner[key]].append(placement)
+            if key in self._plain:
+                self.plain_placements.append(placement)
+            elif key in owner:
+                self._placements[owner[key]].append(placement)
+        self._references = LiveReferences(self._post, self._trials, self.written)
+        self._uncovered = {self._key_of[name] for name in plan.uncovered}
+        """Storages of which the plan leaves elements unwritten."""
+        self._gaps = self._find_gaps()
+
+    # --- what there is -----------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
         """Bytes of this worker's shard as the checkpoint has it."""
-        return sum(view.nbytes for view in self._shapes.values())
+        return sum(shape.nbytes for shape in self._storages.shapes.values())
 
     @property
     def rebuilt_nbytes(self) -> int:
-        return sum(self._shapes[key].nbytes for name in self.rebuilt for key in self.aside_keys(name))
+        return sum(self._storages.shapes[key].nbytes for name in self.rebuilt for key in self.rebuilt_keys(name))
 
-    def plan_of(self, part: str) -> list[Any]:
-        """Placements into plain parameters ("plain") or into one rebuilt module's."""
-        return self._placements[part]
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Names of what the engine makes anew of the parameters that an update writes."""
+        return tuple(
+            sorted(
+                words(name, path)
+                for name in self.rebuilt
+                for path in (*self._trials[name].moved, *((b,) for b in self._trials[name].buffers))
+            )
+        )
 
-    def aside_keys(self, module: str) -> list[str]:
-        """Storages that exist only aside, for building `module`."""
-        return sorted({self._key_of[f"{module}.{p}"] for p in self.rebuilt[module]} - self._plain)
+    @property
+    def untouched(self) -> tuple[str, ...]:
+        """Parameters and buffers of the live model that an update neither writes nor derives."""
+        derived = set(self.derived)
+        return tuple(
+            sorted(
+                name
+                for name, tensor, _ in named_tensors(self._model.live)
+                if tensor.numel() and self._key_of.get(name) not in self.written and name not in derived
+            )
+        )
 
-    def new_storage(self, key: str) -> torch.Tensor:
-        shape = self._shapes[key]
-        return torch.zeros(shape.shape, dtype=shape.dtype, device=self._device(key))
+    @property
+    def unexplained(self) -> list[str]:
+        """Tensors on live modules that an update might leave behind."""
+        return self._references.unexplained
 
-    def live_storages(self) -> dict[str, torch.Tensor]:
-        """Each plain storage of the live model as a flat tensor, by its key."""
-        live = self._live_by_key()
-        return {key: live[key] for key in self._plain}
-
-    def own_storages(self) -> dict[str, torch.Tensor]:
-        """Those of the live storages that the group writes."""
-        return {key: flat for key, flat in self.live_storages().items() if key in self._own}
+    def is_default(self, parameter: str) -> bool:
+        """Whether a parameter that no checkpoint tensor fills is one that the engine's own checkpoint did not fill either."""
+        module, _, name = parameter.rpartition(".")
+        return makes_default(self._post, module, name)
 
     def halved(self) -> list[str]:
         """Modules that the engine rebuilds as one, of whose parameters the group has a part only."""
-        found = []
-        for name in self.rebuilt:
-            missing = self._plan.uncovered.keys() & self.aside_keys(name)
-            if self._model.pads(self._live_modules[name]):  # else what is left at the end is another group's
-                missing -= set(self._plan.padding)
-            if missing:
-                found.append(name)
-        return found
+        return [name for name in self.rebuilt if self._uncovered & set(self.rebuilt_keys(name))]
 
     def filled_over(self) -> list[str]:
-        """Where the loader fills in constants that the live model doesn't hold: what was sent is too small.
+        """Storages that the loader would fill with constants that the live model doesn't hold: the tensor sent is too small.
 
         Modules that the engine pads are left out: started with random weights, it has them in the padding as well.
         """
@@ -159,81 +124,104 @@ class LiveLayout:
         wrong = []
         for fill in self._plan.fills:
             key = fill.dest.tensor
-            if key in live and not self._model.pads(self._live_modules[key.rpartition(".")[0]]):
+            if key in live and not self._model.pads(self._post.live_modules[key.rpartition(".")[0]]):
                 held = fill.dest.of(live[key])
                 if not bool((held == fill.value).all()):
                     wrong.append(f"{key} ({held.numel()} elements)")
         return wrong
 
-    def finish_aside(self, module: str, storages: Mapping[str, torch.Tensor]) -> Aside:
-        """Runs the engine's post-processing on a stand-in for `module` that holds `storages`; what came of it."""
-        stand_in = self._stand_in(module, storages)
-        before = dict(stand_in.__dict__)
-        given = dict(stand_in._buffers)
-        with self._model.computing():
-            self._finishers[module](stand_in)
-        live = self._live_modules[module]
-        aside = Aside(module)
-        for name, value in stand_in.__dict__.items():
-            if name not in ("_parameters", "_buffers", "_modules") and before.get(name, _ABSENT) is not value:
-                aside.attributes[name] = value
-        made: dict[str, torch.Tensor | None] = {**stand_in._parameters, **stand_in._buffers}
-        for name, made_tensor in made.items():
-            if made_tensor is None or (name in given and made_tensor is given[name]):
-                continue
-            if self._key_of.get(f"{module}.{name}") not in self._plain and name in {
-                **live._parameters,
-                **live._buffers,
-            }:
-                aside.tensors[name] = made_tensor.detach()
-        return aside
+    def unwritten_buffers(self) -> dict[str, bool]:
+        """Buffers that a checkpoint may hold and an update neither writes nor derives, and whether the live model holds the
+        constructor's value there."""
+        found: dict[str, bool] = {}
+        for name, module in self._post.live_modules.items():
+            trial = self._trials.get(name)
+            for own_name, held in module._buffers.items():
+                full = f"{name}.{own_name}" if name else own_name
+                constant = self._model.constants.get(full)
+                if held is None or not held.numel() or own_name in module._non_persistent_buffers_set:
+                    continue
+                derived = trial is not None and (own_name in trial.buffers or (own_name,) in trial.settled)
+                if constant is not None and not derived and self._key_of.get(full) not in self.written:
+                    found[full] = equal_bytes(held, constant)
+        return found
 
-    def apply(self, aside: Aside, *, in_place: bool) -> Aside:
-        """Moves a rebuilt module's parts into the live module; returns those it had."""
-        live = self._live_modules[aside.module]
-        old = Aside(aside.module)
-        for name, value in aside.attributes.items():
-            old.attributes[name] = live.__dict__.get(name)
-            live.__dict__[name] = value
-        for name, tensor in aside.tensors.items():
-            holder = live._parameters if name in live._parameters else live._buffers
-            held = holder[name]
-            assert held is not None
-            if in_place and held.shape == tensor.shape:
-                old.tensors[name] = held.detach().clone()
-                held.data.copy_(tensor)
-            else:
-                old.tensors[name] = held.data
-                held.data = tensor
-        return old
+    # --- plain storages ----------------------------------------------------------------------------------------------
+
+    def live_storages(self) -> dict[str, torch.Tensor]:
+        """Each plain storage of the live model as a flat tensor, by key."""
+        live = self._storages.unchanged()
+        return {key: live[key] for key in self._plain}
+
+    def own_storages(self) -> dict[str, torch.Tensor]:
+        """The live storages that the group writes."""
+        return {key: storage for key, storage in self.live_storages().items() if key in self.written}
+
+    def keep_gaps(self, second: StandbyWeights) -> None:
+        """Engine's thread: elements that the group leaves in a storage that it writes keep the live values."""
+        if not self._gaps:
+            return
+        live, storages = self.live_storages(), second.storages
+        for key, gaps in self._gaps.items():
+            if key in storages:
+                for start, stop in gaps:
+                    storages[key][start:stop].copy_(live[key][start:stop])
 
     def moves(self, storages: Mapping[str, torch.Tensor]) -> list[Move]:
-        """What puts `storages`, by key, in the place of the live ones; made in the background, so that the swap is
+        """The moves that put `storages`, by key, in the place of the live ones. Made in the background, so that the swap is
         short whatever the size of the model."""
         moves: list[Move] = []
         seen: set[int] = set()
-        for name, holder, own_name, tensor in _held_tensors(self._model.live):
-            other = storages.get(self._key_of.get(name, ""))
+        held = [(self._key_of.get(n, ""), holder, own, t) for n, holder, own, t in held_tensors(self._model.live)]
+        for key, holder, name, tensor in (*held, *self._references.views):
+            other = storages.get(key)
             if other is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                data = other.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-                moves.append(Move(self._key_of[name], holder, own_name, tensor, data))
+                whole = other if other.dtype == tensor.dtype else other.view(tensor.dtype)
+                data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                moves.append(Move(key, holder, name, tensor, data))
         return moves
 
-    def swap(self, second: Second, *, in_place: bool) -> Second:
-        """Puts a second set in the place of the live one; returns what was there. No bytes move unless `in_place`."""
-        replaced = Second([], [])
-        for move in second.moves:
-            tensor = move.tensor
-            held = tensor.data
-            replaced.moves.append(move._replace(data=held.clone() if in_place else held))
-            if in_place:
-                held.copy_(move.data)
-            else:
-                tensor.data = move.data
-        for aside in second.asides:
-            replaced.asides.append(self.apply(aside, in_place=in_place))
+    def swap(self, second: StandbyWeights) -> StandbyWeights:
+        """Engine's thread: puts a second set in the place of the live one; returns what was there."""
+        replaced = second.swap(self._post.live_modules, in_place=self._model.fixed_addresses)
+        self._references.reset()
         return replaced
+
+    # --- rebuilt modules ---------------------------------------------------------------------------------------------
+
+    def rebuilt_placements(self, module: str) -> list[Placement]:
+        """Placements into the storages that exist only for rebuilding `module`."""
+        return self._placements[module]
+
+    def rebuilt_keys(self, module: str) -> list[str]:
+        """The storages that exist only for rebuilding `module`."""
+        return sorted({self._key_of[f"{module}.{name}"] for name in self.rebuilt[module]} - self._plain)
+
+    def new_storage(self, key: str) -> torch.Tensor:
+        """Memory for a storage. Where the plan leaves bytes of it unwritten it begins as it does in the engine: with the
+        constructor's value where that is known, else with 0xFF, so that it shows."""
+        shape = self._storages.shapes[key]
+        storage = torch.empty(shape.shape, dtype=shape.dtype, device=self._storages.device_of(key))
+        if (constant := self._model.constants.get(key)) is not None and constant.numel() == storage.numel():
+            storage.copy_(constant.reshape(-1))
+        elif key not in self._plan.extents or key in self._uncovered:
+            bytes_view(storage).fill_(0xFF)
+        return storage
+
+    def rebuild(self, module: str, updated: Mapping[str, torch.Tensor]) -> RebuiltModule:
+        """The module's new parts, from the storages of an update by key; see `rebuilt.rebuild`."""
+        return rebuild(self._post, module, self._trials[module], updated, self._plain)
+
+    def move_in(self, rebuilt: RebuiltModule) -> None:
+        """Engine's thread: puts a rebuilt module's parts into the live module."""
+        rebuilt.move_into(self._post.live_modules[rebuilt.module], in_place=self._model.fixed_addresses)
+
+    def reset_references(self) -> None:
+        """Engine's thread, after the live storages were written; see `LiveReferences.reset`."""
+        self._references.reset()
+
+    # --- reading back ------------------------------------------------------------------------------------------------
 
     def read_rebuilt(self, module: str) -> dict[str, torch.Tensor] | str:
         """The plain parameters that a rebuilt live module computes with; a reason if they can't be read."""
@@ -242,132 +230,48 @@ class LiveLayout:
             key = self._key_of[f"{module}.{parameter}"]
             if key in self._plain:
                 continue
-            meta = self._skeleton_modules[module]._parameters[parameter]
-            assert meta is not None
-            with self._model.computing():
-                plain = self._model.read_rebuilt(self._live_modules[module], parameter, tuple(meta.shape), meta.dtype)
-            if plain is None:
+            if (read := self._read(module, parameter)) is None:
                 return f"the engine's form of {parameter} can't be read back"
-            found[key] = plain.reshape(-1)
+            found[key] = read
         return found
 
     def read_computed(self) -> dict[str, torch.Tensor]:
-        """Of rebuilt modules whose parameters stay plain beside the form that they compute with: what that form holds, by
-        the parameters' keys; without those that can't be read."""
+        """Plain parameters that rebuilt modules hold a second time, in the form that they compute with: the contents of that
+        form, by key, where it can be read."""
         found: dict[str, torch.Tensor] = {}
+        plain = self._plain & self.written
         for name in self.rebuilt:
-            for parameter, meta in self._skeleton_modules[name]._parameters.items():
-                if meta is None or (key := self._key_of[f"{name}.{parameter}"]) not in self._plain & self._own:
-                    continue
-                with self._model.computing():
-                    plain = self._model.read_rebuilt(self._live_modules[name], parameter, tuple(meta.shape), meta.dtype)
-                if plain is not None:
-                    found[key] = plain.reshape(-1)
+            for parameter, held in self._post.skeleton_modules[name]._parameters.items():
+                key = self._key_of[f"{name}.{parameter}"] if held is not None else ""
+                if key in plain and (read := self._read(name, parameter)) is not None:
+                    found[key] = read
         return found
 
-    def _kind(self, module: str) -> Any:
-        stand_in = self._skeleton_modules[module]
-        return (
-            type(stand_in),
-            type(getattr(stand_in, "quant_method", None)),
-            tuple((n, tuple(p.shape), p.dtype) for n, p in stand_in._parameters.items() if p is not None),
-            tuple(
-                sorted(n for n, p in self._live_modules[module]._parameters.items() if p is not None and p.numel() == 0)
-            ),
-        )
+    def _read(self, module: str, parameter: str) -> torch.Tensor | None:
+        meta = self._post.skeleton_modules[module]._parameters[parameter]
+        assert meta is not None
+        with self._model.computing():
+            live = self._post.live_modules[module]
+            plain = self._model.read_rebuilt(live, parameter, tuple(meta.shape), meta.dtype)
+        return None if plain is None else plain.reshape(-1)
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _find_gaps(self) -> dict[str, list[tuple[int, int]]]:
+        """The ranges of elements that an update leaves in the storages that it writes in part."""
+        gaps: dict[str, list[tuple[int, int]]] = {}
+        for key in self._uncovered & self.written & self._plain & self._plan.extents.keys():
+            left = torch.ones(self._storages.shapes[key].numel(), dtype=torch.bool)
+            for region in (*(p.dest for p in self._plan.placements), *(f.dest for f in self._plan.fills)):
+                if region.tensor == key:
+                    region.of(left).fill_(False)
+            edge = torch.zeros(1, dtype=torch.int8)
+            edges = torch.diff(left.to(torch.int8), prepend=edge, append=edge)
+            starts, stops = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
+            gaps[key] = list(zip(starts, stops, strict=True))
+        return gaps
 
     def _keys_of(self, module: str) -> set[str]:
         """The storages that a module's own parameters lie in."""
-        parameters = self._skeleton_modules[module]._parameters
+        parameters = self._post.skeleton_modules[module]._parameters
         return {self._key_of[f"{module}.{name}"] for name, tensor in parameters.items() if tensor is not None}
-
-    def _try_finishing(self, module: str) -> frozenset[str] | None:
-        """The parameters that post-processing makes something else of; None if it changes nothing at all."""
-        storages = {key: self.new_storage(key) for key in self._keys_of(module)}
-        for flat in storages.values():
-            bytes_view(flat).random_(0, 64)
-        stand_in = self._stand_in(module, storages)
-        given = dict(stand_in._parameters)
-        before = {name: p.detach().clone() for name, p in given.items() if p is not None}
-        attributes = dict(stand_in.__dict__)
-        with self._model.computing():
-            self._finishers[module](stand_in)
-        live = self._live_modules[module]
-        replaced = {
-            name
-            for name, old in before.items()
-            if (now := stand_in._parameters.get(name)) is None
-            or now is not given[name]
-            or now.shape != old.shape
-            or now.dtype != old.dtype
-            or not torch.equal(bytes_view(now.detach().contiguous()), bytes_view(old.contiguous()))
-        }
-        changed = any(
-            attributes.get(name, _ABSENT) is not value and live.__dict__.get(name, _ABSENT) is not value
-            for name, value in stand_in.__dict__.items()
-            if name not in ("_parameters", "_buffers", "_modules")
-        )
-        return frozenset(replaced) if replaced or changed else None
-
-    def _stand_in(self, module: str, storages: Mapping[str, torch.Tensor]) -> nn.Module:
-        """A copy of the skeleton's module whose parameters are views of `storages`."""
-        original = self._skeleton_modules[module]
-        stand_in: nn.Module = copy.copy(original)
-        stand_in.__dict__ = dict(original.__dict__)
-        stand_in._parameters = {}
-        stand_in._buffers = dict(original._buffers)
-        for name, meta in original._parameters.items():
-            if meta is None:
-                stand_in._parameters[name] = None
-                continue
-            flat = storages[self._key_of[f"{module}.{name}"]]
-            data = flat.as_strided(meta.shape, meta.stride(), meta.storage_offset())
-            stand_in._parameters[name] = cast(nn.Parameter, with_data(meta, data))
-        return stand_in
-
-    def _live_by_key(self) -> dict[str, torch.Tensor]:
-        """Live storages that have the skeleton's size and dtype, as flat tensors."""
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in _named_tensors(self._model.live):
-            key = self._key_of.get(name)
-            if key is None or key in found:
-                continue
-            flat = _flat(tensor)
-            if flat.dtype == self._shapes[key].dtype and flat.numel() == self._shapes[key].numel() and flat.numel():
-                found[key] = flat
-        return found
-
-    def _device(self, key: str) -> torch.device:
-        for name, tensor in _named_tensors(self._model.live):
-            if self._key_of.get(name) == key:
-                return tensor.device
-        return torch.device("cpu")
-
-
-_ABSENT = object()
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _held_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """Every parameter and buffer: its full name, the dict that holds it, its name there, itself."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for holder in (module._parameters, module._buffers):
-            for name, tensor in holder.items():
-                if tensor is not None:
-                    yield f"{prefix}.{name}" if prefix else name, holder, name, tensor
-
-
-def _keys_by_name(model: nn.Module) -> dict[str, str]:
-    """The key (first name) of the storage that each parameter or buffer lies in."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(tensor.untyped_storage()._cdata, name) for name, tensor in _named_tensors(model)}
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, as a flat tensor of its dtype."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((count,), (1,), 0)

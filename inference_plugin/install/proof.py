@@ -1,10 +1,9 @@
-"""The proof of a placement plan: the engine's own load of random bytes, against a replay of the plan, bit for
-bit.
+"""The proof of a placement plan: the engine's own load of random bytes against a replay of the plan, bit for bit.
 
-Nobody trusts a plan because it was recorded. `prove_plan` runs the real ``load_weights`` on the skeleton,
-part by part so that memory stays bounded, and replays the plan into a second set of tensors that started with
-the same scrambled bytes. They must then be equal over the whole of every storage: a region that only one of
-the two wrote differs. The loader must not have written anywhere else, nor to the checkpoint tensors.
+`prove_plan` runs the real `load_weights` on the skeleton, batch by batch so that memory stays bounded, and replays the
+plan into a second set of tensors that started with the same scrambled bytes. Both must then be equal over the whole of
+every storage: a region that only one of them wrote differs. The loader must not have written anywhere else, nor to the
+checkpoint tensors.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,28 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference_plugin.install.plan import (
-    LoadWeights,
-    PlacementPlan,
-    TensorInfo,
-    named_tensors,
-    storage_id,
-    storage_views,
-    written_tensors,
-)
-from inference_plugin.install.regions import Fill, Placement
+from inference_plugin.install.plan import Fill, LoadWeights, Placement, PlacementPlan, TensorInfo
 from inference_plugin.install.replay import Replay
+from inference_plugin.install.storages import storage_id, storage_views, written_tensors
+from inference_plugin.install.trial_load import materialised
 
-__all__ = ["ProofResult", "prove_plan", "with_data"]
+__all__ = ["ProofResult", "prove_plan"]
 
 _Write = TypeVar("_Write", Placement, Fill)
 
 
 @dataclass(frozen=True)
 class ProofResult:
-    """``failed``: destinations that the plan gets wrong; the caller moves them to the engine's own loader
-    (`PlacementPlan.without`) or drops the plan. ``nbytes``: checkpoint bytes that were loaded for the
-    proof."""
+    """`failed`: destinations that the plan gets wrong. `nbytes`: checkpoint bytes that were loaded for the proof."""
 
     ok: bool
     reason: str
@@ -60,19 +49,19 @@ def prove_plan(
     device: str | torch.device = "cpu",
     budget_bytes: int = 512 << 20,
 ) -> ProofResult:
-    """Prove ``plan``, as traced from ``skeleton``, ``load_weights`` and ``tensors``, on ``device``.
+    """Proves `plan`, as traced from `skeleton`, `load_weights` and `tensors`, on `device`.
 
-    About ``budget_bytes`` are used at a time; more where one set of tensors that belong together (the experts
-    of a layer) is larger, or where the loader can't take a part of the names. The skeleton is as before
-    afterwards, apart from what its loader notes in plain attributes. A bad plan never raises.
+    Uses about `budget_bytes` at a time; more where one set of tensors that belong together (the experts of a layer) is
+    larger, or where the loader insists on every name. Leaves the skeleton as it was, apart from what its loader keeps in
+    plain attributes. A bad plan never raises.
     """
     began = time.perf_counter()
     if plan.refusal is not None:
         return ProofResult(False, f"the plan is refused: {plan.refusal}", 0.0, 0, ())
-    trial = _Trial(plan, skeleton, load_weights, tensors, torch.device(device))
+    proof = _Proof(plan, skeleton, load_weights, tensors, torch.device(device))
     try:
-        parts = _parts(plan, tensors, trial.storage_bytes(), budget_bytes)
-        findings = trial.run_parts(parts)
+        batches = _batches(plan, tensors, proof.storage_bytes(), budget_bytes)
+        findings = proof.run_batches(batches)
     except Exception as error:  # noqa: BLE001 - a plan that doesn't fit the skeleton at all
         findings = dict.fromkeys(plan.extents, f"{type(error).__name__}: {error}")
         findings = findings or {"": f"{type(error).__name__}: {error}"}
@@ -80,37 +69,22 @@ def prove_plan(
     if len(findings) > 3:
         reason += f"; and {len(findings) - 3} more"
     failed = tuple(sorted(name for name in findings if name))
-    return ProofResult(not findings, reason, time.perf_counter() - began, trial.loaded_bytes, failed)
-
-
-def with_data(tensor: Tensor, data: Tensor) -> Tensor:
-    """A tensor over ``data`` of the class, and with the attributes, of ``tensor`` (a parameter class of an
-    engine, say).
-
-    ``tensor.data = data`` would keep the object, but torch refuses it when the one is on meta and the other
-    is not.
-    """
-    if type(tensor) is Tensor:
-        return data
-    twin: Tensor = Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
-    vars(twin).update(vars(tensor))
-    return twin
+    return ProofResult(not findings, reason, time.perf_counter() - began, proof.loaded_bytes, failed)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Checkpoint names that are loaded together, and every destination that they reach."""
+class _Batch:
+    """Checkpoint tensors that are loaded together, and every destination that they reach."""
 
     sources: tuple[str, ...]
     planned: tuple[str, ...]
     refused: tuple[str, ...] = ()
 
 
-def _parts(
+def _batches(
     plan: PlacementPlan, tensors: Sequence[TensorInfo], storage_bytes: Mapping[str, int], budget_bytes: int
-) -> list[_Part]:
-    """Connected sets of sources and destinations, packed into parts that fit the budget, in checkpoint
-    order."""
+) -> list[_Batch]:
+    """Connected sets of sources and destinations, packed into batches that fit the budget, in checkpoint order."""
     groups = _Groups()
     for placement in plan.placements:
         groups.join(("source", placement.source.tensor), ("planned", placement.dest.tensor))
@@ -138,14 +112,14 @@ def _parts(
             room = budget_bytes
         packed[-1] += component
         room -= nbytes
-    return [_part(members, order) for members in packed]
+    return [_batch(members, order) for members in packed]
 
 
-def _part(members: Iterable[tuple[str, str]], order: Mapping[str, int]) -> _Part:
+def _batch(members: Iterable[tuple[str, str]], order: Mapping[str, int]) -> _Batch:
     names: dict[str, list[str]] = defaultdict(list)
     for kind, name in members:
         names[kind].append(name)
-    return _Part(
+    return _Batch(
         tuple(sorted(names["source"], key=order.__getitem__)),
         tuple(names["planned"]),
         tuple(names["refused"]),
@@ -178,8 +152,8 @@ class _LoaderRaised(Exception):
     pass
 
 
-class _Trial:
-    """Runs parts of a proof; findings are destination -> what is wrong with it."""
+class _Proof:
+    """Loads and replays batches. Findings map a destination to what is wrong with it."""
 
     def __init__(
         self,
@@ -200,39 +174,39 @@ class _Trial:
     def storage_bytes(self) -> dict[str, int]:
         return {name: flat.nbytes for name, flat in self._originals.items()}
 
-    def run_parts(self, parts: Sequence[_Part]) -> dict[str, str]:
+    def run_batches(self, batches: Sequence[_Batch]) -> dict[str, str]:
         findings: dict[str, str] = {}
         try:
-            for part in parts:
-                findings |= self._run(part)
+            for batch in batches:
+                findings |= self._run_batch(batch)
         except _LoaderRaised as error:
             # Some loaders insist on every name: once more with all of them.
-            everything = _Part(tuple(self._infos), tuple(self._plan.extents), tuple(self._plan.refused))
+            everything = _Batch(tuple(self._infos), tuple(self._plan.extents), tuple(self._plan.refused))
             try:
-                return self._run(everything)
+                return self._run_batch(everything)
             except _LoaderRaised as again:
                 return dict.fromkeys(self._plan.extents, str(again)) or {"": str(error)}
         return findings
 
-    def _run(self, part: _Part) -> dict[str, str]:
-        sources = {name: self._noise.tensor(name, *self._infos[name]) for name in part.sources}
+    def _run_batch(self, batch: _Batch) -> dict[str, str]:
+        sources = {name: self._noise.tensor(name, *self._infos[name]) for name in batch.sources}
         self.loaded_bytes += sum(tensor.nbytes for tensor in sources.values())
-        with _materialised(self._skeleton, {*part.planned, *part.refused}, self._device) as held:
+        with materialised(self._skeleton, {*batch.planned, *batch.refused}, self._device) as held:
             for name, flat in held.flats.items():
                 self._noise.fill(flat, _scramble(name))
             strays = self._load(sources)
             findings = dict.fromkeys(strays, "written, though by the plan these tensors don't reach it")
-            for name in held.rebound(self._skeleton) & set(part.planned):
+            for name in held.rebound(self._skeleton) & set(batch.planned):
                 findings[name] = "the loader replaces it instead of writing to it"
-            findings |= self._mutated(part, sources)
-            for dest in part.planned:
+            findings |= self._mutated(batch, sources)
+            for dest in batch.planned:
                 wrong = "" if dest in findings else self._compare(dest, held.flats.get(dest), sources)
                 if wrong:
                     findings[dest] = wrong
         return findings
 
     def _load(self, sources: Mapping[str, Tensor]) -> set[str]:
-        """The real load; returns the destinations that it wrote and that have no memory in this part."""
+        """The real load; returns the destinations that it wrote and that have no memory in this batch."""
         watch = _Watch({storage_id(flat): name for name, flat in self._originals.items()})
         try:
             with torch.no_grad(), watch:
@@ -241,11 +215,11 @@ class _Trial:
             raise _LoaderRaised(f"the real load raised {type(error).__name__}: {error}") from error
         return watch.strays - self._plan.refused.keys()
 
-    def _mutated(self, part: _Part, sources: Mapping[str, Tensor]) -> dict[str, str]:
+    def _mutated(self, batch: _Batch, sources: Mapping[str, Tensor]) -> dict[str, str]:
         findings = {}
         for name, tensor in sources.items():
             if not _same_bytes(tensor, self._noise.tensor(name, *self._infos[name])):
-                for dest in part.planned:
+                for dest in batch.planned:
                     if any(p.source.tensor == name for p in self._placements[dest]):
                         findings[dest] = f"the loader changes the checkpoint tensor {name}"
         return findings
@@ -263,7 +237,7 @@ class _Trial:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
-    """Notes which of some storages are written: on meta, that is silent; in real memory, it is not done."""
+    """Notes which of `storages` are written. A write to one in real memory is not done: it may be the live model's."""
 
     def __init__(self, storages: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -281,63 +255,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Real memory of some destinations: canonical name -> flat tensor, and every name -> canonical name."""
-
-    flats: Mapping[str, Tensor]
-    canonical: Mapping[str, str]
-
-    def rebound(self, skeleton: nn.Module) -> set[str]:
-        """Destinations that a name no longer leads to."""
-        now = {name: storage_id(tensor) for name, tensor, _ in named_tensors(skeleton)}
-        return {
-            owner
-            for name, owner in self.canonical.items()
-            if owner in self.flats and now.get(name) != storage_id(self.flats[owner])
-        }
-
-
-@contextmanager
-def _materialised(skeleton: nn.Module, names: set[str], device: torch.device) -> Iterator[_Held]:
-    """Put twins with real memory in the place of these destinations, under all their names, for a while.
-
-    Twins, because ``param.data = real`` is refused by torch when the parameter is on meta.
-    """
-    owners: dict[int, str] = {}
-    canonical: dict[str, str] = {}
-    flats: dict[str, Tensor] = {}
-    twins: dict[int, Tensor] = {}
-    for name, tensor, _ in named_tensors(skeleton):
-        owner = canonical[name] = owners.setdefault(storage_id(tensor), name)
-        if owner not in names or id(tensor) in twins:
-            continue
-        if owner not in flats:
-            numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-            flats[owner] = torch.empty(numel, dtype=tensor.dtype, device=device)
-        twins[id(tensor)] = with_data(tensor, _like(tensor, flats[owner]))
-    tables: list[dict[str, Any]] = [
-        table for module in skeleton.modules() for table in (module._parameters, module._buffers)
-    ]
-    before = [dict(table) for table in tables]
-    for table in tables:
-        table.update({key: twins[id(tensor)] for key, tensor in table.items() if id(tensor) in twins})
-    try:
-        yield _Held(flats, canonical)
-    finally:
-        for table, entries in zip(tables, before, strict=True):
-            table.clear()
-            table.update(entries)
-
-
-def _like(tensor: Tensor, flat: Tensor) -> Tensor:
-    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
 class _Noise:
-    """Random bytes that can be made again: a pool of prime length, tiled from an offset that the label gives.
+    """Reproducible random bytes: a pool of prime length, tiled from an offset that the label gives.
 
-    All bit patterns occur, NaN too; copies don't mind. Of booleans only the last bit is random.
+    All bit patterns occur, NaN too, which copies keep. Of booleans only the last bit is random.
     """
 
     def __init__(self, device: torch.device) -> None:

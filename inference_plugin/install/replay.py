@@ -1,4 +1,4 @@
-"""A plan as copies, prebound; and its inverse, which reads what live parameters hold."""
+"""Replays a plan as prebound copies; and the inverse, which reads what live parameters hold."""
 
 from __future__ import annotations
 
@@ -9,35 +9,22 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from inference_plugin.install.regions import Box, Fill, Placement, bounding_box, boxes_of, in_box
+from inference_plugin.install.plan import Fill, Placement
+from inference_plugin.wire.geometry import Box, bounding_box, c_strides, in_box
 
-__all__ = [
-    "Replay",
-    "read_back",
-    "rebase",
-]
+__all__ = ["Replay", "read_back"]
 
 
-def rebase(placements: Iterable[Placement], boxes: Mapping[str, Box]) -> tuple[Placement, ...]:
-    """The same placements for sources of which only ``boxes`` are there, each C-contiguous by itself.
-
-    ``boxes`` is `PlacementPlan.needs` or larger boxes; `ValueError` where a box doesn't hold what a placement
-    reads.
-    """
-    moved = []
-    for placement in placements:
-        box = boxes[placement.source.tensor]
-        source = in_box(placement.source, placement.shape, box)
-        moved.append(replace(placement, source=source, shape=box[1]))
-    return tuple(moved)
+PORTION_BYTES = 8 << 20
+"""Most that a verification reads back between two steps of the engine."""
 
 
 class Replay:
-    """The placements as prebound views, so that an installation is nothing but copies.
+    """Placements as prebound views, so that an installation is nothing but copies.
 
-    ``sources``: checkpoint name -> C-contiguous tensor; ``destinations``: `storage_views` of the live model.
-    Sources and destinations may be on two devices, each side on one. Bind again when a storage has moved on
-    either side. `ValueError` if a name is missing, or a dtype, device, layout or extent doesn't fit.
+    `sources`: C-contiguous tensors by checkpoint name; `destinations`: flat storages by key. All sources are on one
+    device, all destinations on one. Bind anew once a storage has moved on either side. Raises ValueError if a name is
+    missing, or a dtype, device, layout or extent doesn't fit.
     """
 
     nbytes: int
@@ -58,65 +45,96 @@ class Replay:
                 (p, p.dest.of(destinations[p.dest.tensor]), p.source.of(sources[p.source.tensor])) for p in placements
             ]
         self.nbytes = sum(p.nbytes for p in placements) + sum(f.dest.numel * f.dtype.itemsize for f in fills)
-        self._pieces: dict[int, list[_Piece]] = {}
+        self._steps: dict[int, list[_Step]] = {}
 
-    def run(self, *, between: Callable[[int], None] | None = None, piece_bytes: int = 16 << 20) -> None:
-        """Write everything. ``between(bytes_done)`` is called between pieces of about ``piece_bytes`` bytes.
+    def run(self, *, between: Callable[[int], None] | None = None, step_bytes: int = 16 << 20) -> None:
+        """Writes everything. `between(bytes_done)` is called between steps of about `step_bytes` bytes.
 
         On a GPU the copies are queued on the current stream; the caller waits for it.
         """
-        if piece_bytes not in self._pieces:
-            self._pieces[piece_bytes] = self._cut(piece_bytes)
+        if step_bytes not in self._steps:
+            self._steps[step_bytes] = self._cut(step_bytes)
         with torch.inference_mode():  # only so may live parameters that are inference tensors be written
             done = 0
             for view, value in self._fills:
                 view.fill_(value)
                 done += view.nbytes
-            for index, piece in enumerate(self._pieces[piece_bytes]):
+            for index, step in enumerate(self._steps[step_bytes]):
                 if between is not None and index:
                     between(done)
-                torch._foreach_copy_(piece.targets, piece.sources)
-                done += piece.nbytes
+                torch._foreach_copy_(step.targets, step.sources)
+                done += step.nbytes
 
-    def _cut(self, piece_bytes: int) -> list[_Piece]:
-        """Group small copies, split large ones. Copies that may overlap never share a piece: a fused GPU
-        kernel gives no order within one."""
-        pieces = [_Piece()]
+    def _cut(self, step_bytes: int) -> list[_Step]:
+        """Groups small copies and splits large ones. Copies that may overlap never share a step: a fused GPU kernel gives
+        no order within one."""
+        steps = [_Step()]
         for placement, target, source in self._copies:
             name, start, end = placement.dest.tensor, placement.dest.offset, placement.dest.end
-            if start < pieces[-1].ends.get(name, 0):
-                pieces.append(_Piece())
-            pieces[-1].ends[name] = max(end, pieces[-1].ends.get(name, 0))
+            if start < steps[-1].ends.get(name, 0):
+                steps.append(_Step())
+            steps[-1].ends[name] = max(end, steps[-1].ends.get(name, 0))
             rows = target.shape[0] if target.dim() else 1
-            step = max(1, rows * piece_bytes // max(1, target.nbytes)) if target.dim() else 1
-            for row in range(0, rows, step):
-                if pieces[-1].nbytes >= piece_bytes:
-                    pieces.append(_Piece(ends={name: end}))
-                pieces[-1].add(_rows(target, row, step), _rows(source, row, step))
-        return [piece for piece in pieces if piece.targets]
+            count = max(1, rows * step_bytes // max(1, target.nbytes)) if target.dim() else 1
+            for row in range(0, rows, count):
+                if steps[-1].nbytes >= step_bytes:
+                    steps.append(_Step(ends={name: end}))
+                steps[-1].add(_rows(target, row, count), _rows(source, row, count))
+        return [step for step in steps if step.targets]
 
 
-def read_back(
-    placements: Iterable[Placement], destinations: Mapping[str, Tensor]
-) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
-    """The inverse of a replay, to verify live parameters: (source name, offsets, sizes, C-contiguous copy)
-    per box.
+def read_back(placements: Iterable[Placement], destinations: Mapping[str, Tensor]) -> Iterator[tuple[str, Box, Tensor]]:
+    """The inverse of a replay, to verify live parameters: (source name, box, C-contiguous copy) per box.
 
-    A placement that reads a box of its checkpoint tensor yields that box; any other is cut into boxes, so
-    every element that a placement wrote is yielded. Where destinations are ``doubled``, the boxes hold what
-    the last writer left.
+    A placement that reads a box of its checkpoint tensor yields that box; any other is cut into boxes, so that every
+    element that a placement wrote is yielded. None is larger than `PORTION_BYTES`, where it can be cut. Where
+    destinations are doubled, the boxes hold what the last writer left.
     """
     for placement in placements:
-        for part in boxes_of(placement):
+        for part in _portions(placement):
             box, _ = bounding_box(part.source, part.shape)
             held = part.dest.of(destinations[part.dest.tensor].detach())
-            out = torch.empty(box[1], dtype=held.dtype, device=held.device)
+            out = torch.empty(box.sizes, dtype=held.dtype, device=held.device)
             in_box(part.source, part.shape, box).of(out).copy_(held)
-            yield part.source.tensor, box[0], box[1], out
+            yield part.source.tensor, box, out
+
+
+def _portions(placement: Placement) -> Iterator[Placement]:
+    """`placement` in boxes of the checkpoint tensor, each short to read."""
+    for part in _boxes_of(placement):
+        if part.nbytes <= PORTION_BYTES:
+            yield part
+            continue
+        source = part.source
+        cut = source.strides.index(max(source.strides))
+        stride, size = source.strides[cut], source.sizes[cut]
+        # Whole slices of the outermost dimension that the run goes through, else it would be no box.
+        units = [unit // stride for unit in c_strides(part.shape) if unit % stride == 0 and unit < size * stride]
+        if not units:
+            yield part
+            continue
+        count = max(1, PORTION_BYTES * size // part.nbytes // max(units)) * max(units)
+        for start in range(0, size, count):
+            n = min(count, size - start)
+            narrowed = part.dest.narrow(cut, start, n)
+            yield from _portions(replace(part, source=source.narrow(cut, start, n), dest=narrowed))
+
+
+def _boxes_of(placement: Placement) -> Iterator[Placement]:
+    """`placement` in parts that each read a box of the checkpoint tensor."""
+    source, dest = placement.source, placement.dest
+    _, exact = bounding_box(source, placement.shape)
+    if exact:
+        yield placement
+        return
+    # Repeated elements first, then the outermost dimension: inner ones are the likeliest to be boxes.
+    cut = source.strides.index(0) if 0 in source.strides else source.strides.index(max(source.strides))
+    for i in range(source.sizes[cut]):
+        yield from _boxes_of(replace(placement, source=source.select(cut, i), dest=dest.select(cut, i)))
 
 
 @dataclass
-class _Piece:
+class _Step:
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
     nbytes: int = 0

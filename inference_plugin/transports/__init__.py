@@ -1,1 +1,4 @@
-"""How a bucket's bytes get across: one file per transport, and the registry."""
+"""How the bytes of an update get across: one file per transport (helpers beside it), and the registry.
+
+A third party adds a transport through `inference_plugin.plugins`, without a change here.
+"""

@@ -1,8 +1,8 @@
-"""Backends of `torch.distributed`: which one moves a device's memory, and groups of it that nobody else knows of.
+"""Backends of `torch.distributed`: which backend moves a device's memory, and private process groups of it.
 
-A group is made beside the trainer's and the engine's own: neither has it in its tables, and ending it ends nothing of theirs.
-What goes in and comes out of it is CPU memory, in which updates are packed, checked and staged; a backend that moves
-device memory gets a copy on this process's device.
+A group stands beside the trainer's and the engine's own groups: neither knows it, and ending it ends none of theirs.
+Callers give and get CPU memory, in which updates are packed, checked and staged; a backend that moves device memory gets
+a copy on this process's device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from inference_plugin.net.addresses import process_is_alive
+from inference_plugin.net.processes import start_ticks
 from inference_plugin.transports.topology import SENDER
-from inference_plugin.wire.addresses import process_is_alive
 from inference_plugin.wire.config import variable_of
 from inference_plugin.wire.errors import PeerLost, SyncTimeout, TransportUnavailable
 
@@ -38,17 +39,17 @@ __all__ = [
 ]
 
 VARIABLE = variable_of("collective_backend")
-POLL_S = 0.0005
 CHECK_S = 0.1
+"""Longest time until a waiting thread notices a deadline, a dead peer or `abort`."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """How a backend is made where it is installed.
+    """How to make a group of one backend.
 
-    `queues`: its calls put work on a device's queue, and connect in the first of them; nothing of that ends by a deadline of its
-    own. `watchdog` is the variable that keeps its watchdog from ending the whole process, as it does by default, when a peer
-    is lost: here the caller's deadline ends the group.
+    `queues`: its calls queue work on a device, and connect in the first call; neither ends by a deadline of its own.
+    `watchdog`: the variable that turns its watchdog off. By default that ends the whole process when a peer is lost; here
+    the caller's deadline ends the group.
     """
 
     name: str
@@ -100,7 +101,7 @@ BACKENDS = {
 
 
 def backend_named(name: str) -> Backend:
-    """Raises `TransportUnavailable`, listing those there are, if there is none of that name or it can't work here."""
+    """The backend of that name. Raises `TransportUnavailable`, listing the known ones, if it is unknown or can't work here."""
     backend = BACKENDS.get(name)
     why = "unknown" if backend is None else backend.why_not()
     if backend is None or why is not None:
@@ -113,7 +114,7 @@ def backend_named(name: str) -> Backend:
 
 
 def backend_for(device: str) -> str:
-    """The name of the backend for a type of device. Raises `TransportUnavailable`, listing the known ones and the fallback."""
+    """The name of the backend for a type of device. Raises `TransportUnavailable`, listing known backends and the fallback."""
     for backend in BACKENDS.values():
         if backend.device == device:
             return backend.name
@@ -125,12 +126,12 @@ def backend_for(device: str) -> str:
 
 
 def chosen_backend(named: str | None) -> str:
-    """The one that the user named, whatever the device; else the one for the device that this process computes on."""
+    """The backend that the user named; else the one for the device that this process computes on."""
     return named or backend_for(device_in_use())
 
 
 def device_in_use() -> str:
-    """The type of accelerator that this process has begun to use; "cpu" if none."""
+    """The type of accelerator that this process has initialised; "cpu" if none."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type == "cpu":
         return "cpu"
@@ -138,19 +139,19 @@ def device_in_use() -> str:
 
 
 def current_device() -> int | None:
-    """The accelerator that this thread uses, if this process uses any; for another thread's `use_device`."""
+    """This thread's accelerator, for another thread's `use_device`; None if this process uses none."""
     device = device_in_use()
     return None if device == "cpu" else _current(device)
 
 
 def use_device(index: int | None) -> None:
-    """A new thread has the first device as its own."""
+    """Makes `index` this thread's accelerator: a new thread starts with the first one."""
     if index is not None:
         _module(device_in_use()).set_device(index)
 
 
 def device_id() -> str:
-    """What tells this thread's accelerator from all others; "" without one, or where that can't be told."""
+    """A unique id of this thread's accelerator; "" without one, or if it has no id."""
     device = device_in_use()
     if device == "cpu":
         return ""
@@ -167,16 +168,17 @@ def _current(device: str) -> int:
 
 
 class Group:
-    """One process's end of a group. Making it waits for all ranks, and every wait ends at `deadline_s` of `time.monotonic()`,
-    soon after a process of `peers` (by pid: what to call it) ends, and soon after `abort`.
+    """One process's end of a group. Making it waits for all ranks.
 
-    Raises `SyncTimeout`, `PeerLost`, and what torch raises. For one thread, but `abort`.
+    Every wait ends at `deadline_s` of `time.monotonic()`, when a process of `peers` (names by pid) ends, and after `abort`.
+    Raises `SyncTimeout`, `PeerLost`, and what torch raises. For one thread; `abort` is for any.
     """
 
     def __init__(
         self, backend: Backend, store: Any, rank: int, size: int, *, peers: Mapping[int, str], deadline_s: float
     ) -> None:
-        self._backend, self._rank, self._peers, self._deadline_s = backend, rank, peers, deadline_s
+        self._backend, self._rank, self._deadline_s = backend, rank, deadline_s
+        self._peers = {(pid, start_ticks(pid)): name for pid, name in peers.items()}
         self._aborted = False
         self._pending: list[Any] = []
         self._device = torch.device(backend.device, _current(backend.device) if backend.queues else 0)
@@ -206,7 +208,7 @@ class Group:
             return kind(store, self._rank, size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begins to bring the sender's bytes, in CPU memory, to all; what is returned waits until that is done."""
+        """Starts to broadcast the sender's bytes, in CPU memory; returns a function that waits for the end."""
         carried = tensor
         if self._backend.queues:
             carried = tensor.to(self._device) if self._rank == SENDER else torch.empty_like(tensor, device=self._device)
@@ -225,13 +227,8 @@ class Group:
         return wait
 
     def _wait(self, work: Any) -> None:
-        if self._backend.queues:  # both its `wait` and its future would only make the device wait
-            check_s = time.monotonic() + CHECK_S
-            while not work.is_completed():
-                if time.monotonic() > check_s:
-                    self._check()
-                    check_s += CHECK_S
-                time.sleep(POLL_S)
+        if self._backend.queues:
+            self._within(lambda: self._until_done(work))
             if not work.is_success():
                 self._check()
                 raise PeerLost(f"collective: a {self._backend.name} broadcast failed", phase="stage")
@@ -242,11 +239,26 @@ class Group:
             self._check()
         work.wait()
 
+    def _until_done(self, work: Any) -> None:
+        """Waits for work that a backend queued on the device. `wait` and the future only make the device wait: here a stream
+        of its own waits, and this thread sleeps until an event at the end of that stream."""
+        if self._device.type == "cpu":
+            work.wait()
+            return
+        device = _module(self._device.type)
+        device.set_device(self._device.index)
+        queue = device.Stream()
+        with device.stream(queue):
+            work.wait()
+            done = device.Event(blocking=True)
+            done.record(queue)
+        done.synchronize()
+
     def _check(self) -> None:
-        """Raises if there is nothing more to wait for."""
+        """Raises if waiting on is pointless."""
         if self._aborted:
             raise PeerLost("the transaction was dropped", phase="stage")
-        if gone := [name for pid, name in self._peers.items() if not process_is_alive(pid)]:
+        if gone := [name for process, name in self._peers.items() if not process_is_alive(*process)]:
             raise PeerLost(
                 f"collective: {gone[0]} ended", hint="the next update makes groups without it", phase="stage"
             )
@@ -254,7 +266,7 @@ class Group:
             raise SyncTimeout("collective: the ranks of a group did not come together in time", phase="stage")
 
     def _within(self, call: Callable[[], None]) -> None:
-        """A call that can't be ended, in a thread that is left to itself when there is nothing more to wait for."""
+        """Makes a call that can't be interrupted, in a thread that is abandoned once waiting is pointless."""
         failed: list[BaseException] = []
 
         def run() -> None:
@@ -273,30 +285,33 @@ class Group:
             raise failed[0]
 
     def close(self) -> None:
-        """Ends it on this side, after the last broadcast."""
+        """Ends the group on this side, after the last broadcast."""
         if self._backend.queues:
             with contextlib.suppress(Exception):
                 self._within(self._group.shutdown)
 
     def abort(self) -> None:
-        """Ends whatever waits here, soon; from any thread, more than once."""
+        """Ends whatever waits here, soon. From any thread; may be called twice."""
         self._aborted = True
         if self._backend.queues or self._pending:
             threading.Thread(target=self._bury, name="weightwire-collective-rest", daemon=True).start()
 
     def _bury(self) -> None:
-        """Ends what would stay on the device's queue, which may block, and keeps the group for as long as something is under
-        way in it, which its time limit ends: gloo's destructor waits for that with the interpreter's lock held, and neither
-        the engine nor the trainer would go on."""
+        """Ends work on the device's queue, which may block, and keeps the group until its pending work has ended by its time
+        limit: gloo's destructor waits for that work with the interpreter's lock held, which would stop engine and trainer."""
         if self._backend.queues:
             with contextlib.suppress(Exception):
                 self._group.abort()
-        while any(not work.is_completed() for work in self._pending):
-            time.sleep(CHECK_S)
+        for work in self._pending:
+            with contextlib.suppress(Exception):  # whoever waited for it has raised this
+                if self._backend.queues:
+                    self._until_done(work)
+                else:
+                    work.get_future().wait()
 
 
-class _Quiet:
-    """Keeps watchdogs off, by the variable that a library reads while it makes a group, for as long as one is made."""
+class _WithoutWatchdog:
+    """Turns watchdogs off while a group is made, by the variable that a library reads meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -324,4 +339,4 @@ class _Quiet:
                         os.environ[variable] = before
 
 
-_without_watchdog = _Quiet()
+_without_watchdog = _WithoutWatchdog()

@@ -1,4 +1,4 @@
-"""What a transport is: a sending half on every trainer rank, a receiving half on every worker.
+"""The contract of a transport: a sending half on every trainer rank, a receiving half on every worker.
 
 One update, numbered as the methods are called:
 
@@ -17,30 +17,23 @@ from __future__ import annotations
 import abc
 import itertools
 import threading
-import time
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar
 
-import numpy as np
 import torch
 
+from inference_plugin.transports.pieces import DigestPass, digest_passes, pieces_of, place_piece
 from inference_plugin.transports.spread import FanOut
-from inference_plugin.wire.config import PIECE_BYTES, Config
-from inference_plugin.wire.copying import copy_rows, copy_rows_and_digest, digest_rows
-from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, WeightwireError
-from inference_plugin.wire.manifest import Box, Cut, Manifest, Piece, Rows
+from inference_plugin.wire.geometry import Box, Piece, Slice
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Bucket, Relay
-from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 from inference_plugin.wire.tracing import carried, span
 
 __all__ = [
-    "PIECE_BYTES",
-    "Bytes",
     "Receiver",
     "Sender",
     "Slice",
@@ -49,27 +42,13 @@ __all__ = [
     "Transport",
     "WriteStats",
     "pieces_of",
-    "typed",
-    "place_and_digest",
     "place_piece",
 ]
-
-Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
-"""Bytes in a row: numpy's calls cost a fraction of torch's, and one copy of this size wants one thread."""
-
-
-class Slice(Protocol):
-    """A box of a checkpoint tensor and the tensor that fills it, of the box's shape."""
-
-    @property
-    def box(self) -> Box: ...
-    @property
-    def tensor(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Target:
-    """A worker to send to: its socket, its process for noticing its death, and what it needs (a box per tensor)."""
+    """A worker to send to: its socket, its process (so that its death is noticed), and what it needs, a box per tensor."""
 
     replica: str
     rank: int
@@ -77,11 +56,12 @@ class Target:
     pid: int
     boot_id: str
     needs: tuple[Box, ...]
+    start_ticks: int = 0
 
 
 @dataclass
 class WriteStats:
-    """What one rank's `write` cost."""
+    """The cost of one rank's `write`."""
 
     nbytes: int = 0
     messages: int = 0
@@ -89,7 +69,7 @@ class WriteStats:
     """Payload that left this rank in messages."""
     move_s: float = 0.0
     digest_s: float = 0.0
-    """Of digests by themselves; one that is computed while its bytes are copied takes part in `move_s`."""
+    """Time of separate digests; a digest that is computed while its bytes are copied counts in `move_s`."""
     lost: dict[str, WeightwireError] = field(default_factory=dict)
     """Replicas that couldn't be written to, where others could."""
 
@@ -101,57 +81,56 @@ class Staging(abc.ABC):
     segment_id: str
     extra_bytes: int
     takes_late: bool = False
-    """Whether messages with bytes may come after the seal was asked for."""
+    """Whether buckets may still arrive after the seal was requested."""
 
     def receive(self, pieces: Sequence[Piece], payload: memoryview) -> None:
-        """Takes bytes that came in a message; a transport that sends none refuses."""
+        """Takes the bytes of a bucket. Raises `ProtocolError` on a transport that sends no buckets."""
         raise ProtocolError("this transport takes no bytes in messages")
 
     def pass_on(self, bucket: Bucket, payload: memoryview) -> None:  # noqa: B027 -- most pass nothing on
-        """After `receive`: the message as it came, for whoever is fed from here."""
+        """After `receive`: the bucket as it was received, for the workers that this one feeds."""
 
     def relay(self, request: Relay) -> None:
-        """Begins to pass on; a transport, or an update, in which nobody does refuses."""
-        raise ProtocolError("in this update nobody passes bytes on")
+        """Begins to relay buckets. Raises `ProtocolError` if nobody does in this update."""
+        raise ProtocolError("no worker relays bytes in this update")
 
     def wait_for(self, pieces: Sequence[Piece], cancelled: threading.Event) -> None:  # noqa: B027
-        """Before `check`: until all pieces are here, where they may be under way. Raises once `cancelled` is set."""
+        """Before `check`: waits for pieces that may still be under way. Raises once `cancelled` is set."""
 
     def settle(self) -> None:  # noqa: B027
-        """After the commit: nothing more comes, and nobody else is waited for."""
+        """After the commit: no more buckets come, and nobody is waited for."""
 
     def check(
         self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
     ) -> int:
         """Compares pieces with their digests; returns the bytes read.
 
-        `between(nbytes)` is called after each look at memory, on the thread that did it, for cancelling and for going
-        slowly: after a piece, or after those that lie side by side.
-        Raises `DigestMismatch` naming the first piece that differs.
+        `between(nbytes)` is called after each pass over memory, on the thread that made it: it throttles, or raises to
+        cancel. Raises `DigestMismatch` naming the first piece that differs.
         """
         failed = threading.Event()
 
-        def check_some(some: Sequence[_Band]) -> int:
+        def check_some(passes: Sequence[DigestPass]) -> int:
             checked = 0
-            with span("compare digests", pieces=sum(len(band.pieces) for band in some)):
-                for band in some:
+            with span("compare digests", pieces=sum(len(one.pieces) for one in passes)):
+                for one in passes:
                     if failed.is_set():
                         break
-                    for piece, digest in zip(band.pieces, _digests_in(self.segment, manifest, band), strict=True):
+                    for piece, digest in zip(one.pieces, one.digests(self.segment, manifest), strict=True):
                         if digest != piece.digest:
                             failed.set()
                             raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
-                    checked += band.nbytes
-                    between(band.nbytes)
+                    checked += one.nbytes
+                    between(one.nbytes)
             return checked
 
-        bands = _bands(manifest, pieces)
-        if threads == 1 or len(bands) < threads:
-            return check_some(bands)
-        ends = list(itertools.accumulate(band.nbytes for band in bands))
-        parts: list[list[_Band]] = [[] for _ in range(threads)]
-        for band, end in zip(bands, ends, strict=True):
-            parts[min((end - 1) * threads // ends[-1], threads - 1) if end else 0].append(band)
+        passes = digest_passes(manifest, pieces)
+        if threads == 1 or len(passes) < threads:
+            return check_some(passes)
+        ends = list(itertools.accumulate(one.nbytes for one in passes))
+        parts: list[list[DigestPass]] = [[] for _ in range(threads)]
+        for one, end in zip(passes, ends, strict=True):
+            parts[min((end - 1) * threads // ends[-1], threads - 1) if end else 0].append(one)
         with ThreadPoolExecutor(threads, thread_name_prefix="weightwire-check") as pool:
             return sum(pool.map(carried(check_some), parts))
 
@@ -169,10 +148,10 @@ class Receiver(abc.ABC):
 
     @abc.abstractmethod
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
-        """Staging for one transaction. Raises `ProtocolError` or `TransportUnavailable`; then nothing is left open."""
+        """Staging for one transaction. Raises `ProtocolError` or `TransportUnavailable`, and then leaves nothing open."""
 
     def drop_kept(self) -> None:  # noqa: B027 -- most keep nothing
-        """Frees what is kept from one transaction for the next; none is open."""
+        """Frees what is kept between transactions. Called while none is open."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -180,19 +159,19 @@ class Receiver(abc.ABC):
 
 
 class Sender(abc.ABC):
-    """The half of a transport on one trainer rank, for one group. `config` is its manager's from the beginning on."""
+    """The half of a transport on one trainer rank, for one group. Its manager sets `config` before any call."""
 
     config = Config()
 
     @abc.abstractmethod
     def probe(self) -> bytes:
-        """Manager rank: something that a worker can test itself against."""
+        """Manager rank: bytes with which a worker can test whether the transport works for it."""
 
     def meet(  # noqa: B027 -- most needn't know
         self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut
     ) -> None:
-        """Manager rank, before `allocate`: who takes part in the next transaction, how long it may take, and how bytes
-        are to reach many."""
+        """Manager rank, before `allocate`: who takes part in the next transaction, how long it may take, and how buckets
+        reach many replicas."""
 
     @abc.abstractmethod
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
@@ -211,20 +190,19 @@ class Sender(abc.ABC):
         *,
         deadline_s: float,
     ) -> tuple[list[Piece], WriteStats]:
-        """Every rank: brings this rank's slices to all targets. `deadline_s` is on `time.monotonic()`'s clock.
+        """Every rank: brings this rank's slices to all targets. `deadline_s` is a time of `time.monotonic()`.
 
-        Returns every piece with the digest of what the trainer meant. Raises typed errors; the transaction is then
-        to be aborted.
+        Returns every piece, with the digest of the trainer's own bytes. Raises typed errors; the caller then aborts the
+        transaction.
         """
 
     def without(self, replica: str) -> None:  # noqa: B027 -- most reach each replica by itself
-        """Manager rank, until the commit: a replica drops out; those that were to be reached through it must be reached by
-        others."""
+        """Manager rank, until the commit: a replica dropped out. Replicas that it was to feed must be fed by others."""
 
     def memory(self, description: bytes) -> torch.Tensor | None:
-        """Manager rank: where a transaction's bytes lie, all of them and laid out by the manifest, until `allocate` or
-        `close` takes their memory. None where they lie with the workers only. Replicas that come late are caught up
-        from there."""
+        """Manager rank: all bytes of a transaction, laid out by the manifest, for replicas that join late.
+
+        Valid until `allocate` or `close`. None where only the workers hold the bytes."""
         return None
 
     @abc.abstractmethod
@@ -234,7 +212,7 @@ class Sender(abc.ABC):
 
 @dataclass(frozen=True)
 class Transport:
-    """An entry of the registry. `why_not` tells why it can't work on this machine, None if it can.
+    """An entry of the registry. `why_not` returns why the transport can't work on this machine, None if it can.
 
     `auto` takes the available transport of the lowest `preference` that all workers' probes accept.
     """
@@ -246,103 +224,8 @@ class Transport:
     sender: Callable[[], Sender]
     receiver: Callable[[], Receiver]
     copies_per_byte: float = 0.0
-    """Copies of a payload byte on its way from the trainer's memory to the parameter, those in the kernel included."""
+    """Copies of each payload byte between the trainer's memory and the parameter, copies in the kernel included."""
     sends: bool = False
-    """Whether bytes go to each worker by itself: slices are then cut where what a worker needs ends."""
+    """Whether each worker is sent its own bytes: slices are then cut where a worker's need ends."""
 
     AUTO: ClassVar[str] = "auto"
-
-
-def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[Cut, Bytes]]:
-    """A slice cut into pieces, with their bytes in C order, in CPU memory.
-
-    A cast happens only where the manifest states another dtype than the tensor has, which only a dtype rule brings
-    about. Each array is valid until the next iteration; where it can, it is a view of the slice itself.
-    """
-    dtype = torch_dtype(manifest.tensors[item.box.tensor].dtype)
-    cuts = manifest.cut(item.box, PIECE_BYTES)
-    if item.tensor.dtype == dtype and item.tensor.device.type == "cpu" and item.tensor.is_contiguous():
-        flat = bytes_view(item.tensor).numpy()
-        for cut in cuts:
-            yield cut, flat[cut.start : cut.end]
-        return
-    for cut in cuts:
-        part = item.tensor
-        for dim, (start, size) in enumerate(zip(cut.box.offsets, cut.box.sizes, strict=True)):
-            if size != item.box.sizes[dim]:
-                part = part.narrow(dim, start - item.box.offsets[dim], size)
-        yield cut, bytes_view(part.to(device="cpu", dtype=dtype).contiguous()).numpy()
-
-
-def place_piece(segment: torch.Tensor, manifest: Manifest, cut: Cut, data: Bytes) -> None:
-    """Copies a piece's bytes to their place in a segment."""
-    if cut.place is not None:
-        start, count, row_bytes, stride = cut.place
-        copy_rows(segment.numpy(), start, stride, data, 0, row_bytes, count, row_bytes, True)
-    else:
-        view = box_view(segment, manifest, cut.box)
-        view.copy_(typed(data, view.dtype).view(cut.box.sizes))
-
-
-def place_and_digest(segment: torch.Tensor, manifest: Manifest, cut: Cut, data: Bytes, stats: WriteStats) -> Piece:
-    """As `place_piece`, and the digest, in one pass over memory."""
-    started_s = time.perf_counter()
-    if cut.place is None:
-        digest = digest_bytes(data)
-        stats.digest_s += time.perf_counter() - started_s
-        started_s = time.perf_counter()
-        place_piece(segment, manifest, cut, data)
-    else:
-        start, count, row_bytes, stride = cut.place
-        digest = copy_rows_and_digest(segment.numpy(), start, stride, data, count, row_bytes)
-    stats.nbytes += data.nbytes
-    stats.move_s += time.perf_counter() - started_s
-    return Piece(cut.box, digest)
-
-
-@dataclass
-class _Band:
-    """Pieces whose rows are the same rows of a tensor, side by side or apart; or one piece of whole rows."""
-
-    pieces: list[Piece] = field(default_factory=list)
-    places: list[Rows | None] = field(default_factory=list)
-    nbytes: int = 0
-
-    @property
-    def start(self) -> int:
-        place = self.places[0]
-        return place.start if place else 0
-
-
-def _bands(manifest: Manifest, pieces: Iterable[Piece]) -> list[_Band]:
-    """As they lie in the segment."""
-    bands: defaultdict[Hashable, _Band] = defaultdict(_Band)
-    for piece in pieces:
-        place = manifest.rows(piece.box)
-        if place is None or place.rows == 1:
-            band = bands[piece.box]
-        else:
-            first_row = (place.start - manifest.layout.offsets[piece.box.tensor]) // place.stride
-            band = bands[piece.box.tensor, first_row, place.rows, place.stride]
-        band.pieces.append(piece)
-        band.places.append(place)
-        band.nbytes += manifest.box_nbytes(piece.box)
-    return sorted(bands.values(), key=lambda band: band.start)
-
-
-def _digests_in(segment: torch.Tensor, manifest: Manifest, band: _Band) -> list[int]:
-    """Of each piece's bytes in C order, as they lie in a segment."""
-    places = [place for place in band.places if place is not None]
-    if len(places) != len(band.pieces):
-        views = (box_view(segment, manifest, piece.box) for piece in band.pieces)
-        return [digest_bytes(bytes_view(view.contiguous()).numpy()) for view in views]
-    spans = [(place.start, place.row_bytes) for place in places]
-    return digest_rows(segment.numpy(), places[0].stride, places[0].rows, spans)
-
-
-def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes, from anywhere in a bucket, as elements of `dtype`; copied only where torch can't view them."""
-    aligned = data if data.ctypes.data % dtype.itemsize == 0 else data.copy()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch can't mark a tensor read-only and says so
-        return torch.from_numpy(aligned).view(dtype)

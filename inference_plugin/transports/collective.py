@@ -1,14 +1,13 @@
 """Same host, by `torch.distributed`: each trainer rank broadcasts its buckets to all workers of all replicas.
 
-1. every trainer rank makes a process group with all workers (`topology`), of the backend for its device or of the one that the
-   user named (`backends`): groups of their own, that neither the trainer's nor the engine's default group knows of, made anew
-   for each transaction;
-2. per bucket two broadcasts: a header (how many bytes of pieces, how many of payload), then both; the buckets' boundaries are
-   the sender's alone; two buffers, so that one is packed while the other is in flight;
-3. the worker compares each piece with its digest as it arrives, as on `zmq`, in a thread of its own.
+1. for each transaction every trainer rank makes a process group with all workers (`topology`), of the backend for its device
+   or of the one that the user named (`backends`), apart from the trainer's and the engine's own groups;
+2. a bucket is a header (bytes of the list of pieces, bytes of payload), then the list, then the payload. Only the sender
+   decides where a bucket ends. It packs one of two buffers while the other is in flight;
+3. the worker compares each piece with its digest on arrival, as on `zmq`, in a thread of its own.
 
 A peer that dies or stalls ends the groups on all sides, by the backend's own notice or by the deadline; the next update makes
-new ones. Collectives authenticate nobody: groups meet in a file of the runtime directory, and gloo listens on loopback only.
+new groups. Collectives authenticate nobody: groups meet in a file of the runtime directory, and gloo listens on loopback only.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from inference_plugin.net.addresses import boot_id, runtime_dir
 from inference_plugin.transports.backends import (
     Group,
     backend_named,
@@ -34,11 +34,11 @@ from inference_plugin.transports.backends import (
     device_id,
     use_device,
 )
-from inference_plugin.transports.base import Bytes, Sender, Slice, Target, Transport, WriteStats, pieces_of
+from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
+from inference_plugin.transports.bucket_staging import BucketReceiver, BucketStaging
+from inference_plugin.transports.pieces import Bytes, pieces_of
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.transports.topology import SENDER, GroupPlan, plan_groups
-from inference_plugin.transports.zmq import ZmqReceiver, ZmqStaging
-from inference_plugin.wire.addresses import boot_id, runtime_dir
 from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES, decode_as
 from inference_plugin.wire.config import variable_of
 from inference_plugin.wire.digest import digest_bytes
@@ -49,7 +49,8 @@ from inference_plugin.wire.errors import (
     TransportUnavailable,
     WeightwireError,
 )
-from inference_plugin.wire.manifest import Box, Manifest, Piece
+from inference_plugin.wire.geometry import Box, Piece, Slice
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tracing import carried, span, span_since
 
 __all__ = ["TRANSPORT"]
@@ -57,12 +58,12 @@ __all__ = ["TRANSPORT"]
 END, FAILED = -1, -2
 MAX_PIECES_BYTES = 8 << 20
 CANCEL_S = 0.1
-"""How soon a check that waits for broadcasts hears that its transaction was dropped."""
+"""Longest time until a check that waits for broadcasts notices that its transaction was dropped."""
 
 
-class Meeting(msgspec.Struct, frozen=True):
-    """Where, who and how: the store's file in the runtime directory, the workers' pids in order, how many trainer ranks send,
-    by which backend."""
+class Rendezvous(msgspec.Struct, frozen=True):
+    """The meeting place of a transaction's groups: the store's file in the runtime directory, the workers' pids in order, the
+    number of trainer ranks that send, and the backend."""
 
     file: Annotated[str, msgspec.Meta(pattern=r"^collective-[0-9]+-[0-9a-f]+$")]
     receivers: Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=65536)]
@@ -72,16 +73,16 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What trainer and worker must have in common: the host, the runtime directory, a backend. And what they must not, if
-    that moves a device's memory: the device."""
+    """Facts that trainer and worker must share: the host, the runtime directory, a backend. A backend that moves device memory
+    also needs them on different devices."""
 
     here: Annotated[str, msgspec.Meta(max_length=8192)]
     backend: Annotated[str, msgspec.Meta(max_length=40)]
     device: Annotated[str, msgspec.Meta(max_length=200)]
 
 
-class Bucket:
-    """A buffer that is packed, then broadcast: pieces in msgpack, then their bytes."""
+class BroadcastBuffer:
+    """A bucket that is packed, then broadcast: pieces in msgpack, then their bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self.payload = torch.empty(nbytes, dtype=torch.uint8)
@@ -98,7 +99,7 @@ class Bucket:
         self.pieces.append(piece)
 
     def send(self, group: Group) -> None:
-        """Broadcasts it; the payload stays in flight until `wait`."""
+        """Broadcasts the bucket; the payload stays in flight until `wait`."""
         pieces = torch.frombuffer(bytearray(msgspec.msgpack.encode(self.pieces)), dtype=torch.uint8)
         group.broadcast(torch.tensor([pieces.numel(), self.nbytes]))()
         group.broadcast(pieces)()
@@ -107,7 +108,7 @@ class Bucket:
             self._sent_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Until it may be packed again."""
+        """Waits until the buffer may be packed again."""
         if self._in_flight is not None:
             self._in_flight()
             span_since(self._sent_s, "bucket", "broadcasts", bytes=self.nbytes)
@@ -115,11 +116,11 @@ class Bucket:
         self.pieces, self.nbytes = [], 0
 
 
-class CollectiveStaging(ZmqStaging):
-    """As on `zmq`, filled by a thread that takes part in each sender's broadcasts, one sender after the other."""
+class CollectiveStaging(BucketStaging):
+    """Filled by a thread that takes part in each sender's broadcasts, one sender after the other."""
 
-    def begin(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def begin(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
         self._error: WeightwireError | None = None
         self._group: Group | None = None
         self._device = current_device()
@@ -146,13 +147,13 @@ class CollectiveStaging(ZmqStaging):
             group.abort()  # the thread, which may still wait for somebody, gives the memory back when it ends
 
     def _run(self) -> None:
-        meeting = self._meeting
+        rendezvous = self._rendezvous
         try:
             use_device(self._device)
-            deadline_s = time.monotonic() + meeting.timeout_s
-            peers = {pid: f"the worker of process {pid}" for pid in meeting.receivers}
-            for plan in plan_groups(meeting.senders, meeting.receivers):
-                self._group = _join(meeting, plan, plan.rank_of(os.getpid()), peers, deadline_s)
+            deadline_s = time.monotonic() + rendezvous.timeout_s
+            peers = {pid: f"the worker of process {pid}" for pid in rendezvous.receivers}
+            for plan in plan_groups(rendezvous.senders, rendezvous.receivers):
+                self._group = _join(rendezvous, plan, plan.rank_of(os.getpid()), peers, deadline_s)
                 if self._closing:
                     raise PeerLost("the transaction was dropped", phase="stage")
                 self._take_all(self._group)
@@ -190,7 +191,7 @@ class CollectiveStaging(ZmqStaging):
                 self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
 
 
-class CollectiveReceiver(ZmqReceiver):
+class CollectiveReceiver(BucketReceiver):
     """Takes part in the groups of one transaction at a time."""
 
     staging = CollectiveStaging
@@ -210,12 +211,12 @@ class CollectiveReceiver(ZmqReceiver):
             )
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> CollectiveStaging:
-        meeting = decode_as(description, Meeting)
-        backend_named(meeting.backend)
-        plan_groups(meeting.senders, meeting.receivers)[0].rank_of(os.getpid())
+        rendezvous = decode_as(description, Rendezvous)
+        backend_named(rendezvous.backend)
+        plan_groups(rendezvous.senders, rendezvous.receivers)[0].rank_of(os.getpid())
         staging = super().open(manifest, b"", needs)
         assert isinstance(staging, CollectiveStaging)
-        staging.begin(meeting)
+        staging.begin(rendezvous)
         return staging
 
 
@@ -243,7 +244,7 @@ class CollectiveSender(Sender):
         self._paths = [_path(name, sender) for sender in range(senders)]
         pids = tuple(target.pid for target in targets)
         plan_groups(senders, pids)  # refuses what can't be a group before anybody waits for it
-        return msgspec.msgpack.encode(Meeting(name, pids, senders, timeout_s, self._backend))
+        return msgspec.msgpack.encode(Rendezvous(name, pids, senders, timeout_s, self._backend))
 
     def write(
         self,
@@ -257,21 +258,21 @@ class CollectiveSender(Sender):
         *,
         deadline_s: float,
     ) -> tuple[list[Piece], WriteStats]:
-        meeting = decode_as(description, Meeting)
-        if {target.pid for target in targets} != set(meeting.receivers):
+        rendezvous = decode_as(description, Rendezvous)
+        if {target.pid for target in targets} != set(rendezvous.receivers):
             raise PeerLost(
                 "a replica dropped out after the update's groups were laid out",
                 hint="update again: the next one makes groups without it",
                 phase="stage",
             )
-        plan = plan_groups(meeting.senders, meeting.receivers)[rank]
+        plan = plan_groups(rendezvous.senders, rendezvous.receivers)[rank]
         pieces: list[Piece] = []
         stats = WriteStats()
         joined: Group | None = None
         try:
-            until_s = min(deadline_s, time.monotonic() + meeting.timeout_s)
+            until_s = min(deadline_s, time.monotonic() + rendezvous.timeout_s)
             peers = {target.pid: f"rank {target.rank} of replica {target.replica}" for target in targets}
-            joined = _join(meeting, plan, SENDER, peers, until_s)
+            joined = _join(rendezvous, plan, SENDER, peers, until_s)
             self._send_all(joined, manifest, slices, pieces, stats)
             joined.broadcast(torch.tensor([END, 0]))()
             joined.close()
@@ -287,11 +288,11 @@ class CollectiveSender(Sender):
         self, joined: Group, manifest: Manifest, slices: Iterator[Slice], pieces: list[Piece], stats: WriteStats
     ) -> None:
         self.config.warn_if_short_of_memory(2)
-        packed, flying = (Bucket(self.config.bucket_bytes) for _ in range(2))
+        packed, flying = (BroadcastBuffer(self.config.bucket_bytes) for _ in range(2))
         for item in slices:
-            for cut, part in pieces_of(manifest, item):
+            for place, part in pieces_of(manifest, item):
                 started_s = time.perf_counter()
-                piece = Piece(cut.box, digest_bytes(part))
+                piece = Piece(place.box, digest_bytes(part))
                 digested_s = time.perf_counter()
                 if not packed.has_room(part.nbytes):
                     flying.wait()
@@ -321,7 +322,7 @@ class CollectiveSender(Sender):
 
 
 def _here() -> str:
-    """Where collectives may meet."""
+    """Identifies this host and runtime directory."""
     return f"{boot_id()} {runtime_dir()}"
 
 
@@ -329,10 +330,10 @@ def _path(name: str, sender: int) -> Path:
     return runtime_dir() / f"{name}.{sender}"
 
 
-def _join(meeting: Meeting, plan: GroupPlan, rank: int, peers: Mapping[int, str], deadline_s: float) -> Group:
-    """This process's end of a sender's group; waits for all of them."""
-    store = dist.FileStore(str(_path(meeting.file, plan.sender)), plan.size)  # type: ignore[attr-defined]
-    backend = backend_named(meeting.backend)
+def _join(rendezvous: Rendezvous, plan: GroupPlan, rank: int, peers: Mapping[int, str], deadline_s: float) -> Group:
+    """This process's end of a sender's group; waits for all its ranks."""
+    store = dist.FileStore(str(_path(rendezvous.file, plan.sender)), plan.size)  # type: ignore[attr-defined]
+    backend = backend_named(rendezvous.backend)
     return Group(backend, store, rank, plan.size, peers=peers, deadline_s=deadline_s)
 
 

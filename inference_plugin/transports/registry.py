@@ -1,10 +1,10 @@
-"""Which transports there are: ours, those that third parties add through pluggy, and why any of them can't be used."""
+"""The transports: ours, those that third parties add through pluggy, and why any of them can't be used."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference_plugin.hooks import plugin_manager
+from inference_plugin.plugins import plugin_manager
 from inference_plugin.transports import collective, shm, zmq
 from inference_plugin.transports.base import Transport
 from inference_plugin.wire.errors import TransportUnavailable
@@ -29,7 +29,7 @@ def transports() -> dict[str, Transport]:
 
 
 def transport_named(name: str) -> Transport:
-    """The transport of that name. Raises `TransportUnavailable`, listing what there is and why the others are not."""
+    """The transport of that name. Raises `TransportUnavailable`, listing the transports and why any can't be used."""
     known = transports()
     transport = known.get(name)
     if transport is None:
@@ -40,7 +40,7 @@ def transport_named(name: str) -> Transport:
 
 
 def available_transports() -> list[Transport]:
-    """What `auto` chooses from, in its order. Raises `TransportUnavailable` if there is none."""
+    """The transports that `auto` tries, in its order. Raises `TransportUnavailable` if there is none."""
     known = transports()
     usable = [transport for transport in known.values() if transport.why_not() is None]
     if not usable:

@@ -20,52 +20,55 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import torch
 
-from inference_plugin.transports.base import (
-    Receiver,
-    Sender,
-    Slice,
-    Staging,
-    Target,
-    Transport,
-    WriteStats,
-    pieces_of,
-    place_and_digest,
-)
-from inference_plugin.wire.addresses import boot_id
+from inference_plugin.net.addresses import boot_id
+from inference_plugin.transports.base import Receiver, Sender, Staging, Target, Transport, WriteStats
+from inference_plugin.transports.pieces import Bytes, pieces_of, place_piece
 from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.copying import copy_rows_and_digest
+from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import SyncTimeout, TransportUnavailable
-from inference_plugin.wire.manifest import Box, Manifest, Piece
+from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages.common import BootId, Count
 
-__all__ = ["TRANSPORT", "SharedSegment"]
+__all__ = ["TRANSPORT", "SegmentAddress", "SharedSegment"]
 
 MIN_SEGMENT_BYTES = 4096
 
+GIVEN_BACK_AT_ONCE = 4 << 20
+"""Bytes of one system call, during which no other Python thread runs."""
+
 
 class SegmentAddress(msgspec.Struct, frozen=True):
-    """Where a segment can be opened, and proof that it is the right one."""
+    """The place where a segment can be opened, and proof that it is the right segment."""
 
-    segment_id: str
-    boot_id: str
-    pid: int
-    fd: int
-    nbytes: int
-    inode: int
+    segment_id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    boot_id: BootId
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
+    inode: Count
 
 
 class SharedSegment:
     """A mapped memfd. `tensor` is its bytes, uint8. Close it once nobody uses views of it; may be called twice."""
 
-    def __init__(self, fd: int, nbytes: int, segment_id: str, *, writable: bool) -> None:
+    def __init__(self, fd: int, nbytes: int, segment_id: str, *, writable: bool, private: bool = False) -> None:
         self.fd = fd
         self.nbytes = nbytes
         self.segment_id = segment_id
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
+        self._is_closed = False
+        self._map: mmap.mmap | None = None
+        if private:  # by torch, whose mapping keeps no descriptor: a process may hold thousands of them
+            self.tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=False, size=nbytes, dtype=torch.uint8)
+            return
+        self._map = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch can't mark a tensor read-only and says so
             # By way of numpy: its array keeps the mapping as long as a view lives, `torch.frombuffer` does not.
@@ -88,8 +91,9 @@ class SharedSegment:
             raise TransportUnavailable(f"shm: a segment of {nbytes} bytes can't be made: {error}") from error
 
     @staticmethod
-    def attach(address: SegmentAddress, *, writable: bool) -> SharedSegment:
-        """The segment at `address`. Raises `TransportUnavailable` if this process can't reach it."""
+    def attach(address: SegmentAddress, *, writable: bool, private: bool = False) -> SharedSegment:
+        """The segment at `address`. `private`: pages that this process writes to become its own, and nobody else sees what it
+        wrote. Raises `TransportUnavailable` if this process can't reach it."""
         if address.boot_id != boot_id():
             raise TransportUnavailable("shm: the trainer is on another host", hint="use transport 'zmq'")
         path = f"/proc/{address.pid}/fd/{address.fd}"
@@ -106,27 +110,42 @@ class SharedSegment:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             if status.st_ino != address.inode or status.st_size != address.nbytes or not seals & fcntl.F_SEAL_SHRINK:
                 raise TransportUnavailable(f"shm: {path} is not the segment that was announced")
-            return SharedSegment(fd, address.nbytes, address.segment_id, writable=writable)
-        except (OSError, ValueError) as error:
+            return SharedSegment(fd, address.nbytes, address.segment_id, writable=writable, private=private)
+        except (OSError, ValueError, RuntimeError) as error:
             os.close(fd)
             raise TransportUnavailable(f"shm: {path} can't be mapped: {error}") from error
         except TransportUnavailable:
             os.close(fd)
             raise
 
+    def lies_at(self, address: SegmentAddress) -> bool:
+        """Whether this is the very memory that `address` describes; an id alone could be reused."""
+        return self.nbytes == address.nbytes and os.fstat(self.fd).st_ino == address.inode
+
     @property
     def address(self) -> SegmentAddress:
-        """How other processes find it, as long as this one lives and keeps it open."""
+        """The address for other processes, valid while this one lives and keeps the segment open."""
         return SegmentAddress(self.segment_id, boot_id(), os.getpid(), self.fd, self.nbytes, os.fstat(self.fd).st_ino)
 
+    def give_back(self, start: int, end: int) -> None:
+        """Returns the memory of the pages `start:end` to the system; they read as zeros from then on, in every process.
+        Both are multiples of the page size. Has no effect on a closed segment."""
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            for step in range(start, end, GIVEN_BACK_AT_ONCE):
+                if (mapping := self._map) is not None:
+                    mapping.madvise(mmap.MADV_REMOVE, step, min(GIVEN_BACK_AT_ONCE, end - step))
+
     def close(self) -> None:
-        """Unmaps it and closes the descriptor. Raises BufferError while somebody else holds a view of `tensor`."""
-        if self._map is None:
+        """Unmaps it and closes the descriptor. Views of `tensor` that are still held keep the mapping until they go."""
+        if self._is_closed:
             return
+        self._is_closed = True
         self.tensor = torch.empty(0, dtype=torch.uint8)
         mapping, self._map = self._map, None
         os.close(self.fd)
-        # A view that lives on keeps the mapping; it goes when the last view does.
+        if mapping is None:
+            return
+        # BufferError: a view keeps the mapping, which goes with the last view.
         with contextlib.suppress(BufferError):
             mapping.close()
 
@@ -144,7 +163,7 @@ class ShmStaging(Staging):
 
 
 class ShmReceiver(Receiver):
-    """Maps segments and keeps the last two mapped: page tables cost as much as a copy to build anew."""
+    """Maps segments and keeps the last two mapped: building page tables anew costs as much as a copy."""
 
     KEPT = 2
 
@@ -161,7 +180,12 @@ class ShmReceiver(Receiver):
             raise TransportUnavailable(
                 f"shm: the segment has {address.nbytes} bytes, the manifest needs {manifest.layout.nbytes}"
             )
-        segment = self._segments.pop(address.segment_id, None) or SharedSegment.attach(address, writable=False)
+        kept = self._segments.get(address.segment_id)
+        segment = kept if kept and kept.lies_at(address) else SharedSegment.attach(address, writable=False)
+        if kept is not None:
+            del self._segments[address.segment_id]
+            if segment is not kept:
+                kept.close()
         self._segments[address.segment_id] = segment
         while len(self._segments) > self.KEPT:
             self._segments.pop(next(iter(self._segments))).close()
@@ -216,8 +240,8 @@ class ShmSender(Sender):
         pieces: list[Piece] = []
         stats = WriteStats()
         for item in slices:
-            for cut, part in pieces_of(manifest, item):
-                pieces.append(place_and_digest(segment, manifest, cut, part, stats))
+            for place, data in pieces_of(manifest, item):
+                pieces.append(_place_and_digest(segment, manifest, place, data, stats))
             if time.monotonic() > deadline_s:
                 raise SyncTimeout(f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline")
         return pieces, stats
@@ -242,6 +266,23 @@ class ShmSender(Sender):
         while len(self._mapped) > ShmReceiver.KEPT:
             self._mapped.pop(next(iter(self._mapped))).close()
         return segment
+
+
+def _place_and_digest(
+    segment: torch.Tensor, manifest: Manifest, place: PiecePlace, data: Bytes, stats: WriteStats
+) -> Piece:
+    """As `place_piece`, with the digest computed in the same pass over memory where the rows allow it."""
+    started_s = time.perf_counter()
+    if (region := place.region) is None:
+        digest = digest_bytes(data)
+        stats.digest_s += time.perf_counter() - started_s
+        started_s = time.perf_counter()
+        place_piece(segment, manifest, place, data)
+    else:
+        digest = copy_rows_and_digest(segment.numpy(), region.offset, region.strides[0], data, *region.sizes)
+    stats.nbytes += data.nbytes
+    stats.move_s += time.perf_counter() - started_s
+    return Piece(place.box, digest)
 
 
 def _why_not() -> str | None:

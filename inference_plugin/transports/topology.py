@@ -1,4 +1,4 @@
-"""Who is which rank of which process group: plain values in, plain values out."""
+"""Ranks of process groups: plain values in, plain values out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SENDER = 0
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One group: trainer rank `sender` is its rank 0, the workers, by their pids, are 1, 2, ... in order."""
+    """One group: trainer rank `sender` is its rank 0; the workers, by pid, are 1, 2, ... in order."""
 
     sender: int
     receivers: tuple[int, ...]
@@ -25,7 +25,7 @@ class GroupPlan:
         return 1 + len(self.receivers)
 
     def rank_of(self, pid: int) -> int:
-        """A worker's rank. Raises `ProtocolError` for one that has no part in it: every rank is somebody's."""
+        """A worker's rank. Raises `ProtocolError` for a process outside the group."""
         try:
             return 1 + self.receivers.index(pid)
         except ValueError:
@@ -35,8 +35,8 @@ class GroupPlan:
 def plan_groups(senders: int, receivers: Sequence[int]) -> tuple[GroupPlan, ...]:
     """A group per trainer rank, in their order, each with all receivers in the order given; none where nobody receives.
 
-    A function of these two alone: both sides come to the same groups, and another number of either makes others.
-    Raises `TransportUnavailable` where two workers are one process: it can't be two ranks.
+    Depends on its arguments only, so both sides come to the same groups. Raises `TransportUnavailable` where two workers
+    are one process, which can't be two ranks.
     """
     if len(set(receivers)) != len(receivers):
         raise TransportUnavailable(

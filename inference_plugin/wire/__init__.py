@@ -1,4 +1,5 @@
-"""The contract between trainer and engine: messages, manifest and layout, digests, addresses, errors.
+"""The contract between trainer and engine: messages, codec, manifest, geometry, digests, errors, reports, configuration.
 
-Knows no engine, no transport and no `torch.distributed`.
+No sockets, no files, no engine and no `torch.distributed` here. A message that an older peer cannot read raises
+`messages.PROTOCOL_VERSION`.
 """

@@ -357,7 +357,67 @@ done:
     return result;
 }
 
+/* Whether an element has all bits of `mask` set. A plain loop per width, which the compiler turns into vectors; it stops once
+ * per block, not once per element. */
+enum { SEARCHED_AT_ONCE = 4096 };
+
+#ifdef WITH_AVX2
+#define SEARCH __attribute__((target_clones("avx2", "default")))
+#else
+#define SEARCH
+#endif
+
+#define DEFINE_SEARCH(type)                                                                                              \
+    SEARCH static int search_##type(const char *at, size_t nbytes, uint64_t wide_mask)                                   \
+    {                                                                                                                    \
+        const type mask = (type)wide_mask;                                                                               \
+        while (nbytes) {                                                                                                 \
+            size_t step = nbytes < SEARCHED_AT_ONCE ? nbytes : SEARCHED_AT_ONCE;                                         \
+            type found = 0;                                                                                              \
+            for (size_t i = 0; i < step; i += sizeof(type)) {                                                            \
+                type element;                                                                                            \
+                memcpy(&element, at + i, sizeof element);                                                                \
+                found |= (type)((element & mask) == mask);                                                               \
+            }                                                                                                            \
+            if (found)                                                                                                   \
+                return 1;                                                                                                \
+            at += step, nbytes -= step;                                                                                  \
+        }                                                                                                                \
+        return 0;                                                                                                        \
+    }
+
+DEFINE_SEARCH(uint8_t)
+DEFINE_SEARCH(uint16_t)
+DEFINE_SEARCH(uint32_t)
+DEFINE_SEARCH(uint64_t)
+
+static PyObject *has_all_bits(PyObject *self, PyObject *args)
+{
+    Py_buffer source;
+    unsigned long long mask;
+    int width, found = -1;
+    if (!PyArg_ParseTuple(args, "y*iK", &source, &width, &mask))
+        return NULL;
+    if (width > 0 && source.len % width == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        switch (width) {
+        case 1: found = search_uint8_t(source.buf, (size_t)source.len, mask); break;
+        case 2: found = search_uint16_t(source.buf, (size_t)source.len, mask); break;
+        case 4: found = search_uint32_t(source.buf, (size_t)source.len, mask); break;
+        case 8: found = search_uint64_t(source.buf, (size_t)source.len, mask); break;
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&source);
+    if (found < 0) {
+        PyErr_Format(PyExc_ValueError, "elements of %d bytes don't fill the buffer", width);
+        return NULL;
+    }
+    return PyBool_FromLong(found);
+}
+
 static PyMethodDef methods[] = {
+    {"has_all_bits", has_all_bits, METH_VARARGS, "has_all_bits(source, width, mask)"},
     {"copy_rows", copy_rows, METH_VARARGS,
      "copy_rows(target, target_start, target_stride, source, source_start, source_stride, rows, row_bytes, streaming)"},
     {"copy_rows_and_digest", copy_rows_and_digest, METH_VARARGS,

@@ -1,21 +1,21 @@
-"""Bytes to messages and back. Whatever a peer sends, the result is a message or a `ProtocolError`."""
+"""Encodes and decodes messages. Any bytes of a peer decode to a message or raise `ProtocolError`."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from inference_plugin.wire.errors import ManifestMismatch, ProtocolError
-from inference_plugin.wire.messages import PROTOCOL_VERSION, Body, Envelope, OpenGroup
+from inference_plugin.wire.messages import PROTOCOL_VERSION, Body, Bucket, Envelope, OpenGroup, Pulled
 
-__all__ = ["MAX_CONTROL_BYTES", "MAX_PAYLOAD_BYTES", "decode", "decode_as", "encode"]
+__all__ = ["MAX_CONTROL_BYTES", "MAX_PAYLOAD_BYTES", "check_payload", "decode", "decode_as", "encode"]
 
 MAX_CONTROL_BYTES = 256 << 20
-"""Largest frame 0 that is read: a manifest of a million tensors fits."""
+"""Largest frame 0 that is accepted: a manifest of a million tensors fits."""
 
 MAX_PAYLOAD_BYTES = 1 << 30
-"""Largest payload frame that is read."""
+"""Largest payload frame that is accepted."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
@@ -30,7 +30,7 @@ def encode(body: Body, seq: int = 0) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> Envelope:
-    """The message in frame 0. Raises `ProtocolError` for anything that isn't one, another protocol version included."""
+    """The message in frame 0. Raises `ProtocolError` for anything else, another protocol version included."""
     size = len(frame)
     if size > MAX_CONTROL_BYTES:
         raise ProtocolError(f"a control frame of {size} bytes is over the limit of {MAX_CONTROL_BYTES}")
@@ -47,6 +47,12 @@ def decode(frame: bytes | memoryview) -> Envelope:
         except ManifestMismatch as error:
             raise error.at(group=envelope.body.group, phase="open") from None
     return envelope
+
+
+def check_payload(body: Body, payload: Any) -> None:
+    """Raises `ProtocolError` for a payload frame behind a message that takes none. None: there is no such frame."""
+    if payload is not None and not isinstance(body, Bucket | Pulled):
+        raise ProtocolError(f"a {type(body).__name__} takes no payload frame")
 
 
 def decode_as(frame: bytes | memoryview, kind: type[T]) -> T:

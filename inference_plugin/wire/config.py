@@ -1,11 +1,13 @@
-"""What a user may set, in one place: defaults, limits, environment variables, and the words that the documentation has.
+"""Every setting in one place: defaults, limits, environment variables, and the documentation's text.
 
-A field `lease_s` is the variable `WEIGHTWIRE_LEASE_S`. Trainers read theirs when a `SyncManager` is made, engines when
-they start; an argument comes before the environment. What both sides must agree on is no setting: it travels in messages.
+The variable of the field `lease_s` is `WEIGHTWIRE_LEASE_S`. Trainers read their settings when a `SyncManager` is made,
+engines when they start; an argument overrides the environment. Values on which both sides must agree are no settings: they
+travel in messages.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 import os
@@ -14,7 +16,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
 
 from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES
 from inference_plugin.wire.errors import ConfigError
@@ -24,6 +25,7 @@ __all__ = [
     "PIECE_BYTES",
     "Config",
     "Setting",
+    "misspelt_variables",
     "settings",
     "unknown_variables",
     "variable_of",
@@ -33,22 +35,23 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
-"""Largest piece: the calls per piece don't count."""
+"""Largest piece; large enough for the cost of the calls per piece not to matter."""
 
 DAY_S = 86400.0
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
-OTHER_VARIABLES = (
-    "WEIGHTWIRE_JOB",
-    "WEIGHTWIRE_RUNTIME_DIR",
-    "WEIGHTWIRE_LISTEN",
-    "WEIGHTWIRE_REGISTRY",
-    "WEIGHTWIRE_KEY",
-    "WEIGHTWIRE_PLUGINS",
-    "WEIGHTWIRE_DISABLE",
-)
-"""Who and where a process is: of the process as a whole, and read where they are needed."""
+OTHER_VARIABLES = {
+    "WEIGHTWIRE_JOB": "default",
+    "WEIGHTWIRE_RUNTIME_DIR": "$XDG_RUNTIME_DIR/weightwire, or /tmp/weightwire-<uid>",
+    "WEIGHTWIRE_LISTEN": "ipc",
+    "WEIGHTWIRE_REGISTRY": "",
+    "WEIGHTWIRE_KEY": "",
+    "WEIGHTWIRE_PLUGINS": "",
+    "WEIGHTWIRE_DISABLE": "",
+}
+"""Variables of the process as a whole, which are no settings, with what holds while they are unset ("": nothing). Each is read
+where it is needed."""
 
 
 def _meta(allowed: str, **limits: Any) -> msgspec.Meta:
@@ -81,8 +84,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Seconds, _for("trainer", "after this silence a worker drops an unfinished update; renewed every third of it")
     ] = 30.0
     control_timeout_s: Annotated[
-        Seconds, _for("trainer", "for a small request to a worker; one that doesn't answer fails its replica")
-    ] = 30.0
+        Seconds,
+        _for(
+            "trainer",
+            "for a small request, and for a sign of life during a long one; a process that gives neither fails its replica",
+        ),
+    ] = 10.0
     silence_s: Annotated[
         Seconds, _for("both", "a TCP peer, or a registered replica, that isn't heard of for so long is lost")
     ] = 10.0
@@ -114,16 +121,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> Config:
-        """What the variables say, the defaults elsewhere; an empty one says nothing. Raises `ConfigError`."""
+        """The variables' values, and defaults elsewhere. An empty variable counts as unset. Raises `ConfigError`."""
         said = {name: environment.get(variable_of(name)) for name in Config.__struct_fields__}
         return Config(**{name: _checked(name, text, of_environment=True) for name, text in said.items() if text})
 
     def but(self, **arguments: Any) -> Config:
-        """With the arguments that are not None in their places. Raises `ConfigError`."""
+        """A copy with the arguments that are not None. Raises `ConfigError`."""
         return msgspec.structs.replace(self, **{n: value for n, value in arguments.items() if value is not None})
 
     def warn_if_short_of_memory(self, buckets: int) -> None:
-        """Logs a warning where so many buckets exceed the memory that is free."""
+        """Logs a warning if this many buckets exceed the free memory."""
+        import psutil  # type: ignore[import-untyped]  # takes long to import, and is needed here only
+
         wanted_bytes, free_bytes = buckets * self.bucket_bytes, psutil.virtual_memory().available
         if wanted_bytes > free_bytes:
             logger.warning(
@@ -136,7 +145,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setting(NamedTuple):
-    """A field of `Config`, for people."""
+    """A field of `Config`, as the documentation and `weightwire config` show it."""
 
     field: str
     variable: str
@@ -168,9 +177,20 @@ def written(value: Any) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """Variables of the environment that look like ours and are none: misspelt ones are set in vain."""
+    """Variables that begin with WEIGHTWIRE_ and are none of ours: probably misspelt."""
     known = {*OTHER_VARIABLES, *(variable_of(name) for name in Config.__struct_fields__)}
     return sorted(name for name in os.environ if name.startswith("WEIGHTWIRE_") and name not in known)
+
+
+def misspelt_variables() -> list[str]:
+    """`unknown_variables` in words, with the name that was probably meant."""
+    known = [*OTHER_VARIABLES, *(variable_of(name) for name in Config.__struct_fields__)]
+    found = []
+    for name in unknown_variables():
+        near = difflib.get_close_matches(name, known, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        found.append(f"{name} is set, and no variable of weightwire has that name{meant}")
+    return found
 
 
 @functools.cache
@@ -179,7 +199,7 @@ def _fields() -> dict[str, msgspec.structs.FieldInfo]:
 
 
 def _told(field: msgspec.structs.FieldInfo) -> dict[str, str]:
-    """What the annotations say of a field: side, text, what is allowed."""
+    """A field's annotations: side, text, what is allowed."""
     kind = msgspec.inspect.type_info(field.type)
     assert isinstance(kind, msgspec.inspect.Metadata) and kind.extra is not None
     return kind.extra

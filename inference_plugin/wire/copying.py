@@ -1,5 +1,5 @@
-"""Copies of bytes in rows, and digests of what is copied: in C where the package was built with a compiler, else by numpy
-and the xxhash library, which give the same bytes and the same digests."""
+"""Copies of bytes in rows, with their digests: in C where the package was built with a compiler, else by numpy and the xxhash
+library, with the same result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_plugin.wire.digest import Digest, digest_bytes
 __all__ = ["copy_rows", "copy_rows_and_digest", "digest_rows", "how_copies_are_made"]
 
 CACHED_BYTES = 512 << 10
-"""What a core's own cache holds between two looks at it."""
+"""Bytes that stay in a core's own cache between being digested and being copied."""
 
 
 def _copy_rows_by_numpy(
@@ -44,27 +44,27 @@ def _rows_of(buffer: Any, start: int, stride: int, rows: int, row_bytes: int) ->
 copy_rows: Callable[[Any, int, int, Any, int, int, int, int, bool], None]
 """`copy_rows(target, target_start, target_stride, source, source_start, source_stride, rows, row_bytes, streaming)`.
 
-Copies `rows` times `row_bytes` bytes, from and to where they start in C-contiguous buffers; strides are in bytes, from
-row to row. `streaming` rows go around the cache: for what nobody reads soon. Releases the GIL. Raises ValueError if they
-don't lie within both buffers; then nothing is written. The buffers must not overlap.
+Copies `rows` times `row_bytes` bytes between C-contiguous buffers; strides are in bytes, from row to row. `streaming`
+copies around the cache, for bytes that nobody reads soon. Releases the GIL. Raises ValueError, and writes nothing, if the
+rows don't lie within both buffers. The buffers must not overlap.
 """
 
 
-def _not_at_once(*_: Any) -> None:
+def _not_in_one_pass(*_: Any) -> None:
     return None
 
 
-_copy_and_digest_at_once: Callable[[Any, int, int, Any, int, int], int | None]
-_digest_at_once: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
+_copy_and_digest_in_one_pass: Callable[[Any, int, int, Any, int, int], int | None]
+_digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
 try:
     from inference_plugin.wire import _copying
 except ImportError as error:
     copy_rows = _copy_rows_by_numpy
-    _copy_and_digest_at_once = _digest_at_once = _not_at_once
+    _copy_and_digest_in_one_pass = _digest_in_one_pass = _not_in_one_pass
     _why_numpy = str(error)
 else:
     copy_rows = _copying.copy_rows
-    _copy_and_digest_at_once, _digest_at_once = _copying.copy_rows_and_digest, _copying.digest_rows
+    _copy_and_digest_in_one_pass, _digest_in_one_pass = _copying.copy_rows_and_digest, _copying.digest_rows
     _why_numpy = ""
 
 
@@ -73,23 +73,23 @@ def copy_rows_and_digest(
 ) -> int:
     """Copies all of `source`, `rows` times `row_bytes` bytes, around the cache; returns its `digest_bytes`.
 
-    One pass over memory. Where rows can't be digested in the registers that they are copied through (short ones, some
-    of odd lengths or places, processors without AVX2) they are digested and copied by turns, cached in between.
-    Otherwise as `copy_rows`.
+    One pass over memory. Rows that can't be digested in the registers that copy them (short rows, some odd lengths or
+    places, processors without AVX2) are digested and copied by turns, and stay cached in between. Otherwise as
+    `copy_rows`.
     """
-    digest = _copy_and_digest_at_once(target, target_start, target_stride, source, rows, row_bytes)
+    digest = _copy_and_digest_in_one_pass(target, target_start, target_stride, source, rows, row_bytes)
     if digest is None:
         digest = _copy_rows_and_digest_by_turns(target, target_start, target_stride, source, rows, row_bytes)
     return digest
 
 
 def digest_rows(source: Any, stride: int, rows: int, spans: list[tuple[int, int]]) -> list[int]:
-    """The `digest_bytes` of each span: of its `rows` rows as if they followed each other.
+    """The `digest_bytes` of each span, whose `rows` rows count as contiguous.
 
-    A span is (where it starts, bytes of a row), with one distance from row to row for all of them. Spans side by side
-    are read in one pass over memory. Releases the GIL. Raises ValueError if one doesn't lie within the buffer.
+    A span is (start, bytes of a row); `stride` is the distance between rows of every span. Spans side by side are read in
+    one pass over memory. Releases the GIL. Raises ValueError if one doesn't lie within the buffer.
     """
-    digests = _digest_at_once(source, stride, rows, spans)
+    digests = _digest_in_one_pass(source, stride, rows, spans)
     return [_digest_packed(source, stride, rows, *span) for span in spans] if digests is None else digests
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from inference_plugin.wire.manifest import Manifest, Piece
+from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.manifest import Manifest
 
 __all__ = ["Digest", "digest_bytes", "digest_group"]
 
@@ -19,13 +20,13 @@ def digest_bytes(buffer: Any) -> int:
 
 
 Digest = xxhash.xxh3_64
-"""`digest_bytes` of what `update` is given bit by bit; `intdigest` tells it. Releases the GIL too."""
+"""`digest_bytes` of bytes given to `update` one after the other; `intdigest` returns it. Releases the GIL too."""
 
 
 def digest_group(manifest: Manifest, pieces: Iterable[Piece]) -> str:
     """xxh3-128, in hex, over a manifest and all its pieces in canonical order.
 
-    Two engines that were sent the same update report the same value. It depends on how the trainer cut its tensors
-    into pieces; to compare different trainings, compare tensors (`weightwire verify`).
+    Engines that got the same update report the same value. It depends on how the trainer cut its tensors into pieces; to
+    compare different trainings, compare tensors (`weightwire verify`).
     """
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([manifest.fingerprint, sorted(pieces)]))

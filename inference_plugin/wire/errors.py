@@ -1,57 +1,84 @@
-"""The error tree. Every error says where it happened and, in one sentence, what to do next.
+"""The error tree. Every error names where it happened and says, in one sentence, what to do next.
 
 An error crosses processes as an `ErrorInfo` and is raised on the other side as the same class with the same fields.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
+if TYPE_CHECKING:
+    from inference_plugin.wire.reports import UpdateReport
+
 __all__ = [
+    "ArgumentError",
     "AuthError",
+    "BatchError",
     "CommitFailed",
     "ConfigError",
     "DigestMismatch",
     "EngineUnsupported",
     "ErrorInfo",
+    "FetchFailed",
+    "FetchFailure",
+    "ManagerClosed",
     "ManifestMismatch",
+    "NotFetched",
+    "NotFinite",
     "PeerLost",
+    "PoolClosed",
     "ProtocolError",
     "ReplicaAsleep",
+    "RolloutFailed",
+    "StaleRollout",
+    "StoreFull",
     "SyncTimeout",
     "TornReplica",
     "TransportUnavailable",
+    "UnknownKey",
     "VersionConflict",
     "WeightwireError",
     "first_few",
 ]
 
 
+MAX_TEXT, MAX_NAME = 1 << 16, 256
+"""Longest text and name of an error that travels, in characters; the rest is cut off."""
+
+MAX_NUMBER = 1 << 62
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+ShortName = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Number = Annotated[int, msgspec.Meta(gt=-MAX_NUMBER, lt=MAX_NUMBER)]
+
+
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """A `WeightwireError` as it travels."""
 
-    kind: str
-    message: str
-    hint: str = ""
-    side: str = ""
-    replica: str = ""
-    rank: int | None = None
-    group: str = ""
-    phase: str = ""
-    version: int | None = None
+    kind: ShortName
+    message: Text
+    hint: Text = ""
+    side: ShortName = ""
+    replica: ShortName = ""
+    rank: Number | None = None
+    group: ShortName = ""
+    phase: ShortName = ""
+    version: Number | None = None
 
 
 class WeightwireError(Exception):
     """Base of every error that Weightwire raises.
 
-    Fields (empty or None where they don't apply): `side` ("trainer", "worker", "front", "manager"), `replica`, `rank`
+    Fields (empty or None where they don't apply): `side` ("trainer", "worker", "coordinator", "manager"), `replica`, `rank`
     (the side's own rank), `group`, `phase` ("open", "begin", "stage", "seal", "commit", ...), `version`; `hint` says
-    what to do next.
+    what to do next. `report`: what became of each replica, where `SyncManager.update` raised this for a finished update; it
+    does not travel.
     """
 
     default_hint = ""
+    report: UpdateReport | None = None
 
     def __init__(
         self,
@@ -65,9 +92,9 @@ class WeightwireError(Exception):
         phase: str = "",
         version: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint or self.default_hint
+        self.message = _writable(message)
+        super().__init__(self.message)
+        self.hint = _writable(hint) or self.default_hint
         self.side = side
         self.replica = replica
         self.rank = rank
@@ -98,18 +125,24 @@ class WeightwireError(Exception):
                 setattr(self, key, value)
         return self
 
+    def advise(self, hint: str) -> WeightwireError:
+        """The same error with this hint, unless it has a more specific one than its class; returns itself."""
+        if self.hint == self.default_hint:
+            self.hint = hint
+        return self
+
     def info(self) -> ErrorInfo:
-        """The error as it travels."""
+        """The error as it travels. Longer texts are cut off, so that it arrives."""
         return ErrorInfo(
             kind=type(self).__name__,
-            message=self.message,
-            hint=self.hint,
-            side=self.side,
-            replica=self.replica,
-            rank=self.rank,
-            group=self.group,
-            phase=self.phase,
-            version=self.version,
+            message=_cut(self.message, MAX_TEXT),
+            hint=_cut(self.hint, MAX_TEXT),
+            side=_cut(self.side, MAX_NAME),
+            replica=_cut(self.replica, MAX_NAME),
+            rank=_within(self.rank),
+            group=_cut(self.group, MAX_NAME),
+            phase=_cut(self.phase, MAX_NAME),
+            version=_within(self.version),
         )
 
     @staticmethod
@@ -154,7 +187,7 @@ class DigestMismatch(WeightwireError):
 
 
 class VersionConflict(WeightwireError):
-    """A version that is not newer than the installed one, or a transaction that another one overtook."""
+    """A version that is not newer than the installed one, or a transaction that a later one replaced."""
 
     default_hint = "versions of a group must increase; `weightwire status` shows the installed one"
 
@@ -162,23 +195,31 @@ class VersionConflict(WeightwireError):
 class SyncTimeout(WeightwireError, TimeoutError):
     """A wait whose deadline passed."""
 
-    default_hint = "the old version is served; the next update needs no restart"
+    default_hint = (
+        "`weightwire status` shows which replicas answer; call it again, with more time if they were only slow"
+    )
 
 
 class PeerLost(WeightwireError, ConnectionError):
-    """A process on the other side that is gone."""
+    """A process of the other side that ended."""
 
-    default_hint = "the old version is served by the survivors; the next update goes to those that are there"
+    default_hint = "`weightwire status` shows which replicas are left; restart what ended"
 
 
 class TransportUnavailable(WeightwireError):
-    """A transport that doesn't exist or can't work here; the text lists those that can."""
+    """A transport that does not exist or can't work here; the text lists the transports that can."""
 
 
 class CommitFailed(WeightwireError):
     """An installation that failed and was undone: the old version is served."""
 
     default_hint = "the old version is served; look at the cause before sending the update again"
+
+
+class ManagerClosed(CommitFailed):
+    """The manager was closed: this operation did not begin."""
+
+    default_hint = "make a new SyncManager; the replicas serve what they served"
 
 
 class TornReplica(WeightwireError):
@@ -188,23 +229,96 @@ class TornReplica(WeightwireError):
 
 
 class ReplicaAsleep(WeightwireError):
-    """What was asked for needs the memory of the weights, and the replica has released it."""
+    """The request needs the memory of the weights, and the replica has released it."""
 
     default_hint = "call wake_up(tags=['weights']) first, on the manager that put it to sleep"
+
+
+class NotFinite(WeightwireError, ValueError):
+    """Weights with NaN or infinity, which `check_finite` refuses; the text names the tensors."""
+
+    default_hint = (
+        "nothing was applied and the old version is served; look at the loss and the gradients of the last step, and at casts "
+        "that overflow; check_finite=False sends such weights"
+    )
 
 
 class EngineUnsupported(WeightwireError):
     """An engine version or configuration that the plug-in can't serve."""
 
 
+class ArgumentError(WeightwireError, TypeError, ValueError):
+    """An argument of a call that cannot be right; the text says what it is and what is taken."""
+
+
 class ConfigError(WeightwireError, ValueError):
-    """A setting that can't be meant; the text names field, variable, value and what is allowed."""
+    """A setting has an invalid value; the text names field, variable, value and what is allowed."""
 
     default_hint = "`weightwire config` shows every setting and where it comes from"
 
 
+class RolloutFailed(WeightwireError):
+    """The user's function raised an error for this task; the text names the error."""
+
+    default_hint = "the worker's log has the traceback; the task left nothing behind and may be submitted again"
+
+
+class StaleRollout(WeightwireError):
+    """A rollout was generated with weights that are older than `max_staleness` allows; its rows were cleared."""
+
+    default_hint = "submit the task again, have fewer tasks in flight, or allow a larger max_staleness"
+
+
+class PoolClosed(WeightwireError):
+    """The rollout pool was closed: it takes no task, and what was pending has ended."""
+
+    default_hint = "make a new RolloutPool; workers find it by themselves"
+
+
 class AuthError(WeightwireError):
     """A peer or an address that is not allowed."""
+
+
+class FetchFailed(WeightwireError):
+    """Shards that could not be fetched. `failures` has one item for each of them; it is empty where the error comes from
+    another process, whose text lists the first ones."""
+
+    default_hint = "what arrived is kept: fetch again, or go on without the tasks that are lost"
+
+    def __init__(self, message: str, *, failures: tuple[FetchFailure, ...] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.failures = failures
+
+
+class FetchFailure(NamedTuple):
+    """One shard that could not be fetched: whose it is, and why."""
+
+    task_id: str
+    key: str
+    owner: str
+    error: WeightwireError
+
+
+class StoreFull(WeightwireError):
+    """The byte budget of a store has no room for what was put; nothing of it was stored."""
+
+    default_hint = "clear tasks that are finished, put with a longer timeout_s, or give the store a larger budget_bytes"
+
+
+class BatchError(WeightwireError, ValueError):
+    """Rows, keys, shapes or values that a distributed batch can't hold or combine; no batch was changed."""
+
+
+class NotFetched(BatchError):
+    """Access to rows of a distributed batch that are not in this process."""
+
+    default_hint = "call batch.fetch() first, or `await batch.afetch()` inside an event loop"
+
+
+class UnknownKey(BatchError, KeyError):
+    """A key that a distributed batch doesn't have; the text lists its keys."""
+
+    default_hint = "`key in batch` tells whether it has a key"
 
 
 def raise_free(info: ErrorInfo) -> WeightwireError:
@@ -216,6 +330,22 @@ def first_few(names: list[str] | tuple[str, ...], limit: int = 8) -> str:
     """`names` for an error text: the first `limit` of them, and how many there are in all."""
     shown = ", ".join(names[:limit])
     return f"{shown}, ... ({len(names)} in all)" if len(names) > limit else f"{shown} ({len(names)} in all)"
+
+
+def _cut(text: str, limit: int) -> str:
+    """A text, cut to what travels."""
+    text = _writable(text)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _within(number: int | None) -> int | None:
+    return number if number is not None and -MAX_NUMBER < number < MAX_NUMBER else None
+
+
+def _writable(text: str) -> str:
+    """`text` without surrogates. Python's errors hold them for file names that are not UTF-8, and no message can encode
+    them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _tree(root: type[WeightwireError]) -> list[type[WeightwireError]]:

@@ -1,12 +1,12 @@
-"""Tensors and the bytes of a segment: dtypes by name, a tensor's bytes, a box of a segment as a tensor. No
-copies."""
+"""Views between tensors and bytes: dtypes by name, a tensor's bytes, a box of a segment as a tensor. Nothing is copied."""
 
 from __future__ import annotations
 
 import torch
 
 from inference_plugin.wire.errors import ManifestMismatch
-from inference_plugin.wire.manifest import DTYPE_BYTES, Box, Manifest
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
 
 __all__ = ["box_view", "bytes_view", "dtype_name", "torch_dtype"]
 
@@ -15,8 +15,7 @@ _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that a manifest calls `name`. Raises `ManifestMismatch` for one that can't travel or that
-    this torch lacks."""
+    """The dtype that a manifest calls `name`. Raises `ManifestMismatch` if it can't travel or this torch lacks it."""
     try:
         return _DTYPES[name]
     except KeyError:
@@ -24,7 +23,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What a manifest calls `dtype`. Raises `ManifestMismatch` for one that can't travel."""
+    """The manifest's name of `dtype`. Raises `ManifestMismatch` if it can't travel."""
     try:
         return _NAMES[dtype]
     except KeyError:
@@ -34,8 +33,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as a 1-D uint8 view of the same memory, detached from autograd.
 
-    Raises ValueError for a tensor whose bytes don't lie one after the other as its values say: strided,
-    lazily conjugated or negated.
+    Raises ValueError if the bytes in memory are not those of the values in C order: strided, lazily conjugated or negated.
     """
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(
@@ -45,12 +43,10 @@ def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def box_view(segment: torch.Tensor, manifest: Manifest, box: Box) -> torch.Tensor:
-    """`box` in a segment that is laid out by `manifest`: a view of the tensor's dtype, shaped `box.sizes`,
-    strided as the whole tensor is.
+    """`box` in a segment that is laid out by `manifest`: a view of shape `box.sizes`, with the whole tensor's strides.
 
-    `segment` is 1-D uint8 and contiguous, of at least `manifest.layout.nbytes` bytes, and begins at an offset
-    of its own storage that is a multiple of the item size. Raises ValueError if it isn't, and
-    `ManifestMismatch` for a box that doesn't lie in its tensor.
+    `segment` is 1-D uint8 and contiguous, has at least `manifest.layout.nbytes` bytes, and begins at a multiple of the item
+    size in its storage; else this raises ValueError. Raises `ManifestMismatch` for a box that doesn't lie in its tensor.
     """
     if segment.dtype != torch.uint8 or segment.dim() != 1 or not segment.is_contiguous():
         raise ValueError(f"a segment is 1-D, contiguous and uint8, not {segment.dtype} of shape {list(segment.shape)}")

@@ -1,10 +1,10 @@
 """Spans of one update in one process, written to a file that Perfetto and chrome://tracing open (Trace Event Format).
 
-Off unless `profile_dir` is set: then no object of this module is made, and a span costs the look at one variable. On, a
-`Trace` collects spans of all threads that work for its update; a thread of its own writes the file. What goes wrong here
-is logged once and never reaches the update.
+Tracing is off unless `profile_dir` is set: a span then costs reading one variable. When it is on, a `Trace` collects spans
+of all threads that work for its update, and a thread of its own writes the file. A failure here is logged once and never
+reaches the update.
 
-The clock is CLOCK_MONOTONIC: files of one host lie on one time line.
+The clock is CLOCK_MONOTONIC: files of one host share one time line.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
-import torch
 
 __all__ = ["Trace", "carried", "flush", "save", "span", "span_since", "under"]
 
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200_000
-"""Per trace; what comes later is counted and left out."""
+"""Limit per trace; later events are counted and left out."""
 
 MAX_WAITING = 64
-"""Traces that wait to be written; where a disk hangs, later ones are left out."""
+"""Traces that wait to be written; if a disk hangs, later traces are left out."""
 
 FLUSH_S = 2.0
-"""At a manager's end and at the process's, files that are on their way are waited for so long."""
+"""How long the end of a manager or of the process waits for files that are being written."""
 
 FIRST_TRACK = 1 << 24
-"""Lines that are no thread's have ids from here on: above any thread's."""
+"""Ids of tracks that belong to no thread start here, above any thread's id."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,25 +51,25 @@ _nothing: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def span(name: str, **facts: Any) -> AbstractContextManager[None]:
-    """Around what is to be seen as `name`, if this thread works for a trace; also in a torch profiler of the user's own."""
+    """Records the enclosed work as `name`, if this thread works for a trace; a torch profiler of the user sees it too."""
     trace = _current.get()
     return _nothing if trace is None else trace.span(name, facts)
 
 
 def span_since(started_s: float, name: str, track: str = "", **facts: Any) -> None:
-    """A span from `started_s`, of `time.perf_counter`, until now. What overlaps with other work of its thread wants a line
-    of its own, called `track`."""
+    """Records a span from `started_s`, a time of `time.perf_counter`, until now. Work that overlaps with other work of its
+    thread needs a track of its own."""
     if (trace := _current.get()) is not None:
         trace.add(int(started_s * 1e9), name, track, facts)
 
 
 def under(trace: Trace | None) -> AbstractContextManager[None]:
-    """What this thread does is for `trace`."""
+    """Attributes this thread's work to `trace`."""
     return _nothing if trace is None else trace.current()
 
 
 def carried(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, for another thread to run: its spans belong to this thread's trace."""
+    """`function` for another thread, with its spans attributed to this thread's trace."""
     trace = _current.get()
     if trace is None:
         return function
@@ -84,28 +83,28 @@ def carried(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def call_it(txn: str) -> None:
-    """This thread's trace, if it has one, is of that transaction."""
+    """Attributes the current thread's trace to `txn`."""
     if (trace := _current.get()) is not None:
         trace.txn = txn
 
 
 def save(trace: Trace | None) -> None:
-    """Has a trace written, if there is one; returns at once. It takes no more spans."""
+    """Queues a trace for writing, if there is one; returns at once. It takes no more spans."""
     if trace is not None:
         with contextlib.suppress(RuntimeError):  # no thread can be started any more
             _Writer.of_process().take(trace)
 
 
 class Trace:
-    """One update in one process, which is trainer rank, worker or front. Any thread may add spans."""
+    """One update in one process, which is trainer rank, worker or coordinator. Any thread may add spans."""
 
     @staticmethod
     def begun(directory: str | None, **named: Any) -> Trace | None:
-        """A trace if there is a directory to write it to; see `__init__`."""
+        """A trace, if there is a directory to write it to; see `__init__`."""
         return None if directory is None else Trace(directory, **named)
 
     def __init__(self, directory: str, *, role: str, txn: str = "", **named: Any) -> None:
-        """`named`: group and version, and what of rank and replica the role has."""
+        """`named`: group and version, and the role's rank and replica where it has them."""
         self.txn = txn
         self._directory = directory
         self._role = role
@@ -116,7 +115,7 @@ class Trace:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """This thread works for the trace."""
+        """Attributes this thread's work to the trace."""
         token = _current.set(self)
         try:
             yield
@@ -125,6 +124,8 @@ class Trace:
 
     @contextlib.contextmanager
     def span(self, name: str, facts: dict[str, Any]) -> Iterator[None]:
+        import torch  # who makes spans has imported it; the command line has not
+
         started_ns = time.perf_counter_ns()
         try:
             with torch.profiler.record_function(f"weightwire.{name}"):
@@ -179,7 +180,7 @@ class Trace:
             temporary.unlink(missing_ok=True)
 
     def _names(self) -> Iterator[dict[str, Any]]:
-        """Metadata: how the process and the lines in it are called."""
+        """Metadata: names of the process and of its tracks."""
         pid = os.getpid()
         name = " ".join(str(self._named[key]) for key in ("rank", "replica") if key in self._named)
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{self._role} {name}"}}
@@ -204,7 +205,7 @@ class _Writer:
 
     @staticmethod
     def of_process() -> _Writer:
-        """This process's; a fork gets one of its own."""
+        """This process's writer; a fork gets its own."""
         if _Writer._one is None or not _Writer._one._thread.is_alive():
             _Writer._one = _Writer()
         return _Writer._one

@@ -2,14 +2,18 @@
 
 SGLang finds the entry point `sglang.srt.plugins` by itself, in every process; where discovery is switched off,
 `python -m inference_plugin.engines.sglang ...` (all of SGLang's own arguments) starts a server with the extension, and
-`make_engine(...)` an `sgl.Engine`. All of them call `register`, which checks `TOUCHES` and then wraps those places once
-per process.
+`make_engine(...)` an `sgl.Engine`. All of them call `register`, which checks `PATCH_POINTS` and then wraps those places once
+per process. Found by its entry point the plug-in never keeps SGLang from starting: whatever fails is warned about once, and
+that engine runs as if the plug-in were not installed. Started by ours it refuses to start instead.
 
-Every rank of a replica is a scheduler process (`scheduler`, `model`, `lora`): it holds `RankRuntime` (groups, socket).
-The first one has the `Front` as well (`control`). Its commands become a `Turn` (`turn`) among the requests that SGLang
-broadcasts to all ranks in each pass of its event loop, so that every rank takes the same turn in the same pass, between
-two forward passes, also while paused. Within a turn the first rank leads: it sends operations to the others and gathers
-their answers over a process group of our own, with deadlines, until it ends the turn.
+Every rank of a replica is a scheduler process (`scheduler`, `model`, `lora`): it holds `RankRuntime` (groups, socket). The
+first rank has the `ReplicaCoordinator` as well. The coordinator's commands become a `Turn` (`turn`) among the requests that
+SGLang broadcasts to all ranks in each pass of its event loop, so that every rank takes the turn in the same pass, between
+two forward passes, also while paused. In a turn (`control`) the first rank sends each operation to the others and gathers their
+answers, over a process group of our own, with deadlines. A commit it sends once; then every rank runs the commit itself, and
+they only gather answers.
+
+Importing this package imports neither SGLang nor torch: `weightwire check-engine` reads the table only.
 """
 
 from __future__ import annotations
@@ -17,28 +21,40 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from inference_plugin.engines.hooking import installed_version
-from inference_plugin.engines.sglang.hooks import hook_scheduler
-from inference_plugin.engines.sglang.lora import hook_lora
-from inference_plugin.engines.sglang.touches import KNOWN_VERSIONS, TOUCHES
-from inference_plugin.engines.touch import check_touches
+from inference_plugin.engines.patch_points import check_patch_points
+from inference_plugin.engines.sglang.patch_points import PATCH_POINTS, SGLANG
 
-__all__ = ["KNOWN_VERSIONS", "TOUCHES", "make_engine", "register", "run_scheduler"]
+__all__ = ["PATCH_POINTS", "SGLANG", "make_engine", "register", "run_scheduler"]
 
 
 @functools.cache
 def register() -> None:
     """Hooks into this process's SGLang; a second call does nothing. Raises `EngineUnsupported`, having touched nothing."""
-    check_touches("sglang", installed_version("sglang"), KNOWN_VERSIONS, TOUCHES)
-    hook_scheduler()
-    hook_lora()
+    from inference_plugin.engines.monkeypatch import all_or_none, installed_version
+
+    lacks = check_patch_points(SGLANG, installed_version(*SGLANG.distributions))
+
+    from inference_plugin.engines.sglang.api import hook_api
+    from inference_plugin.engines.sglang.hooks import hook_scheduler
+    from inference_plugin.engines.sglang.lora import hook_lora
+
+    with all_or_none():
+        hook_scheduler(lacks)
+        hook_lora()
+        hook_api()
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's `run_scheduler_process` with the extension, whatever plug-ins SGLang itself discovers."""
+    """SGLang's `run_scheduler_process` with the extension, whatever plug-ins SGLang itself discovers.
+
+    The user asked for the extension: where it can't start, the scheduler doesn't.
+    """
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    from inference_plugin.engines.sglang import hooks
+
     register()
+    hooks.explicit = True
     return run_scheduler_process(*args, **kwargs)
 
 

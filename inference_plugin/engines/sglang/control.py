@@ -1,33 +1,141 @@
-"""The first rank: the front's commands wait for a turn, in which it leads the others."""
+"""The ranks' part in turns, and with it the engine as its coordinator sees it.
+
+The first rank leads a turn: it sends each operation to the others, and all gather their answers. A commit it sends once, with
+all that the ranks need to know. From then on every rank runs `commit_on_all_ranks` by itself, and they only gather
+their answers: after the check, after the installation and at the end.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 import zmq
 
-from inference_plugin.engines.sglang.scheduler import Site
-from inference_plugin.engines.sglang.turn import EngineOperation, EngineReply, Step
+from inference_plugin.engines.actions import (
+    Ask,
+    EngineAction,
+    Finish,
+    Refuse,
+    ResumeSteps,
+    Steps,
+    StopSteps,
+)
+from inference_plugin.engines.commit import CommitPlan, commit_on_all_ranks
+from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.operations import RankReply, with_error
+from inference_plugin.engines.rank_calls import RankCalls
+from inference_plugin.engines.sglang.scheduler import SchedulerRank
+from inference_plugin.engines.sglang.turn import EngineOperation, EngineReply, Step, Turn
+from inference_plugin.engines.standing import Held, Standing
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import CommitFailed, PeerLost
-from inference_plugin.wire.messages import InFlight, MemoryTag
+from inference_plugin.wire.errors import CommitFailed, PeerLost, WeightwireError
+from inference_plugin.wire.messages import Committed, InFlight, MemoryTag, Sender
 
-__all__ = ["TurnControl"]
+__all__ = ["FollowerControl", "LeaderControl"]
+
+logger = logging.getLogger("sglang.weightwire")
 
 
-class TurnControl:
-    """`engines.front.EngineControl` on the first rank: commands wait for a turn, and a turn reaches all ranks."""
+class _TurnControl:
+    """The part that is the same on every rank. While `_in_commit`, all ranks run the same commit: nobody sends steps."""
 
-    def __init__(self, site: Site, bells: Sequence[str]) -> None:
-        self._site = site
+    def __init__(self, rank: SchedulerRank) -> None:
+        self._rank = rank
+        self._ranks = rank.ranks
+        self._in_commit = False
+
+    def handle(self, _: Turn) -> None:
+        """SGLang's handler of a `Turn`. Nothing that fails here may reach SGLang's event loop: it would end the server."""
+        try:
+            self.take_turn()
+        except Exception:
+            self._rank.refuse_what_is_unknown()
+            logger.exception("weightwire: rank %d left a turn", self._rank.rank)
+
+    def take_turn(self) -> None:
+        """This rank's part of a turn. Raises where the ranks lose each other."""
+        raise NotImplementedError
+
+    def wants_turn(self) -> bool:
+        """Whether there is something to do; asked in each pass of the event loop."""
+        return False
+
+    def call_ranks(self, request: bytes) -> list[bytes]:
+        return self._step(Step(rank=request))
+
+    def finish(self, request: bytes, group: str, version: int, in_flight: InFlight) -> list[bytes]:
+        answer = self._rank.perform(Step(rank=request))
+        if decode_as(answer, RankReply).error is None:
+            try:
+                self.installed(group, version, in_flight)
+            except Exception as error:  # noqa: BLE001 -- the commit tears the replica, and then tells
+                answer = with_error(answer, error)
+        return self._ranks.gather(answer)
+
+    def pause(self, in_flight: InFlight) -> Future[None] | None:
+        if self._rank.model.device.type != "cpu":
+            torch.accelerator.synchronize(self._rank.model.device)  # a forward pass may be queued
+        if in_flight == "keep":
+            return None  # no step runs within a turn
+        if in_flight == "recompute":
+            if not all(reply.done for reply in self._ask("retract")):
+                raise CommitFailed("SGLang could not flush its cache with all requests retracted", phase="commit")
+            return None
+        self._ask(in_flight)
+        return Future()
+
+    def hold(self, asleep: frozenset[MemoryTag]) -> None:
+        self._ask("stand")
+
+    def resume(self) -> None:
+        if self._in_commit:
+            self._rank.resume()
+        else:
+            self._ask("resume")
+
+    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+        self._rank.installed(version)
+
+    def refuse(self, reason: str | None) -> None:
+        try:
+            self._rank.refuse(reason)  # this rank first: whoever can't be reached can't keep it from refusing
+        finally:
+            if reason is not None or not self._in_commit:
+                self._ask("refuse", reason=reason)
+
+    def _ask(self, name: Any, reason: str | None = None) -> list[EngineReply]:
+        answers = self._step(Step(engine=EngineOperation(name, reason)))
+        replies = [decode_as(answer, EngineReply) for answer in answers]
+        for rank, reply in enumerate(replies):
+            if reply.error is not None:
+                raise PeerLost(f"the scheduler of rank {rank} failed in {name!r}: {reply.error}", rank=rank)
+        return replies
+
+    def _step(self, step: Step) -> list[bytes]:
+        if not self._in_commit:
+            self._ranks.broadcast(msgspec.msgpack.encode(step))
+        return self._ranks.gather(self._rank.perform(step))
+
+
+class LeaderControl(_TurnControl, EngineControl):
+    """On the first rank, which has the coordinator: its commands wait for a turn. `bells` wake the other ranks."""
+
+    def __init__(self, rank: SchedulerRank, bells: Sequence[str]) -> None:
+        super().__init__(rank)
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
-        self._waiting: Callable[[BaseException | None], None] | None = None
+        self._waiting: Future[None] | None = None
+        self._commit_waits = False
         self._lock = threading.Lock()
         self._bells = [_connected(address) for address in bells if address]
 
@@ -38,62 +146,110 @@ class TurnControl:
                 bell.send(b"", zmq.DONTWAIT)
 
     def wants_turn(self) -> bool:
-        """Called in each pass of the event loop."""
-        if self._waiting is not None and self._site.scheduler.is_fully_idle():
+        if self._waiting is not None and self._rank.scheduler.is_fully_idle():
             return True
         return bool(self._commands)
 
-    def lead(self) -> None:
-        """A turn on the first rank: what was submitted, then its end for the other ranks."""
+    def take_turn(self) -> None:
+        """Runs the submitted commands up to the first commit; a commit is the last of its turn."""
         try:
             if self._waiting is not None and all(reply.done for reply in self._ask("flush")):
                 waiting, self._waiting = self._waiting, None
-                waiting(None)
-            while self._commands:
+                if self._commit_waits:
+                    self._send_commit(Step(stopped=True))
+                waiting.set_result(None)
+            while self._commands and not self._in_commit:
                 self._commands.popleft()()
         finally:
-            self._site.ranks.broadcast(msgspec.msgpack.encode(Step()))
+            ended, self._in_commit = self._in_commit, False
+            if not ended:
+                self._ranks.broadcast(msgspec.msgpack.encode(Step()))
 
-    def call_ranks(self, request: bytes) -> list[bytes]:
-        return self._step(Step(rank=request))
+    def announce_commit(self, plan: CommitPlan) -> None:
+        self._send_commit(Step(commit=plan))
 
-    def pause(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
-        if self._site.model.device.type != "cpu":
-            torch.accelerator.synchronize(self._site.model.device)  # a forward pass may be queued
-        if in_flight == "keep":
-            paused(None)
-        elif in_flight == "recompute":
-            if not all(reply.done for reply in self._ask("retract")):
-                raise CommitFailed("SGLang could not flush its cache with all requests retracted", phase="commit")
-            paused(None)
-        else:
-            self._ask(in_flight)
-            self._waiting = paused  # `lead` calls it once all ranks are idle
-
-    def hold(self, asleep: frozenset[MemoryTag]) -> None:
-        self._ask("stand")
+    def pause(self, in_flight: InFlight) -> Future[None] | None:
+        self._waiting = super().pause(in_flight)  # `take_turn` completes it once all ranks are idle
+        self._commit_waits = self._in_commit
+        return self._waiting
 
     def resume(self) -> None:
         self._waiting = None
-        self._ask("resume")
+        super().resume()
 
-    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
-        self._ask("installed", version=version)
+    def _send_commit(self, step: Step) -> None:
+        self._ranks.broadcast(msgspec.msgpack.encode(step))
+        self._in_commit = True
 
-    def refuse(self, reason: str | None) -> None:
-        self._ask("refuse", reason=reason)
 
-    def _ask(self, name: Any, **arguments: Any) -> list[EngineReply]:
-        answers = self._step(Step(engine=EngineOperation(name, **arguments)))
-        replies = [decode_as(answer, EngineReply) for answer in answers]
-        for rank, reply in enumerate(replies):
-            if reply.error is not None:
-                raise PeerLost(f"the scheduler of rank {rank} failed in {name!r}: {reply.error}", rank=rank)
-        return replies
+class FollowerControl(_TurnControl):
+    """On every other rank: it does what the first one sends, and runs commits by itself."""
 
-    def _step(self, step: Step) -> list[bytes]:
-        self._site.ranks.broadcast(msgspec.msgpack.encode(step))
-        return self._site.ranks.gather(self._site.perform(step))
+    def __init__(self, rank: SchedulerRank) -> None:
+        super().__init__(rank)
+        self._calls = RankCalls(rank.ranks.size, {"side": "worker", "replica": rank.replica, "rank": rank.rank})
+        self._commit: Steps[Committed] | None = None
+        """The commit that waits until its requests have ended; stale once the first rank has given it up."""
+
+    def take_turn(self) -> None:
+        """Follows the first rank to the end of the turn."""
+        while True:
+            step = decode_as(self._ranks.broadcast(), Step)
+            if step.commit is not None:
+                self._commit = commit_on_all_ranks(step.commit, _standing_of(step.commit), time.monotonic, 0.0)
+                return self._run_commit(None)
+            if step.stopped:
+                return self._run_commit(True)
+            if step.rank is None and step.engine is None:
+                return None
+            self._ranks.gather(self._rank.perform(step))
+
+    def _run_commit(self, value: Any) -> None:
+        """Runs the commit up to its end, or to a wait, which is the end of this turn."""
+        commit, self._commit = self._commit, None
+        assert commit is not None
+        self._in_commit = True
+        error: Exception | None = None
+        try:
+            while True:
+                action = commit.send(value) if error is None else commit.throw(error)
+                value, error = None, None
+                try:
+                    value = self._perform(action)
+                except Exception as failed:  # noqa: BLE001 -- the commit decides, as it does on the first rank
+                    error = failed
+                if isinstance(value, Future):
+                    self._commit = commit
+                    return
+        except StopIteration:
+            pass  # committed
+        except PeerLost:
+            raise  # the ranks have lost each other
+        except WeightwireError as failed:
+            logger.debug("weightwire: a commit failed on rank %d: %s", self._rank.rank, failed)
+        finally:
+            self._in_commit = False
+
+    def _perform(self, action: EngineAction) -> Any:
+        match action:
+            case Ask(operation):
+                return self._calls.ask(operation, self.call_ranks)
+            case Finish(operation, in_flight):
+                finish = partial(self.finish, group=operation.group, version=operation.version, in_flight=in_flight)
+                return self._calls.ask(operation, finish)
+            case StopSteps(in_flight):
+                return self.pause(in_flight)
+            case Refuse(reason):
+                self.refuse(reason)
+            case ResumeSteps():
+                self.resume()
+        return None  # the other actions are the coordinator's
+
+
+def _standing_of(plan: CommitPlan) -> Standing:
+    """The replica as the first rank sees it, for a commit."""
+    held = Held(Sender(""), 0.0, math.inf, "keep") if plan.held else None
+    return Standing(held, dict(plan.torn), plan.must_stand)
 
 
 def _connected(address: str) -> Any:

@@ -10,97 +10,192 @@ from typing import Any
 
 import msgspec
 
-from inference_plugin.engines.front import open_front
-from inference_plugin.engines.hooking import installed_version, wrap
-from inference_plugin.engines.rank import RankReply
-from inference_plugin.engines.sglang.control import TurnControl
-from inference_plugin.engines.sglang.scheduler import Site
-from inference_plugin.engines.sglang.turn import Turn
-from inference_plugin.wire import addresses
+from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordinator
+from inference_plugin.engines.monkeypatch import contained, installed_version, run_without, wrap
+from inference_plugin.engines.operations import RankReply
+from inference_plugin.engines.sglang.control import FollowerControl, LeaderControl
+from inference_plugin.engines.sglang.patch_points import SGLANG
+from inference_plugin.engines.sglang.scheduler import SchedulerRank
+from inference_plugin.engines.sglang.turn import Ranks, Turn
+from inference_plugin.engines.starting import begin_start, ends_start
+from inference_plugin.net import addresses
 from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import EngineUnsupported, ErrorInfo, WeightwireError
 
 __all__ = ["hook_scheduler"]
 
 logger = logging.getLogger("sglang.weightwire")
 
 
-def hook_scheduler() -> None:
+def hook_scheduler(lacks: tuple[str, ...]) -> None:
+    """`lacks`: what users of this version of SGLang miss, in words."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 
+    @wrap(Scheduler, "init_model_worker")
+    def init_model_worker(original: Callable[..., Any], self: Any) -> Any:
+        if _leads():
+            begin_start("sglang", str(self.model_config.model_path), logger)
+        return original(self)  # loads the model
+
     @wrap(Scheduler, "init_request_dispatcher")
     def init_request_dispatcher(original: Callable[..., Any], self: Any) -> Any:
-        result = original(self)
-        _start(self)
+        with ends_start():
+            result = original(self)
+            _start(self, lacks)
         return result
 
     @wrap(SchedulerRequestReceiver, "_pull_raw_reqs")
     def pull_raw_reqs(original: Callable[..., Any], self: Any) -> Any:
-        if _site is not None:
-            _site.while_paused(idle=_site.control is None or not _site.control.wants_turn())
+        if _rank is not None and _turns is not None:
+            with contained("a pass of the event loop", logger):
+                _rank.while_paused(idle=not _turns.wants_turn())
         requests = original(self)
-        if requests is not None and _site is not None:
-            _site.bell.quiet()
-            if _site.control is not None and _site.control.wants_turn():
-                requests.append(Turn())
+        if requests is not None and _rank is not None and _turns is not None:
+            with contained("a pass of the event loop", logger):
+                _rank.bell.quiet()
+                if _turns.wants_turn():
+                    requests.append(Turn())
         return requests
 
     @wrap(Scheduler, "run_batch")
     def run_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        site: Site | None = getattr(self, "_weightwire_site", None)
-        with site.model.step() if site is not None else contextlib.nullcontext():
+        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
+        with rank.model.step() if rank is not None else contextlib.nullcontext():
             return original(self, *args, **kwargs)
 
     @wrap(Scheduler, "_add_request_to_queue")
     def add_request_to_queue(original: Callable[..., Any], self: Any, req: Any, is_retracted: bool = False) -> Any:
-        site: Site | None = getattr(self, "_weightwire_site", None)
-        if site is not None and not site.admit(req, is_retracted):
+        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
+        if rank is not None and not rank.admit(req, is_retracted):
             return None
         return original(self, req, is_retracted)
 
     @wrap(Scheduler, "_maybe_namespace_elastic_radix_cache")
     def namespace(original: Callable[..., Any], self: Any, req: Any) -> Any:
         result = original(self, req)
-        site: Site | None = getattr(self, "_weightwire_site", None)
-        if site is not None:
-            site.name(req)
+        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
+        if rank is not None:
+            rank.name(req)
         return result
 
 
-_site: Site | None = None
-"""This process's rank: the request receiver doesn't know its scheduler."""
-
-
-def _start(scheduler: Any) -> None:
-    """Starts this rank and, on the first, the front; publishes the replica's card."""
-    global _site
+def _leads() -> bool:
+    """Whether this process is its replica's first rank."""
     from sglang.srt.runtime_context import get_parallel
 
-    parallel = get_parallel()
-    if why := _unserved(parallel):
-        logger.warning("weightwire: off, no trainer will find this engine: %s", why)
-        return
-    site = scheduler._weightwire_site = Site(scheduler, addresses.new_replica_id("sglang"))
-    scheduler._request_dispatcher._mapping[Turn] = site.take_turn
-    start = RankReply("start", site.rank, card=site.runtime.card())
-    cards = [decode_as(card, RankReply).card for card in site.ranks.gather(msgspec.msgpack.encode(start))]
-    bells = site.ranks.gather(site.bell.address.encode())
-    _site = site
-    if not site.ranks.leads:
-        return
-    control = site.control = TurnControl(site, [bell.decode() for bell in bells])
-    open_front(
-        control,
-        site.replica,
-        cards,
-        engine="sglang",
-        engine_version=installed_version("sglang"),
-        model=str(scheduler.model_config.model_path),
-        tp=site.ranks.size,
-        pp=1,
-        dp_rank=int(parallel.dp_rank or 0),
-        parent_pid=os.getppid(),
-    )
+    try:
+        return int(get_parallel().tp_rank) == 0
+    except Exception:
+        logger.debug("weightwire: the rank is not known yet", exc_info=True)
+        return False
+
+
+_rank: SchedulerRank | None = None
+_turns: LeaderControl | FollowerControl | None = None
+"""This process's rank, and its part in turns: the request receiver doesn't know its scheduler."""
+
+
+explicit = False
+"""Whether the user named the extension: where it can't start, the engine doesn't."""
+
+
+def _start(scheduler: Any, lacks: tuple[str, ...]) -> None:
+    """Starts this rank and, on the first, the coordinator; publishes the replica's card. Where a part of it fails, on any rank,
+    all ranks run without us, and nothing of ours is left in them."""
+    global _rank, _turns
+    rank = scheduler._weightwire_rank = None
+    first = True
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        first = int(parallel.tp_rank) == 0
+        if why := _unserved(parallel):
+            raise EngineUnsupported(why, hint="docs/sglang.md says which layouts are served", phase="start")
+        ranks = Ranks(parallel)
+        scheduler._request_dispatcher._mapping[Turn] = _take_no_turn
+        rank = _started(scheduler, ranks)
+        turns = _open_coordinator(rank, parallel, lacks)
+        scheduler._request_dispatcher._mapping[Turn] = turns.handle
+        _rank, _turns = rank, turns
+        scheduler._weightwire_rank = rank
+    except Exception as error:
+        if rank is not None:
+            with contained("closing a rank", logger):
+                rank.close()
+        if explicit:
+            raise
+        if first:
+            run_without("sglang", error, logger, f"model {scheduler.model_config.model_path}")
+        else:
+            logger.debug("weightwire: off on this rank", exc_info=True)  # the first rank warns
+
+
+def _started(scheduler: Any, ranks: Ranks) -> SchedulerRank:
+    """This rank, once all of them are ready. Raises the first one's error on all of them."""
+    replica = ranks.broadcast(addresses.new_replica_id("sglang").encode()).decode()
+    rank: SchedulerRank | None = None
+    try:
+        rank = SchedulerRank(scheduler, ranks, replica)
+        start = RankReply("start", ranks.rank, card=rank.runtime.card())
+    except Exception as error:
+        logger.debug("weightwire: the rank could not start", exc_info=True)
+        start = RankReply("start", ranks.rank, error=WeightwireError.wrap(error).info())
+    try:
+        replies = [decode_as(reply, RankReply) for reply in ranks.gather(msgspec.msgpack.encode(start))]
+        for reply in replies:
+            if reply.error is not None:
+                raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
+        assert rank is not None
+        rank.cards = [reply.card for reply in replies]
+    except BaseException:
+        if rank is not None:
+            rank.close()
+        raise
+    return rank
+
+
+def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]) -> LeaderControl | FollowerControl:
+    """The coordinator, on the first rank; returns this rank's part in turns. Raises the error of a coordinator that can't start
+    on all ranks."""
+    failed = b""
+    coordinator: ReplicaCoordinator | None = None
+    turns: LeaderControl | FollowerControl = FollowerControl(rank)
+    bells = rank.ranks.gather(rank.bell.address.encode())
+    if rank.ranks.leads:
+        try:
+            turns = LeaderControl(rank, [bell.decode() for bell in bells])
+            coordinator = open_coordinator(
+                turns,
+                rank.replica,
+                rank.cards,
+                engine="sglang",
+                engine_version=installed_version(*SGLANG.distributions),
+                model=str(rank.scheduler.model_config.model_path),
+                tp=rank.ranks.size,
+                pp=1,
+                dp_rank=int(parallel.dp_rank or 0),
+                parent_pid=os.getppid(),
+                lacks=lacks,
+            )
+            for what in lacks:
+                logger.warning("weightwire: in this version of SGLang %s", what)
+        except Exception as error:  # noqa: BLE001 -- raised below, on all ranks
+            failed = msgspec.msgpack.encode(WeightwireError.wrap(error).info())
+    try:
+        failed = rank.ranks.broadcast(failed)
+    except BaseException:
+        if coordinator is not None:
+            coordinator.close()
+        raise
+    if failed:
+        raise WeightwireError.of(decode_as(failed, ErrorInfo))
+    return turns
+
+
+def _take_no_turn(_: Turn) -> None:
+    """A rank that runs without us and is told of a turn all the same: SGLang's loop must not end for it."""
 
 
 def _unserved(parallel: Any) -> str:

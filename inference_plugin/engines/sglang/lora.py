@@ -8,40 +8,19 @@ the update's as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from inference_plugin.engines.hooking import wrap
-from inference_plugin.engines.touch import Touch
-from inference_plugin.install.contract import AdapterPlace
+from inference_plugin.engines.lora_slots import LayerSlice, TensorSlots
+from inference_plugin.engines.monkeypatch import wrap
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.tensors import dtype_name
 
-__all__ = ["LORA_TOUCHES", "SglangAdapterSlots", "hook_lora"]
+__all__ = ["SglangAdapterSlots", "hook_lora"]
 
-_MANAGER = "sglang.srt.lora.lora_manager:LoRAManager."
-_POOL = "sglang.srt.lora.mem_pool:LoRAMemoryPool."
-_LAYERS = "sglang.srt.lora.layers:"
-
-LORA_TOUCHES = (
-    Touch(_MANAGER + "load_lora_weights", ("self", "lora_ref"), "wrapped: an adapter that an update brought is not the one on disk"),
-    Touch(_MANAGER + "_notify_lora_slots_updated", ("self", "slot_ids"), "called"),
-    Touch(_POOL + "load_lora_weight_to_buffer", ("uid", "buffer_id", "lora_adapter", "lora_modules", "lora_embed_tokens_module", "lora_lm_head_module"), "called: fills a slot"),
-    Touch("sglang.srt.lora.lora:LoRAAdapter.initialize_weights_from_tensors", ("self", "tensors"), "called"),
-    Touch("sglang.srt.lora.lora_config:LoRAConfig.from_dict", ("config_dict",), "called"),
-    Touch("sglang.srt.lora.lora_registry:LoRARef", why="read: id and name"),
-    Touch("sglang.srt.lora.utils:get_target_module_name", ("full_module_name", "target_modules"), "called: which buffer a layer's slots are in"),
-    Touch("sglang.srt.layers.utils:get_layer_id", ("weight_name",), "called"),
-    Touch("sglang.srt.distributed.utils:get_group_rank_size", ("group",), "called: a layer's rank"),
-    Touch(_LAYERS + "BaseLayerWithLoRA", why="recognised: around the model's own layers"),
-    Touch(_LAYERS + "QKVParallelLinearWithLoRA", why="recognised: attention's packed projections"),
-    Touch(_LAYERS + "MergedColumnParallelLinearWithLoRA", why="recognised: packed projections"),
-    Touch(_LAYERS + "ColumnParallelLinearWithLoRA", why="recognised"),
-    Touch(_LAYERS + "RowParallelLinearWithLoRA", why="recognised"),
-)  # fmt: skip
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """What SGLang packs into one layer: all of it has one rank there, and what an adapter leaves out is zero."""
@@ -67,14 +46,14 @@ class _Held:
     tensors: Mapping[str, torch.Tensor] | None
 
 
-class SglangAdapterSlots:
+class SglangAdapterSlots(TensorSlots):
     """`install.contract.AdapterSlots` of one rank."""
 
     def __init__(self, manager: Any) -> None:
+        super().__init__()
         self._manager = manager
         self.max_rank = int(manager.max_lora_rank)
         self.dtype = dtype_name(manager.dtype)
-        self._adapters: dict[str, Mapping[str, torch.Tensor]] = {}
         manager._weightwire_slots = self
 
     def check(self, adapter: str) -> None:
@@ -89,29 +68,14 @@ class SglangAdapterSlots:
                 hint=f"start it with --lora-paths {adapter}=DIRECTORY, or load the adapter once; updates replace it then",
             )
 
-    def place(self, module: str) -> AdapterPlace | None:
-        found = self._slice_of(module)
-        if found is None:
-            return None
-        layer, _, at = found
-        base = layer.base_layer
-        if hasattr(base, "total_num_heads"):
-            heads = base.total_num_heads if at == 0 else base.total_num_kv_heads
-            return AdapterPlace(heads * base.head_size, base.input_size)
-        outputs = base.output_sizes if hasattr(base, "output_sizes") else [base.output_size]
-        return AdapterPlace(outputs[at], base.input_size)
-
     def held(self, adapter: str) -> object:
         made = {lora_id: self._manager.loras[lora_id] for lora_id in self._ids(adapter)}
-        return _Held(made, self._adapters.get(adapter))
+        return _Held(made, self._tensors.get(adapter))
 
     def put(self, adapter: str, what: Any) -> None:
         if not isinstance(what, _Held):
             what = _Held({lora_id: self._made(lora_id, what) for lora_id in self._ids(adapter)}, what)
-        if what.tensors is None:
-            self._adapters.pop(adapter, None)
-        else:
-            self._adapters[adapter] = what.tensors
+        self._remember(adapter, what.tensors)
         manager, pool = self._manager, self._manager.memory_pool
         for lora_id, own in what.made.items():
             manager.loras[lora_id], manager.configs[lora_id] = own, own.config
@@ -122,35 +86,43 @@ class SglangAdapterSlots:
                 )
                 manager._notify_lora_slots_updated({slot})
 
-    def read(self, adapter: str) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor | str]]:
-        from sglang.srt.lora.utils import get_target_module_name
-
-        pool = self._manager.memory_pool
-        lora_id = next((i for i in self._ids(adapter) if i in pool.uid_to_buffer_id), None)
-        for name, tensor in self._adapters.get(adapter, {}).items():
-            if lora_id is None:
-                yield name, (), "no request has named the adapter, so it is in no slot just now"
-                continue
-            module, _, kind = name.removesuffix(".weight").rpartition(".")
-            found = self._slice_of(module)
-            assert found is not None
-            layer, own_name, at = found
-            key, number = get_target_module_name(own_name, pool.target_modules), _layer_number(own_name)
-            slot, rank = pool.uid_to_buffer_id[lora_id], self._manager.loras[lora_id].config.r
-            row, column = _first(layer, at)
-            if kind == "lora_A":
-                held = pool.A_buffer[key][number][slot]
-                yield name, (0, column), held[at * rank : at * rank + tensor.shape[0]]
-            else:
-                held = pool.B_buffer[key][number][slot]
-                yield name, (row, 0), held[layer.lora_offsets[at] : layer.lora_offsets[at + 1], : tensor.shape[1]]
-
     def loaded(self, lora_ref: Any) -> None:
         """SGLang read an adapter from disk: one that an update brought is the update's."""
-        tensors = self._adapters.get(lora_ref.lora_name)
+        tensors = self._tensors.get(lora_ref.lora_name)
         if tensors is not None:
             made = self._made(lora_ref.lora_id, tensors)
             self._manager.loras[lora_ref.lora_id], self._manager.configs[lora_ref.lora_id] = made, made.config
+
+    def _slots_with(self, adapter: str) -> Sequence[str]:
+        """By SGLang's id; all ids of an adapter hold the same."""
+        return [lora_id for lora_id in self._ids(adapter) if lora_id in self._manager.memory_pool.uid_to_buffer_id][:1]
+
+    def _values(self, found: LayerSlice, kind: str, slot: str, shape: Sequence[int]) -> torch.Tensor:
+        from sglang.srt.lora.utils import get_target_module_name
+
+        pool, (layer, name, at) = self._manager.memory_pool, found
+        key, number = get_target_module_name(name, pool.target_modules), _layer_number(name)
+        buffer, rank = pool.uid_to_buffer_id[slot], self._manager.loras[slot].config.r
+        values: torch.Tensor
+        if kind == "lora_A":
+            values = pool.A_buffer[key][number][buffer][at * rank : at * rank + shape[0]]
+        else:
+            rows = slice(layer.lora_offsets[at], layer.lora_offsets[at + 1])
+            values = pool.B_buffer[key][number][buffer][rows, : shape[1]]
+        return values
+
+    def _first(self, layer: Any, at: int) -> tuple[int, int]:
+        from sglang.srt.lora import layers
+
+        base = layer.base_layer
+        rank = _layer_rank(base, "tp")
+        if isinstance(layer, layers.RowParallelLinearWithLoRA):
+            return 0, rank * base.input_size_per_partition
+        if isinstance(layer, layers.QKVParallelLinearWithLoRA):
+            if at == 0:
+                return rank * base.q_proj_shard_size, 0
+            return _layer_rank(base, "kv_tp") // base.num_kv_head_replicas * base.kv_proj_shard_size, 0
+        return rank * base.output_partition_sizes[at], 0
 
     def _ids(self, adapter: str) -> list[str]:
         return [lora_id for lora_id, ref in list(self._manager.lora_refs.items()) if ref.lora_name == adapter]
@@ -196,8 +168,7 @@ class SglangAdapterSlots:
                         whole[name] = sent
         return whole
 
-    def _slice_of(self, module: str) -> tuple[Any, str, int] | None:
-        """The engine's layer that has the module in it, its name, and which of its slices the module is."""
+    def _slice_of(self, module: str) -> LayerSlice | None:
         from sglang.srt.lora import layers
 
         known = (
@@ -215,7 +186,7 @@ class SglangAdapterSlots:
         layer = self._manager.lora_modules[number].get(name)
         if layer is None or type(layer) not in known:
             return None
-        return layer, name, parts.index(own)
+        return LayerSlice(layer, name, parts.index(own))
 
 
 def _layer_number(module: str) -> Any:
@@ -224,17 +195,10 @@ def _layer_number(module: str) -> Any:
     return get_layer_id(f"{module}.weight")
 
 
-def _first(layer: Any, at: int) -> tuple[int, int]:
-    """The first row of B and the first column of A that this rank holds."""
+def _layer_rank(base: Any, group: Literal["tp", "kv_tp"]) -> int:
+    """A linear layer's rank among those that share it."""
+    if hasattr(base, f"{group}_rank"):  # before 0.5.22
+        return int(getattr(base, f"{group}_rank"))
     from sglang.srt.distributed.utils import get_group_rank_size
-    from sglang.srt.lora import layers
 
-    base = layer.base_layer
-    rank = get_group_rank_size(base.tp_group)[0]
-    if isinstance(layer, layers.RowParallelLinearWithLoRA):
-        return 0, rank * base.input_size_per_partition
-    if isinstance(layer, layers.QKVParallelLinearWithLoRA):
-        if at == 0:
-            return rank * base.q_proj_shard_size, 0
-        return get_group_rank_size(base.kv_tp_group)[0] // base.num_kv_head_replicas * base.kv_proj_shard_size, 0
-    return rank * base.output_partition_sizes[at], 0
+    return int(get_group_rank_size(getattr(base, f"{group}_group"))[0])

@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from inference_plugin.engines.live import LiveModel, on_meta, without_wrappers
+from inference_plugin.engines.live_model import LiveModel, without_wrappers
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
+from inference_plugin.engines.skeleton import Skeleton, build_skeleton
+from inference_plugin.install.graph import Boundary
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["SglangModel"]
@@ -15,6 +17,10 @@ __all__ = ["SglangModel"]
 
 class SglangModel(LiveModel):
     """`install.contract.EngineModel` of one rank."""
+
+    boundary = Boundary(
+        ("sglang.srt.configs", "sglang.srt.server_args", "sglang.srt.distributed", "sglang.srt.lora", "transformers")
+    )
 
     def __init__(self, scheduler: Any) -> None:
         from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
@@ -27,7 +33,7 @@ class SglangModel(LiveModel):
             live = without_wrappers(live, BaseLayerWithLoRA)
             self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
         self.post_processing = QuantizeMethodBase
-        super().__init__(live, next(live.parameters()).device, _skeleton(runner))
+        super().__init__(live, next(live.parameters()).device, *_skeleton(runner))
         self._updater = scheduler.weight_updater
         self._backup = bool(runner.server_args.enable_weights_cpu_backup)
         captured = self.device.type != "cpu" and not runner.server_args.disable_cuda_graph
@@ -62,13 +68,16 @@ class SglangModel(LiveModel):
         return isinstance(module, VocabParallelEmbedding)
 
 
-def _skeleton(runner: Any) -> nn.Module:
-    """The model's class once more, on the meta device."""
+def _skeleton(runner: Any) -> Skeleton:
+    """The model's class once more, without memory of weights."""
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
     config, load_config = runner.model_config, runner.load_config
-    with on_meta(set_default_torch_dtype(config.dtype), factory._ROPE_DICT):
+
+    def make() -> nn.Module:
         model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
-    return model.eval()
+        return model.eval()
+
+    return build_skeleton(make, set_default_torch_dtype(config.dtype), factory._ROPE_DICT)

@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from inference_plugin.engines.rank import RankIdentity, RankRuntime
+from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.sglang.model import SglangModel
-from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, EngineReply, Ranks, Step, Turn
-from inference_plugin.wire.codec import decode_as
+from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, EngineReply, Ranks, Step
+from inference_plugin.net import addresses
+from inference_plugin.wire.messages import WorkerCard
 
-if TYPE_CHECKING:
-    from inference_plugin.engines.sglang.control import TurnControl
-
-__all__ = ["Site"]
+__all__ = ["SchedulerRank"]
 
 logger = logging.getLogger("sglang.weightwire")
 
 
-class Site:
+class SchedulerRank:
     """One rank: its runtime and what we keep beside its scheduler."""
 
-    def __init__(self, scheduler: Any, replica: str) -> None:
+    def __init__(self, scheduler: Any, ranks: Ranks, replica: str) -> None:
         from sglang.srt.runtime_context import get_parallel
 
         self.scheduler = scheduler
-        parallel = get_parallel()
-        self.ranks = Ranks(parallel)
-        self.rank = self.ranks.rank
-        self._speaks = parallel.attn_tp_rank == 0  # for its part of the requests, to their clients
-        self.replica = self.ranks.broadcast(replica.encode()).decode()
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self._speaks = get_parallel().attn_tp_rank == 0  # for its part of the requests, to their clients
+        self.replica = replica
+        self.cards: list[WorkerCard | None] = []
         self.model = SglangModel(scheduler)
-        self.runtime = RankRuntime(RankIdentity(self.replica, self.rank, tp_rank=self.rank), self.model)
         self.bell = Doorbell(scheduler.idle_sleeper, self.replica, self.rank)
-        self.control: TurnControl | None = None
+        try:
+            self.runtime = RankRuntime(RankIdentity(self.replica, self.rank, tp_rank=self.rank), self.model)
+        except BaseException:
+            self.bell.close()
+            self._remove_sockets()
+            raise
         self.refusal: str | None = None
         self.holding = False
         self.namespace = ""
@@ -44,15 +47,15 @@ class Site:
         self._held: list[Any] = []
         self._paused = False
 
-    def take_turn(self, _: Turn) -> None:
-        """The handler of `Turn`. Nothing that fails here may reach SGLang's event loop: it would end the server."""
-        try:
-            if self.control is not None:
-                self.control.lead()
-            else:
-                self._follow()
-        except Exception:
-            logger.exception("weightwire: rank %d left a turn", self.rank)
+    def close(self) -> None:
+        """Ends what was started here: the engine goes on without us."""
+        self.runtime.close()
+        self.bell.close()
+        self._remove_sockets()
+
+    def _remove_sockets(self) -> None:
+        for endpoint in (str(self.rank), f"bell{self.rank}"):  # libzmq leaves them
+            (addresses.runtime_dir() / f"{self.replica}.{endpoint}").unlink(missing_ok=True)
 
     def perform(self, step: Step) -> bytes:
         """One step of a turn, on this rank. Never raises."""
@@ -88,13 +91,6 @@ class Site:
             if idle:
                 self.scheduler.maybe_sleep_on_idle()
 
-    def _follow(self) -> None:
-        while True:
-            step = decode_as(self.ranks.broadcast(), Step)
-            if step.rank is None and step.engine is None:
-                return
-            self.ranks.gather(self.perform(step))
-
     def _engine(self, operation: EngineOperation) -> bool:
         from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 
@@ -120,16 +116,32 @@ class Site:
                 self._paused = True
                 scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
         elif operation.name == "resume":
-            self._continue()
-            self.holding = False
-            held, self._held = self._held, []
-            scheduler.waiting_queue.extend(held)
-        elif operation.name == "installed":
-            self._turn_namespace()
-            self._stamp(operation.version)
+            self.resume()
         else:
-            self._refuse(operation.reason)
+            self.refuse(operation.reason)
         return True
+
+    def resume(self) -> None:
+        """The scheduler steps again, and takes the requests that were held."""
+        self._continue()
+        self.holding = False
+        held, self._held = self._held, []
+        self.scheduler.waiting_queue.extend(held)
+
+    def installed(self, version: int) -> None:
+        """This rank holds `version`: no request finds what an older version computed, and outputs get its stamp."""
+        self._turn_namespace()
+        self._stamp(version)
+
+    def refuse_what_is_unknown(self) -> None:
+        """The ranks have lost each other: one that was in the middle of a commit doesn't know what the others hold."""
+        unsure = self.runtime.unsure()
+        if not unsure or self.refusal is not None:
+            return
+        try:
+            self.refuse(f"rank {self.rank} lost the others while {unsure}; start the engine anew")
+        except Exception:
+            logger.exception("weightwire: rank %d could not end its requests; it takes no new ones", self.rank)
 
     def _stamp(self, version: int) -> None:
         """SGLang's own record, and what it leaves out: tokens of a forward pass whose result is still to be processed
@@ -158,13 +170,21 @@ class Site:
         """
         scheduler = self.scheduler
         self._installations += 1  # not the version: two groups may be at the same one
-        if scheduler.is_fully_idle(ignore_waiting=True) and scheduler.flush_cache(empty_cache=False):
+        if self._idle_but_for_waiting() and scheduler.flush_cache(empty_cache=False):
             self.namespace = ""
         else:
             self.namespace = f"weightwire={self._installations}"
         for request in [*scheduler.waiting_queue, *self._held]:
             if not request.output_ids:
                 self.name(request)
+
+    def _idle_but_for_waiting(self) -> bool:
+        scheduler = self.scheduler
+        if "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters:
+            return bool(scheduler.is_fully_idle(ignore_waiting=True))
+        return bool(
+            scheduler.is_fully_idle()
+        )  # before 0.5.21, where a waiting request keeps the cache from being flushed
 
     def name(self, request: Any) -> None:
         """Puts a request that has computed nothing yet into the present prefix namespace."""
@@ -186,7 +206,8 @@ class Site:
             self._paused = False
             self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    def _refuse(self, reason: str | None) -> None:
+    def refuse(self, reason: str | None) -> None:
+        """On this rank alone: from now on requests are refused with that reason; None: they are taken."""
         self.refusal = reason
         if reason is None:
             return
@@ -209,5 +230,11 @@ class Site:
 
         why = {"type": "abort", "status_code": status, "message": reason}
         if self._speaks:
-            self.scheduler.send_abort_output(_make_abort_req(request, finished_reason=why), request)
+            self._send_abort(_make_abort_req(request, finished_reason=why), request)
         self.scheduler._release_aborted_request(request)
+
+    def _send_abort(self, output: Any, request: Any) -> None:
+        if hasattr(self.scheduler, "send_abort_output"):
+            self.scheduler.send_abort_output(output, request)
+        else:  # before 0.5.23
+            self.scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)

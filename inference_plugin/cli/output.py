@@ -1,0 +1,56 @@
+"""What the commands print: lines and tables for people, one JSON document for programs. Nothing is cut or wrapped in a pipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import typer
+
+__all__ = ["JSON_SCHEMA", "line", "print_json", "problem", "stop", "table", "terminal"]
+
+JSON_SCHEMA = 1
+"""Version of the documents that `--json` prints. Fields may be added to a version; a field that changes its meaning or goes
+away makes a new one."""
+
+PIPE_COLUMNS = 1000
+"""Width of a table that nobody sees on a terminal: wider than any row."""
+
+
+def line(text: str, *, colour: str | None = None) -> None:
+    """One line, however long. The colour is left out where stdout is no terminal."""
+    typer.secho(text, fg=colour)
+
+
+def problem(text: str, indent: str = "") -> None:
+    line(f"{indent}PROBLEM: {text}", colour="red")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
+    drawn = Table(*columns)
+    for row in rows:
+        drawn.add_row(*row)
+    terminal().print(drawn, markup=False)
+
+
+def terminal() -> Any:
+    """The terminal as rich sees it, or a wide page where there is none. Importing rich takes longer than most commands."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
+
+def print_json(**document: Any) -> None:
+    """Prints one JSON object: `document`, and `schema`, the version of its form."""
+    print(json.dumps({"schema": JSON_SCHEMA, **msgspec.to_builtins(document)}, indent=2))
+
+
+def stop(message: str) -> SystemExit:
+    """To be raised: prints `message` to stderr and ends with status 2."""
+    print(f"weightwire: {message}", file=sys.stderr)
+    return SystemExit(2)

@@ -1,0 +1,88 @@
+"""`weightwire status`"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference_plugin.cli.app import AsJson, Job, app, asked
+from inference_plugin.cli.output import line, print_json, problem
+from inference_plugin.net import addresses
+from inference_plugin.net.report_files import last_report
+from inference_plugin.wire.messages import GroupStatus, ReplicaCard
+from inference_plugin.wire.reports import UpdateReport
+
+__all__ = ["status"]
+
+
+@app.command()
+def status(job: Job = None, as_json: AsJson = False) -> None:
+    """Replicas of the job, their groups, versions and states, and each group's last update; engines that are starting; and
+    engines that run without the plug-in, with the reason."""
+    found = [asked(card) for card in addresses.discover(job)]
+    starting = addresses.starting(job)
+    without = addresses.problems(job)
+    groups = sorted({group.group for replica in found for worker in replica["workers"] for group in worker.groups})
+    reports = {group: report for group in groups if (report := last_report(group, job)) is not None}
+    for replica in found:
+        statuses = [status for worker in replica["workers"] for status in worker.groups]
+        replica["groups"] = {g: _standing([s for s in statuses if s.group == g], reports.get(g)) for g in groups}
+    if as_json:
+        print_json(replicas=found, starting=starting, last_updates=reports, without_plug_in=without)
+        return
+    for text in starting:
+        line(f"starting: {text}")
+    for text in without:
+        problem(f"runs without the plug-in: {text}")
+    if not found and not starting:
+        line(f"no replica of job {job or addresses.job_name()!r} runs; looked in {addresses.runtime_dir(job)}")
+        return
+    for replica in found:
+        _print_replica(replica)
+    for report in reports.values():
+        _print_report(report)
+
+
+def _standing(ranks: list[GroupStatus], last: UpdateReport | None) -> str:
+    """A replica's state in a group, in the words of `SyncManager.replicas`."""
+    if any(rank.state == "torn" for rank in ranks):
+        return "torn"
+    versions = {rank.version for rank in ranks}
+    if not versions or None in versions:
+        return "joining"
+    return "behind" if last is not None and versions != {last.version} else "current"
+
+
+def _print_replica(replica: dict[str, Any]) -> None:
+    card: ReplicaCard = replica["card"]
+    ranks = f"tp {card.tp}, pp {card.pp}, dp rank {card.dp_rank}"
+    why = f" ({card.detail})" if card.detail and card.state != "torn" else ""  # why it is torn is among its problems
+    line(
+        f"{card.replica}: {card.engine} {card.engine_version}, {card.model}, {ranks}: {replica['state']}{why}",
+    )
+    for what in card.lacks:
+        line(f"  in this version of {card.engine} {what}")
+    for worker in replica["workers"]:
+        for group in worker.groups:
+            version = "no version yet" if group.version is None else f"version {group.version}"
+            how = f"{group.install} by {group.mechanism} over {group.transport}"
+            digest = f", digest {group.digest[:12]}" if group.digest else ""
+            stands = replica["groups"][group.group]
+            about = f": {group.detail}" if group.detail else ""
+            line(f"  rank {worker.rank}: {group.group}: {version}, {stands}, {group.state}, {how}{digest}{about}")
+        if not worker.groups:
+            line(f"  rank {worker.rank}: no group yet")
+    for text in replica["problems"]:
+        problem(text, indent="  ")
+
+
+def _print_report(report: UpdateReport) -> None:
+    phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.phases.items() if "." not in name)
+    line(
+        f"last update of {report.group}: version {report.version}, {report.bytes / 1e6:.0f} MB in {report.seconds:.3f} s "
+        f"({phases}), {report.messages} messages",
+    )
+    for replica in report.replicas:
+        error = f": {replica.error.message}" if replica.error else ""
+        line(
+            f"  {replica.replica}: {replica.status}, generation stopped {replica.stopped_s * 1000:.1f} ms{error}",
+        )

@@ -1,0 +1,85 @@
+"""`weightwire verify`"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from inference_plugin.cli.app import AsJson, Job, app, coordinator_of
+from inference_plugin.cli.checkpoints import Checkpoint
+from inference_plugin.cli.output import line, print_json, stop
+from inference_plugin.net import addresses
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.messages import ReplicaCard, Verified, Verify
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["verify"]
+
+TensorNamed: TypeAlias = "Callable[[str], torch.Tensor | None]"
+"""A checkpoint's tensor by name, None if it has none of that name."""
+
+SHOWN_DIFFERENCES = 20
+"""Differences of a replica that are shown without `--all`; `--json` has all of them."""
+
+
+@app.command()
+def verify(
+    checkpoint: Annotated[Path, typer.Option(help="Directory with *.safetensors, or one such file.")],
+    group: Annotated[str, typer.Option(help="Weight-update group.")] = "policy",
+    replica: Annotated[str | None, typer.Option(help="Only this replica.")] = None,
+    job: Job = None,
+    timeout_s: Annotated[float, typer.Option(help="For each replica.")] = 120.0,
+    show_all: Annotated[bool, typer.Option("--all", help="Every difference, not the first 20 of a replica.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compares what live engines hold with a checkpoint, byte for byte. Exit status 1: they differ.
+
+    The engine must have taken an update of the group: only then is it known which parameter holds which tensor.
+    """
+    tensor_named = Checkpoint(checkpoint).tensor
+    cards = [card for card in addresses.discover(job) if replica in (None, card.replica)]
+    if not cards:
+        raise stop(f"no such replica runs; looked in {addresses.runtime_dir(job)}")
+    results = [_verified(card, group, timeout_s, tensor_named) for card in cards]
+    if as_json:
+        print_json(group=group, replicas=results)
+    else:
+        for result in results:
+            verdict = "equal" if result["ok"] else "DIFFERENT"
+            line(f"{result['replica']}: {verdict} ({result['boxes']} boxes compared)")
+            problems = result["problems"]
+            shown = problems if show_all else problems[:SHOWN_DIFFERENCES]
+            for problem in shown:
+                line(f"  {problem}")
+            if len(shown) < len(problems):
+                line(f"  and {len(problems) - len(shown)} more; --all shows all {len(problems)}")
+    raise typer.Exit(0 if all(result["ok"] for result in results) else 1)
+
+
+def _verified(card: ReplicaCard, group: str, timeout_s: float, tensor_named: TensorNamed) -> dict[str, Any]:
+    """One replica's row of the answer."""
+    from inference_plugin.wire.comparison import compare_rank  # imports torch
+
+    with coordinator_of(card) as channel:
+        try:
+            answer = channel.request(Verify(group, timeout_s), Verified, timeout_s=timeout_s + 5)
+        except WeightwireError as error:
+            return {"replica": card.replica, "ok": False, "boxes": 0, "problems": [str(error)]}
+    problems = [words for rank in answer.ranks for words in compare_rank(rank, tensor_named)]
+    problems += [f"rank {r.rank}: {name}: {why}" for r in answer.ranks for name, why in r.unreadable.items()]
+    boxes = sum(len(rank.boxes) for rank in answer.ranks)
+    if not boxes:
+        problems.append(f"group {group!r} holds nothing that could be compared")
+    version = answer.ranks[0].version if answer.ranks else None
+    return {
+        "replica": card.replica,
+        "version": version,
+        "ok": not problems,
+        "boxes": boxes,
+        "problems": problems,
+    }

@@ -1,0 +1,66 @@
+"""What an engine gives its coordinator."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from inference_plugin.engines.commit import CommitPlan
+from inference_plugin.engines.operations import with_error
+from inference_plugin.wire.messages import InFlight, MemoryTag
+from inference_plugin.wire.tracing import span
+
+__all__ = ["EngineControl"]
+
+
+class EngineControl(ABC):
+    """The engine as its coordinator sees it. All but `submit` are called on the engine's own thread, between two steps."""
+
+    @abstractmethod
+    def submit(self, command: Callable[[], None]) -> None:
+        """Any thread: has `command` run on the engine's own thread between two steps, soon even if the engine is idle."""
+
+    @abstractmethod
+    def call_ranks(self, request: bytes) -> list[bytes]:
+        """Runs `RankRuntime.call(request)` on every rank at one place in their order of work. Raises if a rank is lost."""
+
+    @abstractmethod
+    def pause(self, in_flight: InFlight) -> Future[None] | None:
+        """Stops stepping by that policy for requests in flight. None: the engine stands still. Else it goes on stepping, and
+        completes the future on its own thread once it stands still.
+
+        No step runs between that and `resume`. On a replica that is held, `pause` only applies the policy to requests;
+        "drain" is not asked for there.
+        """
+
+    @abstractmethod
+    def hold(self, asleep: frozenset[MemoryTag]) -> None:
+        """After `pause`: no step runs until `resume`, whatever commits come. `asleep` is the memory that is released; called
+        again as it changes."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Undoes `pause` and `hold`, also before the engine stands still; harmless if nothing is paused."""
+
+    @abstractmethod
+    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+        """All ranks hold `version`: drops the caches of the old one and stamps outputs with the new one."""
+
+    @abstractmethod
+    def refuse(self, reason: str | None) -> None:
+        """From now on every request is refused with `reason`; None allows generation again."""
+
+    def announce_commit(self, plan: CommitPlan) -> None:  # noqa: B027 -- most engines have nothing to announce
+        """The calls up to the next `resume` belong to this commit. An engine whose ranks run commits by themselves sends them
+        the plan."""
+
+    def finish(self, request: bytes, group: str, version: int, in_flight: InFlight) -> list[bytes]:
+        """`call_ranks` and `installed`, as one step of a commit."""
+        answers = self.call_ranks(request)
+        try:
+            with span("caches"):
+                self.installed(group, version, in_flight)
+        except Exception as error:  # noqa: BLE001 -- the commit tears the replica, and then tells
+            return [with_error(answer, error) for answer in answers]
+        return answers

@@ -1,0 +1,153 @@
+"""The events that the coordinator's machine takes, and the actions that it returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from inference_plugin.engines.actions import EngineAction, Steps, StopSteps
+from inference_plugin.engines.standing import Held
+from inference_plugin.wire.errors import SyncTimeout
+from inference_plugin.wire.messages import Body, Commit, Verify
+
+__all__ = [
+    "AllRead",
+    "Asked",
+    "Command",
+    "ManagerEnded",
+    "NotSubmitted",
+    "Perform",
+    "Performed",
+    "PublishCard",
+    "Reply",
+    "Start",
+    "Submit",
+    "Tick",
+    "Turn",
+]
+
+Start: TypeAlias = Callable[[], Steps[Body]]
+
+
+@dataclass(eq=False)
+class Command:
+    """A request on its way through the engine's thread. `asker` is whom to answer: the last one that sent the request.
+
+    `due_s` is when to ask the engine's thread for a turn; `awaits` is the action whose result the command waits for.
+    """
+
+    phase: str
+    body: Body | None
+    asker: Any
+    peer: bytes
+    expires_at_s: float
+    due_s: float
+    start: Start
+    late: Callable[[], SyncTimeout]
+    steps: Steps[Body] | None = None
+    awaits: EngineAction | None = None
+    is_giving_up: bool = False
+    over: bool = False
+
+    def gives_up_at_s(self) -> float:
+        """When to end the command if it has not begun, or still waits for a step boundary."""
+        waits = self.steps is None or (isinstance(self.awaits, StopSteps) and not self.is_giving_up)
+        return self.expires_at_s if waits else math.inf
+
+    def is_asked_again(self, body: Body, peer: bytes) -> bool:
+        """Whether `body` is this request once more."""
+        if isinstance(body, Commit) and isinstance(self.body, Commit):
+            return body.txn == self.body.txn
+        return body == self.body and (peer == self.peer or not isinstance(body, Verify))
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request came. `peer` sent it, `asker` gets the answer."""
+
+    asker: Any
+    body: Body
+    peer: bytes = b""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The engine's thread is between two steps, for this command."""
+
+    command: Command
+
+
+@dataclass(frozen=True)
+class Performed:
+    """An action of a command was performed, or failed."""
+
+    command: Command
+    action: EngineAction
+    value: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class NotSubmitted:
+    """The engine's thread could not be asked for a turn."""
+
+    command: Command
+
+
+@dataclass(frozen=True)
+class AllRead:
+    """Every message that had come by now was handled: a lease that has run out was not renewed."""
+
+
+@dataclass(frozen=True)
+class ManagerEnded:
+    """The process ended whose manager holds the replica."""
+
+    held: Held
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event: TypeAlias = Asked | Turn | Performed | NotSubmitted | AllRead | ManagerEnded | Tick
+
+
+# --- actions ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Answers a request."""
+
+    asker: Any
+    body: Body
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Asks the engine's thread for a turn for this command."""
+
+    command: Command
+
+
+@dataclass(frozen=True)
+class Perform:
+    """Performs an action on the engine's thread, which the event came from."""
+
+    command: Command
+    action: EngineAction
+
+
+@dataclass(frozen=True)
+class PublishCard:
+    """Writes and announces how the replica stands, from any thread."""
+
+
+Action: TypeAlias = Reply | Submit | Perform | PublishCard

@@ -1,0 +1,159 @@
+"""The live model of a worker, as far as it is alike on all engines."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import nn
+
+from inference_plugin.install.adapter import GROUP_PREFIX, AdapterInstaller
+from inference_plugin.install.contract import AdapterSlots, Installer
+from inference_plugin.install.graph import Boundary
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.messages import MemoryTag, SleepLevel
+
+__all__ = ["LiveModel", "without_wrappers"]
+
+DECODING_S = 0.1
+"""An engine counts as decoding for this long after a step."""
+
+
+class LiveModel:
+    """`install.contract.EngineModel` of one worker, for an engine whose model has a `load_weights` and whose layers are
+    post-processed by a `quant_method` of theirs, or not at all. An engine's file overrides what it does otherwise."""
+
+    fixed_addresses = False
+    post_processing: type | tuple[()] = ()
+    """The class of the engine's `quant_method`s that post-process."""
+    adapter_slots: AdapterSlots | None = None
+    """The engine's own LoRA slots, where it has some."""
+
+    runtime_state: frozenset[str] = frozenset()
+    """Attributes of layers that are working memory, by name."""
+    boundary = Boundary()
+
+    def __init__(
+        self,
+        live: nn.Module,
+        device: torch.device,
+        skeleton: nn.Module,
+        constants: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.live = live
+        self.device = device
+        self.skeleton = skeleton
+        self.constants = constants or {}
+        self.lock = threading.Lock()
+        self._stepping = False
+        self._stepped_at_s = -math.inf
+
+    def installer(self, group: str) -> Installer:
+        """The installer of a group: of an adapter where the group's name says so, else of the whole model."""
+        if not group.startswith(GROUP_PREFIX):
+            return ModelInstaller(self)
+        if self.adapter_slots is None:
+            raise EngineUnsupported(
+                f"group {group!r} is a LoRA adapter, and this engine has no LoRA slots",
+                hint="start the engine with LoRA enabled, or send the merged model with MergedLoRAAdapter",
+                phase="open",
+            )
+        return AdapterInstaller(self.adapter_slots, group.removeprefix(GROUP_PREFIX))
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return model.load_weights(tensors)  # type: ignore[operator]
+
+    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
+        return {
+            name: _finish
+            for name, module in self.skeleton.named_modules()
+            if isinstance(getattr(module, "quant_method", None), self.post_processing)
+        }
+
+    def unfinishable(self) -> str | None:
+        return None
+
+    def pads(self, module: nn.Module) -> bool:
+        return False
+
+    def read_rebuilt(
+        self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        return None
+
+    def free_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return int(psutil.virtual_memory().available)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return torch.no_grad()
+
+    def why_no_sleep(self, level: SleepLevel) -> str | None:
+        """Why the engine, as it was started, can't sleep as deep as `level`; None if it can."""
+        return "this engine has no sleep mode"
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Engine's own thread, nothing in flight: releases the device memory of weights and KV cache. Called only where
+        `why_no_sleep` gave None."""
+        raise EngineUnsupported("this engine has no sleep mode")
+
+    def wake_up(self, tag: MemoryTag) -> None:
+        """Takes the memory of `tag` back, with its contents where the level kept them."""
+        raise EngineUnsupported("this engine has no sleep mode")
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each of the engine's steps, on its own thread."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepped_at_s = time.monotonic()
+            self._stepping = False
+
+    def decoding(self) -> bool:
+        """Whether a step runs, however long, or ended within `DECODING_S`. Any thread."""
+        return self._stepping or time.monotonic() - self._stepped_at_s < DECODING_S
+
+
+def without_wrappers(model: nn.Module, wrapper: type[nn.Module]) -> nn.Module:
+    """The model as it was before the engine put wrappers with a `base_layer` around some of its modules.
+
+    Parameters, buffers and the tables that hold them are the model's own; only modules with a wrapper somewhere below
+    them are shallow copies.
+    """
+    done: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> nn.Module:
+        if id(module) not in done:
+            if isinstance(module, wrapper):
+                base: Any = module.base_layer
+                done[id(module)] = visit(base)
+            else:
+                children = {name: child if child is None else visit(child) for name, child in module._modules.items()}
+                plain = all(child is children[name] for name, child in module._modules.items())
+                done[id(module)] = module if plain else _with_children(module, children)
+        return done[id(module)]
+
+    return visit(model)
+
+
+def _with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__ = module.__dict__ | {"_modules": children}
+    return twin
+
+
+def _finish(module: nn.Module) -> None:
+    """An engine's post-processing of one module."""
+    method: Any = module.quant_method
+    method.process_weights_after_loading(module)

@@ -1,0 +1,73 @@
+"""What the coordinator has every rank of its replica do, and a rank's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import ErrorInfo, PeerLost, TornReplica, WeightwireError
+from inference_plugin.wire.messages import MemoryTag, RankCommit, RankVerify, SleepLevel, WorkerCard
+
+__all__ = ["RankOperation", "RankReply", "agreed_replies", "first_error", "raise_first", "with_error"]
+
+
+class RankOperation(msgspec.Struct, frozen=True):
+    """One operation on every rank. The answer repeats `nonce`, which detects an executor that mixes up answers. `txn` names
+    a transaction or a verification."""
+
+    nonce: str
+    name: Literal[
+        "check", "release", "install", "undo", "finish", "tear", "verify", "read_on", "stop_reading", "may_sleep", "sleep",
+        "wake", "tear_all",
+    ]  # fmt: skip
+    group: str = ""
+    txn: str = ""
+    version: int = 0
+    reason: str = ""
+    install_s: float = 0.0
+    level: SleepLevel = 0
+    tags: tuple[MemoryTag, ...] = ()
+
+
+class RankReply(msgspec.Struct, frozen=True):
+    """Answer of one rank; an operation never raises across the executor. `left` is of a verification: there is "more" to
+    read, or the weights "changed" since it began."""
+
+    nonce: str
+    rank: int
+    seconds: float = 0.0
+    error: ErrorInfo | None = None
+    commit: RankCommit | None = None
+    verify: RankVerify | None = None
+    card: WorkerCard | None = None
+    left: Literal["", "more", "changed"] = ""
+
+
+def agreed_replies(answers: Sequence[bytes], operation: RankOperation, ranks: int) -> list[RankReply]:
+    """The answers of all ranks to `operation`. Raises `PeerLost` where one is missing or answers another call."""
+    name = operation.name
+    replies = [decode_as(answer, RankReply) for answer in answers]
+    if any(reply.nonce != operation.nonce for reply in replies):
+        raise PeerLost(f"the engine's executor returned another call's answer to {name!r}", hint="restart the engine")
+    if len(replies) != ranks:
+        raise PeerLost(f"{len(replies)} of {ranks} workers answered {name!r}", hint="restart the engine")
+    return replies
+
+
+def with_error(answer: bytes, error: Exception) -> bytes:
+    """A rank's answer, turned into a failure. An unexpected `error` leaves nobody knowing what the rank serves."""
+    failed = error if isinstance(error, WeightwireError) else TornReplica(f"{type(error).__name__}: {error}")
+    return msgspec.msgpack.encode(msgspec.structs.replace(decode_as(answer, RankReply), error=failed.info()))
+
+
+def first_error(replies: Sequence[RankReply]) -> WeightwireError | None:
+    return next((WeightwireError.of(reply.error) for reply in replies if reply.error is not None), None)
+
+
+def raise_first(replies: Sequence[RankReply]) -> None:
+    """Raises the first error among the ranks' answers."""
+    if (error := first_error(replies)) is not None:
+        raise error

@@ -1,0 +1,162 @@
+"""The part of each worker process that is the same on every engine: groups, socket, and the operations that the coordinator
+runs on all ranks at a step boundary."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import get_args
+
+import msgspec
+
+from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.operations import RankOperation, RankReply
+from inference_plugin.net import addresses
+from inference_plugin.net.processes import start_ticks
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import EngineUnsupported, WeightwireError
+from inference_plugin.wire.messages import MemoryTag, RankCommit, RankVerify, WorkerCard
+from inference_plugin.worker.engine_side import Left
+from inference_plugin.worker.groups import GroupTable
+from inference_plugin.worker.server import WorkerServer
+
+__all__ = ["RankIdentity", "RankOperation", "RankReply", "RankRuntime", "rank_timeout_s"]
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def rank_timeout_s() -> float:
+    """Limit of one operation on all ranks, from this process's environment at the first call."""
+    return Config.from_environment().rank_timeout_s
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """Who this worker is, within its replica."""
+
+    replica: str
+    rank: int
+    tp_rank: int
+    pp_rank: int = 0
+
+
+class RankRuntime:
+    """Groups and server of one worker; lives from the engine's start to its shutdown."""
+
+    def __init__(self, identity: RankIdentity, model: LiveModel) -> None:
+        self.identity = identity
+        self.model = model
+        config = Config.from_environment()
+        self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding, config)
+        where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
+        self._where = where
+        self._asleep: set[MemoryTag] = set()
+        listen = addresses.listen_address(identity.replica, str(identity.rank))
+        self._server = WorkerServer(self._table, listen, self.card, where)
+        try:
+            self._server.start()
+        except BaseException:
+            self._server.close()
+            raise
+
+    def card(self) -> WorkerCard:
+        """This worker's card, as of now."""
+        return WorkerCard(
+            replica=self.identity.replica,
+            rank=self.identity.rank,
+            tp_rank=self.identity.tp_rank,
+            pp_rank=self.identity.pp_rank,
+            pid=os.getpid(),
+            start_ticks=start_ticks(),
+            address=self._server.address,
+            device=str(self.model.device),
+            free_bytes=self.model.free_bytes(),
+            groups=self._table.statuses(),
+        )
+
+    def unsure(self) -> str:
+        """Which groups may hold another version here than on the other ranks, in words; "" if none."""
+        doubtful = [group for group in self._table.statuses() if group.state in ("committing", "torn")]
+        return ", ".join(f"group {group.group!r} was {group.state}" for group in doubtful)
+
+    def call(self, request: bytes) -> bytes:
+        """Runs one operation on the engine's own thread. Never raises: the executor would mix up later answers."""
+        nonce = ""
+        started_s = time.perf_counter()
+        try:
+            operation = decode_as(request, RankOperation)
+            nonce = operation.nonce
+            reply = self._run(operation, started_s)
+        except Exception as error:
+            if not isinstance(error, WeightwireError):
+                logger.exception("weightwire: an operation failed on rank %d", self.identity.rank)
+            info = WeightwireError.wrap(error).at(**self._where).info()
+            reply = RankReply(nonce, self.identity.rank, time.perf_counter() - started_s, error=info)
+        return msgspec.msgpack.encode(reply)
+
+    def close(self) -> None:
+        """Ends the server and frees what was staged; may be called twice."""
+        self._server.close()
+
+    def _wake(self, tags: tuple[MemoryTag, ...]) -> None:
+        """Takes back the released memory among `tags`. Memory that came back stays, also where the rest fails."""
+        for tag in tags:
+            if tag in self._asleep:
+                self.model.wake_up(tag)
+                self._asleep.remove(tag)
+        if "weights" not in self._asleep:
+            self._table.awake()
+
+    def _run(self, operation: RankOperation, started_s: float) -> RankReply:
+        commit: RankCommit | None = None
+        verify: RankVerify | None = None
+        left: Left = ""
+        card: WorkerCard | None = None
+        if operation.name == "tear":
+            self._table.tear(operation.group, operation.reason)
+        elif operation.name == "may_sleep":
+            if why := self.model.why_no_sleep(operation.level):
+                raise EngineUnsupported(
+                    why, hint="pause() stops generation on every engine, and releases no memory", phase="sleep"
+                )
+            self._table.may_sleep(discard=operation.level == 2)
+        elif operation.name == "sleep":
+            self._asleep = set(get_args(MemoryTag))
+            self.model.sleep(operation.level)
+        elif operation.name == "wake":
+            self._wake(operation.tags)
+        elif operation.name == "tear_all":
+            self._table.tear_all(operation.reason)
+            card = self.card()
+        else:
+            group = self._table.named(operation.group)
+            if operation.name == "check":
+                commit = group.check_sealed(operation.txn, operation.version)
+            elif operation.name == "release":
+                group.release()
+            elif operation.name == "install":
+                group.install(operation.txn)
+            elif operation.name == "undo":
+                group.undo(operation.reason)
+            elif operation.name == "finish":
+                commit = group.finish(operation.txn, operation.install_s)
+            elif operation.name == "stop_reading":
+                group.stop_reading(operation.txn)
+            else:
+                if operation.name == "verify":
+                    group.start_reading(operation.txn)
+                verify, left = group.read_on(operation.txn)
+        return RankReply(
+            operation.nonce,
+            self.identity.rank,
+            time.perf_counter() - started_s,
+            commit=commit,
+            verify=verify,
+            card=card,
+            left=left,
+        )

@@ -1,0 +1,97 @@
+"""Logs and counts a replica's commits, on a thread of its own: neither a full pipe nor a slow disk delays the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+
+import msgspec
+
+from inference_plugin.net.records import GroupRecord, ReplicaRecord, save_record
+from inference_plugin.wire.errors import ErrorInfo, WeightwireError
+from inference_plugin.wire.messages import Committed
+
+__all__ = ["CommitRecorder"]
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 1024
+"""Commits that wait for a log or a disk that hangs; later ones are neither logged nor counted."""
+CLOSE_TIMEOUT_S = 2.0
+
+
+class CommitRecorder:
+    """One log line for each commit and each commit that failed, and the replica's record (`net.records`)."""
+
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
+        self._groups: dict[str, GroupRecord] = {}
+        self._news: queue.Queue[tuple[str, Committed] | ErrorInfo | None] = queue.Queue(MAX_WAITING)
+        self._complained = False
+        self._thread = threading.Thread(target=self._run, name="weightwire-recorder", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell_commit(self, group: str, committed: Committed) -> None:
+        """Any thread; returns at once."""
+        self._put((group, committed))
+
+    def tell_failure(self, error: ErrorInfo) -> None:
+        """Any thread; returns at once. `error` is of the phase "commit"."""
+        self._put(error)
+
+    def close(self) -> None:
+        """Waits up to `CLOSE_TIMEOUT_S` for what was told; may be called twice."""
+        if self._thread.is_alive():
+            self._put(None)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _put(self, news: tuple[str, Committed] | ErrorInfo | None) -> None:
+        with contextlib.suppress(queue.Full):  # what hangs is the log itself, or the disk: there is nowhere to say it
+            self._news.put_nowait(news)
+
+    def _run(self) -> None:
+        while (news := self._news.get()) is not None:
+            try:
+                if isinstance(news, ErrorInfo):
+                    self._count_failure(news)
+                else:
+                    self._count_commit(*news)
+                save_record(self._replica, ReplicaRecord(self._groups))
+            except Exception:  # a count must not end the counting; it is logged once
+                if not self._complained:
+                    self._complained = True
+                    logger.exception("weightwire: the counters of %s can't be written; trying on", self._replica)
+
+    def _count_commit(self, group: str, committed: Committed) -> None:
+        install_s = max((rank.install_s for rank in committed.ranks), default=0.0)
+        installed_bytes = sum(rank.checked_bytes for rank in committed.ranks)
+        before = self._groups.get(group, GroupRecord())
+        self._groups[group] = msgspec.structs.replace(
+            before,
+            version=committed.version,
+            commits=before.commits + 1,
+            waited_s=before.waited_s + committed.waited_s,
+            install_s=before.install_s + install_s,
+            stopped_s=before.stopped_s + committed.stopped_s,
+            installed_bytes=before.installed_bytes + installed_bytes,
+            committed_at_unix_s=time.time(),
+        )
+        logger.info(
+            "weightwire: replica %s serves version %d of %s: %.1f MB, generation stopped for %.1f ms",
+            self._replica,
+            committed.version,
+            group,
+            installed_bytes / 1e6,
+            committed.stopped_s * 1000,
+        )
+
+    def _count_failure(self, error: ErrorInfo) -> None:
+        before = self._groups.get(error.group, GroupRecord())
+        failures = {**before.failures, error.kind: before.failures.get(error.kind, 0) + 1}
+        self._groups[error.group] = msgspec.structs.replace(before, failures=failures)
+        logger.warning("weightwire: replica %s committed nothing: %s", self._replica, WeightwireError.of(error))

@@ -1,0 +1,62 @@
+"""The server's process: what clients are told of its replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from inference_plugin.engines.http import ReplicaMiddleware, replicas_here
+from inference_plugin.engines.monkeypatch import contained, wrap
+from inference_plugin.net.records import record_of
+
+__all__ = ["hook_api"]
+
+logger = logging.getLogger("sglang.weightwire")
+
+_SERVER = "sglang.srt.entrypoints.http_server"
+
+
+def hook_api() -> None:
+    """Adds the middleware to SGLang's application, which is made when its module is imported: that takes long, and only the
+    server's process does it. Before that, a function is wrapped that the module calls with the application; SGLang has it from
+    0.5.23 on."""
+    server = sys.modules.get(_SERVER)
+    if (app := getattr(server, "app", None)) is not None:
+        app.add_middleware(SglangMiddleware)
+        return
+    try:
+        from sglang.srt.observability import http_request_metrics
+    except ImportError:
+        return
+
+    @wrap(http_request_metrics, "add_http_request_metrics_middleware")
+    def add_middleware(original: Callable[..., Any], app: Any) -> Any:
+        result = original(app)
+        with contained("adding the middleware", logger):
+            app.add_middleware(SglangMiddleware)
+        return result
+
+
+class SglangMiddleware(ReplicaMiddleware):
+    """Also has `/model_info` say the version that was committed: SGLang's server learns of its own updates only."""
+
+    logger = logger
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] in ("/model_info", "/get_model_info"):
+            with contained("telling the server the weights' version", logger):
+                version = await asyncio.to_thread(_last_committed)
+                manager = sys.modules[_SERVER]._global_state.tokenizer_manager
+                if version is not None and manager.config_value("weight_version") != version:
+                    manager.record_config_updates("weightwire", weight_version=version)
+        await super().__call__(scope, receive, send)
+
+
+def _last_committed() -> str | None:
+    """The version with which this server's replicas stamp their answers; None if they have committed none."""
+    records = [record for card in replicas_here() for record in record_of(card).groups.values()]
+    done = [record for record in records if record.version is not None]
+    return str(max(done, key=lambda record: record.committed_at_unix_s).version) if done else None

@@ -1,0 +1,121 @@
+"""A second instance of an engine's model without its weights: parameters on the meta device, all else real."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from inference_plugin.install.storages import with_data
+from inference_plugin.wire.errors import EngineUnsupported
+
+__all__ = ["Skeleton", "build_skeleton"]
+
+SMALL_ELEMENTS = 4096
+"""Of parameters up to this size, such as scales, the constructor's values are kept."""
+
+
+class Skeleton(NamedTuple):
+    """`constants`: what the constructor put into buffers and small parameters, by name, on the CPU."""
+
+    model: nn.Module
+    constants: dict[str, torch.Tensor]
+
+
+def build_skeleton(
+    make: Callable[[], nn.Module], dtype: AbstractContextManager[Any], ropes: dict[Any, Any] | None = None
+) -> Skeleton:
+    """Calls `make` in the context `dtype`, with the engine's table of rotary embeddings (`ropes`: one of each kind, shared by
+    all models of the process) empty for that while.
+
+    A constructor may compute with tensors of its own (`.item()`, `.tolist()`): they are real. A parameter moves to meta
+    as it is registered, so that no memory of weights is ever touched. On the engine's own thread only: default dtype, table
+    and torch's registration are the process's. Raises `EngineUnsupported` where the constructor fails.
+    """
+    table = {} if ropes is None else ropes
+    kept = dict(table)
+    table.clear()
+    built: dict[int, torch.Tensor] = {}
+    try:
+        with dtype, torch.device("cpu"), _parameters_to_meta(built):
+            model = make()
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)
+        place = next((f"{f.filename}:{f.lineno}" for f in reversed(at) if "/torch/" not in f.filename), "")
+        raise EngineUnsupported(
+            f"the model can't be built a second time, without weights: {type(error).__name__}: {error} ({place})",
+            hint="its weights can't be updated while it runs; it is served without Weightwire",
+            phase="start",
+        ) from error
+    finally:
+        table.clear()
+        table.update(kept)
+    constants = {
+        name: built[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) in built
+    }
+    constants |= _buffers_to_meta(model)
+    torch.empty(1, device="meta").copy_(
+        torch.empty(1, device="meta")
+    )  # the first operation on meta imports for a second
+    return Skeleton(model, constants)
+
+
+@contextlib.contextmanager
+def _parameters_to_meta(built: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Every parameter that is registered meanwhile is on meta from then on, the same object. `built` gets small ones' values."""
+    register = nn.Module.register_parameter
+    keep: list[Any] = []  # an id in `built` stays its parameter's
+    storages: dict[int, torch.Tensor] = {}
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is None or param.is_meta or is_lazy(param):
+            return
+        if param.numel() <= SMALL_ELEMENTS:
+            built[id(param)] = param.detach().clone()
+        keep.append(param)
+        storage = param.untyped_storage()
+        if storage.nbytes() == param.nbytes:
+            flat = torch.empty(param.numel(), dtype=param.dtype, device="meta")
+        else:  # a view: others may lie in the same memory
+            keep.append(storage)
+            flat = storages.setdefault(
+                storage._cdata, torch.empty(storage.nbytes() // param.element_size(), dtype=param.dtype, device="meta")
+            )
+        data = flat.view(param.dtype).as_strided(param.shape, param.stride(), param.storage_offset())
+        swap: Any = torch.utils.swap_tensors  # type: ignore[attr-defined, unused-ignore]
+        swap(param, with_data(param, data))
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _buffers_to_meta(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Puts twins on meta in the place of all buffers; returns the buffers by name."""
+    found: dict[str, torch.Tensor] = {}
+    twins: dict[int, torch.Tensor] = {}
+    flats: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or buffer.is_meta:
+                continue
+            found[f"{prefix}.{name}" if prefix else name] = buffer
+            if id(buffer) not in twins:
+                storage = buffer.untyped_storage()
+                count = storage.nbytes() // buffer.element_size()
+                flat = flats.setdefault(storage._cdata, torch.empty(count, dtype=buffer.dtype, device="meta"))
+                data = flat.view(buffer.dtype).as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
+                twins[id(buffer)] = with_data(buffer, data)
+            module._buffers[name] = twins[id(buffer)]
+    return found

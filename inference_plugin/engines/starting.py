@@ -1,0 +1,39 @@
+"""Tells `weightwire status` of an engine that loads its model and is no replica yet."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from inference_plugin.engines.monkeypatch import contained
+from inference_plugin.net import addresses
+
+__all__ = ["begin_start", "end_start", "ends_start"]
+
+_marks: list[Path] = []
+"""Files of this process's engine that is starting; one at most."""
+
+
+def begin_start(engine: str, model: str, logger: logging.Logger) -> None:
+    """From now on this process starts `engine`. Never raises."""
+    end_start()
+    with contained("noting that the engine starts", logger):
+        _marks.append(addresses.note_start(engine, f"model {model}"))
+
+
+def end_start() -> None:
+    """The engine is a replica, runs without us, or could not start. Never raises."""
+    while _marks:
+        with contextlib.suppress(OSError):
+            _marks.pop().unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def ends_start() -> Iterator[None]:
+    """Around the end of an engine's start."""
+    try:
+        yield
+    finally:
+        end_start()

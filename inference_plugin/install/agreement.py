@@ -1,0 +1,214 @@
+"""Agreeing on a manifest with an engine's model: the placement plan, its proof, the layout, and every refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from inference_plugin.install.contract import EngineModel
+from inference_plugin.install.layout import LiveLayout
+from inference_plugin.install.live_storages import live_ties
+from inference_plugin.install.plan import PlacementPlan, TensorInfo
+from inference_plugin.install.proof import prove_plan
+from inference_plugin.install.trace import trace_plan
+from inference_plugin.install.trial_load import LoaderCoverage, loader_coverage
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Box, hull
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.tensors import dtype_name, torch_dtype
+
+__all__ = ["Agreement", "agree"]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A manifest that an engine's model can take, and how.
+
+    `ties`: storages that are two in the skeleton and one in the live model. `why_loader`: why the engine's own loader has
+    to install, "" where the plan was proven. `partial`: the manifest is a part of the model.
+    """
+
+    model: EngineModel
+    manifest: Manifest
+    partial: bool
+    plan: PlacementPlan
+    layout: LiveLayout
+    ties: Mapping[str, str]
+    why_loader: str
+
+    @cached_property
+    def needs(self) -> tuple[Box, ...]:
+        """The boxes that the installer reads: one of a tensor at most, in the manifest's order."""
+        if self.why_loader:
+            return tuple(self.manifest.whole(i) for i in range(len(self.manifest.tensors)))
+        boxes: dict[int, Box] = {}
+        for name, needed in self.plan.needs().items():
+            index = self.manifest.index[self.manifest.tied.get(name, name)]
+            box = Box(index, needed.offsets, needed.sizes)
+            boxes[index] = hull(boxes[index], box) if index in boxes else box
+        return tuple(boxes[i] for i in sorted(boxes))
+
+
+def agree(model: EngineModel, manifest: Manifest, *, partial: bool) -> Agreement:
+    """Traces and proves the placement plan for `manifest`, off the live model. The caller holds `model.lock`.
+
+    Raises `ManifestMismatch` for what the trainer has to change, `EngineUnsupported` for a model that can't be kept right.
+    """
+    return _Negotiation(model, manifest, partial).agree()
+
+
+class _Negotiation:
+    def __init__(self, model: EngineModel, manifest: Manifest, partial: bool) -> None:
+        self._model = model
+        self._manifest = manifest
+        self._partial = partial
+        self._tensors = _tensor_infos(manifest)
+
+    def agree(self) -> Agreement:
+        ties = live_ties(self._model)
+        traced = trace_plan(self._model.skeleton, self._load, self._tensors)
+        plan, apart = traced.tied(ties, lambda name: self._manifest.tied.get(name, name))
+        self._check_plan(plan)
+        if apart:
+            raise ManifestMismatch(
+                f"the trainer and the engine tie other weights: {first_few(list(apart.values()))}",
+                hint="the engine tied them because its checkpoint holds equal ones; tie them in the trainer too, or start "
+                "the engine from a checkpoint whose configuration says tie_word_embeddings=false",
+                phase="open",
+            )
+        why_loader = self._why_loader(plan, traced)
+        uncovered, loaded = plan.uncovered, frozenset[str]()
+        if why_loader:
+            coverage = self._cover_by_loader()
+            loaded = coverage.written if plan.refusal is not None else loaded
+            uncovered = _left_by_loader(coverage, ties)
+        layout = LiveLayout(self._model, plan, ties, loaded)
+        if not self._partial:
+            self._check_whole(layout, uncovered)
+        self._check_layout(layout)
+        if (why := self._model.unfinishable()) is not None:
+            raise EngineUnsupported(f"this model can't be updated in place: {why}", phase="open")
+        return Agreement(self._model, self._manifest, self._partial, plan, layout, ties, why_loader)
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return self._model.load_weights(self._model.skeleton, tensors)
+
+    def _check_plan(self, plan: PlacementPlan) -> None:
+        """Names, shapes and dtypes against what the loader does with them."""
+        if plan.refusal is not None and self._partial:
+            raise ManifestMismatch(
+                f"what a part of the model writes can't be told: {plan.refusal}",
+                hint="send the whole model as one group",
+                phase="open",
+            )
+        if plan.refusal is not None:
+            # The loader gave up on the whole: ask it tensor by tensor which ones it can't take.
+            if wrong := self._misfits():
+                raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
+            return
+        if wrong := [f"{name}: {why}" for name, why in plan.dtype_conflicts.items()]:
+            raise ManifestMismatch(
+                f"dtypes differ: {first_few(wrong)}",
+                hint="give the trainer's adapter a dtype rule for these names; nothing is cast silently",
+                phase="open",
+            )
+        if plan.doubled:
+            raise ManifestMismatch(f"parameters filled twice: {first_few(list(plan.doubled))}", phase="open")
+
+    def _misfits(self) -> list[str]:
+        wrong = []
+        for info in self._tensors:
+            if (reason := trace_plan(self._model.skeleton, self._load, [info]).refusal) is not None:
+                wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {reason}")
+        return wrong
+
+    def _why_loader(self, plan: PlacementPlan, traced: PlacementPlan) -> str:
+        """Why the engine's own loader has to install; "" if the plan can."""
+        if plan.refusal is not None:
+            return plan.refusal
+        if plan.refused:
+            return f"{first_few(list(plan.refused))} are computed while loading"
+        proof = prove_plan(traced, self._model.skeleton, self._load, self._tensors)
+        return "" if proof.ok else f"the placement plan failed its proof: {proof.reason}"
+
+    def _cover_by_loader(self) -> LoaderCoverage:
+        try:
+            return loader_coverage(self._model.skeleton, self._load, self._tensors, device=self._model.device)
+        except Exception as error:
+            raise EngineUnsupported(
+                f"the engine's loader fails on trial weights: {type(error).__name__}: {error}", phase="open"
+            ) from error
+
+    def _check_whole(self, layout: LiveLayout, uncovered: Mapping[str, int]) -> None:
+        """Nothing that a checkpoint fills is left out."""
+        missing = [f"{name} ({count} elements)" for name, count in uncovered.items() if not layout.is_default(name)]
+        if missing:
+            raise ManifestMismatch(
+                f"parameters that nothing in the manifest fills: {first_few(missing)}",
+                hint="send the whole model, or make the group a part of it with partial=True",
+                phase="open",
+            )
+        unwritten = layout.unwritten_buffers()
+        # A name with an underscore is the engine's own (`_prob_scale`): its loader would take it, no checkpoint has it.
+        own = {name for name in unwritten if name.rpartition(".")[2].startswith("_")}
+        if buffers := [n for n, built in unwritten.items() if not built or (n not in own and self._is_loaded(n))]:
+            raise ManifestMismatch(
+                f"buffers that the engine takes from a checkpoint, and nothing in the manifest fills: {first_few(buffers)}",
+                hint="let the trainer's adapter send its buffers too",
+                phase="open",
+            )
+
+    def _is_loaded(self, buffer: str) -> bool:
+        """Whether the engine's loader takes a buffer from a checkpoint that has it."""
+        held = self._model.skeleton.get_buffer(buffer)
+        plan = trace_plan(self._model.skeleton, self._load, [(buffer, tuple(held.shape), held.dtype)])
+        return plan.refusal is None and not plan.unused
+
+    def _check_layout(self, layout: LiveLayout) -> None:
+        """Everything that the live model holds is accounted for."""
+        if filled_over := layout.filled_over():
+            raise ManifestMismatch(
+                f"the engine's loader would fill in zeros where the engine holds weights: {first_few(filled_over)}",
+                hint="the trainer's tensors for these are smaller than the engine's",
+                phase="open",
+            )
+        if unknown := layout.unaccounted:
+            raise EngineUnsupported(
+                f"the engine holds in a form of its own, and no post-processing accounts for it: {first_few(unknown)}",
+                phase="open",
+            )
+        if unexplained := layout.unexplained:
+            raise EngineUnsupported(
+                f"the engine keeps tensors that an update might leave behind: {first_few(unexplained)}",
+                hint="report the model and these names, so that they are moved; until then serve it without updates",
+                phase="open",
+            )
+        if self._partial and (halved := layout.halved()):
+            raise ManifestMismatch(
+                f"the engine packs these as one, and the group has a part of them only: {first_few(halved)}",
+                hint="give all tensors of such a module to one group",
+                phase="open",
+            )
+
+
+def _left_by_loader(coverage: LoaderCoverage, ties: Mapping[str, str]) -> dict[str, int]:
+    """Elements that a real load leaves, by parameter; of tied ones it must fill one."""
+    filled = {ties.get(name, name) for name in coverage.written}
+    firsts = set(ties.values())
+    return {
+        name: count
+        for name, count in coverage.unwritten.items()
+        if not (name in ties and ties[name] in filled) and not (name in firsts and name in filled)
+    }
+
+
+def _tensor_infos(manifest: Manifest) -> list[TensorInfo]:
+    """Every name that the engine may ask for, tied ones included."""
+    infos = [(spec.name, spec.shape, torch_dtype(spec.dtype)) for spec in manifest.tensors]
+    for alias, name in manifest.tied.items():
+        spec = manifest.tensors[manifest.index[name]]
+        infos.append((alias, spec.shape, torch_dtype(spec.dtype)))
+    return infos

@@ -1,0 +1,109 @@
+"""The writes and refusals of a traced load, and the placement plan that follows from them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from inference_plugin.install.coverage import Destination, coverage_of
+from inference_plugin.install.plan import Fill, Placement, PlacementPlan
+from inference_plugin.wire.geometry import Region, may_overlap
+
+__all__ = ["LoadFindings"]
+
+
+class LoadFindings:
+    """Collects writes and refusals. `destinations`: the model's storages, in its order; `names`: the checkpoint's tensors."""
+
+    def __init__(self, destinations: Sequence[Destination], names: Sequence[str]) -> None:
+        self._destinations = destinations
+        self._names = names
+        self._writes: list[tuple[Destination, Placement | Fill]] = []
+        self._mutated: dict[str, str] = {}
+        self._used: set[str] = set()
+        self._refused: dict[str, str] = {}
+        self._refused_sources: dict[str, set[str]] = defaultdict(set)
+        self._refusal: str | None = None
+        self._casts: dict[str, str] = {}
+
+    def wrote(self, destination: Destination, write: Placement | Fill) -> None:
+        self._writes.append((destination, write))
+
+    def used(self, names: Iterable[str]) -> None:
+        """The loader took these tensors, and wrote no byte of them."""
+        self._used.update(names)
+
+    def cast(self, name: str, how: str) -> None:
+        """The loader would cast this tensor."""
+        self._casts.setdefault(name, how)
+
+    def mutated(self, source: str, how: str) -> None:
+        """The loader writes to a checkpoint tensor: where that tensor lands can't be described by copies."""
+        self._mutated.setdefault(source, f"the loader writes to the checkpoint tensor {source} ({how})")
+        self._used.add(source)
+
+    def refuse(self, destination: str, reason: str, sources: Iterable[str]) -> None:
+        """This destination has to go through the engine's own loader, which needs `sources` for it."""
+        self._refused.setdefault(destination, reason)
+        self._refused_sources[destination].update(sources)
+
+    def refuse_all(self, reason: str) -> None:
+        """The whole plan is unusable."""
+        self._refusal = self._refusal or reason
+
+    def plan(self) -> PlacementPlan:
+        """The plan of everything that was found."""
+        if self._refusal is not None:
+            return PlacementPlan(refusal=self._refusal)
+        writes: dict[str, list[Placement | Fill]] = defaultdict(list)
+        for dest, write in self._writes:
+            writes[dest.name].append(write)
+            if isinstance(write, Placement) and write.source.tensor in self._mutated:
+                self.refuse(dest.name, self._mutated[write.source.tensor], {write.source.tensor})
+        placements: list[Placement] = []
+        fills: list[Fill] = []
+        extents: dict[str, int] = {}
+        uncovered: dict[str, int] = {}
+        doubled: list[str] = []
+        for dest in self._destinations:
+            if dest.name in writes:
+                self._check_fills(dest, writes[dest.name])
+            copies = [write for write in writes[dest.name] if isinstance(write, Placement)]
+            if dest.name in self._refused:
+                self._refused_sources[dest.name].update(copy.source.tensor for copy in copies)
+                continue
+            constants = [write for write in writes[dest.name] if isinstance(write, Fill)]
+            cover = coverage_of(dest, [c.dest for c in copies], [c.dest for c in constants])
+            uncovered.update(cover.uncovered)
+            if cover.doubled:
+                doubled.append(dest.name)
+            else:
+                copies.sort(key=lambda copy: copy.dest.offset)
+            if copies:
+                extents[dest.name] = dest.numel
+            placements += copies
+            fills += constants
+        placed = {placement.source.tensor for placement in placements}
+        used = self._used.union(placed, *self._refused_sources.values())
+        return PlacementPlan(
+            placements=tuple(placements),
+            fills=tuple(fills),
+            refused=dict(self._refused),
+            refused_sources={name: tuple(sorted(self._refused_sources[name])) for name in self._refused},
+            unused=tuple(name for name in self._names if name not in used),
+            uncovered=uncovered,
+            doubled=tuple(doubled),
+            dtype_conflicts=dict(self._casts),
+            extents=extents,
+        )
+
+    def _check_fills(self, dest: Destination, writes: Sequence[Placement | Fill]) -> None:
+        """A replay writes constants first, and needs a copy beside them: refuses a destination where the load differs."""
+        if not any(isinstance(write, Placement) for write in writes):
+            self.refuse(dest.name, "only ever filled with a constant", ())
+        earlier: list[Region] = []
+        for write in writes:
+            if isinstance(write, Placement):
+                earlier.append(write.dest)
+            elif any(may_overlap(write.dest, region, dest.frame) for region in earlier):
+                self.refuse(dest.name, "filled with a constant after it was copied to", ())

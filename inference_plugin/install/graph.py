@@ -1,0 +1,233 @@
+"""The objects that a module holds beside its parameters: attributes, and everything behind them.
+
+An engine also keeps weights outside parameters: a packed copy behind a handle of a kernel object, a scale as a Python
+float, a reference to another module's parameter in an attention implementation. These functions walk such a graph, copy
+it, and compare two of them.
+
+A *helper* is an object of the engine without parameters of its own: a quantisation method, a scheme, a kernel, an
+attention implementation. Objects of the packages in `Boundary` are never entered: configurations, process groups, torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Boundary",
+    "Path",
+    "child_at",
+    "copied",
+    "equivalent",
+    "helpers_under",
+    "is_helper",
+    "state_of",
+    "tensors_under",
+    "words",
+]
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Attribute names, keys and positions, from a module to a value."""
+
+_TORCH_OWN = frozenset(nn.Module().__dict__)
+_FOREIGN = frozenset(
+    {
+        "torch",
+        "numpy",
+        "threading",
+        "logging",
+        "asyncio",
+        "concurrent",
+        "zmq",
+        "pathlib",
+        "multiprocessing",
+        "weakref",
+        "re",
+    }
+)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, type)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Packages whose objects are never entered, by the beginning of their module's name."""
+
+    packages: tuple[str, ...] = ()
+
+    def keeps_out(self, value: Any) -> bool:
+        module = type(value).__module__
+        return module.partition(".")[0] in _FOREIGN or any(
+            module == package or module.startswith(f"{package}.") for package in self.packages
+        )
+
+
+def is_helper(value: Any, boundary: Boundary) -> bool:
+    """Whether `value` is an object of the engine that belongs to the module that holds it."""
+    if isinstance(value, nn.Module):
+        return next(value.parameters(), None) is None and next(value.buffers(), None) is None
+    if isinstance(
+        value, (Tensor, BaseException, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
+    ):
+        return False
+    if isinstance(value, (*_PLAIN, dict, list, tuple, set, frozenset)):
+        return False
+    return (hasattr(value, "__dict__") or _slots(value) != ()) and not boundary.keeps_out(value)
+
+
+def state_of(value: Any) -> dict[str, Any]:
+    """An object's attributes, by name; of a module also its submodules, without what torch itself keeps there."""
+    if isinstance(value, nn.Module):
+        own = {name: held for name, held in vars(value).items() if name not in _TORCH_OWN}
+        return own | {name: held for name, held in value._modules.items() if held is not None}
+    if hasattr(value, "__dict__"):
+        return dict(vars(value))
+    return {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
+
+
+def child_at(root: Any, path: Path) -> Any:
+    """The object at `path`. Raises LookupError or AttributeError if there is none."""
+    for label in path:
+        container: Any = root
+        root = container[label] if isinstance(root, (dict, list, tuple)) else getattr(root, str(label))
+    return root
+
+
+def tensors_under(module: nn.Module, boundary: Boundary) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor that a module holds, without its own parameters and buffers and those of its submodules."""
+    seen: set[int] = set()
+    stack: list[tuple[Path, Any]] = [((name,), value) for name, value in reversed(state_of(module).items())]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, Tensor):
+            yield path, value
+        elif not isinstance(value, _PLAIN) and id(value) not in seen:
+            seen.add(id(value))
+            stack += reversed([((*path, label), child) for label, child in _children(value, boundary)])
+
+
+def helpers_under(module: nn.Module, boundary: Boundary) -> list[tuple[Path, Any]]:
+    """Every helper under a module, with the shortest path to it."""
+    found: list[tuple[Path, Any]] = []
+    seen = {id(module)}
+    queue: list[tuple[Path, Any]] = [((name,), value) for name, value in state_of(module).items()]
+    for path, value in queue:  # grows
+        if isinstance(value, dict):
+            queue += [((*path, key), item) for key, item in value.items() if isinstance(key, (str, int))]
+        elif isinstance(value, (list, tuple)):
+            queue += [((*path, i), item) for i, item in enumerate(value)]
+        elif id(value) not in seen and is_helper(value, boundary):
+            seen.add(id(value))
+            found.append((path, value))
+            queue += [((*path, name), item) for name, item in state_of(value).items()]
+    return found
+
+
+def _children(value: Any, boundary: Boundary) -> list[tuple[str | int, Any]]:
+    if isinstance(value, dict):
+        return [(key, item) for key, item in list(value.items()) if isinstance(key, (str, int))]
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__), ("__func__", value.__func__)]
+    if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), *enumerate(value.args), *value.keywords.items()]
+    return list(state_of(value).items()) if is_helper(value, boundary) else []
+
+
+def equivalent(one: Any, other: Any, same: Callable[[Tensor, Tensor], bool], boundary: Boundary) -> bool:
+    """Whether two graphs have the same types, plain values and code, and tensors for which `same` holds.
+
+    An object that can't be looked into (a handle) is equivalent to itself only.
+    """
+    seen: set[tuple[int, int]] = set()
+
+    def alike(a: Any, b: Any) -> bool:
+        if a is b or (id(a), id(b)) in seen:
+            return True
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, Tensor):
+            return same(a, b)
+        if isinstance(a, _PLAIN):
+            return bool(a == b)
+        seen.add((id(a), id(b)))
+        if isinstance(a, types.FunctionType) and a.__code__ is not b.__code__:
+            return False
+        entered = isinstance(
+            a, (dict, list, tuple, types.FunctionType, types.MethodType, functools.partial)
+        ) or is_helper(a, boundary)
+        if not entered:
+            return False
+        left, right = _children(a, boundary), _children(b, boundary)
+        return [label for label, _ in left] == [label for label, _ in right] and all(
+            alike(x, y) for (_, x), (_, y) in zip(left, right, strict=True)
+        )
+
+    return alike(one, other)
+
+
+def copied(value: Any, memo: dict[int, Any], tensor: Callable[[Tensor], Tensor], boundary: Boundary) -> Any:
+    """A private copy of `value`: containers, helpers and bound methods are copied, tensors mapped by `tensor`, all else kept.
+
+    `memo`: copies by the original's id; the caller keeps the originals alive. An object with a finalizer is never copied:
+    both copies would free the same resource.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, Tensor):
+        memo[id(value)] = found = tensor(value)
+        return found
+    if type(value) is dict:
+        memo[id(value)] = twin = {}
+        twin.update({key: copied(item, memo, tensor, boundary) for key, item in value.items()})
+        return twin
+    if type(value) is list:
+        memo[id(value)] = items = []
+        items += [copied(item, memo, tensor, boundary) for item in value]
+        return items
+    if type(value) is tuple:
+        return tuple(copied(item, memo, tensor, boundary) for item in value)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, copied(value.__self__, memo, tensor, boundary))
+    if isinstance(value, functools.partial):
+        arguments = [copied(item, memo, tensor, boundary) for item in value.args]
+        named = {key: copied(item, memo, tensor, boundary) for key, item in value.keywords.items()}
+        return functools.partial(copied(value.func, memo, tensor, boundary), *arguments, **named)
+    if not is_helper(value, boundary) or not hasattr(value, "__dict__") or hasattr(type(value), "__del__"):
+        return value
+    memo[id(value)] = helper = object.__new__(type(value))
+    for name, held in list(vars(value).items()):
+        private = name not in _TORCH_OWN or name == "_modules"
+        helper.__dict__[name] = copied(held, memo, tensor, boundary) if private else held
+    return helper
+
+
+def words(module: str, path: Path) -> str:
+    """A path in words: `layers.0.attn.impl.sinks`."""
+    return ".".join([module, *map(str, path)]) if module else ".".join(map(str, path))
+
+
+def _slots(value: Any) -> tuple[str, ...]:
+    found: list[str] = []
+    for kind in type(value).__mro__:
+        slots: str | Mapping[str, Any] | tuple[str, ...] = kind.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
+    return tuple(found)
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True

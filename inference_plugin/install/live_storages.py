@@ -1,0 +1,83 @@
+"""The live model's storages beside those of its skeleton."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from inference_plugin.install.contract import EngineModel
+from inference_plugin.install.storages import flat, keys_by_name, named_tensors, storage_id, storage_views
+from inference_plugin.wire.errors import EngineUnsupported
+
+__all__ = ["LiveStorages", "live_ties"]
+
+
+class LiveStorages:
+    """Which live tensor is which storage of the skeleton, by key. `ties`: what `live_ties` found."""
+
+    def __init__(self, model: EngineModel, ties: Mapping[str, str]) -> None:
+        self.model = model
+        self.shapes = storage_views(model.skeleton)
+        self.key_of = {name: ties.get(key, key) for name, key in keys_by_name(model.skeleton).items()}
+        """The key of each parameter and buffer, by name."""
+        self._key_of_skeleton = {
+            storage_id(tensor): self.key_of[name] for name, tensor, _ in named_tensors(model.skeleton)
+        }
+        self.tensors: dict[str, torch.Tensor] = {}
+        """One live tensor of each storage, by key."""
+        self._live_ids: set[int] = set()
+        for name, tensor, _ in named_tensors(model.live):
+            self._live_ids.add(id(tensor))
+            if (key := self.key_of.get(name)) is not None:
+                self.tensors.setdefault(key, tensor)
+
+    def key_in_skeleton(self, tensor: torch.Tensor) -> str | None:
+        """The key of the skeleton's storage that `tensor` lies in, if it lies in one."""
+        return self._key_of_skeleton.get(storage_id(tensor))
+
+    def is_registered(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is itself a parameter or buffer of the live model."""
+        return id(tensor) in self._live_ids
+
+    def unchanged(self) -> dict[str, torch.Tensor]:
+        """The live storages that have the skeleton's size and dtype, as flat tensors by key."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor, _ in named_tensors(self.model.live):
+            key = self.key_of.get(name)
+            if key is None or key in found:
+                continue
+            storage, shape = flat(tensor), self.shapes[key]
+            if storage.dtype == shape.dtype and storage.numel() == shape.numel() and storage.numel():
+                found[key] = storage
+        return found
+
+    def device_of(self, key: str) -> torch.device:
+        held = self.tensors.get(key)
+        return held.device if held is not None else self.model.device
+
+
+def live_ties(model: EngineModel) -> dict[str, str]:
+    """Storages that are two in the skeleton and one in the live model: the second's key -> the first's.
+
+    An engine may tie a head to its embedding after the load, when both turned out equal. Raises `EngineUnsupported` for
+    the reverse, a tie of the skeleton that the live model doesn't have.
+    """
+    keys = keys_by_name(model.skeleton)
+    ties: dict[str, str] = {}
+    key_of_storage: dict[int, str] = {}
+    storage_of_key: dict[str, tuple[int, str]] = {}
+    for name, tensor, _ in named_tensors(model.live):
+        if not tensor.numel() or (key := keys.get(name)) is None:
+            continue
+        first = key_of_storage.setdefault(storage_id(tensor), key)
+        if first != key:
+            ties[key] = first
+        storage, other = storage_of_key.setdefault(key, (storage_id(tensor), name))
+        if storage != storage_id(tensor):
+            raise EngineUnsupported(
+                f"{name} and {other} are tied by the model's class, and are two weights in the running engine",
+                hint="start the engine from a checkpoint whose configuration says how its weights are tied",
+                phase="open",
+            )
+    return ties

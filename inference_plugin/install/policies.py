@@ -1,0 +1,287 @@
+"""The ways to get a checked segment into the live model, one class each.
+
+What the engine does with a parameter after loading it divides the work:
+
+- *plain*: the live parameter is what `load_weights` wrote. Its bytes are copied from the segment by the placement plan.
+- *rebuilt*: the engine's post-processing made something else of it (packed it, say). The module is built anew on a
+  stand-in, from the segment, by the engine's own post-processing, and the result is moved into the live module.
+
+`CopyInstaller` writes the live parameters at the step boundary. `StandbyInstaller` prepares a second set in the background
+and swaps it in. `LoaderInstaller` is a standby whose second set the engine's own `load_weights` fills, where no plan was
+proven. `install`, `undo` and `finish` run on the engine's own thread, and only they touch the live model.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from inference_plugin.install.agreement import Agreement
+from inference_plugin.install.contract import Throttle
+from inference_plugin.install.memory import free_later, return_freed_memory
+from inference_plugin.install.plan import Placement
+from inference_plugin.install.rebuilt import RebuiltModule
+from inference_plugin.install.replay import Replay
+from inference_plugin.install.standby import StandbyWeights
+from inference_plugin.install.storages import storage_views
+from inference_plugin.install.trial_load import materialised
+from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, TornReplica
+from inference_plugin.wire.tensors import box_view, bytes_view
+
+__all__ = ["CopyInstaller", "LoaderInstaller", "PolicyInstaller", "StandbyInstaller", "WayBack"]
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class WayBack:
+    """The state of an installation that is not confirmed yet: did it touch the live model, and which weights did it replace."""
+
+    touched: bool = False
+    replaced: StandbyWeights | None = None
+
+
+class PolicyInstaller(abc.ABC):
+    """The part that the policies share. `way_back` outlives new terms."""
+
+    install_policy: Literal["copy", "standby"]
+    mechanism: Literal["plan", "loader"] = "plan"
+
+    def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
+        self._agreement = agreement
+        self._model = agreement.model
+        self._layout = agreement.layout
+        self._way_back = way_back
+
+    @abc.abstractmethod
+    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
+        """Background half; returns the bytes held in addition."""
+
+    def install(self, segment: torch.Tensor) -> None:
+        self._put(segment)
+        self._wait_for_device()
+
+    def undo(self, previous: torch.Tensor | None) -> None:
+        """Raises `TornReplica` where the version before is gone."""
+        if self._way_back.touched:
+            self._put_back(previous)
+            self._wait_for_device()
+            self._way_back.touched = False
+
+    def finish(self) -> None:
+        self._way_back.touched = False
+        replaced, self._way_back.replaced = self._way_back.replaced, None
+        if replaced is not None:
+            free_later(self._keep(replaced))
+
+    @abc.abstractmethod
+    def _put(self, segment: torch.Tensor) -> None:
+        """Sets `way_back.touched` before it changes the live model."""
+
+    @abc.abstractmethod
+    def _put_back(self, previous: torch.Tensor | None) -> None: ...
+
+    def _keep(self, weights: StandbyWeights) -> StandbyWeights:
+        """Keeps what the next update can use of a set that is no longer needed; returns the rest."""
+        return weights
+
+    def discard(self) -> None:  # noqa: B027 -- copy prepares nothing
+        """Drops what was prepared."""
+
+    def forget_segments(self) -> None:  # noqa: B027 -- standby keeps none
+        """Drops views of segments."""
+
+    def close(self) -> None:
+        """Frees everything but the live model."""
+        self._way_back.replaced = None
+        self.forget_segments()
+        return_freed_memory()
+
+    def _wait_for_device(self) -> None:
+        """Waits for copies that a device only queued: the segment may be written again from here on."""
+        if self._model.device.type != "cpu":
+            torch.accelerator.synchronize(self._model.device)
+
+    def _sources(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The staged tensors by every name that they have."""
+        manifest = self._agreement.manifest
+        sources = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
+        return sources | {alias: sources[name] for alias, name in manifest.tied.items()}
+
+    def _bind(self, placements: list[Placement], sources: Tensors, destinations: Tensors) -> Replay:
+        fills = [
+            fill
+            for fill in self._agreement.plan.fills
+            if fill.dest.tensor in destinations and fill.dest.tensor in self._layout.written
+        ]
+        return Replay(placements, sources, destinations, fills)
+
+    def _rebuild(self, sources: Tensors, storages: Tensors, throttle: Throttle) -> Iterator[RebuiltModule]:
+        """Every rebuilt module, one after the other; `storages` are the plain ones of the update."""
+        for name in self._layout.rebuilt:
+            memory = {key: self._layout.new_storage(key) for key in self._layout.rebuilt_keys(name)}
+            with torch.no_grad():
+                self._bind(self._layout.rebuilt_placements(name), sources, memory).run(between=throttle)
+            yield self._layout.rebuild(name, {**storages, **memory})
+            throttle(sum(t.nbytes for t in memory.values()))
+
+
+class CopyInstaller(PolicyInstaller):
+    """Overwrites the live parameters; the way back is the previous version's segment."""
+
+    install_policy = "copy"
+
+    KEPT = 2
+    """Segments whose replay stays bound: they are used in turn."""
+
+    def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
+        super().__init__(agreement, way_back)
+        self._bound: dict[int, tuple[Replay, Tensors]] = {}
+
+    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
+        self._bound_to(segment)  # so that the commit only copies
+        return 0
+
+    def _put(self, segment: torch.Tensor) -> None:
+        self._way_back.touched = True
+        self._write(segment)
+
+    def _put_back(self, previous: torch.Tensor | None) -> None:
+        if previous is None:
+            raise TornReplica("the previous version's bytes are gone", phase="commit")
+        self._write(previous)
+
+    def forget_segments(self) -> None:
+        self._bound.clear()
+
+    def _write(self, segment: torch.Tensor) -> None:
+        replay, sources = self._bound_to(segment)
+        with torch.no_grad():
+            replay.run()
+        for module in self._rebuild(sources, self._layout.live_storages(), lambda _: None):
+            self._layout.move_in(module)
+        self._layout.reset_references()
+
+    def _bound_to(self, segment: torch.Tensor) -> tuple[Replay, Tensors]:
+        bound = self._bound.get(segment.data_ptr())
+        if bound is None:
+            sources = self._sources(segment)
+            replay = self._bind(self._layout.plain_placements, sources, self._layout.live_storages())
+            while len(self._bound) >= self.KEPT:
+                self._bound.pop(next(iter(self._bound)))
+            bound = self._bound[segment.data_ptr()] = replay, sources
+        return bound
+
+
+class StandbyInstaller(PolicyInstaller):
+    """Swaps a prepared set in; the set that it replaces is the way back, and then the next standby."""
+
+    install_policy = "standby"
+
+    def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
+        super().__init__(agreement, way_back)
+        self._prepared: StandbyWeights | None = None
+        self._spare: StandbyWeights | None = None
+
+    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
+        storages, modules = self._fill(segment, throttle)
+        self._prepared = StandbyWeights(self._layout.moves(storages), modules)
+        return sum(t.nbytes for t in storages.values()) + self._layout.rebuilt_nbytes
+
+    def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
+        """The second set: storages of plain parameters by key, and rebuilt modules."""
+        storages, sources = self._second_storages(), self._sources(segment)
+        with torch.no_grad():
+            self._bind(self._layout.plain_placements, sources, storages).run(between=throttle)
+        return storages, list(self._rebuild(sources, storages, throttle))
+
+    def _second_storages(self) -> dict[str, torch.Tensor]:
+        """A storage for each plain one that the group writes: those last swapped out, or new ones, which start as 0xFF.
+        What the group leaves of them is copied from the live ones at the commit."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            return spare.storages
+        return {key: _poisoned_like(live) for key, live in self._layout.own_storages().items()}
+
+    def _put(self, segment: torch.Tensor) -> None:
+        if self._prepared is None:
+            raise CommitFailed("nothing was prepared for this transaction", phase="commit")
+        prepared, self._prepared = self._prepared, None
+        prepared.check_current()
+        self._layout.keep_gaps(prepared)
+        self._way_back.touched = True
+        self._way_back.replaced = self._layout.swap(prepared)
+
+    def _put_back(self, previous: torch.Tensor | None) -> None:
+        replaced, self._way_back.replaced = self._way_back.replaced, None
+        if replaced is None:
+            raise TornReplica("the swap stopped half-way", phase="commit")
+        self._keep(self._layout.swap(replaced))
+
+    def _keep(self, weights: StandbyWeights) -> StandbyWeights:
+        self._spare = StandbyWeights(weights.moves, [])
+        return StandbyWeights([], weights.modules)
+
+    def discard(self) -> None:
+        if self._prepared is not None:
+            self._keep(self._prepared)
+            self._prepared = None
+
+    def close(self) -> None:
+        self._prepared = self._spare = None
+        super().close()
+
+
+class LoaderInstaller(StandbyInstaller):
+    """A standby that the engine's own loader fills from copies of the staged tensors, in memory for the whole model."""
+
+    mechanism = "loader"
+
+    def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
+        loaded = self._load(segment)
+        own = self._layout.own_storages()
+        storages = {key: storage for key, storage in loaded.items() if key in own}
+        modules = []
+        for name in self._layout.rebuilt:
+            memory = {key: loaded[key] for key in self._layout.rebuilt_keys(name)}
+            modules.append(self._layout.rebuild(name, {**storages, **memory}))
+            throttle(sum(t.nbytes for t in memory.values()))
+        return storages, modules
+
+    def _load(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The skeleton's storages after a real load, by key."""
+        skeleton, constants = self._model.skeleton, self._model.constants
+        live = self._layout.live_storages()
+        with self._model.lock, materialised(skeleton, set(storage_views(skeleton)), self._model.device) as held:
+            storages = dict(held.flats)
+            for key, storage in storages.items():
+                constant = constants.get(key)
+                if self._agreement.partial and key in live and live[key].numel() == storage.numel():
+                    storage.copy_(live[key])
+                elif constant is not None and constant.numel() == storage.numel():
+                    storage.copy_(constant.reshape(-1))
+                else:
+                    bytes_view(storage).fill_(0xFF)
+            copies = ((name, view.clone()) for name, view in self._sources(segment).items())
+            self._model.load_weights(skeleton, copies)
+        for second, first in self._agreement.ties.items():
+            one, other = storages.get(second), storages.get(first)
+            if one is not None and other is not None and not torch.equal(bytes_view(one), bytes_view(other)):
+                raise ManifestMismatch(
+                    f"{second} and {first} are one weight in the running engine, and the trainer sent two",
+                    hint="tie them in the trainer too",
+                )
+        return storages
+
+    def _keep(self, weights: StandbyWeights) -> StandbyWeights:
+        return weights
+
+
+def _poisoned_like(tensor: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty_like(tensor)
+    bytes_view(memory).fill_(0xFF)
+    return memory

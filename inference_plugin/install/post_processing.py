@@ -1,0 +1,105 @@
+"""The engine's post-processing after a load, run on stand-ins for single modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from inference_plugin.install.graph import Path, child_at, equivalent
+from inference_plugin.install.live_storages import LiveStorages
+from inference_plugin.install.stand_in import ABSENT, StandIn
+from inference_plugin.install.storages import equal_bytes, flat, storage_id, with_data
+from inference_plugin.wire.geometry import region_of
+from inference_plugin.wire.tensors import bytes_view
+
+__all__ = ["PostProcessing"]
+
+NOISE_BOUND = 64
+"""Trial weights are bytes below this: small positive numbers of every dtype, no NaN."""
+
+
+class PostProcessing:
+    """Finishes stand-ins as the engine finishes modules, and compares them with the live modules.
+
+    `filled`: the storages that a checkpoint fills, by key.
+    """
+
+    def __init__(self, storages: LiveStorages, filled: Collection[str]) -> None:
+        self.storages = storages
+        self.model = storages.model
+        self.skeleton_modules = dict(self.model.skeleton.named_modules())
+        self.live_modules = dict(self.model.live.named_modules())
+        self.finishers = dict(self.model.finishers())
+        self._filled = filled
+
+    def stand_in(self, module: str, storage: Callable[[str], torch.Tensor]) -> StandIn:
+        """A stand-in for `module` over the storages that `storage` gives by key."""
+        given: dict[str, torch.Tensor] = {}
+        keys: dict[int, str] = {}
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            key = self.storages.key_in_skeleton(tensor)
+            if key is None:
+                return tensor if tensor.is_meta else tensor.detach().clone().to(self.model.device)
+            if key not in given:
+                given[key] = storage(key)
+                keys[storage_id(given[key])] = key
+            whole = given[key]
+            data = whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())
+            return with_data(tensor, data)
+
+        return StandIn(
+            self.skeleton_modules[module], real, lambda tensor: keys.get(storage_id(tensor)), self.model.boundary
+        )
+
+    def finish(self, module: str, stand_in: StandIn) -> None:
+        """Runs the engine's post-processing of `module` on a stand-in for it."""
+        with self.model.computing():
+            self.finishers[module](stand_in.module)
+
+    def noise(self, seed: int) -> Callable[[str], torch.Tensor]:
+        """Trial weights: random where a checkpoint may say what they are, else as the constructor left them."""
+
+        def storage(key: str) -> torch.Tensor:
+            if key in self.model.constants and key not in self._filled:
+                return flat(self.model.constants[key]).clone().to(self.model.device)
+            random = torch.Generator().manual_seed(seed)
+            made = torch.empty(self.storages.shapes[key].shape, dtype=self.storages.shapes[key].dtype)
+            bytes_view(made).random_(0, NOISE_BOUND, generator=random)
+            return made.to(self.storages.device_of(key))
+
+        return storage
+
+    def weights(self, updated: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
+        """An update's storages; elsewhere copies of the engine's own, because post-processing may write to them."""
+
+        def storage(key: str) -> torch.Tensor:
+            if key in updated:
+                return updated[key]
+            if key in self.model.constants:
+                return flat(self.model.constants[key]).clone().to(self.model.device)
+            return flat(self.storages.tensors[key]).clone()
+
+        return storage
+
+    def settled(self, module: str, path: Path, value: Any, stand_in: StandIn) -> bool:
+        """Whether the live module holds the same as a finished stand-in at `path`."""
+        live: Any
+        try:
+            live = child_at(self.live_modules[module], path)
+        except (LookupError, AttributeError):
+            live = ABSENT
+        if value is ABSENT or live is ABSENT:
+            return value is live
+
+        def same(held: torch.Tensor, made: torch.Tensor) -> bool:
+            region = stand_in.region(made)
+            if region is None and not self.storages.is_registered(made):
+                return equal_bytes(held, made)
+            own = self.storages.tensors.get(region.tensor) if region is not None else made
+            shares = own is not None and storage_id(held) == storage_id(own)
+            return shares and region_of("", held) == region_of("", made) and held.dtype == made.dtype
+
+        return equivalent(live, stand_in.for_live(value, self.live_modules[module]), same, self.model.boundary)

@@ -1,0 +1,135 @@
+"""Everything that hangs on live modules beside parameters: explained, or a reason to refuse the model.
+
+Follows what refers to a parameter from elsewhere, and what an engine computes from weights at first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from inference_plugin.install.graph import Path, child_at, helpers_under, is_helper, state_of, tensors_under, words
+from inference_plugin.install.post_processing import PostProcessing
+from inference_plugin.install.stand_in import ABSENT
+from inference_plugin.install.storages import storage_id
+from inference_plugin.install.trials import Trial
+
+__all__ = ["LiveReferences", "View"]
+
+
+class View(NamedTuple):
+    """A view of the storage `key` that is no registered parameter: `holder[name] is tensor`."""
+
+    key: str
+    holder: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+
+
+class _Reset(NamedTuple):
+    """An attribute that is a parameter after a load, and that the engine replaces by a copy of its own at first use."""
+
+    holder: dict[str, Any]
+    name: str
+    value: torch.Tensor
+
+
+class LiveReferences:
+    """`written`: the storages that updates write, by key.
+
+    `unexplained`: what is neither written, derived, made by the constructor, nor the engine's working memory.
+    """
+
+    def __init__(self, post: PostProcessing, trials: Mapping[str, Trial], written: Collection[str]) -> None:
+        self._post = post
+        self._model = post.model
+        self.views: list[View] = []
+        self._resets: list[_Reset] = []
+        self._lazy_numbers: list[tuple[dict[str, Any], str]] = []
+        self._live = {key: tensor for key, tensor in post.storages.tensors.items() if tensor.numel()}
+        self._key_of_live = {storage_id(tensor): key for key, tensor in self._live.items()}
+        self.unexplained: list[str] = []
+        for name, module in post.live_modules.items():
+            skeleton = post.skeleton_modules.get(name)
+            if skeleton is None or (name and is_helper(module, self._model.boundary)):
+                continue
+            self.unexplained += self._look_at(name, module, skeleton, trials.get(name), written)
+
+    def reset(self) -> None:
+        """Engine's thread: puts back what a load leaves where the engine derived something at first use, so that it
+        derives it anew."""
+        for reset in self._resets:
+            if reset.holder.get(reset.name) is not reset.value:
+                reset.holder[reset.name] = reset.value
+        for holder, name in self._lazy_numbers:
+            if isinstance(holder.get(name), float):
+                holder[name] = None
+
+    def _look_at(
+        self, name: str, module: nn.Module, skeleton: nn.Module, trial: Trial | None, written: Collection[str]
+    ) -> list[str]:
+        found: list[str] = []
+        cold = dict(tensors_under(skeleton, self._model.boundary))
+        explained = (*trial.moved, *trial.settled) if trial is not None else ()
+        for path, tensor in tensors_under(module, self._model.boundary):
+            if not tensor.numel() or not self._model.runtime_state.isdisjoint(path):
+                continue
+            if (key := self._key_of_live.get(storage_id(tensor))) is not None:
+                if not self._post.storages.is_registered(tensor):
+                    holder = child_at(module, path[:-1])
+                    self.views.append(View(key, _table(holder), path[-1], tensor))  # type: ignore[arg-type]
+            elif path not in cold and not any(path[: len(known)] == known for known in explained):
+                found.append(words(name, path))
+        if trial is not None and trial.moved:
+            found += self._watch_lazy_numbers(name, skeleton, module, trial)
+        for path, tensor in cold.items():
+            referred = self._post.storages.key_in_skeleton(tensor)
+            if referred not in self._live or referred not in written or any(path[: len(k)] == k for k in explained):
+                continue
+            if (problem := self._follow(module, path, self._live[referred])) is not None:
+                found.append(f"{words(name, path)} ({problem})")
+        return found
+
+    def _watch_lazy_numbers(self, name: str, skeleton: nn.Module, module: nn.Module, trial: Trial) -> list[str]:
+        """Follows attributes of a module's helpers that are None after a load: an engine may keep there what it computes
+        from scales at first use. Returns those that it has computed already where captured graphs may hold them."""
+        found: list[str] = []
+        for path, helper in helpers_under(skeleton, self._model.boundary):
+            for attribute, value in state_of(helper).items():
+                if value is not None or (*path, attribute) in trial.moved:
+                    continue
+                try:
+                    holder = child_at(module, path)
+                except (LookupError, AttributeError):
+                    continue
+                held = vars(holder).get(attribute, ABSENT) if hasattr(holder, "__dict__") else ABSENT
+                if isinstance(held, float) and self._model.fixed_addresses:
+                    found.append(f"{words(name, (*path, attribute))} (computed at first use)")
+                elif held is None or isinstance(held, float):
+                    self._lazy_numbers.append((vars(holder), attribute))
+        return found
+
+    def _follow(self, module: nn.Module, path: Path, parameter: torch.Tensor) -> str | None:
+        """Follows an attribute that is a parameter after a load. A reason where it can't be kept right."""
+        try:
+            holder, held = child_at(module, path[:-1]), child_at(module, path)
+        except (LookupError, AttributeError):
+            return None  # the engine holds it no longer
+        if held is parameter or (isinstance(held, torch.Tensor) and storage_id(held) not in self._key_of_live):
+            if not isinstance(holder, (list, tuple)) and hasattr(holder, "__dict__") and path[-1] in vars(holder):
+                if held is not parameter and self._model.fixed_addresses:
+                    return "a copy that the engine made of a parameter, at an address that must stay"
+                self._resets.append(_Reset(vars(holder), str(path[-1]), parameter))
+            elif held is not parameter:
+                return "a copy that the engine made of a parameter"
+        return None
+
+
+def _table(holder: Any) -> Any:
+    """The table in which `holder` keeps its attributes or items."""
+    if isinstance(holder, dict):
+        return holder
+    return dict(enumerate(holder)) if isinstance(holder, (list, tuple)) else vars(holder)

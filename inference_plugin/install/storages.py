@@ -1,0 +1,106 @@
+"""The memory behind a model's parameters and buffers: tensors are told apart by their storage, not by their name.
+
+A storage is called by the first of its names, in the order of `named_parameters` and then `named_buffers`: its *key*.
+Tied parameters lie in one storage.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from inference_plugin.wire.tensors import bytes_view
+
+__all__ = [
+    "equal_bytes",
+    "flat",
+    "held_tensors",
+    "keys_by_name",
+    "named_tensors",
+    "storage_id",
+    "storage_views",
+    "with_data",
+    "written_tensors",
+]
+
+
+def storage_views(model: nn.Module) -> dict[str, Tensor]:
+    """Each parameter's and buffer's whole storage as a flat tensor, by its key."""
+    views: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor, _ in named_tensors(model):
+        if storage_id(tensor) not in views:
+            views[storage_id(tensor)] = (name, flat(tensor))
+    return dict(views.values())
+
+
+def keys_by_name(model: nn.Module) -> dict[str, str]:
+    """The key of the storage that each parameter or buffer lies in."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(storage_id(tensor), name) for name, tensor, _ in named_tensors(model)}
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of the memory behind `tensor`; unique as long as somebody holds it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, is a parameter) of all parameters, then all buffers, under every name that they have."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter, True
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield name, buffer, False
+
+
+def held_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
+    """Every parameter and buffer: its full name, the dict that holds it, its name there, itself."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for holder in (module._parameters, module._buffers):
+            for name, tensor in holder.items():
+                if tensor is not None:
+                    yield f"{prefix}.{name}" if prefix else name, cast(dict[str, Any], holder), name, tensor
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, as a flat plain tensor of its dtype."""
+    count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return tensor.detach().as_strided((count,), (1,), 0).as_subclass(Tensor)
+
+
+def with_data(tensor: Tensor, data: Tensor) -> Tensor:
+    """A tensor over `data` of the class, and with the attributes, of `tensor` (a parameter class of an engine, say).
+
+    `tensor.data = data` would keep the object, but torch refuses it where one of the two is on meta.
+    """
+    if type(tensor) is Tensor:
+        return data
+    twin: Tensor = Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    vars(twin).update(vars(tensor))
+    return twin
+
+
+def equal_bytes(one: Tensor | None, other: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes, on whatever devices."""
+    if one is None or one.is_meta or other.is_meta or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(bytes_view(one.detach().cpu().contiguous()), bytes_view(other.detach().cpu().contiguous()))
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that `func` writes in place, by its schema; empty tensors left out."""
+    positions, names = _written_arguments(func)
+    values = [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    schema = getattr(func, "_schema", None)
+    arguments = schema.arguments if schema is not None else []
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(written), tuple(arguments[i].name for i in written)

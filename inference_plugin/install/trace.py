@@ -1,0 +1,358 @@
+"""Records a placement plan from one run of the engine's own `load_weights`.
+
+The load runs on a *skeleton*: a second instance of the model's class on the `meta` device, never the live model. Every
+`aten.copy_` from a checkpoint tensor into a parameter or buffer becomes a `Placement`. Any other write to a destination
+makes that destination *refused*, with the reason in words: it then has to go through the engine's own loader. A write
+that cannot be attributed to one destination refuses the whole plan. `proof.prove_plan` compares the plan with a real
+load.
+
+Tracing cannot see loaders that copy in other threads, that branch on the device, or that read memory by its address:
+the proof finds those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from inference_plugin.install.coverage import Destination
+from inference_plugin.install.findings import LoadFindings
+from inference_plugin.install.plan import Fill, LoadWeights, Placement, PlacementPlan, TensorInfo
+from inference_plugin.install.storages import named_tensors, storage_id, written_tensors
+from inference_plugin.wire.geometry import Region, c_strides, merge_dims, region_of, through_copy
+
+__all__ = ["trace_plan"]
+
+
+def trace_plan(model: nn.Module, load_weights: LoadWeights, tensors: Sequence[TensorInfo]) -> PlacementPlan:
+    """Records what `load_weights` does to `model`, a skeleton, with checkpoint tensors like `tensors`.
+
+    Nothing that the loader does raises here: the plan holds it as a refusal. Raises ValueError if a name occurs twice.
+    """
+    if len({name for name, _, _ in tensors}) != len(tensors):
+        raise ValueError("a checkpoint name occurs twice in tensors")
+    try:
+        recorder = _Recorder(model, tensors)
+    except (NotImplementedError, RuntimeError) as error:  # sparse or wrapper tensors have no storage
+        return PlacementPlan(refusal=f"the model holds a tensor without a plain storage: {error}")
+    recorder.record(load_weights)
+    return recorder.findings.plan()
+
+
+class _CopiedRegion(NamedTuple):
+    """Element `i` of a copy laid out with `strides` in its own storage is element `i` of `region`."""
+
+    region: Region
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class _Derived:
+    """A tensor that the loader made from others; `copied` if it is nothing but a rearranged copy of a source."""
+
+    origins: frozenset[str]
+    how: str
+    copied: _CopiedRegion | None = None
+
+
+class _Refused(Exception):
+    """Why a write cannot be a placement."""
+
+
+_ATEN = torch.ops.aten
+
+_CLONES = {_ATEN.clone.default, _ATEN._to_copy.default}
+
+
+_STATE = "the model's own state"
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+    """Watches one load. Tracked copies are noted and not done; all else is done, on meta tensors."""
+
+    def __init__(self, model: nn.Module, tensors: Sequence[TensorInfo]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self._placeholders = {n: torch.empty(shape, dtype=dtype, device="meta") for n, shape, dtype in tensors}
+        self._sources = {storage_id(tensor): name for name, tensor in self._placeholders.items()}
+        self._dests: dict[int, Destination] = {}
+        for name, tensor, is_parameter in named_tensors(model):
+            dest = self._dests.setdefault(storage_id(tensor), _destination(name, tensor))
+            if is_parameter and region_of(name, tensor) not in (r.named(name) for r in dest.parameters.values()):
+                dest.parameters[name] = region_of(name, tensor)
+        self._before = _bindings(model)
+        # Storages are told apart by address: none may be freed and given to another tensor while the load runs.
+        self._kept: list[Any] = [tensor.untyped_storage() for _, tensor, _ in named_tensors(model)]
+        self._derived: dict[int, _Derived] = {}
+        self._fresh: set[int] = set()
+        self._constants: dict[int, Any] = {}
+        self._handed_out = ""
+        self.findings = LoadFindings(list(self._dests.values()), list(self._placeholders))
+
+    def record(self, load_weights: LoadWeights) -> None:
+        def placeholders() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._placeholders.items():
+                self._handed_out = name
+                yield name, tensor
+
+        try:
+            with torch.no_grad(), self:
+                load_weights(placeholders())
+        except Exception as error:  # noqa: BLE001 - whatever a loader raises is its answer: the plan is refused
+            last = f" (the last tensor handed out was {self._handed_out})" if self._handed_out else ""
+            self.findings.refuse_all(f"the loader raised {type(error).__name__}: {error}{last}")
+            return
+        self._check_bindings()
+        self._check_attributes()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATEN.copy_.default and self._copy(args[0], args[1]):
+            return args[0]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = {storage_id(tensor) for tensor in inputs}
+        origins = frozenset().union(*map(self._origins, inputs)) if inputs else frozenset()
+        if origins and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
+            self.findings.refuse_all(f"{func} reads the values of {_words(origins)}")
+        for target in written_tensors(func, args, kwargs):
+            self._write(func, target, args, origins)
+            if storage_id(target) in self._dests and not target.is_meta:
+                return target  # real memory in a skeleton may be the live model's: never written here
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if origins:  # noted here because a loader may swallow it and go another way
+                self.findings.refuse_all(f"{func} on {_words(origins)} cannot be traced: {error}")
+            raise
+        for output in tree_leaves(result):
+            if isinstance(output, Tensor) and storage_id(output) not in known:
+                self._made(func, output, args, origins)
+        return result
+
+    # -- what an operation does
+
+    def _copy(self, target: Tensor, source: Tensor) -> bool:
+        """Notes a copy; True if it concerns us and must not be done."""
+        origins = self._origins(source)
+        into = storage_id(target)
+        if into not in self._dests and into not in self._sources and not origins:
+            return False
+        source = source.expand(target.shape)  # raises what the copy would raise
+        if into in self._sources:
+            self.findings.mutated(self._sources[into], "copy_")
+        elif not target.numel():
+            self.findings.used(origins - {_STATE})
+        elif into in self._dests:
+            self._copy_to(self._dests[into], target, source, origins)
+        elif into in self._derived or into in self._fresh:
+            read = self._region_shown(source)
+            whole = target.nbytes == target.untyped_storage().nbytes() and target.dtype == source.dtype
+            plain = read is not None and whole and into not in self._derived
+            copied = _CopiedRegion(read, tuple(target.stride()), target.dtype) if read is not None and plain else None
+            self._derive(target, origins | self._origins(target), "copies into a tensor of the loader's own", copied)
+        else:
+            self.findings.refuse_all(
+                f"the loader copies {_words(origins)} to a tensor that is neither a parameter nor a buffer"
+            )
+        return True
+
+    def _copy_to(self, dest: Destination, target: Tensor, source: Tensor, origins: frozenset[str]) -> None:
+        if _STATE in origins:
+            self.findings.refuse_all(f"{dest.name} is written from another parameter or buffer")
+            return
+        if storage_id(source) in self._constants:
+            self._fill(dest, target, self._constants[storage_id(source)])
+            return
+        try:
+            if not origins:
+                raise _Refused("copied from a tensor that doesn't come from the checkpoint")
+            placement = self._placement(dest, target, source)
+        except _Refused as reason:
+            self.findings.refuse(dest.name, str(reason), origins - {_STATE})
+        else:
+            self.findings.wrote(dest, placement)
+
+    def _placement(self, dest: Destination, target: Tensor, source: Tensor) -> Placement:
+        if source.dtype != target.dtype:
+            for name in self._origins(source):
+                self.findings.cast(name, f"{source.dtype} in the checkpoint, {target.dtype} in {dest.name}")
+            raise _Refused(f"cast from {source.dtype} to {target.dtype}")
+        _check_plain(target, dest.dtype)
+        read = self._region_shown(source)
+        if read is None:
+            derived = self._derived.get(storage_id(source))
+            raise _Refused(derived.how if derived else "read through a view of another dtype, or conjugated or negated")
+        order = _outermost_first(target)
+        sizes, (written, from_) = merge_dims(
+            [target.shape[d] for d in order],
+            [target.stride(d) for d in order],
+            [read.strides[d] for d in order],
+        )
+        return Placement(
+            Region(read.tensor, read.offset, sizes, from_),
+            Region(dest.name, int(target.storage_offset()), sizes, written),
+            target.dtype,
+            tuple(self._placeholders[read.tensor].shape),
+        )
+
+    def _write(self, func: Any, target: Tensor, args: Sequence[Any], origins: frozenset[str]) -> None:
+        """Notes any write but a tracked copy."""
+        into = storage_id(target)
+        if into in self._sources:
+            self.findings.mutated(self._sources[into], str(func))
+        elif into in self._dests:
+            dest = self._dests[into]
+            if func is _ATEN.zero_.default:
+                self._fill(dest, target, 0)
+            elif func is _ATEN.fill_.Scalar:
+                self._fill(dest, target, args[1])
+            elif func is _ATEN.fill_.Tensor and storage_id(args[1]) in self._constants:
+                self._fill(dest, target, self._constants[storage_id(args[1])])
+            else:
+                self.findings.refuse(dest.name, f"written by {func}", origins - {_STATE})
+        elif origins:
+            if into in self._fresh or into in self._derived:
+                self._derive(target, origins, f"computed by {func}")
+            else:
+                self.findings.refuse_all(
+                    f"{func} writes {_words(origins)} to a tensor that is neither a parameter nor a buffer"
+                )
+        self._constants.pop(into, None)
+
+    def _made(self, func: Any, output: Tensor, args: Sequence[Any], origins: frozenset[str]) -> None:
+        """Notes a tensor that an operation returned in new memory."""
+        if storage_id(output) in self._derived or storage_id(output) in self._constants:
+            return
+        self._fresh.add(storage_id(output))
+        if func is _ATEN.scalar_tensor.default:
+            self._constants[storage_id(output)] = args[0]
+            self._kept.append(output.untyped_storage())
+        if not origins:
+            return
+        copied = None
+        if func in _CLONES and output.dtype == args[0].dtype and not output.storage_offset():
+            region = self._region_shown(args[0])
+            copied = _CopiedRegion(region, tuple(output.stride()), output.dtype) if region is not None else None
+        self._derive(output, origins, f"computed by {func}", copied)
+
+    def _fill(self, dest: Destination, target: Tensor, value: Any) -> None:
+        try:
+            _check_plain(target, dest.dtype)
+        except _Refused as reason:
+            self.findings.refuse(dest.name, f"filled with a constant: {reason}", ())
+            return
+        order = _outermost_first(target)
+        sizes, (strides,) = merge_dims([target.shape[d] for d in order], [target.stride(d) for d in order])
+        region = Region(dest.name, int(target.storage_offset()), sizes, strides)
+        self.findings.wrote(dest, Fill(region, value, target.dtype))
+
+    # -- where a tensor comes from
+
+    def _origins(self, tensor: Tensor) -> frozenset[str]:
+        """Names of the checkpoint tensors that `tensor` was made from, and `_STATE` if a destination was
+        read."""
+        key = storage_id(tensor)
+        if key in self._sources:
+            return frozenset((self._sources[key],))
+        if key in self._dests:
+            return frozenset((_STATE,))
+        return self._derived[key].origins if key in self._derived else frozenset()
+
+    def _region_shown(self, tensor: Tensor) -> Region | None:
+        """The region of a checkpoint tensor that `tensor` is a view or a plain copy of; not normalised."""
+        key = storage_id(tensor)
+        view = region_of("", tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            return None
+        if key in self._sources:
+            name = self._sources[key]
+            return view.named(name) if tensor.dtype == self._placeholders[name].dtype else None
+        copied = self._derived[key].copied if key in self._derived else None
+        return (
+            through_copy(view, copied.region, copied.strides)
+            if copied is not None and copied.dtype == tensor.dtype
+            else None
+        )
+
+    def _derive(self, tensor: Tensor, origins: frozenset[str], how: str, copied: _CopiedRegion | None = None) -> None:
+        self._derived[storage_id(tensor)] = _Derived(origins, how, copied)
+        self._kept.append(tensor.untyped_storage())
+
+    def _check_bindings(self) -> None:
+        """Refuses names whose tensor was replaced, moved, made or dropped: no operation shows that."""
+        after = _bindings(self._model)
+        canonical = {name: self._dests[key].name for name, (key, *_) in self._before.items()}
+        for name in self._before.keys() | after.keys():
+            if self._before.get(name) == after.get(name):
+                continue
+            origins: frozenset[str] = frozenset()
+            if name in after:
+                key = after[name][0]
+                origins = self._derived[key].origins if key in self._derived else origins
+                origins = frozenset((self._sources[key],)) if key in self._sources else origins
+            how = "replaced" if name in self._before and name in after else "made" if name in after else "removed"
+            self.findings.refuse(
+                canonical.get(name, name), f"{name} is {how} by the loader, not written in place", origins - {_STATE}
+            )
+
+    def _check_attributes(self) -> None:
+        """Refuses the plan if a module keeps something of the checkpoint outside parameters and buffers."""
+        for path, module in self._model.named_modules():
+            for attribute, value in vars(module).items():
+                if attribute in ("_parameters", "_buffers", "_modules"):
+                    continue
+                values = (
+                    value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+                )
+                for held in values:
+                    if isinstance(held, Tensor) and storage_id(held) not in self._dests and self._origins(held):
+                        self.findings.refuse_all(
+                            f"{path or 'the model'} keeps a tensor of the load in its attribute {attribute}"
+                        )
+
+
+def _check_plain(target: Tensor, dtype: torch.dtype) -> None:
+    """`_Refused` unless `target` is an ordinary view that names each of its elements once."""
+    if not target.is_meta:
+        raise _Refused("real memory in the skeleton, which may be the live model's")
+    if target.dtype != dtype or target.is_conj() or target.is_neg():
+        raise _Refused("written through a view of another dtype, or conjugated or negated")
+    reach = 0
+    for size, stride in sorted(zip(target.shape, target.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1 and stride <= reach:
+            raise _Refused("written through a view that overlaps itself")
+        reach += (size - 1) * stride
+
+
+def _bindings(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (storage_id(t), t.storage_offset(), tuple(t.shape), tuple(t.stride()), t.dtype)
+        for name, t, _ in named_tensors(model)
+    }
+
+
+def _destination(name: str, tensor: Tensor) -> Destination:
+    numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    dims = [d for d in _outermost_first(tensor) if tensor.shape[d] > 1]
+    shape = tuple(tensor.shape[d] for d in dims)
+    dense = tensor.numel() == numel and tuple(tensor.stride(d) for d in dims) == c_strides(shape)
+    return Destination(name, tensor.dtype, numel, shape if dense else (numel,))
+
+
+def _outermost_first(tensor: Tensor) -> list[int]:
+    strides = tuple(tensor.stride())
+    return sorted(range(tensor.dim()), key=lambda d: -strides[d])
+
+
+def _words(origins: frozenset[str]) -> str:
+    names = sorted(origins)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

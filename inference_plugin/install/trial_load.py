@@ -1,0 +1,118 @@
+"""Real loads into the skeleton, in memory of its own, and what such a load of trial tensors writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inference_plugin.install.plan import LoadWeights, TensorInfo
+from inference_plugin.install.storages import named_tensors, storage_id, storage_views, with_data
+from inference_plugin.wire.tensors import bytes_view
+
+__all__ = ["LoaderCoverage", "Materialised", "loader_coverage", "materialised"]
+
+POISON = 0xFF
+
+
+@dataclass(frozen=True)
+class Materialised:
+    """Real memory of some storages of a skeleton: flat tensors by key, and the key of every name."""
+
+    flats: Mapping[str, Tensor]
+    keys: Mapping[str, str]
+
+    def rebound(self, skeleton: nn.Module) -> set[str]:
+        """Keys whose storage some name no longer leads to."""
+        now = {name: storage_id(tensor) for name, tensor, _ in named_tensors(skeleton)}
+        return {
+            key for name, key in self.keys.items() if key in self.flats and now.get(name) != storage_id(self.flats[key])
+        }
+
+
+@contextmanager
+def materialised(skeleton: nn.Module, chosen: set[str], device: torch.device) -> Iterator[Materialised]:
+    """Gives the storages of these keys real memory, under all their names, until the context ends.
+
+    Twins take the parameters' places: torch refuses `param.data = real` for a parameter on meta.
+    """
+    first: dict[int, str] = {}
+    keys: dict[str, str] = {}
+    flats: dict[str, Tensor] = {}
+    twins: dict[int, Tensor] = {}
+    for name, tensor, _ in named_tensors(skeleton):
+        key = keys[name] = first.setdefault(storage_id(tensor), name)
+        if key not in chosen or id(tensor) in twins:
+            continue
+        if key not in flats:
+            numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+            flats[key] = torch.empty(numel, dtype=tensor.dtype, device=device)
+        twins[id(tensor)] = with_data(tensor, _like(tensor, flats[key]))
+    tables: list[dict[str, Any]] = [
+        table for module in skeleton.modules() for table in (module._parameters, module._buffers)
+    ]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.update({key: twins[id(tensor)] for key, tensor in table.items() if id(tensor) in twins})
+    try:
+        yield Materialised(flats, keys)
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.clear()
+            table.update(entries)
+
+
+def _like(tensor: Tensor, flat: Tensor) -> Tensor:
+    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@dataclass(frozen=True)
+class LoaderCoverage:
+    """The effect of a real load. `unwritten`: elements that it left, by parameter. `written`: storages that it wrote to, by key,
+    buffers included."""
+
+    unwritten: Mapping[str, int]
+    written: frozenset[str]
+
+
+def loader_coverage(
+    skeleton: nn.Module,
+    load_weights: LoadWeights,
+    tensors: Sequence[TensorInfo],
+    *,
+    device: str | torch.device = "cpu",
+) -> LoaderCoverage:
+    """Loads trial tensors for real, to see what the loader writes where no plan describes it.
+
+    The skeleton starts as 0xFF, and no trial tensor holds such a byte. Needs the memory of the whole model meanwhile.
+    Raises what the loader raises.
+    """
+    with materialised(skeleton, set(storage_views(skeleton)), torch.device(device)) as held:
+        for flat in held.flats.values():
+            bytes_view(flat).fill_(POISON)
+        random = torch.Generator().manual_seed(0)
+
+        def trial_tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, shape, dtype in tensors:
+                tensor = torch.empty(shape, dtype=dtype)
+                bytes_view(tensor).random_(0, 2 if dtype == torch.bool else POISON // 4, generator=random)
+                yield name, tensor.to(device)
+
+        with torch.no_grad():
+            load_weights(trial_tensors())
+        unwritten = {}
+        for name, tensor, is_parameter in named_tensors(skeleton):
+            if is_parameter and tensor.numel() and (count := _poisoned(tensor)):
+                unwritten[name] = count
+        written = frozenset(name for name, flat in held.flats.items() if _poisoned(flat) < flat.numel())
+    return LoaderCoverage(unwritten, written)
+
+
+def _poisoned(tensor: Tensor) -> int:
+    """Number of elements all of whose bytes are still 0xFF."""
+    raw = bytes_view(tensor.detach().contiguous()).view(-1, tensor.element_size())
+    return int((raw == POISON).all(1).sum())

@@ -1,0 +1,176 @@
+"""The proof of post-processing: what it does to each kind of module, found out on stand-ins with trial weights.
+
+Everything that post-processing leaves behind, in the module or in an object behind it, is either moved at each update, or
+equal to what the live module holds whatever the weights are. Anything else refuses the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from inference_plugin.install.graph import Boundary, Path, child_at, equivalent, is_helper, words
+from inference_plugin.install.post_processing import PostProcessing
+from inference_plugin.install.stand_in import ABSENT, StandIn
+from inference_plugin.install.storages import equal_bytes
+from inference_plugin.wire.errors import EngineUnsupported, first_few
+
+__all__ = ["Trial", "makes_default", "run_trials"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The effect of post-processing on one kind of module."""
+
+    replaced: frozenset[str]
+    """Parameters that it makes something else of."""
+    moved: frozenset[Path]
+    """Attributes that depend on the weights."""
+    settled: frozenset[Path]
+    """Attributes that it sets to what the live module holds, whatever the weights are."""
+    buffers: frozenset[str]
+    """Buffers that it writes, depending on the weights."""
+
+    @property
+    def rebuilds(self) -> bool:
+        return bool(self.replaced or self.moved or self.buffers)
+
+
+def run_trials(post: PostProcessing) -> dict[str, Trial]:
+    """A trial of every module that the engine finishes, by name; one for each kind of them. Raises `EngineUnsupported`."""
+    kinds: dict[Any, Trial] = {}
+    trials = {}
+    for name in post.finishers:
+        kind = _kind(post.skeleton_modules[name], post.live_modules[name], post.model.boundary)
+        if kind not in kinds:
+            kinds[kind] = _try(post, name)
+        trials[name] = kinds[kind]
+    return trials
+
+
+def _kind(skeleton: nn.Module, live: nn.Module, boundary: Boundary) -> Any:
+    """Equal for modules that are post-processed alike."""
+    helpers = tuple(
+        (name, type(value), tuple((n, type(v)) for n, v in sorted(vars(value).items())))
+        for name, value in sorted({**vars(skeleton), **skeleton._modules}.items())
+        if value is not None and is_helper(value, boundary) and hasattr(value, "__dict__")
+    )
+    return (
+        type(skeleton),
+        helpers,
+        tuple((n, tuple(p.shape), p.dtype) for n, p in skeleton._parameters.items() if p is not None),
+        tuple(sorted(n for n, p in live._parameters.items() if p is not None and p.numel() == 0)),
+    )
+
+
+def _try(post: PostProcessing, module: str) -> Trial:
+    """Finishes two stand-ins with other weights each. What both hold, and the live module too, does not depend on them."""
+    one, other = post.stand_in(module, post.noise(1)), post.stand_in(module, post.noise(2))
+    given = {name: held for name, held in one.parameters.items() if held is not None}
+    before = {name: held.detach().clone() for name, held in given.items()}
+    post.finish(module, one)
+    post.finish(module, other)
+    replaced = {
+        name
+        for name, held in before.items()
+        if (now := one.module._parameters.get(name)) is not given[name] or not equal_bytes(now, held)
+    }
+    moved, settled = _sort_attributes(post, module, one, other)
+    live = post.live_modules[module]
+    buffers = set()
+    for name, made in one.written_buffers().items():
+        if equal_bytes(other.module._buffers.get(name), made) and equal_bytes(live._buffers.get(name), made):
+            settled.add((name,))
+        else:
+            buffers.add(name)
+    held_names = {n for n, p in live._parameters.items() if p is not None and p.numel()}
+    made_names = {n for n, p in one.module._parameters.items() if p is not None and p.numel()}
+    if wrong := sorted(held_names ^ made_names):
+        raise EngineUnsupported(
+            f"{module} of the live model differs from what the engine's post-processing makes: {first_few(wrong)}",
+            phase="open",
+        )
+    return Trial(frozenset(replaced), frozenset(moved), frozenset(settled), frozenset(buffers))
+
+
+def _sort_attributes(post: PostProcessing, module: str, one: StandIn, other: StandIn) -> tuple[set[Path], set[Path]]:
+    """The attributes that post-processing set on two finished stand-ins: those that are moved, those that are settled."""
+    changes, again = one.changes(), other.changes()
+    if apart := sorted(map(str, changes.keys() ^ again.keys())):
+        raise EngineUnsupported(
+            f"post-processing of {module} sets {first_few(apart)} for some weights only", phase="open"
+        )
+    moved: set[Path] = set()
+    settled: set[Path] = set()
+    for path, value in changes.items():
+        if one.captures_itself(value):
+            raise EngineUnsupported(f"{words(module, path)} holds the module that it belongs to", phase="open")
+        alike = equivalent(value, again[path], _same_in(one, other), post.model.boundary)
+        if alike and post.settled(module, path, value, one):
+            settled.add(path)
+        else:
+            moved.add(path)
+            _check_movable(module, path, value, one, post.live_modules[module])
+    return moved, settled
+
+
+def _check_movable(module: str, path: Path, value: Any, stand_in: StandIn, live: nn.Module) -> None:
+    """Raises `EngineUnsupported` where the live module has no place for what is to be moved."""
+    try:
+        stand_in.for_live(value, live)
+        node = child_at(live, path[:-1])
+    except (LookupError, AttributeError) as error:
+        raise EngineUnsupported(f"the live model has no {words(module, path)}: {error}", phase="open") from None
+    if value is not ABSENT and not hasattr(node, "__dict__"):
+        raise EngineUnsupported(f"{words(module, path)} can't be set from outside", phase="open")
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        raise EngineUnsupported(f"{words(module, path)} is derived from what no checkpoint holds", phase="open")
+
+
+def makes_default(post: PostProcessing, module: str, name: str) -> bool:
+    """Whether the live module holds what post-processing derives from the constructor's value of its parameter `name`.
+
+    Then the engine's own checkpoint did not fill that parameter either.
+    """
+    key = post.storages.key_of.get(f"{module}.{name}", "")
+    if module not in post.finishers or key not in post.model.constants:
+        return False
+    constructed = post.noise(1)
+
+    def otherwise(asked: str) -> torch.Tensor:
+        storage = constructed(asked)
+        return storage.abs() + 1 if asked == key and storage.is_floating_point() else storage
+
+    built, other = post.stand_in(module, constructed), post.stand_in(module, otherwise)
+    post.finish(module, built)
+    post.finish(module, other)
+    changes = other.changes()
+    for path, value in built.changes().items():
+        alike = equivalent(value, changes.get(path, ABSENT), _same_in(built, other), post.model.boundary)
+        if not alike and not post.settled(module, path, value, built):
+            return False
+    live = post.live_modules[module]
+    for made, there, held in (
+        (built.module._parameters, other.module._parameters, live._parameters),
+        (built.module._buffers, other.module._buffers, live._buffers),
+    ):
+        for own, tensor in made.items():
+            if tensor is None or own == name or equal_bytes(there.get(own), tensor):
+                continue
+            if not equal_bytes(held.get(own), tensor):
+                return False
+    return built.module._parameters.get(name) is None
+
+
+def _same_in(one: StandIn, other: StandIn) -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """Whether a tensor of one stand-in and one of another are the same part of the same storage, or equal."""
+
+    def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        where = one.region(a)
+        return where == other.region(b) if where is not None else equal_bytes(a, b)
+
+    return same

@@ -1,0 +1,50 @@
+"""Digests of what a live model holds, in the checkpoint's coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from inference_plugin.install.layout import LiveLayout
+from inference_plugin.install.plan import Placement
+from inference_plugin.install.replay import read_back
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import BoxDigest
+from inference_plugin.wire.tensors import bytes_view, dtype_name
+
+__all__ = ["live_digests"]
+
+
+def live_digests(manifest: Manifest, layout: LiveLayout) -> Iterator[BoxDigest | tuple[str, str]]:
+    """Engine's thread: a digest per box of what the live parameters hold, or (parameter, why it can't be read)."""
+    plain = layout.plain_placements
+    yield from _digests(manifest, plain, layout.live_storages(), exact=True)
+    computed = layout.read_computed()
+    yield from _digests(manifest, [p for p in plain if p.dest.tensor in computed], computed, exact=False)
+    for name in layout.rebuilt:
+        storages = layout.read_rebuilt(name)
+        if isinstance(storages, str):
+            yield name, storages
+        else:
+            yield from _digests(manifest, layout.rebuilt_placements(name), storages, exact=False)
+
+
+def _digests(
+    manifest: Manifest, placements: Sequence[Placement], storages: Mapping[str, torch.Tensor], *, exact: bool
+) -> Iterator[BoxDigest]:
+    for source, box, tensor in read_back(placements, storages):
+        data = tensor if exact else _unsigned_zeros(tensor)
+        yield BoxDigest(
+            name=manifest.tied.get(source, source),
+            offsets=box.offsets,
+            sizes=box.sizes,
+            dtype=dtype_name(tensor.dtype),
+            digest=digest_bytes(bytes_view(data.contiguous().cpu()).numpy()),
+            signed_zeros=exact,
+        )
+
+
+def _unsigned_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 0 if tensor.is_floating_point() and tensor.element_size() > 1 else tensor

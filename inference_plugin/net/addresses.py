@@ -1,0 +1,317 @@
+"""The runtime directory: where the replicas of a job leave their sockets and cards, and which of these are stale.
+
+    <runtime>/<job>/<replica>.card     the replica's card, as its coordinator wrote it last (msgpack ReplicaCard)
+    <runtime>/<job>/<replica>.f        the coordinator's socket
+    <runtime>/<job>/<replica>.<rank>   each worker's socket
+    <runtime>/<job>/registry-*.r       socket at which a trainer's manager takes registrations of this host
+    <runtime>/<job>/pool-*.p           socket at which a controller's rollout pool takes workers of this host
+    <runtime>/<job>/<replica>.counts   its commits so far (`records`)
+    <runtime>/<job>/<engine>-*.problem why a living engine process runs without the plug-in
+    <runtime>/<job>/<engine>-*.starting  what a living process is about to serve
+
+A second `bind` of an `ipc://` path silently takes the path over, so a replica's id is never used twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from inference_plugin.net.listening import listens_on, make_private
+from inference_plugin.net.processes import has_ended, parent_of, start_ticks
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError
+from inference_plugin.wire.messages import ReplicaCard
+
+__all__ = [
+    "boot_id",
+    "check_room",
+    "discover",
+    "ipc_address",
+    "is_orphaned",
+    "is_published",
+    "job_name",
+    "listen_address",
+    "local_pools",
+    "local_registries",
+    "new_registry_address",
+    "new_replica_id",
+    "note_problem",
+    "note_start",
+    "problems",
+    "process_is_alive",
+    "registry_address",
+    "remove_card",
+    "remove_replica",
+    "runtime_dir",
+    "stale_replicas",
+    "starting",
+    "write_card",
+]
+
+logger = logging.getLogger(__name__)
+
+MAX_IPC_PATH_BYTES = 107
+"""Length of sockaddr_un.sun_path on Linux, without its terminating zero."""
+
+_OWNER = re.compile(r"([a-z]+-(?P<pid>\d+)-(?:(?P<started>\d+)-)?[0-9a-f]+)(\.|$)")
+"""Names of files of a replica or of trainer ranks: the owner's id, with its process in it."""
+
+
+_LEFTOVERS = (".problem", ".starting", ".counts", ".counts-tmp")
+"""Files that no longer mean anything once their process has ended and no card leads to them."""
+
+
+def job_name() -> str:
+    """`WEIGHTWIRE_JOB`, or "default". Replicas and trainers of one job find each other, those of another never."""
+    name = os.environ.get("WEIGHTWIRE_JOB", "default")
+    if not name or len(name) > 40 or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
+        raise AuthError(f"WEIGHTWIRE_JOB={name!r}: use up to 40 letters, digits, '.', '_' or '-'", phase="start")
+    return name
+
+
+def runtime_dir(job: str | None = None) -> Path:
+    """The job's directory, made with mode 0700 if it isn't there.
+
+    It lies in `WEIGHTWIRE_RUNTIME_DIR`, else `XDG_RUNTIME_DIR/weightwire`, else `/tmp/weightwire-<uid>`. Raises
+    `AuthError` if somebody else owns it, `ConfigError` if it can't be made.
+    """
+    if base := os.environ.get("WEIGHTWIRE_RUNTIME_DIR"):
+        root = Path(base)
+    elif (xdg := os.environ.get("XDG_RUNTIME_DIR")) and os.access(xdg, os.W_OK):
+        root = Path(xdg) / "weightwire"
+    else:
+        root = Path(f"/tmp/weightwire-{os.getuid()}")
+    path = root / (job or job_name())
+    for directory in (root, path):
+        make_private(directory)
+    with contextlib.suppress(FileNotFoundError):  # it was removed just now; its next user reports that
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(0o700)
+    return path
+
+
+def check_room(job: str | None = None) -> None:
+    """Raises `ConfigError` if no card could be written into the runtime directory just now."""
+    path = runtime_dir(job) / f"{new_replica_id('room')}.tmp"
+    try:
+        path.write_bytes(bytes(4096))
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written into {path.parent}: {error.strerror or error}",
+            hint="make room there, or set WEIGHTWIRE_RUNTIME_DIR to another directory",
+            phase="start",
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def new_replica_id(engine: str) -> str:
+    """A short id that no other replica has or had: engine, pid, start of the process, 48 random bits."""
+    return f"{engine}-{os.getpid()}-{start_ticks()}-{secrets.token_hex(6)}"
+
+
+def ipc_address(replica: str, endpoint: str, job: str | None = None) -> str:
+    """`ipc://` address of a replica's endpoint ("f" or a rank). Raises `AuthError` when the path is too long to bind."""
+    path = str(runtime_dir(job) / f"{replica}.{endpoint}")
+    if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
+        raise AuthError(
+            f"{path} has more than {MAX_IPC_PATH_BYTES} bytes, too long for a socket",
+            hint="set WEIGHTWIRE_RUNTIME_DIR to a shorter directory",
+            phase="start",
+        )
+    return f"ipc://{path}"
+
+
+def listen_address(replica: str, endpoint: str) -> str:
+    """Where an engine's endpoint ("f" or a rank) listens: its `ipc://` address, or what `WEIGHTWIRE_LISTEN` says."""
+    listen = listens_on()
+    return ipc_address(replica, endpoint) if listen == "ipc" else listen
+
+
+def registry_address() -> str | None:
+    """`WEIGHTWIRE_REGISTRY`: the `tcp://HOST:PORT` where the trainer's manager takes replicas of other hosts; or None.
+    Raises `AuthError` for anything else."""
+    address = os.environ.get("WEIGHTWIRE_REGISTRY")
+    if address and not re.fullmatch(r"tcp://[^\s:*]+:\d+|tcp://\[[0-9a-fA-F:.]+\]:\d+", address):
+        raise AuthError(
+            f"WEIGHTWIRE_REGISTRY={address!r} is no address to register at",
+            hint="the same on all hosts, tcp://HOST:PORT with an address of the trainer's host: tcp://10.0.0.1:7777",
+            phase="start",
+        )
+    return address or None
+
+
+def new_registry_address() -> str:
+    """Where a manager of this process takes registrations; replicas of this host find it in the runtime directory."""
+    return ipc_address(new_replica_id("registry"), "r")
+
+
+def local_registries() -> dict[str, tuple[int, int]]:
+    """Addresses of the job's living managers of this host, with the process behind each: pid and start."""
+    return _living("registry-*.r")
+
+
+def local_pools() -> dict[str, tuple[int, int]]:
+    """Addresses of the job's living rollout pools of this host, with the process behind each: pid and start."""
+    return _living("pool-*.p")
+
+
+def write_card(card: ReplicaCard) -> None:
+    """Publishes a card; a reader sees the old card or the new one, never half of one."""
+    path = _card_path(card.replica, card.job)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.msgpack.encode(card))
+    temporary.replace(path)
+
+
+def is_published(card: ReplicaCard) -> bool:
+    """Whether the replica's card exists, whatever its content."""
+    return _card_path(card.replica, card.job).exists()
+
+
+def discover(job: str | None = None) -> list[ReplicaCard]:
+    """Cards of all living replicas of the job, by id. Leftovers of dead ones are removed."""
+    for card in stale_replicas(job):
+        remove_replica(card.replica, card.job)
+    cards = sorted(_cards(job), key=lambda card: card.replica)
+    _remove_orphans({card.replica for card in cards}, job)
+    return cards
+
+
+def stale_replicas(job: str | None = None) -> list[ReplicaCard]:
+    """Cards whose process is gone: it was killed, or the host rebooted. Processes of other pid namespaces are not judged."""
+    return [card for card in _cards(job) if _is_stale(card)]
+
+
+def remove_card(card: ReplicaCard) -> None:
+    """Hides the replica from trainers; its sockets stay."""
+    _card_path(card.replica, card.job).unlink(missing_ok=True)
+
+
+def remove_replica(replica: str, job: str | None = None) -> None:
+    """Removes a replica's card and sockets; nothing happens if they are gone already."""
+    # The card goes last: if this process dies in between, the next reader of the card removes the rest.
+    for path in sorted(runtime_dir(job).glob(f"{replica}.*"), key=lambda path: path.suffix == ".card"):
+        path.unlink(missing_ok=True)
+
+
+def note_problem(engine: str, text: str) -> None:
+    """Records why this process runs `engine` without the plug-in, for `problems`."""
+    (runtime_dir() / f"{new_replica_id(engine)}.problem").write_text(text)
+
+
+def problems(job: str | None = None) -> list[str]:
+    """Which living processes run an engine without the plug-in, and why."""
+    found = []
+    for path in sorted(runtime_dir(job).glob("*.problem")):
+        owner = _owner(path)
+        if owner is None or not process_is_alive(*owner):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            why = path.read_text() or "its reason could not be written down; the engine's log has it"
+            found.append(f"{path.name.partition('-')[0]} process {owner[0]}: {why}")
+    return found
+
+
+def note_start(engine: str, about: str) -> Path:
+    """Records that this process starts `engine`, for `starting`. Whoever called removes the file when the replica is there; the
+    next reader does so when the process has ended."""
+    path = runtime_dir() / f"{new_replica_id(engine)}.starting"
+    path.write_text(about)
+    return path
+
+
+def starting(job: str | None = None) -> list[str]:
+    """Which living processes start an engine that is no replica yet, in words."""
+    found = []
+    for path in sorted(runtime_dir(job).glob("*.starting")):
+        owner = _owner(path)
+        if owner is not None and process_is_alive(*owner):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(f"{path.name.partition('-')[0]} process {owner[0]}: {path.read_text()}")
+    return found
+
+
+def is_orphaned(card: ReplicaCard) -> bool:
+    """Whether the process that started this engine, such as its API server, has ended while the engine goes on. False for a
+    replica of another host or pid namespace."""
+    if (
+        card.boot_id != boot_id()
+        or card.parent_pid in (0, card.pid)
+        or not process_is_alive(card.pid, card.start_ticks)
+    ):
+        return False
+    return parent_of(card.pid) != card.parent_pid
+
+
+def process_is_alive(pid: int, started: int = 0) -> bool:
+    """Whether the process of this host that has had `pid` since `started` (0: unknown) runs: neither gone nor a zombie."""
+    return not has_ended(pid, started)
+
+
+@functools.cache
+def boot_id() -> str:
+    """This host's boot and this process's pid namespace: within both, a pid means one process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def _is_stale(card: ReplicaCard) -> bool:
+    if card.boot_id == boot_id():
+        return not process_is_alive(card.pid, card.start_ticks)
+    return card.boot_id.partition("/")[0] != boot_id().partition("/")[0]
+
+
+def _remove_orphans(replicas: set[str], job: str | None) -> None:
+    """Removes files of dead processes that no card leads to: problems, records, and sockets of trainers and of engines
+    that were killed while they started or ended."""
+    for path in runtime_dir(job).glob("*"):
+        found = _OWNER.match(path.name)
+        leftover = path.is_socket() or path.suffix in _LEFTOVERS or path.name.startswith("collective-")
+        if found and found[1] not in replicas and leftover and (owner := _owner(path)) and not process_is_alive(*owner):
+            path.unlink(missing_ok=True)
+
+
+def _living(pattern: str) -> dict[str, tuple[int, int]]:
+    return {
+        f"ipc://{path}": owner
+        for path in sorted(runtime_dir().glob(pattern))
+        if (owner := _owner(path)) and process_is_alive(*owner)
+    }
+
+
+def _owner(path: Path) -> tuple[int, int] | None:
+    """The process in the name of a file of the runtime directory: its pid and its start (0 if the name has none)."""
+    found = _OWNER.match(path.name)
+    return (int(found["pid"]), int(found["started"] or 0)) if found else None
+
+
+def _card_path(replica: str, job: str | None) -> Path:
+    return runtime_dir(job) / f"{replica}.card"
+
+
+_UNREADABLE: set[tuple[str, str]] = set()
+"""Cards that this process has warned about, each with the reason."""
+
+
+def _cards(job: str | None) -> Iterator[ReplicaCard]:
+    for path in runtime_dir(job).glob("*.card"):
+        try:
+            yield decode_as(path.read_bytes(), ReplicaCard)
+        except FileNotFoundError:
+            continue
+        except (ProtocolError, OSError) as error:  # damaged, or of another version: it costs this replica only
+            if (told := (str(path), str(error))) not in _UNREADABLE:
+                _UNREADABLE.add(told)
+                logger.warning("weightwire: the card %s can't be read, its replica is left out: %s", path, error)

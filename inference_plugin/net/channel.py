@@ -1,0 +1,255 @@
+"""The asking side of a socket: one request gets one reply, every wait has a deadline, and the peer's death ends it at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from inference_plugin.net import curve
+from inference_plugin.net.addresses import boot_id
+from inference_plugin.net.link import Link
+from inference_plugin.net.processes import ProcessWatch
+from inference_plugin.wire import codec
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.messages import Body, Failed
+
+__all__ = ["Channel", "Outgoing", "fan_out", "take_ready"]
+
+RESEND_S = 10.0
+"""A request without a reply is sent again after this time, then after twice that, and so on: requests are idempotent, and
+a TCP link may lose one. The intervals grow because only the reply to the latest sending counts (REQ_CORRELATE)."""
+
+Reply = TypeVar("Reply")
+
+
+class Channel:
+    """A REQ socket to one peer. It survives lost replies (REQ_RELAXED, REQ_CORRELATE); it belongs to one thread.
+
+    Where `pid`, `start_ticks` and `peer_boot_id` name a process of this host, a wait ends with `PeerLost` when that process
+    dies. `silence_s` is used on TCP; the default is the environment's (see `Config`). With `resends` false a request is sent
+    only once: for a peer that replies when others are ready, not when it is asked.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        pid: int = 0,
+        start_ticks: int = 0,
+        peer_boot_id: str = "",
+        context: zmq.Context[Any] | None = None,
+        resends: bool = True,
+        silence_s: float | None = None,
+        **where: Any,
+    ) -> None:
+        self.address = address
+        self.where = where
+        self.sent_messages = 0
+        self.payload: memoryview | None = None
+        """The payload frame of the reply that `receive` returned last."""
+        self._resends = resends
+        self._seq = 0
+        self._pending: list[Any] | None = None
+        self._resend_in_s = math.inf
+        self._resend_at_s = math.inf
+        self._process: ProcessWatch | None = None
+        self._socket = (context or zmq.Context.instance()).socket(zmq.REQ)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._link: Link | None = None
+        if address.startswith("tcp://"):
+            self._link = Link(self._socket, address, silence_s or Config.from_environment().silence_s)
+        self._socket.setsockopt(zmq.REQ_RELAXED, 1)
+        self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_CONTROL_BYTES)
+        self._socket.connect(address)
+        if pid and peer_boot_id == boot_id():
+            self._process = ProcessWatch(pid, start_ticks)
+
+    def request(self, body: Body, kind: type[Reply], *, timeout_s: float, payload: Any = None) -> Reply:
+        """Sends a request and waits for its reply of type `kind`.
+
+        Raises `SyncTimeout`, `PeerLost`, `ProtocolError`, or the error that the peer replied with.
+        """
+        self.send(body, payload)
+        return self.receive(kind, timeout_s=timeout_s)
+
+    def send(self, body: Body, payload: Any = None) -> None:
+        """Sends a request; `receive` returns its reply. A request that is still open is given up. `payload` is not copied."""
+        self._seq += 1
+        frames: list[Any] = [codec.encode(body, self._seq)]
+        if payload is not None:
+            frames.append(payload)
+        self._pending = frames
+        self._resend_in_s = RESEND_S if self._resends else math.inf
+        self._transmit(type(body).__name__)
+
+    def receive(self, kind: type[Reply], *, timeout_s: float) -> Reply:
+        """The reply to the request that was sent last. Raises as `request` does."""
+        if self._pending is None:
+            raise ProtocolError("receive() was called, but no request is open", **self.where)
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            until_s = min(deadline_s, self.look_at_s)
+            ready = self._poll(max(0.0, until_s - time.monotonic()))
+            if ready and (reply := self._take()) is not None:
+                self._pending = None
+                return self._checked(reply, kind)
+            if not ready and self.peer_is_gone():
+                raise PeerLost(f"the process behind {self.address} is gone", **self.where)
+            if self._link is not None:
+                self._look_at(self._link)
+            if time.monotonic() >= self._resend_at_s:
+                self._transmit("the repeated request")
+            if time.monotonic() >= deadline_s:
+                raise SyncTimeout(f"no reply from {self.address} within {timeout_s:g} s", **self.where)
+
+    @property
+    def sources(self) -> list[Any]:
+        """Sockets and descriptors to poll for news of the open request."""
+        monitor = [self._link.monitor] if self._link is not None else []
+        process = [self._process.fd] if self._process is not None and self._process.fd is not None else []
+        return [self._socket, *monitor, *process]
+
+    @property
+    def look_at_s(self) -> float:
+        """When `receive` should be called even without news, on `time.monotonic()`'s clock."""
+        process_s = self._process.look_at_s if self._process is not None else math.inf
+        return min(self._resend_at_s, process_s, self._link.lost_at_s if self._link is not None else math.inf)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request waits for its reply."""
+        return self._pending is not None
+
+    def has_news(self) -> bool:
+        """Whether the reply to the open request may have come: `receive` then does not wait long."""
+        return self._poll(0.0)
+
+    def peer_is_gone(self) -> bool:
+        """Whether the peer's process is known to have ended."""
+        return self._process is not None and self._process.ended()
+
+    def close(self) -> None:
+        """Closes the socket; may be called twice."""
+        if self._link is not None:
+            self._link.close()
+        self._socket.close(linger=0)
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _look_at(self, link: Link) -> None:
+        """Raises for a peer that refuses us or is lost; sends the request again if a lost connection may have lost it."""
+        if link.look():
+            self._transmit("the repeated request")
+        if link.refused:
+            raise AuthError(
+                f"{self.address} and this process hold different keys, or only one of them has a key",
+                hint=f"set {curve.VARIABLE} to copies of one file on both sides, or on neither",
+                **self.where,
+            )
+        if time.monotonic() >= link.lost_at_s:
+            raise PeerLost(f"{self.address} has not been heard of for {link.silence_s:g} s", **self.where)
+
+    def _transmit(self, what: str) -> None:
+        assert self._pending is not None
+        try:
+            self._socket.send_multipart(self._pending, flags=zmq.DONTWAIT, copy=len(self._pending) == 1)
+        except zmq.Again:
+            raise PeerLost(f"{self.address} takes no messages: {what} was not sent", **self.where) from None
+        self.sent_messages += 1
+        self._resend_at_s = time.monotonic() + self._resend_in_s
+        self._resend_in_s *= 2
+
+    def _poll(self, timeout_s: float) -> bool:
+        watched = [(source, zmq.POLLIN) for source in self.sources]
+        ready = zmq.zmq_poll(watched, int(timeout_s * 1000) + (1 if timeout_s else 0))
+        return any(source is self._socket for source, _ in ready)
+
+    def _take(self) -> Body | None:
+        """The reply that has come; None if it answers an earlier request.
+
+        A REQ socket polls as readable for a reply that it then drops: only a receive that doesn't wait is safe.
+        """
+        try:
+            frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return None
+        if len(frames) > 2:
+            raise ProtocolError(f"a reply of {len(frames)} frames; one or two are expected", **self.where)
+        envelope = codec.decode(memoryview(frames[0].buffer))
+        self.payload = memoryview(frames[1].buffer) if len(frames) == 2 else None
+        codec.check_payload(envelope.body, self.payload)
+        # A peer that could not decode the request does not know its number; REQ_CORRELATE ensures that this is its reply.
+        unread = isinstance(envelope.body, Failed) and envelope.seq == 0
+        return envelope.body if envelope.seq == self._seq or unread else None
+
+    def _checked(self, reply: Body, kind: type[Reply]) -> Reply:
+        if isinstance(reply, Failed):
+            raise WeightwireError.of(reply.error).at(**self.where)
+        if not isinstance(reply, kind):
+            raise ProtocolError(f"expected {kind.__name__}, got {type(reply).__name__}", **self.where)
+        return reply
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """One request of a fan-out."""
+
+    channel: Channel
+    body: Body
+
+
+def fan_out(requests: Sequence[Outgoing], kind: type[Reply], *, timeout_s: float) -> list[Reply | WeightwireError]:
+    """Sends all requests at once and waits for all replies with one deadline. An error is returned in its request's place."""
+    deadline_s = time.monotonic() + timeout_s
+    results: list[Reply | WeightwireError] = []
+    sent: list[WeightwireError | None] = []
+    for outgoing in requests:
+        try:
+            outgoing.channel.send(outgoing.body)
+            sent.append(None)
+        except WeightwireError as error:
+            sent.append(error)
+    for outgoing, failed in zip(requests, sent, strict=True):
+        try:
+            if failed is not None:
+                raise failed
+            results.append(outgoing.channel.receive(kind, timeout_s=max(0.0, deadline_s - time.monotonic())))
+        except WeightwireError as error:
+            results.append(error)
+    return results
+
+
+def take_ready(
+    channels: Sequence[Channel], kind: type[Reply], *, timeout_s: float
+) -> list[tuple[Channel, Reply | WeightwireError]]:
+    """The replies and errors of open requests that have come; if none has, the first ones within `timeout_s`, or nothing."""
+    watched = [(source, zmq.POLLIN) for channel in channels for source in channel.sources]
+    due_s = min((channel.look_at_s for channel in channels), default=math.inf) - time.monotonic()
+    ready = [source for source, _ in zmq.zmq_poll(watched, int(max(0.0, min(timeout_s, due_s)) * 1000) + 1)]
+    now_s = time.monotonic()
+    found: list[tuple[Channel, Reply | WeightwireError]] = []
+    for channel in channels:
+        if channel.look_at_s <= now_s or any(source in ready for source in channel.sources):
+            try:
+                found.append((channel, channel.receive(kind, timeout_s=0)))
+            except WeightwireError as error:
+                if isinstance(error, SyncTimeout) and channel.is_open:
+                    continue  # news of the connection, or the reply to an earlier request
+                found.append((channel, error))
+    return found

@@ -1,0 +1,202 @@
+"""A server's socket: bound before its address is published, limited in peers and sizes, and closed to other hosts without
+a key."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+import zmq
+
+from inference_plugin.net.curve import VARIABLE, Guard, job_key
+from inference_plugin.net.gate import Gate, check_room
+from inference_plugin.wire.errors import AuthError, ConfigError
+
+__all__ = ["MEND_EVERY_S", "Listener", "check_listen_address", "listens_on", "make_private"]
+
+logger = logging.getLogger(__name__)
+
+MEND_EVERY_S = 2.0
+"""How often a process checks that its files in the runtime directory still exist."""
+
+PROBE_S = 1.0
+"""Longest wait for a socket that another process may serve."""
+
+DESCRIPTORS = 16
+"""Descriptors that a context, its socket and its gate need, with some to spare."""
+
+
+def listens_on() -> str:
+    """`WEIGHTWIRE_LISTEN`: "ipc", or the `tcp://` address that this process is to listen on."""
+    return os.environ.get("WEIGHTWIRE_LISTEN") or "ipc"
+
+
+class Listener:
+    """A bound socket of `kind` in a context of its own. `address` is where others connect.
+
+    `listen` is `ipc://PATH`, or `tcp://HOST:PORT` with an address of this host or an interface's name; port `*` takes a free
+    one. Raises `AuthError` for a TCP address that other hosts could reach without a key, or that does not tell them where to
+    connect; for an address that can't be bound; for the path of a living socket or of any other file. Raises
+    `TransportUnavailable` where too few descriptors are free.
+
+    Peers are let in while the process has descriptors to spare; others are refused (`net.gate`).
+    """
+
+    def __init__(self, kind: int, listen: str, *, max_bytes: int) -> None:
+        check_listen_address(listen)
+        check_room(DESCRIPTORS)
+        self.context = zmq.Context()
+        self._guard: Guard | None = None
+        self._gate: Gate | None = None
+        self.socket = self.context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        try:
+            if listen.startswith("tcp://"):
+                self.socket.setsockopt(zmq.IPV6, 1 if listen.startswith("tcp://[") else 0)
+                if (key := job_key()) is not None:
+                    self._guard = Guard(self.context, key)
+                    self._guard.protect(self.socket)
+            if listen.startswith("ipc://"):
+                check_unused(Path(listen.removeprefix("ipc://")))
+            self.socket.bind(listen)
+        except zmq.ZMQError as error:
+            self.close()
+            raise AuthError(
+                f"{listen}: {error.strerror or error}",
+                hint="an address of this host and a free port, in WEIGHTWIRE_LISTEN or WEIGHTWIRE_REGISTRY",
+                phase="start",
+            ) from error
+        except AuthError:
+            self.close()
+            raise
+        self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._gate = Gate(self.socket, self.address)
+        self._path = Path(self.address.removeprefix("ipc://")) if self.address.startswith("ipc://") else None
+        self._unmended = ""
+        self.mend_at_s = math.inf if self._path is None else time.monotonic() + MEND_EVERY_S
+        """When to call `mend` again, on `time.monotonic()`'s clock."""
+
+    def mend(self) -> bool:
+        """Binds an `ipc://` socket again if its file was removed, and makes the runtime directory again if that was.
+
+        Call it on the socket's own thread, as often as you like: it checks every `MEND_EVERY_S`. Returns whether it bound the
+        socket again. Connected peers stay connected. A failure is logged once and tried again.
+        """
+        if self._path is None or time.monotonic() < self.mend_at_s:
+            return False
+        self.mend_at_s = time.monotonic() + MEND_EVERY_S
+        try:
+            if not self._path.exists():
+                make_private(self._path.parent.parent, of_root_too=True)
+                make_private(self._path.parent)
+                # The old binding stays: unbinding it would remove the new file, at some later time.
+                self.socket.bind(self.address)
+                if self._gate is not None:
+                    self._gate.close()  # no peer can reach the old binding any more
+                    self._gate = None
+            elif self._gate is not None:
+                return False
+            self._gate = Gate(self.socket, self.address)
+        except (OSError, AuthError, ConfigError, zmq.ZMQError) as error:
+            if self._unmended != str(error):
+                logger.warning("weightwire: %s is gone and could not be made again: %s", self._path, error)
+            self._unmended = str(error)
+            return False
+        logger.warning("weightwire: %s was removed while in use; it is there again", self._path)
+        self._unmended = ""
+        return True
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes the socket and its context. Messages that are still to be sent have `linger_ms` to leave."""
+        if self._gate is not None:
+            self._gate.close()
+        self.socket.close(linger=linger_ms)
+        if self._guard is not None:
+            self._guard.close()
+        self.context.term()
+
+
+def check_unused(path: Path) -> None:
+    """Raises `AuthError` for a path where a socket is served, or where something else than a socket lies: libzmq would take the
+    path over. The socket of a process that has ended may be replaced."""
+    try:
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+    except OSError:
+        return
+    # Asked twice: a process that has just been killed lets the first connection in before its socket is closed.
+    if is_socket and not (_is_served(path) and _is_served(path)):
+        return
+    raise AuthError(
+        f"ipc://{path}: {'another process, or this one, listens there' if is_socket else 'a file that is no socket is there'}",
+        hint="give each server an address of its own, or close the one that has this address first",
+        phase="start",
+    )
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_S)
+        try:
+            probe.connect(str(path))
+            probe.recv(1)  # libzmq greets whoever connects; the connection ends where the process does
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # too busy to answer, or not ours: it lives
+            pass
+        return True
+
+
+def make_private(directory: Path, *, of_root_too: bool = False) -> None:
+    """Makes a directory with mode 0700 if it does not exist. Raises `AuthError` if another user owns it (root may, with
+    `of_root_too`), and `ConfigError` if it can't be made."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = directory.stat().st_uid
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} can't be made: {error.strerror or error}",
+            hint="set WEIGHTWIRE_RUNTIME_DIR to a directory that can be written to",
+            phase="start",
+        ) from error
+    if owner != os.getuid() and not (of_root_too and owner == 0):
+        raise AuthError(
+            f"{directory} belongs to user {owner}, not to {os.getuid()}",
+            hint="set WEIGHTWIRE_RUNTIME_DIR to a directory of your own",
+            phase="start",
+        )
+
+
+def check_listen_address(address: str) -> None:
+    """Raises `AuthError` for an address that other hosts could reach without a key, or that does not tell them where to
+    connect."""
+    scheme, _, rest = address.partition("://")
+    host = rest.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    if scheme == "ipc" or (scheme == "tcp" and _is("loopback", host)):
+        return
+    if job_key() is None:
+        raise AuthError(
+            f"{address} can be reached from outside this host without authentication",
+            hint="listen on ipc://, tcp://127.0.0.1:* or tcp://[::1]:*; for other hosts set "
+            f"{VARIABLE} to a file of `weightwire keygen`",
+            phase="start",
+        )
+    if scheme != "tcp" or not host or host == "*" or _is("unspecified", host):
+        raise AuthError(
+            f"{address} doesn't say where others find it",
+            hint="name the address, or the interface, that other hosts reach: tcp://10.0.0.5:*, tcp://eth0:*",
+            phase="start",
+        )
+
+
+def _is(kind: str, host: str) -> bool:
+    try:
+        return bool(getattr(ipaddress.ip_address(host), f"is_{kind}"))
+    except ValueError:  # a name, or "*"
+        return False

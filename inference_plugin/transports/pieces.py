@@ -1,0 +1,128 @@
+"""Cuts slices into pieces, places pieces in a segment, and digests the pieces of a segment."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from inference_plugin.wire.config import PIECE_BYTES
+from inference_plugin.wire.copying import copy_rows, digest_rows
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.geometry import Piece, PiecePlace, Region, Slice
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
+
+__all__ = ["Bytes", "DigestPass", "digest_passes", "pieces_of", "place_piece", "typed"]
+
+Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
+"""Contiguous bytes. numpy's calls cost a fraction of torch's, and a copy of this size needs one thread only."""
+
+
+def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, Bytes]]:
+    """The pieces of a slice, with their bytes in C order, in CPU memory.
+
+    Where the slice has a `seen`, it is called with each piece and its bytes, before the piece is yielded.
+
+    Bytes are cast only where the manifest states another dtype than the tensor has, which a dtype rule brings about.
+    Each array is valid until the next iteration; where possible it is a view of the slice.
+
+    Raises `ManifestMismatch` for a tensor that does not have its box's shape, whose bytes would land in other places, and
+    for a cast between integers, booleans and floating point, which no dtype rule allows.
+    """
+    dtype = torch_dtype(manifest.tensors[item.box.tensor].dtype)
+    seen: Callable[[PiecePlace, Bytes], None] | None = getattr(item, "seen", None)
+    if tuple(item.tensor.shape) != item.box.sizes or _kind(item.tensor.dtype) != _kind(dtype):
+        raise ManifestMismatch(
+            f"the source gave {item.tensor.dtype} {list(item.tensor.shape)} for {manifest.describe(item.box)}, which is "
+            f"{dtype}",
+            hint="a slice's tensor has the shape of its box, and the kind of numbers that the manifest says",
+            side="trainer",
+        )
+    for place, data in _cut(manifest, item, dtype):
+        if seen is not None:
+            seen(place, data)
+        yield place, data
+
+
+def _cut(manifest: Manifest, item: Slice, dtype: torch.dtype) -> Iterator[tuple[PiecePlace, Bytes]]:
+    places = manifest.split(item.box, PIECE_BYTES)
+    if item.tensor.dtype == dtype and item.tensor.device.type == "cpu" and item.tensor.is_contiguous():
+        flat = bytes_view(item.tensor).numpy()
+        for place in places:
+            yield place, flat[place.start : place.end]
+        return
+    for place in places:
+        part = item.tensor
+        for dim, (start, size) in enumerate(zip(place.box.offsets, place.box.sizes, strict=True)):
+            if size != item.box.sizes[dim]:
+                part = part.narrow(dim, start - item.box.offsets[dim], size)
+        yield place, bytes_view(part.to(device="cpu", dtype=dtype).contiguous()).numpy()
+
+
+def place_piece(segment: torch.Tensor, manifest: Manifest, place: PiecePlace, data: Bytes) -> None:
+    """Copies a piece's bytes to their place in a segment."""
+    if (region := place.region) is not None:
+        rows, row_bytes = region.sizes
+        copy_rows(segment.numpy(), region.offset, region.strides[0], data, 0, row_bytes, rows, row_bytes, True)
+    else:
+        view = box_view(segment, manifest, place.box)
+        view.copy_(typed(data, view.dtype).view(place.box.sizes))
+
+
+def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes, from anywhere in a bucket, as elements of `dtype`; copied only where torch can't view them."""
+    aligned = data if data.ctypes.data % dtype.itemsize == 0 else data.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch can't mark a tensor read-only and says so
+        return torch.from_numpy(aligned).view(dtype)
+
+
+@dataclass
+class DigestPass:
+    """Pieces whose digests one pass over memory gives: their rows are the same rows of a tensor; or a single piece."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    regions: list[Region | None] = field(default_factory=list)
+    nbytes: int = 0
+
+    @property
+    def start(self) -> int:
+        region = self.regions[0]
+        return region.offset if region is not None else 0
+
+    def digests(self, segment: torch.Tensor, manifest: Manifest) -> list[int]:
+        """The digest of each piece's bytes in C order, as they lie in `segment`."""
+        regions = [region for region in self.regions if region is not None]
+        if len(regions) != len(self.pieces):
+            views = (box_view(segment, manifest, piece.box) for piece in self.pieces)
+            return [digest_bytes(bytes_view(view.contiguous()).numpy()) for view in views]
+        spans = [(region.offset, region.sizes[1]) for region in regions]
+        return digest_rows(segment.numpy(), regions[0].strides[0], regions[0].sizes[0], spans)
+
+
+def digest_passes(manifest: Manifest, pieces: Iterable[Piece]) -> list[DigestPass]:
+    """`pieces` grouped for reading, in the order in which they lie in the segment."""
+    passes: defaultdict[Hashable, DigestPass] = defaultdict(DigestPass)
+    for piece in pieces:
+        region = manifest.region(piece.box)
+        if region is None or region.sizes[0] == 1:
+            group = passes[piece.box]
+        else:
+            stride = region.strides[0]
+            first_row = (region.offset - manifest.layout.offsets[piece.box.tensor]) // stride
+            group = passes[piece.box.tensor, first_row, region.sizes[0], stride]
+        group.pieces.append(piece)
+        group.regions.append(region)
+        group.nbytes += manifest.box_nbytes(piece.box)
+    return sorted(passes.values(), key=lambda group: group.start)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool

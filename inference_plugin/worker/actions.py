@@ -1,0 +1,272 @@
+"""What a worker's groups want to be done: answers, work that takes time, and what listeners and the log are told.
+
+Plain data; the shell (`groups`, `work`) performs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.messages import Bucket, GroupOpened, GroupState, OpenGroup, Relay
+
+__all__ = [
+    "Action",
+    "AgreeOnTerms",
+    "Cancel",
+    "CheckPieces",
+    "CleanUp",
+    "CloseWork",
+    "DropStaging",
+    "Fail",
+    "FreeMemory",
+    "KeepTerms",
+    "MapStaging",
+    "Mapped",
+    "PassOn",
+    "PutInForce",
+    "ReadingState",
+    "ReceiveBucket",
+    "Reply",
+    "SettleStaging",
+    "Stage",
+    "StartWork",
+    "StateChanged",
+    "Terms",
+    "Warn",
+    "WayBack",
+    "Work",
+]
+
+# --- work: what takes time. One at a time for each group, but for `Stage`, which runs beside it -----------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AgreeOnTerms:
+    """Has transport and installer agree on terms; gives `Terms`."""
+
+    request: OpenGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PutInForce:
+    """The terms that were agreed last are in force. `previous`: the transaction of the way back, which goes."""
+
+    previous: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepTerms:
+    """The terms that were agreed last are refused: the installer returns to those of `request`, if there are any."""
+
+    request: OpenGroup | None
+
+
+@dataclass(frozen=True, slots=True)
+class MapStaging:
+    """Opens the staging memory of a transaction by the terms in force; gives `Mapped`."""
+
+    txn: str
+    version: int
+    segment: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveBucket:
+    """Puts a bucket's bytes into the staging memory."""
+
+    txn: str
+    bucket: Bucket
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """Begins to pass buckets on to other workers."""
+
+    txn: str
+    relay: Relay
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPieces:
+    """Checks that the list of pieces covers what this worker needs, and that it is the one that `digest` names."""
+
+    txn: str
+    pieces: tuple[Piece, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Waits for all bytes, compares each piece with its digest, and has the installer prepare; gives `Sealed`."""
+
+    txn: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CleanUp:
+    """Frees what a dropped transaction held."""
+
+    txn: str
+
+
+@dataclass(frozen=True, slots=True)
+class SettleStaging:
+    """The transaction is committed, and its staging is kept as the way back."""
+
+    txn: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropStaging:
+    """Frees the staging of a committed transaction. `reused`: its memory is another transaction's by now, and stays."""
+
+    txn: str
+    reused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Frees what is kept between updates. `previous`: the transaction of the way back, which goes."""
+
+    previous: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseWork:
+    """Frees all that the group holds; its last work."""
+
+    previous: str = ""
+
+
+Work = (
+    AgreeOnTerms
+    | PutInForce
+    | KeepTerms
+    | MapStaging
+    | ReceiveBucket
+    | PassOn
+    | CheckPieces
+    | Stage
+    | CleanUp
+    | SettleStaging
+    | DropStaging
+    | FreeMemory
+    | CloseWork
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Result of `AgreeOnTerms`. `claims`: the parameters that an update writes; `nbytes` of the staging; `whole`: such an
+    update is one of the whole model."""
+
+    needs: tuple[Box, ...]
+    mechanism: str
+    install: str
+    why: str
+    claims: frozenset[str]
+    derived: int
+    untouched: int
+    nbytes: int
+    whole: bool
+
+    def opened(self, version: int | None) -> GroupOpened:
+        """The answer to `OpenGroup`."""
+        return GroupOpened(
+            needs=self.needs,
+            mechanism=self.mechanism,  # type: ignore[arg-type]
+            install=self.install,  # type: ignore[arg-type]
+            why=self.why,
+            version=version,
+            written=len(self.claims),
+            derived=self.derived,
+            untouched=self.untouched,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Result of `MapStaging`. `takes_late`: buckets may come after the seal was asked for."""
+
+    segment_id: str
+    takes_late: bool
+
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answers `asker`."""
+
+    asker: Any
+    body: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Answers `asker` with an error."""
+
+    asker: Any
+    error: WeightwireError
+
+
+@dataclass(frozen=True, slots=True)
+class StartWork:
+    """Begins work for a group; its end comes back as `WorkEnded`. `member` tells groups of one name apart: one may still be
+    closing while the next is opened."""
+
+    member: int
+    group: str
+    number: int
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The transaction was dropped: work for it ends as soon as it can."""
+
+    member: int
+    txn: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateChanged:
+    """Listeners are told."""
+
+    group: str
+    state: GroupState
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Goes into the log."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class WayBack:
+    """Answer to `StartUndo`: the version and the transaction to go back to (no transaction if its bytes are not kept), and the
+    transaction that is undone."""
+
+    version: int = -1
+    txn: str = ""
+    undone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingState:
+    """Answer to `CheckReading`: whether the live parameters are what they were when the verification began, and the installed
+    version."""
+
+    stands: bool
+    version: int | None
+
+
+Action = Reply | Fail | StartWork | Cancel | StateChanged | Warn

@@ -1,0 +1,124 @@
+"""What the engine's own thread does to one group: commit, undo, tear, verify. Whatever raises has changed nothing, unless its
+docstring says otherwise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from inference_plugin.wire.errors import CommitFailed, ProtocolError, TornReplica
+from inference_plugin.wire.messages import RankCommit
+from inference_plugin.worker.actions import DropStaging, SettleStaging, WayBack
+from inference_plugin.worker.events import Finished
+from inference_plugin.worker.group import WeightUpdateGroup
+from inference_plugin.worker.transaction import Installed, Job, Transaction
+
+__all__ = ["check_sealed", "check_committing", "finished", "install", "release_check", "start_undo", "tear", "undone"]
+
+
+def check_sealed(group: WeightUpdateGroup, asker: Any, txn: str, version: int) -> None:
+    """From now on the group is `committing`, unless the transaction is committed already."""
+    if isinstance(done := group.finished.get(txn), RankCommit):
+        group.reply(asker, done)
+        return
+    transaction = group.current(txn)
+    if transaction.version != version:
+        raise ProtocolError(f"transaction {txn} is of version {transaction.version}, not {version}")
+    if transaction.error is not None:
+        raise copy.copy(transaction.error)
+    if transaction.sealed is None:
+        raise ProtocolError(f"transaction {txn} is not sealed")
+    if group.state != "committing":
+        group.before_commit = group.state
+    group.enter("committing")
+    group.reply(asker, None)
+
+
+def release_check(group: WeightUpdateGroup, asker: Any) -> None:
+    """The update is sealed again, and may be committed or aborted."""
+    if group.state == "committing":
+        group.enter(group.before_commit)
+    group.reply(asker, None)
+
+
+def check_committing(group: WeightUpdateGroup, txn: str) -> Transaction:
+    """The transaction that is being committed. Raises `ProtocolError` for another one."""
+    transaction = group.transaction
+    if group.state != "committing" or transaction is None or transaction.txn != txn:
+        raise ProtocolError(f"transaction {txn} is not being committed")
+    return transaction
+
+
+def install(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
+    """What was read of the live parameters is worth nothing any more."""
+    transaction = check_committing(group, txn)
+    group.reading = ""
+    group.reply(asker, transaction.version)
+
+
+def finished(group: WeightUpdateGroup, event: Finished) -> None:
+    """The transaction's version is the installed one."""
+    transaction = check_committing(group, event.txn)
+    assert transaction.sealed is not None
+    previous = group.take_previous()
+    group.installed = Installed(
+        transaction.version,
+        event.txn,
+        transaction.sealed.digest,
+        transaction.sender,
+        transaction.segment_id,
+        event.keeps,
+    )
+    group.transaction = None
+    group.detail = ""
+    group.shared.torn.heal(group.claims, whole=not group.partial)
+    group.enter("idle")
+    done = RankCommit(
+        group.shared.rank,
+        transaction.version,
+        event.install_s,
+        releases_segment=not event.keeps,
+        partial=group.partial,
+        torn=group.shared.torn.groups,
+        checked_bytes=transaction.sealed.checked_bytes,
+    )
+    group.remember(event.txn, done)
+    group.queue(Job(SettleStaging(event.txn) if event.keeps else DropStaging(event.txn)))
+    if previous:
+        group.queue(Job(DropStaging(previous)))
+    group.reply(event.asker, done)
+
+
+def start_undo(group: WeightUpdateGroup, asker: Any) -> None:
+    if group.state == "torn":
+        raise TornReplica(group.detail)
+    group.reading = ""
+    installed, undone_txn = group.installed, group.transaction.txn if group.transaction is not None else ""
+    if installed is None:
+        group.reply(asker, WayBack(undone=undone_txn))
+    else:
+        group.reply(asker, WayBack(installed.version, installed.txn if installed.keeps else "", undone_txn))
+
+
+def undone(group: WeightUpdateGroup, asker: Any, reason: str, error: str | None) -> None:
+    """The version of before is served again. Raises `TornReplica`, after the change, where the group is torn."""
+    if error is not None:
+        tear(group, f"{reason}; the way back failed: {error}")
+        raise TornReplica(group.detail)
+    if group.transaction is not None:
+        group.remember(group.transaction.txn, CommitFailed(reason))
+    was_torn = group.before_commit == "torn"
+    group.enter("torn" if was_torn else "idle")
+    group.drop(reason)
+    if was_torn:
+        raise TornReplica(f"{group.detail}; the update that was to heal it failed: {reason}")
+    group.reply(asker, None)
+
+
+def tear(group: WeightUpdateGroup, reason: str) -> None:
+    """The group's parameters hold nobody knows what, until a commit of all of them."""
+    group.detail = reason
+    group.reading = ""
+    group.shared.torn.add(group.name, group.claims)
+    group.enter("torn")
+    group.drop(reason, TornReplica)

@@ -1,0 +1,183 @@
+"""What the engine's own thread does with one group: it alone touches the live model, at a step boundary.
+
+Each step asks the machine first, then works without a lock, then tells the machine how it ended. While a group is
+`committing`, nobody else works for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from inference_plugin.install.contract import Installer
+from inference_plugin.plugins import plugin_manager
+from inference_plugin.wire.messages import BoxDigest, RankCommit, RankVerify
+from inference_plugin.wire.tracing import save, span, under
+from inference_plugin.worker.actions import ReadingState, WayBack
+from inference_plugin.worker.events import (
+    CheckReading,
+    CheckSealed,
+    Finished,
+    Install,
+    ReleaseCheck,
+    StartFinish,
+    StartReading,
+    StartUndo,
+    StopReading,
+    Undone,
+)
+from inference_plugin.worker.group import WeightUpdateGroup
+from inference_plugin.worker.work import GroupWork
+
+__all__ = ["EngineSide", "Left", "Reading"]
+
+logger = logging.getLogger(__name__)
+
+PORTION_BYTES = 8 << 20
+PORTION_BOXES = 512
+"""A verification reads this much at one step boundary, and at most one box more."""
+
+Left = Literal["", "more", "changed"]
+"""What is left of a verification: nothing; more; or the weights changed since it began, and it has to begin again."""
+
+
+@dataclass
+class Reading:
+    """A verification under way; `found` is None once all is read."""
+
+    token: str
+    found: Iterator[BoxDigest | tuple[str, str]] | None
+
+
+class EngineSide:
+    """One group, as the engine's thread uses it. `ask(event, asker's fields...)` has the machine answer, or raises its
+    error; `readings` holds the verification of each group."""
+
+    def __init__(
+        self,
+        group: WeightUpdateGroup,
+        work: GroupWork,
+        rank: int,
+        ask: Callable[..., Any],
+        readings: dict[int, Reading],
+    ) -> None:
+        self.group = group
+        self.work = work
+        self._rank = rank
+        self._ask = ask
+        self._readings = readings
+
+    @property
+    def installer(self) -> Installer:
+        return self.work.installer
+
+    # --- commit ------------------------------------------------------------------------------------------------------
+
+    def check_sealed(self, txn: str, version: int) -> RankCommit | None:
+        """First half of a commit: nothing is written. Returns the earlier answer if the transaction is committed."""
+        done: RankCommit | None = self._ask(CheckSealed, self.group.name, txn, version)
+        return done
+
+    def release(self) -> None:
+        """Takes `check_sealed` back: another rank was not ready."""
+        self._ask(ReleaseCheck, self.group.name)
+
+    def install(self, txn: str) -> None:
+        """Writes the live model."""
+        version: int = self._ask(Install, self.group.name, txn)
+        update = self.work.update(txn)
+        self._tell_listeners(version, "install")
+        with under(update.trace), span("install"):
+            self.installer.install(update.bytes.segment)
+
+    def finish(self, txn: str, install_s: float) -> RankCommit:
+        """The new version is on all ranks: it becomes the installed one."""
+        self._ask(StartFinish, self.group.name, txn)
+        update = self.work.update(txn)
+        with under(update.trace), span("finish"):
+            self.installer.finish()
+        done: RankCommit = self._ask(Finished, self.group.name, txn, install_s, self.installer.needs_previous)
+        save(update.trace)
+        return done
+
+    def undo(self, reason: str) -> None:
+        """Back to the version of before; raises `TornReplica`, and the state is `torn`, if that can't be done."""
+        back: WayBack = self._ask(StartUndo, self.group.name)
+        trace = self.work.trace(back.undone)
+        try:
+            self._tell_listeners(back.version, "undo")
+            with under(trace), span("undo"):
+                self.installer.undo(self._bytes_of(back.txn))
+        except Exception as error:
+            logger.exception("weightwire: group %s could not go back to version %d", self.group.name, back.version)
+            self._ask(Undone, self.group.name, reason, str(error))
+        else:
+            self._ask(Undone, self.group.name, reason)
+
+    def _bytes_of(self, txn: str) -> torch.Tensor | None:
+        """The bytes of the version before, if they are kept. Raises `DigestMismatch` where somebody wrote over them."""
+        if not txn or self.work.manifest is None:
+            return None
+        previous = self.work.update(txn)
+        if self.installer.needs_previous:
+            previous.bytes.check(self.work.manifest, previous.wanted, lambda _: None, 1)
+        return previous.bytes.segment
+
+    def _tell_listeners(self, version: int, step: str) -> None:
+        plugin_manager().hook.weightwire_installing(group=self.group.name, version=version, rank=self._rank, step=step)
+
+    # --- verify ------------------------------------------------------------------------------------------------------
+
+    def start_reading(self, token: str) -> None:
+        """A verification begins; an earlier one that wasn't read to its end is dropped."""
+        self._readings[self.group.member] = Reading(token, self.installer.read_back())
+        self._ask(StartReading, self.group.name, token)
+
+    def read_on(self, token: str) -> tuple[RankVerify, Left]:
+        """Digests of what the live parameters hold: the next portion of it."""
+        reading = self._readings.get(self.group.member)
+        state: ReadingState = self._ask(CheckReading, self.group.name, token)
+        if reading is None or reading.token != token or not state.stands:
+            self._forget(token)
+            return RankVerify(self._rank, state.version, ()), "changed"
+        try:
+            boxes, unreadable, left = _next_portion(reading)
+        except BaseException:
+            self._forget(token)
+            raise
+        after: ReadingState = self._ask(CheckReading, self.group.name, token)
+        if not after.stands:  # the group was opened anew meanwhile
+            left = "changed"
+        return RankVerify(self._rank, state.version, boxes, unreadable), left
+
+    def stop_reading(self, token: str) -> None:
+        """Nobody waits for the rest of it."""
+        self._forget(token)
+        self._ask(StopReading, self.group.name, token)
+
+    def _forget(self, token: str) -> None:
+        reading = self._readings.get(self.group.member)
+        if reading is not None and reading.token == token:
+            del self._readings[self.group.member]
+
+
+def _next_portion(reading: Reading) -> tuple[tuple[BoxDigest, ...], dict[str, str], Left]:
+    """Boxes, parameters that can't be read with the reason, and whether there are more."""
+    boxes: list[BoxDigest] = []
+    unreadable: dict[str, str] = {}
+    nbytes = 0
+    for found in reading.found or ():
+        if isinstance(found, BoxDigest):
+            boxes.append(found)
+            nbytes += math.prod(found.sizes) * getattr(torch, found.dtype).itemsize
+        else:
+            unreadable[found[0]] = found[1]
+        if nbytes >= PORTION_BYTES or len(boxes) + len(unreadable) >= PORTION_BOXES:
+            return tuple(boxes), unreadable, "more"
+    reading.found = None
+    return tuple(boxes), unreadable, ""

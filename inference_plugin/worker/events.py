@@ -1,0 +1,211 @@
+"""What happens to a worker's groups.
+
+Plain data. An `asker` is whatever the shell needs to answer somebody; the machine only hands it back, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.messages import Body
+
+__all__ = [
+    "Awake",
+    "CheckReading",
+    "CheckSealed",
+    "CloseAll",
+    "Event",
+    "Finished",
+    "Install",
+    "MaySleep",
+    "Process",
+    "ReleaseCheck",
+    "Request",
+    "StartFinish",
+    "StartReading",
+    "StartUndo",
+    "StopReading",
+    "Tear",
+    "TearAll",
+    "Tick",
+    "Undone",
+    "WorkEnded",
+]
+
+Process = tuple[int, int]
+"""A process of this host: its pid and its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request came in at the worker's socket. `payload` is a bucket's."""
+
+    asker: Any
+    body: Body
+    payload: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed, and every request that came before was handled. `ended`: processes that are known to have ended."""
+
+    ended: Collection[Process] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkEnded:
+    """The work that `StartWork` numbered has ended: its result, or the error that it raised."""
+
+    number: int
+    result: Any = None
+    error: WeightwireError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSealed:
+    """First half of a commit; answered with the earlier `RankCommit` if it is committed already, else with None."""
+
+    asker: Any
+    group: str
+    txn: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseCheck:
+    """Takes `CheckSealed` back: another rank was not ready. Answered with None."""
+
+    asker: Any
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """The engine's thread is about to write the live model; answered with the version that it may write."""
+
+    asker: Any
+    group: str
+    txn: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartFinish:
+    """The new version is on all ranks; answered with None if it may become the installed one."""
+
+    asker: Any
+    group: str
+    txn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The installer has finished; answered with `RankCommit`. `keeps`: it needs the new version's bytes as the way back."""
+
+    asker: Any
+    group: str
+    txn: str
+    install_s: float
+    keeps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartUndo:
+    """The engine's thread is about to go back; answered with `WayBack`."""
+
+    asker: Any
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """The way back was gone: `error` if it failed. Answered with None, or `TornReplica`."""
+
+    asker: Any
+    group: str
+    reason: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tear:
+    """This rank no longer knows what the group's parameters hold."""
+
+    group: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TearAll:
+    """This rank no longer knows what any of its parameters hold."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MaySleep:
+    """The memory of the weights is about to go, with `discard` for good; answered with None if it may."""
+
+    asker: Any
+    discard: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Awake:
+    """The memory of the weights is there again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartReading:
+    """A verification begins to read the live parameters; it replaces an earlier one. Answered with None."""
+
+    asker: Any
+    group: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReading:
+    """Whether a verification may go on; answered with `ReadingState`."""
+
+    asker: Any
+    group: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopReading:
+    """A verification has ended. Answered with None."""
+
+    asker: Any
+    group: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAll:
+    """The worker shuts down."""
+
+
+Event = (
+    Request
+    | Tick
+    | WorkEnded
+    | CheckSealed
+    | ReleaseCheck
+    | Install
+    | StartFinish
+    | Finished
+    | StartUndo
+    | Undone
+    | Tear
+    | TearAll
+    | MaySleep
+    | Awake
+    | StartReading
+    | CheckReading
+    | StopReading
+    | CloseAll
+)

@@ -1,0 +1,347 @@
+"""One named weight-update group on a worker, as a pure state machine.
+
+                 begin            all bytes checked           commit
+    idle  ------------> receiving ----------------> sealed ----------> committing ---> idle (new version)
+      ^                     |                         |                    |
+      +---------------------+-------- abort, lease ---+      undo failed:  +---> torn (until a full update commits)
+
+Here are the state and the steps that several events share; what each event does is in `requests` (from the socket),
+`results` (of work that ended) and `commit` (from the engine's thread). Work that takes time is queued: one job runs at a
+time, in the order of the requests, and a bucket is judged when its turn comes. Only the check and preparation of a sealed
+update (`Stage`) run beside the queue.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference_plugin.wire.errors import (
+    ProtocolError,
+    SyncTimeout,
+    VersionConflict,
+    WeightwireError,
+)
+from inference_plugin.wire.messages import (
+    Bucket,
+    Done,
+    GroupState,
+    GroupStatus,
+    OpenGroup,
+    RankCommit,
+    Sealed,
+    Sender,
+)
+from inference_plugin.worker.actions import (
+    Action,
+    AgreeOnTerms,
+    Cancel,
+    CleanUp,
+    CloseWork,
+    Fail,
+    FreeMemory,
+    ReceiveBucket,
+    Reply,
+    StartWork,
+    StateChanged,
+    Terms,
+    Warn,
+)
+from inference_plugin.worker.torn import TornParameters
+from inference_plugin.worker.transaction import Agreement, Installed, Job, Opening, Transaction
+
+__all__ = ["FINISHED_KEPT", "Shared", "WeightUpdateGroup"]
+
+FINISHED_KEPT = 16
+"""How many finished transactions a group remembers, to answer a request that comes again."""
+
+MAX_DETAIL_CHARACTERS = 4000
+
+WARN_EVERY_S = 30.0
+"""A dropped transaction whose preparation does not end is logged this often."""
+
+
+@dataclass(eq=False)
+class Shared:
+    """What all groups of one worker share. `accept` raises where other groups forbid a group its terms, else takes it in;
+    `left` hears of a group that has just lost an opening."""
+
+    rank: int
+    accept: Callable[[WeightUpdateGroup, Terms], None]
+    left: Callable[[WeightUpdateGroup], None]
+    torn: TornParameters = field(default_factory=TornParameters)
+    actions: list[Action] = field(default_factory=list)
+    under_way: dict[int, tuple[WeightUpdateGroup, Job]] = field(default_factory=dict)
+    last_number: int = 0
+    now_s: float = 0.0
+
+    def start(self, group: WeightUpdateGroup, job: Job) -> None:
+        self.last_number += 1
+        self.under_way[self.last_number] = group, job
+        self.actions.append(StartWork(group.member, group.name, self.last_number, job.work))
+
+
+class WeightUpdateGroup:
+    """State of one group, and what each event does to it. `member` tells groups of one name apart."""
+
+    def __init__(self, name: str, member: int, shared: Shared) -> None:
+        self.name = name
+        self.member = member
+        self.state: GroupState = "idle"
+        self.before_commit: GroupState = "idle"
+        self.terms: Terms | None = None
+        self.opened: OpenGroup | None = None
+        self.agreement: Agreement | None = None
+        self.openings: list[Opening] = []
+        self.installed: Installed | None = None
+        self.transaction: Transaction | None = None
+        self.dropped: list[Transaction] = []
+        """Transactions whose work has not ended, or whose memory is not free."""
+        self.finished: dict[str, RankCommit | WeightwireError] = {}
+        self.detail = ""
+        self.holds_memory = False
+        """Whether memory is kept between updates: the way back, mapped segments, buffers."""
+        self.reading = ""
+        """The verification that reads the live parameters; "" once they may have changed since it began."""
+        self.closed = False
+        self.gone = False
+        self.shared = shared
+        self._queue: collections.deque[Job] = collections.deque()
+        self._running: Job | None = None
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+
+    @property
+    def claims(self) -> frozenset[str]:
+        """The parameters that the group writes, by its terms in force."""
+        return self.terms.claims if self.terms is not None and not self.closed else frozenset()
+
+    @property
+    def partial(self) -> bool:
+        """Whether an update of the group is not one of the whole model."""
+        return self.terms is None or not self.terms.whole
+
+    @property
+    def busy(self) -> bool:
+        """Whether the group works for a transaction or an opening, be it one that was given up."""
+        return self.transaction is not None or bool(self.openings or self.dropped)
+
+    @property
+    def senders(self) -> list[Sender]:
+        """Who has a transaction open, or memory kept for its next one."""
+        senders = [self.transaction.sender] if self.transaction is not None else []
+        return [*senders, self.installed.sender] if self.installed is not None and self.holds_memory else senders
+
+    @property
+    def deadlines_s(self) -> list[float]:
+        """When something is due without news."""
+        found = [each.warn_at_s for each in self.dropped if each.warn_at_s is not None]
+        if self.transaction is not None:
+            found += [until_s for _, until_s in self.transaction.seal_askers]
+            if self.state != "committing":
+                found.append(self.transaction.expires_at_s)
+        return found
+
+    def status(self) -> GroupStatus:
+        transaction, terms, installed = self.transaction, self.terms, self.installed
+        return GroupStatus(
+            group=self.name,
+            state=self.state,
+            version=installed.version if installed else None,
+            txn=transaction.txn if transaction else "",
+            transport=self.opened.transport if self.opened else "",
+            install=terms.install if terms else "",
+            mechanism=terms.mechanism if terms else "",
+            digest=installed.digest if installed else "",
+            staged_bytes=terms.nbytes if transaction and terms else 0,
+            detail=self.detail[:MAX_DETAIL_CHARACTERS],
+            partial=self.partial,
+        )
+
+    def release_memory(self, asker: Any = None) -> None:
+        """Frees what is kept between updates; the next update takes it anew."""
+        if self.transaction is not None:
+            self.reply(asker, Done())
+            return
+        self.holds_memory = False
+        self.queue(Job(FreeMemory(self.take_previous()), asker))
+
+    def close(self, asker: Any = None) -> None:
+        """Frees all that the group holds; the live weights stay. It takes no request from now on."""
+        self.closed = True
+        self.reading = ""
+        self.drop("the group was closed")
+        for opening in [job.opening for job in self._queue if isinstance(job.work, AgreeOnTerms)]:
+            assert opening is not None
+            self.forget(opening, VersionConflict("the group was closed before it was opened"))
+        self._queue = collections.deque(job for job in self._queue if not isinstance(job.work, AgreeOnTerms))
+        self.queue(Job(CloseWork(self.take_previous()), asker))
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def tick(self, is_gone: Callable[[Sender], bool]) -> None:
+        """Drops what nobody will finish, and answers seals that have waited for as long as they wanted."""
+        now_s, transaction = self.shared.now_s, self.transaction
+        if transaction is not None:
+            for asker, until_s in transaction.seal_askers:
+                if until_s <= now_s:
+                    self.reply(asker, Sealed(done=False))
+            transaction.seal_askers = [each for each in transaction.seal_askers if each[1] > now_s]
+        for dropped in self.dropped:
+            if dropped.warn_at_s is not None and dropped.warn_at_s <= now_s:
+                dropped.warn_at_s = now_s + WARN_EVERY_S
+                self.do(
+                    Warn(
+                        f"group {self.name}: the preparation of version {dropped.version} was dropped and does not end; "
+                        "until it does the group takes no update"
+                    )
+                )
+        if self.state == "committing":
+            return
+        if transaction is not None and is_gone(transaction.sender):
+            self.drop("the trainer's process ended")
+        elif transaction is not None and now_s >= transaction.expires_at_s:
+            self.drop(
+                f"the trainer was silent for {transaction.lease_s:g} s",
+                SyncTimeout,
+                hint="the next update brings it up; give lease_s more time where replicas stall",
+            )
+        nobodys = self.installed is None or is_gone(self.installed.sender)
+        if self.holds_memory and self.transaction is None and nobodys:
+            self.release_memory()
+
+    # --- the queue ---------------------------------------------------------------------------------------------------
+
+    def queue(self, job: Job, *, first: bool = False) -> None:
+        """Has the job done in its turn, or as the next one."""
+        (self._queue.appendleft if first else self._queue.append)(job)
+        self.start_next()
+
+    def start_next(self) -> None:
+        """Starts what is first in the queue, if it may run."""
+        while self._running is None and self._queue and self._may_start(self._queue[0]):
+            job = self._queue.popleft()
+            if isinstance(job.work, ReceiveBucket) and not self._is_expected(job, job.work.bucket):
+                continue
+            self._running = job
+            self.shared.start(self, job)
+
+    def _may_start(self, job: Job) -> bool:
+        """A dropped transaction is cleaned up once its preparation has noticed."""
+        waits = isinstance(job.work, CleanUp) and job.transaction is not None and job.transaction.staging
+        if waits and job.transaction is not None and job.transaction.warn_at_s is None:
+            job.transaction.warn_at_s = self.shared.now_s + WARN_EVERY_S
+        return not waits
+
+    def _is_expected(self, job: Job, bucket: Bucket) -> bool:
+        """Whether the bucket is to be received; else it is answered."""
+        transaction = job.transaction
+        assert transaction is not None
+        expected = transaction.next_seq.get(bucket.rank, 0)
+        if bucket.seq < expected:
+            self.reply(job.asker, Done())
+        elif bucket.seq > expected:
+            said = f"bucket {bucket.seq} of trainer rank {bucket.rank} came before bucket {expected}"
+            self.fail(job.asker, ProtocolError(said))
+        elif transaction.covered and not transaction.takes_late:
+            self.fail(job.asker, ProtocolError("a new bucket after the seal"))
+        else:
+            return True
+        return False
+
+    # --- steps that several events have in common --------------------------------------------------------------------
+
+    def current(self, txn: str, *, renew: bool = True) -> Transaction:
+        """The transaction of that id; asking for it renews its lease, unless `renew` is false."""
+        if (finished := self.finished.get(txn)) is not None:
+            if isinstance(finished, WeightwireError):
+                raise copy.copy(finished)  # an error that is kept must not collect tracebacks: they hold payloads
+            raise VersionConflict(f"transaction {txn} is committed already")
+        if self.transaction is None or self.transaction.txn != txn:
+            raise ProtocolError(f"no transaction {txn} is open", hint="send Begin first")
+        if renew:
+            self.renew(self.transaction)
+        return self.transaction
+
+    def drop(self, reason: str, kind: type[WeightwireError] = VersionConflict, **more: str) -> None:
+        """Ends the open transaction, if there is one; whoever asks for it, or waits, is answered with an error of `kind`.
+        Its work ends, and its memory is freed, later."""
+        transaction, self.transaction = self.transaction, None
+        if transaction is None:
+            return
+        error = kind(f"the transaction was dropped: {reason}", **more)  # type: ignore[arg-type]
+        if transaction.txn not in self.finished:
+            self.remember(transaction.txn, error)
+        transaction.dropped = True
+        self.end_waits(transaction, error)
+        if self.state != "torn":
+            self.enter("idle")
+        self.do(Cancel(self.member, transaction.txn))
+        self.dropped.append(transaction)
+        self.queue(Job(CleanUp(transaction.txn), transaction=transaction))
+
+    def end_waits(self, transaction: Transaction, error: WeightwireError) -> None:
+        """Whoever waits for the transaction is answered with `error`; what is queued for it is not done any more."""
+        waiting = [*transaction.begin_askers, *(asker for asker, _ in transaction.seal_askers)]
+        waiting += [job.asker for job in self._queue if job.transaction is transaction and job.asker is not None]
+        self._queue = collections.deque(job for job in self._queue if job.transaction is not transaction)
+        transaction.begin_askers, transaction.seal_askers = [], []
+        for asker in waiting:
+            self.fail(asker, error)
+
+    def forget(self, opening: Opening, error: WeightwireError) -> None:
+        """Answers an opening that came to nothing."""
+        self.openings.remove(opening)
+        for asker in opening.askers:
+            self.fail(asker, error)
+
+    def remember(self, txn: str, outcome: RankCommit | WeightwireError) -> None:
+        """How a transaction ended. The oldest are forgotten, but never that of the version which is served."""
+        self.finished.pop(txn, None)
+        self.finished[txn] = outcome
+        served = self.installed.txn if self.installed is not None else ""
+        for oldest in [known for known in self.finished if known != served][:-FINISHED_KEPT]:
+            del self.finished[oldest]
+
+    def take_previous(self) -> str:
+        """The transaction of the way back, for work to free it; "" if there is none. From now on there is none."""
+        if self.installed is None or not self.installed.keeps:
+            return ""
+        self.installed.keeps = False
+        return self.installed.txn
+
+    def job_ended(self) -> None:
+        """The job that ran has ended; the next one is not started yet."""
+        self._running = None
+
+    def enter(self, state: GroupState) -> None:
+        if self.state != state:
+            self.state = state
+            self.do(StateChanged(self.name, state))
+
+    @property
+    def version(self) -> int | None:
+        return self.installed.version if self.installed is not None else None
+
+    def renew(self, transaction: Transaction) -> None:
+        transaction.expires_at_s = self.shared.now_s + transaction.lease_s
+
+    def do(self, action: Action) -> None:
+        self.shared.actions.append(action)
+
+    def reply(self, asker: Any, body: Any) -> None:
+        if asker is not None:
+            self.do(Reply(asker, body))
+
+    def fail(self, asker: Any, error: WeightwireError) -> None:
+        if asker is not None:
+            self.do(Fail(asker, copy.copy(error)))
+
+    def answer(self, asker: Any, body: Any, error: WeightwireError | None) -> None:
+        if error is not None:
+            self.fail(asker, error)
+        else:
+            self.reply(asker, body)

@@ -1,0 +1,223 @@
+"""The shell around the state machine of a worker's groups: it owns the lock, the groups' threads and their memory.
+
+Any thread posts an event: the machine decides under one short lock, and its actions are performed outside of it. Nothing is
+copied, digested, mapped, joined or called back while the lock is held.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
+
+from inference_plugin.install.contract import Installer
+from inference_plugin.net.addresses import boot_id
+from inference_plugin.net.processes import ProcessId
+from inference_plugin.plugins import plugin_manager
+from inference_plugin.transports.backends import current_device
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import WeightwireError, first_few
+from inference_plugin.wire.messages import Body, GroupStatus, OpenGroup
+from inference_plugin.worker.actions import Action, Cancel, Fail, Reply, StartWork, StateChanged, Warn
+from inference_plugin.worker.engine_side import EngineSide, Reading
+from inference_plugin.worker.events import (
+    Awake,
+    CloseAll,
+    Event,
+    MaySleep,
+    Request,
+    Tear,
+    TearAll,
+    Tick,
+    WorkEnded,
+)
+from inference_plugin.worker.lane import Lane
+from inference_plugin.worker.machine import WorkerGroups
+from inference_plugin.worker.work import GroupWork, Where
+
+__all__ = ["GroupTable"]
+
+logger = logging.getLogger(__name__)
+
+MAX_UNTOLD = 1000
+"""Changes of state that wait for listeners that do not return; later ones are left out."""
+
+CLOSE_S = 5.0
+"""A closing table waits this long for its groups' work to end."""
+
+
+class GroupTable:
+    """All groups of one worker. To be made on the engine's own thread.
+
+    `sooner` is called, on any thread, when `wakes_at_s` is earlier than it was.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        rank: int,
+        make_installer: Callable[[str], Installer],
+        decoding: Callable[[], bool] = lambda: False,
+        config: Config | None = None,
+    ) -> None:
+        self.sooner: Callable[[], None] = lambda: None
+        self._where = Where(replica, rank, current_device(), config or Config(), decoding)
+        self._make_installer = make_installer
+        self._machine = WorkerGroups(rank, boot_id())
+        self._lock = threading.Lock()
+        self._works: dict[int, GroupWork] = {}
+        self._readings: dict[int, Reading] = {}
+        self._listeners = Lane("weightwire-listeners", self._where.device)
+
+    # --- the reply server's thread -----------------------------------------------------------------------------------
+
+    def handle(self, asker: Any, request: Body, payload: memoryview | None) -> None:
+        """Has a request answered: `asker.reply` or `asker.fail` is called once, now or later."""
+        if isinstance(request, OpenGroup):
+            _ = request.manifest.fingerprint  # remembered: the machine asks for it under the lock
+        self._post(Request(asker, request, payload))
+
+    def tick(self, now_s: float, ended: Collection[ProcessId]) -> None:
+        """Drops what nobody will finish, as of `now_s`: every request that had come by then was handled."""
+        self._post(Tick(ended), now_s)
+
+    def wakes_at_s(self) -> float:
+        """When to call `tick`, on `time.monotonic()`'s clock."""
+        with self._lock:
+            return self._due_s()
+
+    def processes(self) -> Collection[ProcessId]:
+        """Trainers on this host that have a transaction open, or memory kept for the next one."""
+        with self._lock:
+            return self._machine.processes()
+
+    # --- any thread --------------------------------------------------------------------------------------------------
+
+    def statuses(self) -> tuple[GroupStatus, ...]:
+        with self._lock:
+            return self._machine.statuses()
+
+    # --- the engine's own thread -------------------------------------------------------------------------------------
+
+    def named(self, name: str) -> EngineSide:
+        """The group of that name. Raises `ProtocolError` that lists those there are."""
+        with self._lock:
+            group = self._machine.named(name)
+            work = self._works[group.member]
+        return EngineSide(group, work, self._where.rank, self._ask, self._readings)
+
+    def may_sleep(self, *, discard: bool) -> None:
+        """From now on no update begins, because the memory of the weights goes. Raises `VersionConflict` if one is on its
+        way, `EngineUnsupported` if it is to `discard` weights that no open group could bring back."""
+        self._ask(MaySleep, discard)
+
+    def awake(self) -> None:
+        """The memory of the weights is there."""
+        self._post(Awake())
+
+    def tear(self, group: str, reason: str) -> None:
+        """This rank no longer knows what the group's parameters hold; nothing happens where there is no such group."""
+        self._post(Tear(group, reason))
+
+    def tear_all(self, reason: str) -> None:
+        """This rank no longer knows what any of its parameters hold."""
+        self._post(TearAll(reason))
+
+    def close(self) -> None:
+        """Closes every group, and waits at most `CLOSE_S` for their work; work that goes on is a daemon thread's, and
+        touches nothing that is live."""
+        self._post(CloseAll())
+        self._listeners.end()
+        until_s = time.monotonic() + CLOSE_S
+        works = list(self._works.values())
+        hanging = sorted(work.name for work in works if not work.over.wait(max(0.0, until_s - time.monotonic())))
+        if hanging:
+            logger.warning(
+                "weightwire: work for these groups did not end within %g s of closing: %s", CLOSE_S, first_few(hanging)
+            )
+
+    # --- events and actions ------------------------------------------------------------------------------------------
+
+    def _ask(self, event: Callable[..., Event], *fields: Any) -> Any:
+        """The machine's answer to an event of the engine's thread, which it gives at once; or raises its error."""
+        answer: Future[Any] = Future()
+        self._post(event(_Local(answer), *fields))
+        return answer.result(timeout=0)
+
+    def _post(self, event: Event, now_s: float | None = None) -> None:
+        with self._lock:
+            before_s = self._due_s()
+            actions = self._machine.on(event, time.monotonic() if now_s is None else now_s)
+            is_sooner = self._due_s() < before_s
+            for action in actions:
+                if isinstance(action, StateChanged):  # under the lock for their order; it only puts them into a queue
+                    self._tell(action)
+        for action in actions:
+            self._perform(action)
+        if is_sooner:
+            self.sooner()
+
+    def _due_s(self) -> float:
+        due_s = self._machine.wakes_at_s
+        return math.inf if due_s is None else due_s
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Reply):
+            action.asker.reply(action.body)
+        elif isinstance(action, Fail):
+            action.asker.fail(action.error)
+        elif isinstance(action, Warn):
+            logger.warning("weightwire: %s", action.text)
+        elif isinstance(action, Cancel):
+            if (work := self._works.get(action.member)) is not None:
+                work.cancel(action.txn)
+        elif isinstance(action, StartWork):
+            try:
+                self._work_of(action).start(action.number, action.work)
+            except Exception as error:  # no thread can be started, say
+                logger.exception("weightwire: work of group %s could not be started", action.group)
+                self._post(WorkEnded(action.number, error=WeightwireError.wrap(error)))
+
+    def _work_of(self, action: StartWork) -> GroupWork:
+        if (work := self._works.get(action.member)) is None:
+            work = GroupWork(action.group, self._where, self._make_installer, self._ended)
+            self._works[action.member] = work
+        return work
+
+    def _ended(self, event: WorkEnded) -> None:
+        self._post(event)
+        for member in [member for member, work in list(self._works.items()) if work.over.is_set()]:
+            self._works.pop(member, None)
+            self._readings.pop(member, None)
+
+    def _tell(self, change: StateChanged) -> None:
+        """Has listeners called on a lane of their own: one that does not return holds up nobody else."""
+        if self._listeners.waiting() < MAX_UNTOLD:
+            hook = plugin_manager().hook.weightwire_state_changed
+            call = functools.partial(
+                hook, replica=self._where.replica, rank=self._where.rank, group=change.group, state=change.state
+            )
+            self._listeners.put(call).add_done_callback(_log_failure)
+
+
+class _Local:
+    """The asker of the engine's own thread."""
+
+    def __init__(self, answer: Future[Any]) -> None:
+        self._answer = answer
+
+    def reply(self, body: Any) -> None:
+        self._answer.set_result(body)
+
+    def fail(self, error: WeightwireError) -> None:
+        self._answer.set_exception(error)
+
+
+def _log_failure(told: Future[None]) -> None:
+    if (error := told.exception()) is not None:
+        logger.warning("weightwire: a listener failed", exc_info=error)

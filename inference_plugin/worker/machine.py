@@ -1,0 +1,286 @@
+"""All weight-update groups of one worker, as one pure state machine: an event and a time in, actions out.
+
+No socket, thread, lock, clock or memory is in here, and nothing blocks. What takes time is an action (`StartWork`), and its
+end is an event (`WorkEnded`). The shell (`groups`) calls `on` under one short lock and performs the actions outside it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+from inference_plugin.wire.errors import (
+    EngineUnsupported,
+    ManifestMismatch,
+    ProtocolError,
+    ReplicaAsleep,
+    VersionConflict,
+    WeightwireError,
+    first_few,
+)
+from inference_plugin.wire.messages import (
+    Abort,
+    Begin,
+    Body,
+    Bucket,
+    CloseGroup,
+    Done,
+    GroupStatus,
+    OpenGroup,
+    Relay,
+    Release,
+    Renew,
+    Seal,
+    Sender,
+)
+from inference_plugin.worker import commit, requests
+from inference_plugin.worker.actions import Action, Fail, ReadingState, Reply, Terms
+from inference_plugin.worker.events import (
+    Awake,
+    CheckReading,
+    CheckSealed,
+    Event,
+    Finished,
+    Install,
+    MaySleep,
+    Process,
+    ReleaseCheck,
+    Request,
+    StartFinish,
+    StartReading,
+    StartUndo,
+    StopReading,
+    Tear,
+    TearAll,
+    Tick,
+    Undone,
+    WorkEnded,
+)
+from inference_plugin.worker.group import Shared, WeightUpdateGroup
+from inference_plugin.worker.results import work_ended
+from inference_plugin.worker.torn import MODEL
+
+__all__ = ["MAX_GROUPS", "WorkerGroups"]
+
+MAX_GROUPS = 1024
+"""Each has a thread of its own."""
+
+
+class WorkerGroups:
+    """State of all groups of the worker of `rank`. `here` is the boot id of its host: processes of other hosts can't be
+    watched."""
+
+    def __init__(self, rank: int = 0, here: str = "") -> None:
+        self.groups: dict[str, WeightUpdateGroup] = {}
+        self.unopened: dict[str, WeightUpdateGroup] = {}
+        """Groups that no `OpenGroup` was agreed for yet."""
+        self.closing: list[WeightUpdateGroup] = []
+        self.asleep = False
+        self._here = here
+        self._members = 0
+        self._shared = Shared(rank, self._accept, self._left)
+        self.torn = self._shared.torn
+
+    def on(self, event: Event, now_s: float) -> list[Action]:
+        """What is to be done about `event`, in this order. An error that an event raises is the answer to its `asker`."""
+        self._shared.now_s = max(now_s, self._shared.now_s)
+        try:
+            self._on(event)
+        except WeightwireError as error:
+            if (asker := getattr(event, "asker", None)) is None:
+                raise
+            self._shared.actions.append(Fail(asker, copy.copy(error)))  # its traceback holds the payload
+        if self.closing:
+            self.closing = [group for group in self.closing if not group.gone]
+        actions, self._shared.actions = self._shared.actions, []
+        return actions
+
+    @property
+    def wakes_at_s(self) -> float | None:
+        """When a `Tick` is due if nothing happens before; None if none is."""
+        return min([at_s for group in self.groups.values() for at_s in group.deadlines_s], default=None)
+
+    def processes(self) -> set[Process]:
+        """Processes of this host whose end `Tick` should tell of."""
+        senders = [sender for group in self.groups.values() for sender in group.senders]
+        return {(sender.pid, sender.start_ticks) for sender in senders if sender.pid and sender.boot_id == self._here}
+
+    def statuses(self) -> tuple[GroupStatus, ...]:
+        return tuple(group.status() for group in self.groups.values())
+
+    def named(self, name: str) -> WeightUpdateGroup:
+        """The group of that name. Raises `ProtocolError` that lists those there are."""
+        if (group := self.groups.get(name)) is None:
+            there = ", ".join(sorted(self.groups)) or "none"
+            raise ProtocolError(f"no weight-update group is named {name!r}; open: {there}", group=name)
+        return group
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def _on(self, event: Event) -> None:
+        if isinstance(event, Request):
+            self._request(event.asker, event.body, event.payload)
+        elif isinstance(event, Tick):
+            self._tick(event.ended)
+        elif isinstance(event, WorkEnded):
+            if (found := self._shared.under_way.pop(event.number, None)) is not None:
+                work_ended(*found, event.result, event.error)
+        elif isinstance(event, (CheckSealed, ReleaseCheck, Install, StartFinish, Finished, StartUndo, Undone)):
+            self._commit(event, self.named(event.group))
+        elif isinstance(event, Tear):
+            if event.group in self.groups:
+                commit.tear(self.groups[event.group], event.reason)
+        elif isinstance(event, (StartReading, CheckReading, StopReading)):
+            self._reading(event, self.named(event.group))
+        elif isinstance(event, TearAll):
+            self._tear_all(event.reason)
+        elif isinstance(event, MaySleep):
+            self._may_sleep(event.asker, event.discard)
+        elif isinstance(event, Awake):
+            self.asleep = False
+        else:
+            self._close_all()
+
+    def _request(self, asker: Any, body: Body, payload: memoryview | None) -> None:
+        if isinstance(body, OpenGroup):
+            self._open(asker, body)
+        elif isinstance(body, CloseGroup):
+            self._close(asker, body.group)
+        elif isinstance(body, (Abort, Release)) and body.group not in self.groups:
+            self._shared.actions.append(Reply(asker, Done()))
+        elif isinstance(body, Begin):
+            self._check_awake()
+            requests.begin(self.named(body.group), asker, body)
+        elif isinstance(body, Bucket):
+            if payload is None:
+                raise ProtocolError("a bucket without its payload frame")
+            requests.bucket(self.named(body.group), asker, body, payload)
+        elif isinstance(body, Relay):
+            requests.relay(self.named(body.group), asker, body)
+        elif isinstance(body, Renew):
+            requests.renew(self.named(body.group), asker, body.txn)
+        elif isinstance(body, Release):
+            self.named(body.group).release_memory(asker)
+        elif isinstance(body, Abort):
+            requests.abort(self.named(body.group), asker, body.txn, body.reason)
+        elif isinstance(body, Seal):
+            requests.seal(self.named(body.group), asker, body)
+        else:
+            raise ProtocolError(f"a worker takes no {type(body).__name__}")
+
+    def _commit(
+        self,
+        event: CheckSealed | ReleaseCheck | Install | StartFinish | Finished | StartUndo | Undone,
+        group: WeightUpdateGroup,
+    ) -> None:
+        if isinstance(event, CheckSealed):
+            commit.check_sealed(group, event.asker, event.txn, event.version)
+        elif isinstance(event, ReleaseCheck):
+            commit.release_check(group, event.asker)
+        elif isinstance(event, Install):
+            commit.install(group, event.asker, event.txn)
+        elif isinstance(event, StartFinish):
+            commit.check_committing(group, event.txn)
+            group.reply(event.asker, None)
+        elif isinstance(event, Finished):
+            commit.finished(group, event)
+        elif isinstance(event, StartUndo):
+            commit.start_undo(group, event.asker)
+        else:
+            commit.undone(group, event.asker, event.reason, event.error)
+
+    def _reading(self, event: StartReading | CheckReading | StopReading, group: WeightUpdateGroup) -> None:
+        if isinstance(event, CheckReading):
+            group.reply(event.asker, ReadingState(group.reading == event.token, group.version))
+            return
+        if isinstance(event, StartReading):
+            group.reading = event.token
+        elif group.reading == event.token:
+            group.reading = ""
+        group.reply(event.asker, None)
+
+    def _tick(self, ended: Collection[Process]) -> None:
+        def is_gone(sender: Sender) -> bool:
+            return sender.boot_id == self._here and (sender.pid, sender.start_ticks) in ended
+
+        for group in self.groups.values():
+            group.tick(is_gone)
+
+    # --- what concerns several groups --------------------------------------------------------------------------------
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise ReplicaAsleep("the replica is asleep, the memory of its weights is released")
+
+    def _open(self, asker: Any, request: OpenGroup) -> None:
+        self._check_awake()
+        name = request.group
+        group = self.groups.get(name) or self.unopened.get(name)
+        if group is None:
+            if len(self.groups) + len(self.unopened) >= MAX_GROUPS:
+                raise ProtocolError(f"{MAX_GROUPS} groups are open, which is the limit", hint="close a group first")
+            self._members += 1
+            group = self.unopened[name] = WeightUpdateGroup(name, self._members, self._shared)
+        requests.open_group(group, asker, request)
+
+    def _accept(self, group: WeightUpdateGroup, terms: Terms) -> None:
+        """Takes a group in whose terms were agreed. Raises `ManifestMismatch` where another group writes the same
+        parameters, `TornReplica` where they are too few to heal the group."""
+        self.torn.check(group.name, terms.claims, whole=terms.whole)
+        for other in self.groups.values():
+            if other is not group and (shared := sorted(terms.claims & other.claims)):
+                raise ManifestMismatch(
+                    f"parameters that group {other.name!r} writes already: {first_few(shared)}",
+                    hint=f"update them as group {other.name!r}, or close that group first",
+                )
+        if self.unopened.get(group.name) is group:
+            del self.unopened[group.name]
+            self.groups[group.name] = group
+
+    def _left(self, group: WeightUpdateGroup) -> None:
+        """A group that never got terms, and that nobody opens any more, is closed."""
+        if self.unopened.get(group.name) is group and not group.busy:
+            self._close(None, group.name)
+
+    def _close(self, asker: Any, name: str) -> None:
+        group = self.groups.get(name) or self.unopened.get(name)
+        if group is None:
+            self._shared.actions.append(Reply(asker, Done()))
+            return
+        if group.state == "committing":
+            raise VersionConflict("the group is being committed")
+        self.groups.pop(name, None)
+        self.unopened.pop(name, None)
+        self.closing.append(group)
+        group.close(asker)
+
+    def _close_all(self) -> None:
+        for group in [*self.groups.values(), *self.unopened.values()]:
+            self.closing.append(group)
+            group.close()
+        self.groups.clear()
+        self.unopened.clear()
+
+    def _tear_all(self, reason: str) -> None:
+        if all(group.partial for group in self.groups.values()):
+            self.torn.add(MODEL, None)
+        for group in self.groups.values():
+            commit.tear(group, reason)
+
+    def _may_sleep(self, asker: Any, discard: bool) -> None:
+        """From now on no update begins, because the memory of the weights goes. Raises `VersionConflict` if one is on its
+        way, `EngineUnsupported` where weights would be discarded that no open group could bring back."""
+        under_way = [group.name for group in [*self.groups.values(), *self.unopened.values()] if group.busy]
+        if under_way or self.closing:
+            raise VersionConflict(
+                f"an update of {', '.join(under_way) or 'a group'} is on its way",
+                hint="let it end, or abort it, before the replica falls asleep",
+            )
+        if discard and self.groups and all(group.partial for group in self.groups.values()):
+            raise EngineUnsupported(
+                f"weights would be discarded that no open group brings back: {first_few(sorted(self.groups))} are parts",
+                hint="use level 1, which keeps the weights on the host",
+            )
+        self.asleep = True
+        self._shared.actions.append(Reply(asker, None))

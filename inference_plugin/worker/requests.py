@@ -1,0 +1,149 @@
+"""What a request from the worker's socket does to one group. Whatever raises has changed nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from inference_plugin.wire.errors import ManifestMismatch, ProtocolError, SyncTimeout, VersionConflict, WeightwireError
+from inference_plugin.wire.messages import (
+    Begin,
+    Begun,
+    Bucket,
+    Done,
+    OpenGroup,
+    RankCommit,
+    Relay,
+    Relaying,
+    Seal,
+)
+from inference_plugin.worker.actions import AgreeOnTerms, CheckPieces, MapStaging, PassOn, ReceiveBucket
+from inference_plugin.worker.group import WeightUpdateGroup
+from inference_plugin.worker.transaction import Agreement, Job, Opening, Transaction
+
+__all__ = ["abort", "begin", "bucket", "open_group", "relay", "renew", "seal"]
+
+
+def still_committing() -> SyncTimeout:
+    """The error of a request that came during a commit. It concerns this replica alone, and only for now."""
+    return SyncTimeout(
+        "another commit of this group is still under way here",
+        hint="the other replicas are not concerned; this one takes the next update after that commit",
+    )
+
+
+def open_group(group: WeightUpdateGroup, asker: Any, request: OpenGroup) -> None:
+    """Agrees on terms; ends the open transaction where they are new.
+
+    The terms in force, and those of the last opening that is not finished, are answered and change nothing. Others
+    replace the group's terms when their turn comes. Terms that are refused leave the old ones in force.
+    """
+    agreement = Agreement.of(request)
+    if group.openings and group.openings[-1].agreement == agreement:
+        group.openings[-1].askers.append(asker)
+        return
+    if not group.openings and group.agreement == agreement and group.terms is not None:
+        group.reply(asker, group.terms.opened(group.version))
+        return
+    if group.state == "committing":
+        raise still_committing()
+    group.drop("the group was opened anew")
+    opening = Opening(agreement, request, [asker])
+    group.openings.append(opening)
+    group.queue(Job(AgreeOnTerms(request), opening=opening))
+
+
+def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
+    if group.openings:
+        raise ProtocolError("the group is being opened by other terms", hint="open the group again")
+    if group.agreement is None:
+        raise ProtocolError("the group is not open", hint="send OpenGroup before Begin")
+    if request.fingerprint != group.agreement.fingerprint:
+        raise ManifestMismatch("the manifest changed since the group was opened", hint="open the group again")
+    current = group.transaction
+    if current is not None and current.txn == request.txn:
+        if current.begun:
+            group.reply(asker, Begun())
+        else:
+            current.begin_askers.append(asker)
+        return
+    if isinstance(finished := group.finished.get(request.txn), WeightwireError):
+        raise copy.copy(finished)
+    if group.state == "committing":
+        raise still_committing()
+    must_equal = ""
+    if (installed := group.installed) is not None and group.state != "torn":
+        if request.version == installed.version:
+            # The same number of another trainer, or from before this one was restarted: it has to send its weights
+            # again, and the digests tell whether they are the same.
+            if request.sender.session == installed.sender.session or request.digest == installed.digest:
+                group.reply(asker, Begun(already=True))
+                return
+            must_equal = installed.digest
+        if request.version < installed.version:
+            raise VersionConflict(f"version {request.version} is not newer than the installed {installed.version}")
+    if isinstance(finished, RankCommit):
+        raise VersionConflict(f"transaction {request.txn} is committed already")
+    if current is not None and current.version > request.version:
+        raise VersionConflict(f"version {current.version} is on its way, {request.version} is older")
+    group.drop("another transaction overtook it")
+    expires_at_s = group.shared.now_s + request.lease_s
+    transaction = Transaction(request.txn, request.version, request.sender, request.lease_s, expires_at_s, must_equal)
+    transaction.begin_askers.append(asker)
+    group.transaction = transaction
+    group.holds_memory = True
+    if group.state != "torn":
+        group.enter("receiving")
+    group.queue(Job(MapStaging(request.txn, request.version, request.segment), transaction=transaction))
+
+
+def bucket(group: WeightUpdateGroup, asker: Any, request: Bucket, payload: memoryview) -> None:
+    transaction = group.current(request.txn)
+    group.queue(Job(ReceiveBucket(request.txn, request, payload), asker, transaction))
+
+
+def relay(group: WeightUpdateGroup, asker: Any, request: Relay) -> None:
+    if isinstance(group.finished.get(request.txn), RankCommit):
+        group.reply(asker, Relaying())  # it has everything
+        return
+    # Workers that ask each other must not outlive the trainer.
+    transaction = group.current(request.txn, renew=False)
+    group.queue(Job(PassOn(request.txn, request), asker, transaction))
+
+
+def renew(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
+    group.current(txn)
+    group.reply(asker, Done())
+
+
+def seal(group: WeightUpdateGroup, asker: Any, request: Seal) -> None:
+    """Has the pieces checked; a list that was refused may be followed by another."""
+    transaction = group.current(request.txn)
+    if not transaction.sealing:
+        if request.pieces is None:
+            raise ProtocolError(
+                "a list of pieces is named that this worker was never sent",
+                hint="send the list with the first Seal",
+            )
+        transaction.sealing = request.digest
+        work = CheckPieces(request.txn, request.pieces, request.digest)
+        group.queue(Job(work, transaction=transaction))
+    elif transaction.sealing != request.digest:
+        raise ProtocolError("another list of pieces than at the first seal of this transaction")
+    if transaction.error is not None:
+        raise copy.copy(transaction.error)
+    if transaction.sealed is not None:
+        group.reply(asker, transaction.sealed)
+    else:
+        transaction.seal_askers.append((asker, group.shared.now_s + request.wait_s))
+
+
+def abort(group: WeightUpdateGroup, asker: Any, txn: str, reason: str) -> None:
+    """Answered when the work for the transaction has ended and its memory is free."""
+    if group.transaction is None or group.transaction.txn != txn:
+        group.reply(asker, Done())
+        return
+    if group.state == "committing":
+        raise VersionConflict("too late to abort: the transaction is being committed")
+    group.transaction.abort_askers.append(asker)
+    group.drop(reason or "aborted by the trainer")

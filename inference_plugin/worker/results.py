@@ -1,0 +1,166 @@
+"""What the end of a group's work does to the group."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from inference_plugin.wire.errors import VersionConflict, WeightwireError
+from inference_plugin.wire.messages import Begun, Bucket, Done, Relaying, Sealed
+from inference_plugin.worker.actions import (
+    AgreeOnTerms,
+    CheckPieces,
+    CleanUp,
+    CloseWork,
+    DropStaging,
+    KeepTerms,
+    Mapped,
+    MapStaging,
+    PassOn,
+    PutInForce,
+    ReceiveBucket,
+    Stage,
+    Terms,
+    Warn,
+)
+from inference_plugin.worker.group import WeightUpdateGroup
+from inference_plugin.worker.transaction import Job
+
+__all__ = ["work_ended"]
+
+
+def work_ended(group: WeightUpdateGroup, job: Job, result: Any, error: WeightwireError | None) -> None:
+    """What becomes of a job's result."""
+    if not isinstance(job.work, Stage):
+        group.job_ended()
+    if isinstance(job.work, AgreeOnTerms):
+        _agreed(group, job, result, error)
+    elif isinstance(job.work, KeepTerms):
+        _kept_terms(group, job, error)
+    elif isinstance(job.work, MapStaging):
+        _mapped(group, job, result, error)
+    elif isinstance(job.work, ReceiveBucket):
+        _received(group, job, job.work.bucket, error)
+    elif isinstance(job.work, CheckPieces):
+        _checked_pieces(group, job, job.work.digest, error)
+    elif isinstance(job.work, Stage):
+        _staged(group, job, result, error)
+    elif isinstance(job.work, CleanUp):
+        _cleaned(group, job, error)
+    elif isinstance(job.work, PassOn) and job.transaction is not None:
+        group.answer(job.asker, Relaying(dict(job.transaction.next_seq)), error)
+    else:
+        group.gone |= isinstance(job.work, CloseWork)
+        group.answer(job.asker, Done(), error)
+    group.start_next()
+
+
+def _agreed(group: WeightUpdateGroup, job: Job, terms: Terms, error: WeightwireError | None) -> None:
+    opening = job.opening
+    assert opening is not None
+    try:
+        if error is not None:
+            raise error
+        if group.closed:
+            raise VersionConflict("the group was closed while it was being opened")
+        group.shared.accept(group, terms)
+    except WeightwireError as refused:
+        opening.error = copy.copy(refused)
+        kept = None if group.closed else group.opened
+        group.queue(Job(KeepTerms(kept), opening=opening), first=True)
+        return
+    group.reading = ""
+    previous = group.take_previous()
+    group.terms, group.opened, group.agreement = terms, opening.request, opening.agreement
+    group.openings.remove(opening)
+    for asker in opening.askers:
+        group.reply(asker, terms.opened(group.version))
+    group.queue(Job(PutInForce(previous)), first=True)
+
+
+def _kept_terms(group: WeightUpdateGroup, job: Job, error: WeightwireError | None) -> None:
+    if error is not None:
+        group.do(Warn(f"group {group.name} could not return to its terms; it must be opened again: {error}"))
+        group.opened = group.agreement = None  # what it writes stays known: no other group may, and it may be torn
+    assert job.opening is not None and job.opening.error is not None
+    group.forget(job.opening, job.opening.error)
+    group.shared.left(group)
+
+
+def _mapped(group: WeightUpdateGroup, job: Job, mapped: Mapped, error: WeightwireError | None) -> None:
+    transaction = job.transaction
+    assert transaction is not None
+    if transaction.dropped:
+        return  # what was mapped is cleaned up
+    if error is not None:  # nothing is remembered: it may be begun again
+        group.transaction = None
+        if group.state != "torn":
+            group.enter("idle")
+        group.end_waits(transaction, error)
+        return
+    transaction.begun = True
+    transaction.segment_id, transaction.takes_late = mapped.segment_id, mapped.takes_late
+    if group.installed is not None and group.installed.keeps and group.installed.segment_id == mapped.segment_id:
+        # The trainer writes over it: there is no way back from there.
+        group.queue(Job(DropStaging(group.take_previous(), reused=True)), first=True)
+    group.renew(transaction)
+    for asker in transaction.begin_askers:
+        group.reply(asker, Begun())
+    transaction.begin_askers = []
+
+
+def _received(group: WeightUpdateGroup, job: Job, bucket: Bucket, error: WeightwireError | None) -> None:
+    transaction = job.transaction
+    assert transaction is not None
+    if error is None:
+        transaction.next_seq[bucket.rank] = bucket.seq + 1
+        group.renew(transaction)
+    group.answer(job.asker, Done(), error)
+
+
+def _checked_pieces(group: WeightUpdateGroup, job: Job, digest: str, error: WeightwireError | None) -> None:
+    transaction = job.transaction
+    assert transaction is not None
+    if transaction.dropped:
+        return
+    if error is None and transaction.must_equal not in ("", digest):
+        error = VersionConflict(
+            f"version {transaction.version} is served with other weights, or was sent in other pieces",
+            hint="another trainer installed it, or this one before it was restarted: go on with a higher version",
+        )
+    if error is not None:  # another list may follow
+        transaction.sealing = ""
+        for asker, _ in transaction.seal_askers:
+            group.fail(asker, error)
+        transaction.seal_askers = []
+        return
+    transaction.covered = transaction.staging = True
+    group.shared.start(group, Job(Stage(transaction.txn, digest), transaction=transaction))
+
+
+def _staged(group: WeightUpdateGroup, job: Job, sealed: Sealed, error: WeightwireError | None) -> None:
+    transaction = job.transaction
+    assert transaction is not None
+    transaction.staging = False
+    transaction.warn_at_s = None
+    if transaction.dropped:
+        return
+    if error is not None:
+        transaction.error = copy.copy(error).at(phase="seal", version=transaction.version)
+    else:
+        transaction.sealed = sealed
+        group.renew(transaction)
+        if group.state == "receiving":
+            group.enter("sealed")
+    for asker, _ in transaction.seal_askers:
+        group.answer(asker, sealed, transaction.error)
+    transaction.seal_askers = []
+
+
+def _cleaned(group: WeightUpdateGroup, job: Job, error: WeightwireError | None) -> None:
+    transaction = job.transaction
+    assert transaction is not None
+    group.dropped.remove(transaction)
+    for asker in transaction.abort_askers:
+        group.answer(asker, Done(), error)
+    group.shared.left(group)

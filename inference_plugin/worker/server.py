@@ -1,0 +1,71 @@
+"""The worker's ZMQ socket, in front of its groups.
+
+The reply thread only decides and answers: what takes time is done elsewhere (`work`), so that no request waits for another
+one's work. It never touches the live model. It also lets transactions expire: at the end of their lease, once every request
+that had come by then was read, or at once when the trainer's process ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from inference_plugin.net.processes import ProcessId
+from inference_plugin.net.reply_server import Asker, ReplyServer, Service
+from inference_plugin.transports.backends import current_device, use_device
+from inference_plugin.wire import codec
+from inference_plugin.wire.messages import Body, Describe, WorkerCard
+from inference_plugin.worker.groups import GroupTable
+
+__all__ = ["WorkerServer"]
+
+MAX_OPEN = 8
+"""Unanswered requests of one peer. A REQ peer has one; the others are those that it gave up."""
+
+
+class WorkerServer(Service):
+    """Serves one worker's groups at `address` (its socket is bound when the constructor returns).
+
+    `card` makes the worker's card anew. `listen` is as for `Listener`.
+    """
+
+    def __init__(self, table: GroupTable, listen: str, card: Callable[[], WorkerCard], where: dict[str, Any]) -> None:
+        self._table = table
+        self._card = card
+        self._device = current_device()
+        self.server = ReplyServer(
+            self, [listen], name="weightwire-rep", where=where, max_bytes=codec.MAX_PAYLOAD_BYTES, most_open=MAX_OPEN
+        )
+        (self.address,) = self.server.addresses
+        table.sooner = self.server.wake
+        self._closed = False
+
+    def start(self) -> None:
+        self.server.start()
+
+    def close(self) -> None:
+        """Ends the thread, closes the socket and every group; may be called twice."""
+        if not self._closed:
+            self._closed = True
+            self.server.close()
+            self._table.close()
+
+    # --- the server's thread -----------------------------------------------------------------------------------------
+
+    def started(self) -> None:
+        use_device(self._device)
+
+    def answer(self, asker: Asker, body: Body, payload: memoryview | None) -> Body | None:
+        if isinstance(body, Describe):
+            return self._card()
+        self._table.handle(asker, body, payload)
+        return None
+
+    def processes(self) -> Collection[ProcessId]:
+        return self._table.processes()
+
+    def wakes_at_s(self) -> float:
+        return self._table.wakes_at_s()
+
+    def look(self, now_s: float, ended: Collection[ProcessId]) -> None:
+        self._table.tick(now_s, ended)

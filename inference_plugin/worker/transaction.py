@@ -1,0 +1,95 @@
+"""What a group remembers of its terms, of the update on its way, and of the version that is served. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.messages import OpenGroup, Sealed, Sender
+from inference_plugin.worker.actions import Work
+
+__all__ = ["Agreement", "Installed", "Job", "Opening", "Transaction"]
+
+
+@dataclass
+class Installed:
+    """The version that is served. `keeps`: its staging is kept as the way back to it."""
+
+    version: int
+    txn: str
+    digest: str
+    sender: Sender
+    segment_id: str
+    keeps: bool
+
+
+@dataclass(eq=False)
+class Transaction:
+    """One update on its way."""
+
+    txn: str
+    version: int
+    sender: Sender
+    lease_s: float
+    expires_at_s: float
+    must_equal: str = ""
+    """The digest of weights that are served under this version already."""
+    begun: bool = False
+    begin_askers: list[Any] = field(default_factory=list)
+    segment_id: str = ""
+    takes_late: bool = False
+    next_seq: dict[int, int] = field(default_factory=dict)
+    """By trainer rank: the bucket that is expected next."""
+    sealing: str = ""
+    """The digest of the list of pieces that is being checked, or was; "" before the first, and after one was refused."""
+    covered: bool = False
+    """Whether the list of pieces was accepted."""
+    staging: bool = False
+    """Whether `Stage` runs for it."""
+    seal_askers: list[tuple[Any, float]] = field(default_factory=list)
+    """Who waits for the seal, and until when."""
+    sealed: Sealed | None = None
+    error: WeightwireError | None = None
+    """Why it could not be sealed."""
+    abort_askers: list[Any] = field(default_factory=list)
+    dropped: bool = False
+    warn_at_s: float | None = None
+    """When to log that its preparation does not end."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What two `OpenGroup` have in common that ask for the same terms."""
+
+    fingerprint: str
+    transport: str
+    probe: bytes
+    install: str
+    partial: bool
+
+    @staticmethod
+    def of(request: OpenGroup) -> Agreement:
+        return Agreement(
+            request.manifest.fingerprint, request.transport, request.probe, request.install, request.partial
+        )
+
+
+@dataclass(eq=False)
+class Opening:
+    """An `OpenGroup` that is not answered yet."""
+
+    agreement: Agreement
+    request: OpenGroup
+    askers: list[Any]
+    error: WeightwireError | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """Work that waits for its turn, or runs, and for whom it is done."""
+
+    work: Work
+    asker: Any = None
+    transaction: Transaction | None = None
+    opening: Opening | None = None

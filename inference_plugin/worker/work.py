@@ -1,0 +1,347 @@
+"""The work of one group that takes time: opening, mapping, receiving, checking, preparing, freeing.
+
+The group's lane does one job after the other; `Stage` has a thread of its own, because it waits for bytes that the lane
+receives meanwhile. Nothing here decides: `machine` says what is to be done, and is told how it ended. No lock is held.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference_plugin.install.adapter import GROUP_PREFIX
+from inference_plugin.install.contract import Installer, InstallTerms, Throttle
+from inference_plugin.transports.backends import use_device
+from inference_plugin.transports.base import Receiver, Staging
+from inference_plugin.transports.registry import transport_named
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.cover import ExactCover
+from inference_plugin.wire.digest import digest_group
+from inference_plugin.wire.errors import ProtocolError, VersionConflict, WeightwireError, first_few
+from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import Sealed
+from inference_plugin.wire.tracing import Trace, save, span, under
+from inference_plugin.worker.actions import (
+    AgreeOnTerms,
+    CheckPieces,
+    CleanUp,
+    CloseWork,
+    DropStaging,
+    FreeMemory,
+    KeepTerms,
+    Mapped,
+    MapStaging,
+    PassOn,
+    PutInForce,
+    ReceiveBucket,
+    SettleStaging,
+    Stage,
+    Terms,
+    Work,
+)
+from inference_plugin.worker.events import WorkEnded
+from inference_plugin.worker.lane import Lane
+
+__all__ = ["GroupWork", "Update", "Where"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Where:
+    """The worker that the work is done in. `device` is its accelerator, as `use_device` takes it."""
+
+    replica: str
+    rank: int
+    device: int | None
+    config: Config
+    decoding: Callable[[], bool]
+
+
+@dataclass(eq=False)
+class Update:
+    """What one transaction holds here."""
+
+    txn: str
+    trace: Trace | None
+    staging: Staging | None = None
+    wanted: Sequence[Piece] = ()
+    """What this worker needs of it, with the trainer's digests."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def bytes(self) -> Staging:
+        """Its staging. Raises `ProtocolError` where there is none."""
+        if self.staging is None:
+            raise ProtocolError(f"no transaction {self.txn} is open", hint="send Begin first")
+        return self.staging
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """Terms, and what goes by them."""
+
+    manifest: Manifest
+    terms: InstallTerms
+    receiver: Receiver
+    cover: ExactCover
+
+
+class GroupWork:
+    """Does one group's work. `make_installer` is called once, with the first terms. `ended` hears of each work's end."""
+
+    def __init__(
+        self,
+        name: str,
+        where: Where,
+        make_installer: Callable[[str], Installer],
+        ended: Callable[[WorkEnded], None],
+    ) -> None:
+        self.name = name
+        self.over = threading.Event()
+        """Set after the group's last work."""
+        self._where = where
+        self._make_installer = make_installer
+        self._ended = ended
+        self._installer: Installer | None = None
+        self._in_force: _Agreed | None = None
+        self._candidate: _Agreed | None = None
+        self._updates: dict[str, Update] = {}
+        self._lane = Lane(f"weightwire-group-{name}", where.device)
+        self._do: dict[type, Callable[[Any], Any]] = {
+            AgreeOnTerms: self._agree,
+            PutInForce: self._put_in_force,
+            KeepTerms: self._keep_terms,
+            MapStaging: self._map,
+            ReceiveBucket: self._receive,
+            PassOn: self._pass_on,
+            CheckPieces: self._check_pieces,
+            Stage: self._stage,
+            CleanUp: self._clean_up,
+            SettleStaging: self._settle,
+            DropStaging: self._drop_staging,
+            FreeMemory: self._free_memory,
+            CloseWork: self._close,
+        }
+
+    @property
+    def installer(self) -> Installer:
+        """Of an open group."""
+        assert self._installer is not None
+        return self._installer
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Of the terms in force."""
+        return self._in_force.manifest if self._in_force is not None else None
+
+    def update(self, txn: str) -> Update:
+        """What the transaction holds. Raises `ProtocolError` where it holds nothing."""
+        if (update := self._updates.get(txn)) is None:
+            raise ProtocolError(f"no transaction {txn} is open", hint="send Begin first")
+        return update
+
+    def trace(self, txn: str) -> Trace | None:
+        """The transaction's trace, if it has one."""
+        return update.trace if (update := self._updates.get(txn)) is not None else None
+
+    def start(self, number: int, work: Work) -> None:
+        """Any thread: begins the work; `ended` is told of its end."""
+        if isinstance(work, Stage):
+            name = f"weightwire-stage-{self.name}"
+            threading.Thread(target=self._run_stage, args=(number, work), name=name, daemon=True).start()
+        else:
+            self._lane.put(lambda: self._run(number, work))
+
+    def cancel(self, txn: str) -> None:
+        """Any thread: work for the transaction ends as soon as it can."""
+        if (update := self._updates.get(txn)) is not None:
+            update.cancelled.set()
+
+    # --- the lane, and the thread of a `Stage` -----------------------------------------------------------------------
+
+    def _run_stage(self, number: int, work: Stage) -> None:
+        use_device(self._where.device)
+        self._run(number, work)
+
+    def _run(self, number: int, work: Work) -> None:
+        try:
+            event = WorkEnded(number, self._do[type(work)](work))
+        except BaseException as error:  # whatever it is, it is the answer
+            if not isinstance(error, WeightwireError):
+                logger.error("weightwire: %s of group %s failed", type(work).__name__, self.name, exc_info=error)
+            event = WorkEnded(number, error=WeightwireError.wrap(error))
+        if isinstance(work, CloseWork):
+            self._lane.end()
+            self.over.set()
+        try:
+            self._ended(event)
+        except Exception:  # a bug of ours; the thread has nobody to tell
+            logger.exception("weightwire: the end of %s of group %s was not taken", type(work).__name__, self.name)
+
+    def _agree(self, work: AgreeOnTerms) -> Terms:
+        request = work.request
+        if self._installer is None:
+            self._installer = self._make_installer(self.name)
+        receiver = transport_named(request.transport).receiver()
+        try:
+            receiver.check_probe(request.probe)
+            terms = self._installer.open(request.manifest, request.install, partial=request.partial)
+            self._candidate = _Agreed(request.manifest, terms, receiver, ExactCover(request.manifest, terms.needs))
+            return Terms(
+                needs=terms.needs,
+                mechanism=terms.mechanism,
+                install=terms.install,
+                why=terms.why,
+                claims=self._installer.claims,
+                derived=len(terms.derived),
+                untouched=len(terms.untouched),
+                nbytes=request.manifest.nbytes,
+                whole=not request.partial and not self.name.startswith(GROUP_PREFIX),
+            )
+        except BaseException:
+            self._candidate = None
+            receiver.close()
+            raise
+
+    def _put_in_force(self, work: PutInForce) -> None:
+        replaced, self._in_force, self._candidate = self._in_force, self._candidate, None
+        assert self._in_force is not None
+        terms = self._in_force.terms
+        names = [
+            first_few(list(each)) if each else "nothing"
+            for each in (sorted(self.installer.claims), terms.derived, terms.untouched)
+        ]
+        logger.info("weightwire: an update of group %s writes %s; derives %s; leaves %s", self.name, *names)
+        try:
+            if replaced is not None:
+                replaced.receiver.close()
+        finally:
+            self._free(work.previous)
+
+    def _keep_terms(self, work: KeepTerms) -> None:
+        candidate, self._candidate = self._candidate, None
+        if candidate is not None:
+            candidate.receiver.close()
+        if (old := work.request) is not None:
+            self.installer.open(old.manifest, old.install, partial=old.partial)
+
+    def _map(self, work: MapStaging) -> Mapped:
+        assert self._in_force is not None
+        manifest, terms = self._in_force.manifest, self._in_force.terms
+        where = {"rank": self._where.rank, "replica": self._where.replica, "group": self.name}
+        trace = Trace.begun(self._where.config.profile_dir, role="worker", version=work.version, txn=work.txn, **where)
+        update = self._updates[work.txn] = Update(work.txn, trace)
+        try:
+            with under(trace), span("open staging"):
+                update.staging = self._in_force.receiver.open(manifest, work.segment, terms.needs)
+        except BaseException:
+            del self._updates[work.txn]
+            raise
+        return Mapped(update.staging.segment_id, update.staging.takes_late)
+
+    def _receive(self, work: ReceiveBucket) -> None:
+        update, bucket = self.update(work.txn), work.bucket
+        with under(update.trace), span("receive", trainer=bucket.rank, bytes=len(work.payload)):
+            update.bytes.receive(bucket.pieces, work.payload)
+        update.bytes.pass_on(bucket, work.payload)
+
+    def _pass_on(self, work: PassOn) -> None:
+        self.update(work.txn).bytes.relay(work.relay)
+
+    def _check_pieces(self, work: CheckPieces) -> None:
+        update, agreed = self.update(work.txn), self._in_force
+        assert agreed is not None
+        wanted = agreed.cover.check([piece.box for piece in work.pieces], lambda _: "the trainer")
+        if digest_group(agreed.manifest, work.pieces) != work.digest:
+            raise ProtocolError("the list of pieces is not the one that its digest names")
+        update.wanted = [work.pieces[i] for i in wanted]
+
+    def _stage(self, work: Stage) -> Sealed:
+        """Checks the digests of what this worker needs, then lets the installer prepare."""
+        update, manifest = self.update(work.txn), self.manifest
+        staging = update.bytes
+        assert manifest is not None
+        threads = min(self._where.config.check_threads, len(os.sched_getaffinity(0)))
+        try:
+            with under(update.trace), span("wait for bytes"):
+                staging.wait_for(update.wanted, update.cancelled)
+            started_s = time.perf_counter()
+            with under(update.trace), span("check"):
+                checked_bytes = staging.check(manifest, update.wanted, self._throttle(update, threads), threads)
+            checked_s = time.perf_counter()
+            with under(update.trace), span("prepare"):
+                extra_bytes = self.installer.prepare(staging.segment, self._throttle(update))
+        except BaseException:
+            staging.close()
+            raise
+        return Sealed(
+            done=True,
+            digest=work.digest,
+            checked_bytes=checked_bytes,
+            verify_s=checked_s - started_s,
+            prepare_s=time.perf_counter() - checked_s,
+            extra_bytes=extra_bytes + staging.extra_bytes,
+        )
+
+    def _throttle(self, update: Update, threads: int = 1) -> Throttle:
+        """Gives way to decoding: after each stretch of work, a rest as long as `background_share` asks of all `threads`
+        together. Raises once the update is cancelled."""
+        began = threading.local()
+        made_s = time.perf_counter()
+        share = self._where.config.background_share / threads
+
+        def between(nbytes: int) -> None:
+            rest_s = 0.0
+            if self._where.decoding():
+                rest_s = (time.perf_counter() - getattr(began, "s", made_s)) * (1 - share) / share
+            if update.cancelled.wait(rest_s) if rest_s else update.cancelled.is_set():
+                raise VersionConflict("the transaction was dropped")
+            began.s = time.perf_counter()
+
+        return between
+
+    def _clean_up(self, work: CleanUp) -> None:
+        update = self._updates.pop(work.txn, None)
+        try:
+            self.installer.discard()
+        finally:
+            if update is not None:
+                if update.staging is not None:
+                    update.staging.close()
+                save(update.trace)
+
+    def _settle(self, work: SettleStaging) -> None:
+        self.update(work.txn).bytes.settle()
+
+    def _drop_staging(self, work: DropStaging) -> None:
+        if work.reused:
+            self._updates.pop(work.txn, None)
+        else:
+            self._free(work.txn)
+
+    def _free_memory(self, work: FreeMemory) -> None:
+        self._free(work.previous)
+        self.installer.forget_segments()
+        if self._in_force is not None:
+            self._in_force.receiver.drop_kept()
+
+    def _close(self, work: CloseWork) -> None:
+        try:
+            self._free(work.previous)
+            if self._in_force is not None:
+                self._in_force.receiver.close()
+        finally:
+            if self._installer is not None:
+                self._installer.close()
+
+    def _free(self, txn: str) -> None:
+        """Closes the staging of a committed transaction, if it is there."""
+        if (update := self._updates.pop(txn, None)) is not None and update.staging is not None:
+            update.staging.close()
