@@ -1,0 +1,106 @@
+"""Checks that rows fit into one batch: keys, numbers of rows, tasks, owners. Every check raises `BatchError`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from inference_plugin.wire.errors import BatchError, first_few
+from trainer_adapters.batch.columns import Column
+from trainer_adapters.batch.records import MAX_ID_CHARS, Entry, Owner
+from trainer_adapters.batch.rows import Ints, PartRows
+from trainer_adapters.batch.status import BatchStatus
+
+__all__ = ["aligned_entries", "check_aligned", "check_columns", "check_together", "checked_key", "owners_by_id"]
+
+
+def checked_key(key: object) -> str:
+    """`key`, if it can be one of a batch."""
+    if not isinstance(key, str):
+        raise BatchError(
+            f"a key is a str, not {key!r} of type {type(key).__name__}",
+            hint="batch[key] gives all rows of a key; choose rows with reorder, filter or chunk",
+        )
+    if not 0 < len(key) <= MAX_ID_CHARS:
+        raise BatchError(f"a key of {len(key)} characters; allowed are 1 to {MAX_ID_CHARS}")
+    return key
+
+
+def check_columns(columns: Mapping[str, Column]) -> None:
+    """All columns have the same number of rows and the same status."""
+    if len({len(column) for column in columns.values()}) > 1:
+        counts = ", ".join(f"{key}: {len(column)}" for key, column in columns.items())
+        raise BatchError(f"keys have different numbers of rows: {counts}")
+    if len({column.is_local for column in columns.values()}) > 1:
+        here = sorted(key for key, column in columns.items() if column.is_local)
+        raise BatchError(f"only some keys have their rows here: {first_few(here)}", hint="fetch the others first")
+
+
+def check_together(statuses: Sequence[BatchStatus]) -> None:
+    """LOCAL and REMOTE batches are not joined; EMPTY ones join either."""
+    if len(found := set(statuses) - {BatchStatus.EMPTY}) > 1:
+        numbers = [str(i) for i, status in enumerate(statuses) if status is BatchStatus.REMOTE]
+        raise BatchError(
+            f"{' and '.join(sorted(status.name for status in found))} batches don't join; REMOTE: batch {first_few(numbers)}",
+            hint="fetch the REMOTE ones, or remotize the LOCAL ones",
+        )
+
+
+def check_aligned(mine: PartRows[Entry | None] | None, theirs: PartRows[Entry | None] | None) -> None:
+    """Two records of tasks, if they have tasks in common, name the same task at every row."""
+    if mine is None or theirs is None:
+        return
+    (tasks, rows), (their_tasks, their_rows) = _tasks_of(mine), _tasks_of(theirs)
+    wrong = np.flatnonzero((tasks != their_tasks) | (rows != their_rows))
+    if len(wrong) and set(tasks.tolist()) & set(their_tasks.tolist()) - {None}:
+        at = int(wrong[0])
+        raise BatchError(
+            f"row {at} is row {rows[at]} of task {tasks[at]!r} in one batch and row {their_rows[at]} of task "
+            f"{their_tasks[at]!r} in the other",
+            hint="reorder one of them first",
+        )
+
+
+def aligned_entries(entries: Iterable[Entry], owners: Mapping[str, Owner]) -> dict[str, list[Entry]]:
+    """Entries by key, in the order of the first key's tasks where all keys have the same tasks, else as given."""
+    by_key: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_key.setdefault(entry.shard.key, []).append(entry)
+    order: list[str] = []
+    rows: dict[str, int] = {}
+    for key, listed in by_key.items():
+        if stranger := next((entry for entry in listed if entry.owner not in owners), None):
+            raise BatchError(
+                f"entry {stranger.shard} is of owner {stranger.owner!r}, who is not among the given owners"
+            )
+        tasks = [entry.shard.task_id for entry in listed]
+        if len(set(tasks)) != len(tasks):
+            twice = next(task for task in tasks if tasks.count(task) > 1)
+            raise BatchError(f"key {key!r} has two entries of task {twice!r}")
+        order = order or tasks
+        if tasks != order and set(tasks) == set(order):
+            positions = {task: i for i, task in enumerate(order)}
+            listed.sort(key=lambda entry: positions[entry.shard.task_id])
+        for entry in listed:
+            if (known := rows.setdefault(entry.shard.task_id, entry.rows)) != entry.rows:
+                raise BatchError(
+                    f"task {entry.shard.task_id!r} has {known} rows of one key and {entry.rows} of key {key!r}"
+                )
+    return by_key
+
+
+def owners_by_id(owners: Iterable[Owner]) -> dict[str, Owner]:
+    """Owners by id; one id is one owner."""
+    known: dict[str, Owner] = {}
+    for owner in owners:
+        if known.setdefault(owner.id, owner) != owner:
+            raise BatchError(f"two different owners have the id {owner.id!r}: {known[owner.id]} and {owner}")
+    return known
+
+
+def _tasks_of(record: PartRows[Entry | None]) -> tuple[npt.NDArray[np.object_], Ints]:
+    """The task of each row, and the number that the row has in it."""
+    tasks = [None if entry is None else entry.shard.task_id for entry in record]
+    return np.fromiter(tasks, object, len(tasks))[record.index.part], record.index.row

@@ -1,0 +1,141 @@
+"""Owners of other kinds than our own stores: which module serves an address, and how a fetch or clear asks it.
+
+A backend's library may block (Ray's calls to its control service do), so it runs on a daemon thread, and the caller takes
+what has arrived by the deadline. A backend sees arrivals of its own: what comes too late changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from inference_plugin.wire.errors import ProtocolError, WeightwireError
+from trainer_adapters.batch.exchanges import Arrivals
+from trainer_adapters.batch.parts import LocalPart
+from trainer_adapters.batch.records import Entry, Owner, ShardId
+
+__all__ = ["Backend", "BackendClear", "BackendFetch", "Until", "scheme_of_backend"]
+
+BACKENDS = {"ray": "trainer_adapters.batch.ray_rows"}
+"""By the scheme of an owner's address: a module with the functions of `Backend`, imported when it is needed."""
+
+LOOK_S = 1.0
+"""A fetch that is cancelled is noticed within this."""
+
+GRACE_S = 0.25
+"""What a backend gets beyond the deadline, to hand over what it has."""
+
+
+@dataclass
+class Until:
+    """How long a backend may go on: until `deadline_s` (`time.monotonic`), or until nobody waits any more."""
+
+    deadline_s: float
+    is_cancelled: bool = False
+
+    def left_s(self, at_most_s: float = LOOK_S) -> float:
+        """Seconds to wait at once, 0 at the end."""
+        return 0.0 if self.is_cancelled else max(0.0, min(at_most_s, self.deadline_s - time.monotonic()))
+
+
+class Backend(Protocol):
+    """The rows of owners of one kind. Both functions may block until `until`, and run on a thread of the caller's."""
+
+    def fetch(self, wanted: Sequence[tuple[Owner, Sequence[Entry]]], arrivals: Arrivals, until: Until) -> None:
+        """Keeps or fails entries in `arrivals`; those that are neither at the end are late. `WeightwireError`: all fail."""
+
+    def clear(
+        self, asked: Sequence[tuple[Owner, Sequence[str]]], until: Until
+    ) -> list[Sequence[str] | WeightwireError]:
+        """For each owner: the ids that it does not have, or why it can't be asked."""
+
+
+def scheme_of_backend(owner: Owner) -> str | None:
+    """The scheme of an owner's address if a backend serves it; None for owners that are our own stores, or nobody's."""
+    scheme = owner.address.partition("://")[0]
+    return scheme if scheme in BACKENDS else None
+
+
+class BackendFetch:
+    """The part of a fetch that one backend does, on a thread. Make it to begin."""
+
+    def __init__(self, scheme: str, wanted: Sequence[tuple[Owner, Sequence[Entry]]], deadline_s: float) -> None:
+        self._entries = [entry for _, entries in wanted for entry in entries]
+        self._have: dict[ShardId, LocalPart] = {}
+        self._arrivals = Arrivals(self._have)
+        self._until = Until(deadline_s)
+        self._call = _Call(lambda: _backend(scheme).fetch(wanted, self._arrivals, self._until), f"weightwire-{scheme}")
+
+    def finish(self, arrivals: Arrivals, late: WeightwireError, is_cancelled: Callable[[], bool]) -> None:
+        """Waits until the deadline, and hands over what arrived and what failed; the rest fails with `late`."""
+        while not is_cancelled() and self._until.left_s() and not self._call.wait(self._until.left_s()):
+            pass
+        self._until.is_cancelled = is_cancelled()
+        if not self._until.is_cancelled:
+            self._call.wait(GRACE_S)
+        have, failed = dict(self._have), dict(self._arrivals.failed)
+        for entry in self._entries:
+            if (part := have.get(entry.shard)) is not None:
+                arrivals.accept(entry.shard, part)
+            else:
+                arrivals.fail((entry,), failed.get(entry.shard) or self._call.error or late)
+
+    def cancel(self) -> None:
+        """Nobody waits any more."""
+        self._until.is_cancelled = True
+
+
+class BackendClear:
+    """The part of a clear that one backend does, on a thread. Make it to begin."""
+
+    def __init__(self, scheme: str, asked: Sequence[tuple[Owner, Sequence[str]]], deadline_s: float) -> None:
+        self.asked = asked
+        self._until = Until(deadline_s)
+        self._unknown: list[Sequence[str] | WeightwireError] = []
+        self._call = _Call(self._run(scheme), f"weightwire-{scheme}")
+
+    def finish(self, late: WeightwireError) -> list[Sequence[str] | WeightwireError]:
+        """For each of `asked`: the ids that its owner does not have, or why it can't be asked."""
+        while self._until.left_s() and not self._call.wait(self._until.left_s()):
+            pass
+        is_done = self._call.wait(GRACE_S)
+        self._until.is_cancelled = True
+        if is_done and self._call.error is None:
+            return self._unknown
+        return [self._call.error or late] * len(self.asked)
+
+    def _run(self, scheme: str) -> Callable[[], None]:
+        return lambda: self._unknown.extend(_backend(scheme).clear(self.asked, self._until))
+
+
+class _Call:
+    """A call on a daemon thread: it may block for ever without keeping anybody."""
+
+    def __init__(self, function: Callable[[], None], name: str) -> None:
+        self.error: WeightwireError | None = None
+        self._function = function
+        self._is_done = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._is_done.wait(timeout_s)
+
+    def _run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._is_done.set)
+            try:
+                self._function()
+            except WeightwireError as error:
+                self.error = error
+            except Exception as error:  # noqa: BLE001 -- whatever a backend's library raises fails its shards
+                self.error = ProtocolError(f"{type(error).__name__}: {error}")
+                self.error.__cause__ = error
+
+
+def _backend(scheme: str) -> Backend:
+    return cast(Backend, importlib.import_module(BACKENDS[scheme]))

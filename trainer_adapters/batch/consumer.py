@@ -1,0 +1,276 @@
+"""This process as a consumer of owners on its host: it maps their segments, and ends a lease when no tensor uses it any more.
+
+Every shard is a tensor with a storage of its own over the mapped bytes. The storage ends with the last tensor that views it,
+however that was made; then the lease of the shard ends. A thread tells the owner, so that neither the garbage collector nor
+a fetch waits for it.
+
+A forked child inherits tensors, but can't end leases. So leases that began before a fork end only when the child, and whatever it
+forked, has ended or called exec too: all of these hold the writing end of a pipe. What the child fetches itself it leases itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zmq
+
+from inference_plugin.net.addresses import boot_id
+from inference_plugin.net.channel import Channel, take_ready
+from inference_plugin.net.processes import start_ticks
+from inference_plugin.transports.shm import SegmentAddress, SharedSegment
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.messages import Done, EndLeases
+from inference_plugin.wire.messages.batch import MAX_WANTED, LeaseEnd
+from inference_plugin.wire.messages.common import Sender
+from trainer_adapters.batch.records import Owner
+
+__all__ = ["Consumer", "consumer"]
+
+logger = logging.getLogger(__name__)
+
+ALL = -1
+"""Stands for all shards of a lease."""
+
+GIVE_UP_S = 3600.0
+"""An owner that has not answered for this long is not told any more; it ends the leases when this process ends."""
+
+REST_S = 0.1
+"""Rest after an error of the thread itself, which might otherwise repeat without end."""
+
+Memory = npt.NDArray[np.uint8]
+
+
+@dataclass(eq=False)
+class _Fork:
+    """Processes that were forked from this one. `fd` is readable when they have ended. `number`: of the last lease before the
+    fork; `ended`: leases whose end waits for theirs."""
+
+    fd: int
+    number: int
+    ended: list[tuple[Owner, int, int]] = field(default_factory=list)
+
+
+class Consumer:
+    """Leases and mappings of this process. `session` names it to owners. All methods may be called on any thread."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.session = secrets.token_hex(8)
+        self.sender = Sender(self.session, self.pid, boot_id(), start_ticks())
+        self._numbers = 0
+        self._lock = threading.Lock()
+        self._ended: deque[tuple[Owner, int, int]] = deque()
+        self._forks: list[_Fork] = []
+        self._is_told = False
+        self._rest = threading.Event()
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._give_back, name="weightwire-consumer", daemon=True)
+        self._thread.start()
+
+    def next_number(self) -> int:
+        """A number that no other request of this process has."""
+        with self._lock:
+            self._numbers += 1
+            return self._numbers
+
+    def map(self, segment: bytes) -> Memory:
+        """A segment of an owner, mapped for as long as the array or a shard of it lives. The caller has a lease. The mapping is
+        of this call alone, so that what its user writes in place (a normalised advantage, say) is seen by no other fetch.
+
+        Raises `TransportUnavailable` where this process may not map it.
+        """
+        shared = SharedSegment.attach(decode_as(segment, SegmentAddress), writable=False, private=True)
+        memory: Memory = shared.tensor.numpy()
+        shared.close()  # gives its descriptor back; the array keeps the mapping
+        return memory
+
+    def shard(self, owner: Owner, number: int, index: int, memory: Memory, offset: int, nbytes: int) -> torch.Tensor:
+        """The bytes of a leased shard, uint8, without a copy. The lease of the shard ends with the last view of them.
+
+        They lie within `memory`. Writing into them copies the pages that are written to; the owner's stay as they were.
+        """
+        view = memory[offset : offset + nbytes]
+        weakref.finalize(view, self.end, owner, number, index).atexit = False
+        return torch.from_numpy(view)
+
+    def end(self, owner: Owner, number: int, index: int = ALL) -> None:
+        """Ends the lease of one shard, by its index among those leased, or of all. Takes no lock: the garbage collector calls it
+        at any point of any thread."""
+        if os.getpid() == self.pid:
+            self._ended.append((owner, number, index))
+            if not self._is_told:
+                self._is_told = True
+                os.eventfd_write(self._news, 1)
+
+    def forked(self, fd: int) -> None:
+        """This process was forked. `fd` as in `_Fork`; -1 where no pipe could be made: its leases end with this process then."""
+        self._forks.append(_Fork(fd, self._numbers))
+        os.eventfd_write(self._news, 1)
+
+    # --- the thread ------------------------------------------------------------------------------------------------------
+
+    def _give_back(self) -> None:
+        peers: dict[str, _Peer] = {}
+        while True:
+            try:
+                self._give_back_once(peers)
+            except Exception:  # a bug of ours must not leave leases behind for ever
+                logger.exception("weightwire: an error while leases were given back; it goes on")
+                self._rest.wait(REST_S)
+                os.eventfd_write(self._news, 1)  # what is pending is tried again, not only with the next news
+
+    def _give_back_once(self, peers: dict[str, _Peer]) -> None:
+        """Waits for news, notes what ended, and talks to the owners that are concerned. An owner that doesn't answer is
+        waited for as long as its process lives, at most `GIVE_UP_S`; the others don't wait for it."""
+        channels = [peer.channel for peer in peers.values() if peer.channel is not None]
+        sources = [(source, zmq.POLLIN) for channel in channels for source in channel.sources]
+        due_s = min(
+            [*(channel.look_at_s for channel in channels), *(peer.given_up_at_s for peer in peers.values())],
+            default=math.inf,
+        )
+        forks = [fork for fork in self._forks if fork.fd >= 0]
+        timeout_ms = -1 if due_s == math.inf else int(max(0.0, due_s - time.monotonic()) * 1000) + 1
+        watched = [(self._news, zmq.POLLIN), *((fork.fd, zmq.POLLIN) for fork in forks), *sources]
+        ready = {source for source, _ in zmq.zmq_poll(watched, timeout_ms) if isinstance(source, int)}
+        with contextlib.suppress(BlockingIOError):  # the news is of a channel
+            os.eventfd_read(self._news)
+        self._is_told = False  # before the queue is read: what ends from here on is told anew
+        for fork in forks:
+            if fork.fd in ready:
+                self._forks.remove(fork)
+                os.close(fork.fd)
+                self._ended.extend(fork.ended)
+        while self._ended:
+            owner, number, index = ended = self._ended.popleft()
+            if (child := next((fork for fork in self._forks if number <= fork.number), None)) is not None:
+                child.ended.append(ended)
+            else:
+                peers.setdefault(owner.id, _Peer(owner)).note(number, index)
+        for channel, reply in take_ready(channels, Done, timeout_s=0.0) if channels else ():
+            peer = next(peer for peer in peers.values() if peer.channel is channel)
+            if isinstance(reply, WeightwireError):
+                logger.info("weightwire: leases at %s were not given back: %s", peer.owner.id, reply)
+                peer.pending.clear()
+            peer.answered()
+        for owner_id, peer in list(peers.items()):
+            peer.give_up_if_late()
+            if not peer.is_asked and not peer.ask(self.session):
+                del peers[owner_id]
+
+
+class _Peer:
+    """An owner to whom leases go back, and what goes back with the next request."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.channel: Channel | None = None
+        self.is_asked = False
+        self.given_up_at_s = math.inf
+        self.pending: dict[int, list[int]] = {}
+
+    def note(self, number: int, index: int) -> None:
+        self.pending.setdefault(number, []).append(index)
+
+    def ask(self, session: str) -> bool:
+        """Sends what is pending. If there is nothing, it closes the channel and returns False."""
+        if not self.pending:
+            if self.channel is not None:
+                self.channel.close()
+            return False
+        if self.channel is None:
+            owner = self.owner
+            self.channel = Channel(
+                owner.address, pid=owner.pid, start_ticks=owner.start_ticks, peer_boot_id=owner.boot_id
+            )
+        ends: list[LeaseEnd] = []
+        room = MAX_WANTED
+        while self.pending and room > 0 and len(ends) < MAX_WANTED:
+            number, indexes = self.pending.popitem()
+            if ALL in indexes:
+                ends.append(LeaseEnd(number))
+                continue
+            ends.append(LeaseEnd(number, tuple(indexes[:room])))
+            if indexes[room:]:
+                self.pending[number] = indexes[room:]
+            room -= len(indexes)
+        try:
+            self.channel.send(EndLeases(session, tuple(ends)))
+        except WeightwireError as error:
+            logger.info("weightwire: leases at %s were not given back: %s", self.owner.id, error)
+            self.pending.clear()
+            return self.ask(session)
+        self.is_asked = True
+        self.given_up_at_s = time.monotonic() + GIVE_UP_S
+        return True
+
+    def give_up_if_late(self) -> None:
+        """Drops what is pending where the owner has not answered for too long."""
+        if time.monotonic() >= self.given_up_at_s:
+            logger.warning(
+                "weightwire: %s does not answer; this process's leases there end with the process", self.owner.id
+            )
+            self.pending.clear()
+            self.answered()
+
+    def answered(self) -> None:
+        self.is_asked = False
+        self.given_up_at_s = math.inf
+
+
+_consumer: Consumer | None = None
+_making = threading.Lock()
+
+
+def consumer() -> Consumer:
+    """This process's consumer; a forked process gets one of its own."""
+    global _consumer
+    with _making:
+        if _consumer is None or _consumer.pid != os.getpid():
+            _consumer = Consumer()
+        return _consumer
+
+
+def _before_fork() -> None:
+    """Makes the pipe that tells when the child has ended, if this process has leases."""
+    global _pipe
+    _pipe = None
+    if _consumer is not None and _consumer.pid == os.getpid():
+        try:
+            _pipe = os.pipe2(os.O_CLOEXEC)
+        except OSError:  # no free descriptor
+            _pipe = (-1, -1)
+
+
+def _after_fork_in_parent() -> None:
+    global _pipe
+    if _pipe is None or _consumer is None:
+        return
+    (reading, writing), _pipe = _pipe, None
+    if writing >= 0:
+        os.close(writing)
+    _consumer.forked(reading)
+
+
+def _after_fork_in_child() -> None:
+    global _making, _pipe
+    _making = threading.Lock()
+    if _pipe is not None and _pipe[0] >= 0:
+        os.close(_pipe[0])  # the other end stays open for as long as this process lives
+    _pipe = None
+
+
+_pipe: tuple[int, int] | None = None
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

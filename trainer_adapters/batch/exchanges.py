@@ -1,0 +1,251 @@
+"""The requests of a fetch, and how their replies become parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from inference_plugin.wire.copying import copy_rows_and_digest
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import (
+    BatchError,
+    DigestMismatch,
+    ProtocolError,
+    SyncTimeout,
+    TransportUnavailable,
+    WeightwireError,
+)
+from inference_plugin.wire.messages import Body, Lease, Leased, Pull, Pulled
+from inference_plugin.wire.messages.batch import MAX_WANTED, Cut, RefusedShard, WantedShard
+from trainer_adapters.batch.consumer import consumer
+from trainer_adapters.batch.parts import LocalPart, part_of
+from trainer_adapters.batch.records import Entry, Owner, ShardId
+
+__all__ = ["LATE", "Arrivals", "Exchange", "LeaseExchange", "PullExchange", "pull_exchanges"]
+
+ONE_PASS_BYTES = 4096
+"""Bytes from this number on are copied and digested in one pass."""
+
+LATE = "fetch again, with more time: what arrived is kept"
+
+WHY = {
+    "unknown": ("the owner does not have it", "the owner never had it, or cleared it long ago"),
+    "cleared": ("it was cleared", "clear a task only when every consumer of it is done"),
+    "replaced": ("it was replaced: other rows were put under its name", "fetch by the entries of the later put"),
+}
+
+
+class Arrivals:
+    """The shards that have arrived and those that have failed; in the end each shard is one of the two."""
+
+    def __init__(self, have: MutableMapping[ShardId, LocalPart]) -> None:
+        self.failed: dict[ShardId, WeightwireError] = {}
+        self._have = have
+        self._buffers: dict[ShardId, tuple[torch.Tensor, int]] = {}
+
+    def missing(self, entries: Iterable[Entry]) -> list[Entry]:
+        return [entry for entry in entries if entry.shard not in self._have and entry.shard not in self.failed]
+
+    def admit(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The entries whose bytes this host has memory for, all of `entries` together; the others fail. For bytes that are copied
+        here: an entry may claim any size, and nobody has said yet that the owner holds as much."""
+        room, admitted = available_bytes(), []
+        for entry in self.missing(entries):
+            if entry.nbytes > room:
+                self.fail((entry,), _no_room(entry, room))
+            else:
+                room -= entry.nbytes
+                admitted.append(entry)
+        return admitted
+
+    def fail(self, entries: Iterable[Entry], error: WeightwireError) -> None:
+        for entry in self.missing(entries):
+            self.failed[entry.shard] = error
+            self._buffers.pop(entry.shard, None)
+
+    def keep(self, entry: Entry, buffer: torch.Tensor, digest: int) -> None:
+        """Keeps a shard's bytes if `digest`, which is theirs, is that of its entry."""
+        if digest != entry.digest:
+            error = DigestMismatch(
+                f"the bytes of shard {entry.shard} from {entry.owner} have the digest {digest:016x}, "
+                f"their entry says {entry.digest:016x}",
+                hint="fetch again; if it comes back, the memory of a host is bad, or somebody wrote into the rows",
+            )
+            self.fail((entry,), error)
+            return
+        try:
+            self._have[entry.shard] = part_of(entry, buffer)
+        except WeightwireError as error:
+            self.fail((entry,), error)
+
+    def accept(self, shard: ShardId, part: LocalPart) -> None:
+        """Keeps a part that was checked already."""
+        self._have[shard] = part
+
+    def add(self, entry: Entry, start: int, data: memoryview) -> None:
+        """Some bytes of a shard; the shard is kept once all have come."""
+        if entry.shard in self.failed or entry.shard in self._have:
+            return
+        if len(data) == entry.nbytes:
+            buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
+            self.keep(entry, buffer, _copy(data, buffer))
+            return
+        buffer, arrived = self._buffers.get(entry.shard) or (torch.empty(entry.nbytes, dtype=torch.uint8), 0)
+        buffer.numpy()[start : start + len(data)] = data
+        if (arrived := arrived + len(data)) < entry.nbytes:
+            self._buffers[entry.shard] = (buffer, arrived)
+        else:
+            self._buffers.pop(entry.shard, None)
+            self.keep(entry, buffer, digest_bytes(buffer.numpy()))
+
+    def refuse(self, entry: Entry, why: str) -> None:
+        text, hint = WHY[why]
+        self.fail((entry,), ProtocolError(text, hint=hint, side="owner", replica=entry.owner))
+
+
+class Exchange:
+    """One request to an owner, and its reply."""
+
+    entries: Sequence[Entry]
+    request: Body
+
+    def take(self, reply: object, payload: memoryview | None, arrivals: Arrivals, deadline_s: float) -> None:
+        """Hands the reply's shards to `arrivals`. Raises for a reply of another kind."""
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """The reply is not waited for any more, or failed."""
+
+
+class LeaseExchange(Exchange):
+    """Maps shards of an owner of this host."""
+
+    def __init__(self, owner: Owner, entries: Sequence[Entry]) -> None:
+        self.entries = entries
+        self._owner = owner
+        self._consumer = consumer()
+        self._number = self._consumer.next_number()
+        self._is_handed_over = False
+        self.request = Lease(self._consumer.sender, self._number, tuple(map(_wanted, entries)))
+
+    def take(self, reply: object, payload: memoryview | None, arrivals: Arrivals, deadline_s: float) -> None:
+        if not isinstance(reply, Leased):
+            raise ProtocolError(f"{self._owner.id} answered a lease with {type(reply).__name__}")
+        leased = _accepted(self.entries, reply.refused, arrivals)
+        if len(leased) != len(reply.places):
+            raise ProtocolError(f"{self._owner.id} leased {len(reply.places)} shards, not {len(leased)}")
+        try:
+            segments = [self._consumer.map(segment) for segment in reply.segments]
+        except TransportUnavailable:
+            self.give_up()
+            raise
+        for entry, place in zip(leased, reply.places, strict=True):
+            if entry.nbytes and not (
+                place.segment < len(segments) and place.offset + entry.nbytes <= segments[place.segment].size
+            ):
+                raise ProtocolError(
+                    f"{self._owner.id} places shard {entry.shard} outside of the segments that it named"
+                )
+        self._is_handed_over = True
+        for index, (entry, place) in enumerate(zip(leased, reply.places, strict=True)):
+            if time.monotonic() > deadline_s:
+                arrivals.fail((entry,), SyncTimeout("the deadline passed before it was checked", hint=LATE))
+                self._consumer.end(self._owner, self._number, index)
+            elif not entry.nbytes:
+                arrivals.keep(entry, torch.empty(0, dtype=torch.uint8), digest_bytes(b""))
+                self._consumer.end(self._owner, self._number, index)
+            else:
+                memory = segments[place.segment]
+                shard = self._consumer.shard(self._owner, self._number, index, memory, place.offset, entry.nbytes)
+                arrivals.keep(entry, shard, digest_bytes(memory[place.offset : place.offset + entry.nbytes]))
+
+    def give_up(self) -> None:
+        if not self._is_handed_over:  # else each shard has a lease of its own
+            self._consumer.end(self._owner, self._number)
+
+
+class PullExchange(Exchange):
+    """Copies bytes of shards of any owner."""
+
+    def __init__(self, cuts: Sequence[tuple[Entry, int, int]]) -> None:
+        self.entries = [entry for entry, _, _ in cuts]
+        self._cuts = cuts
+        self.request = Pull(tuple(Cut(_wanted(entry), start, end) for entry, start, end in cuts))
+
+    def take(self, reply: object, payload: memoryview | None, arrivals: Arrivals, deadline_s: float) -> None:
+        if not isinstance(reply, Pulled) or payload is None:
+            raise ProtocolError(f"a pull was answered with {type(reply).__name__}, without bytes")
+        _accepted(self.entries, reply.refused, arrivals)
+        refused = {one.index for one in reply.refused}
+        cuts = [cut for i, cut in enumerate(self._cuts) if i not in refused]
+        if (expected := sum(end - start for _, start, end in cuts)) != len(payload):
+            raise ProtocolError(f"{len(payload)} bytes came where {expected} were asked for")
+        at = 0
+        for entry, start, end in cuts:
+            arrivals.add(entry, start, payload[at : at + end - start])
+            at += end - start
+
+
+def available_bytes() -> int:
+    """Memory that this host can give without swapping; without /proc/meminfo no limit is known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return 1 << 63
+
+
+def _no_room(entry: Entry, room: int) -> BatchError:
+    return BatchError(
+        f"shard {entry.shard} has {entry.nbytes} bytes by its entry; of this host's memory {room} bytes are left for it",
+        hint="fetch fewer rows at a time, or on a host with more memory; if no worker made so large a row, the metadata is wrong",
+        side="consumer",
+        replica=entry.owner,
+    )
+
+
+def pull_exchanges(entries: Iterable[Entry], bucket_bytes: int) -> list[Exchange]:
+    """Cuts shards into requests for at most `bucket_bytes` each: small shards together, large ones in parts."""
+    exchanges: list[Exchange] = []
+    cuts: list[tuple[Entry, int, int]] = []
+    room = bucket_bytes
+    for entry in entries:
+        start = 0
+        while True:
+            end = min(entry.nbytes, start + room)
+            cuts.append((entry, start, end))
+            room -= end - start
+            if not room or len(cuts) == MAX_WANTED:
+                exchanges.append(PullExchange(cuts))
+                cuts, room = [], bucket_bytes
+            if end == entry.nbytes:
+                break
+            start = end
+    return [*exchanges, PullExchange(cuts)] if cuts else exchanges
+
+
+def _accepted(entries: Sequence[Entry], refused: Sequence[RefusedShard], arrivals: Arrivals) -> list[Entry]:
+    """The entries that were not refused; the others fail."""
+    why: Mapping[int, str] = {one.index: one.why for one in refused}
+    for index in why:
+        if index >= len(entries):
+            raise ProtocolError(f"the owner refuses shard {index} of {len(entries)}")
+        arrivals.refuse(entries[index], why[index])
+    return [entry for i, entry in enumerate(entries) if i not in why]
+
+
+def _wanted(entry: Entry) -> WantedShard:
+    return WantedShard(entry.shard.task_id, entry.shard.key, entry.nbytes, entry.digest)
+
+
+def _copy(data: memoryview, buffer: torch.Tensor) -> int:
+    """Copies all of `data`; returns its digest."""
+    target = buffer.numpy()
+    if len(data) >= ONE_PASS_BYTES:
+        return copy_rows_and_digest(target, 0, len(data), data, 1, len(data))
+    target[:] = np.frombuffer(data, dtype=np.uint8)
+    return digest_bytes(target)

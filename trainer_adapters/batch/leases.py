@@ -1,0 +1,147 @@
+"""The leases of consumers on the owner's host: which process reads which shards. Bookkeeping only, under the store's lock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from inference_plugin.net.processes import ProcessId
+from inference_plugin.wire.errors import ProtocolError
+from inference_plugin.wire.messages.batch import LeaseEnd, RefusedShard
+from inference_plugin.wire.messages.common import Sender
+from trainer_adapters.batch.memory import Block
+from trainer_adapters.batch.records import Entry
+
+__all__ = ["Holding", "Lease", "Leases"]
+
+MAX_CONSUMERS = 4096
+"""Most consumers that a store keeps leases for."""
+
+MAX_LEASES = 1 << 16
+"""Most open leases of one consumer."""
+
+MAX_ENDED = 4096
+"""Ended leases that are remembered for each consumer: a late copy of their request must not begin them again."""
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """One shard in the store's memory. `readers` counts the leases and replies that read it; `is_current` until it is
+    cleared or replaced. Its block is freed once it is neither current nor read."""
+
+    entry: Entry
+    block: Block
+    readers: int = 0
+    is_current: bool = True
+    is_freed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What a consumer reads: `held`, without the shards that it has given back. `given` and `refused` are the answer to its
+    request, which is the same whenever the request comes again."""
+
+    given: Sequence[Holding]
+    refused: Sequence[RefusedShard]
+    held: list[Holding | None]
+
+
+@dataclass(slots=True)
+class _Consumer:
+    process: ProcessId | None
+    leases: dict[int, Lease] = field(default_factory=dict)
+    ended: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))
+
+
+class Leases:
+    """The leases of all consumers, by session and number."""
+
+    def __init__(self) -> None:
+        self._consumers: dict[str, _Consumer] = {}
+
+    def begun(self, consumer: Sender, number: int) -> Lease | None:
+        """The lease that the consumer has under this number, if it has one.
+
+        The first answer may be on its way to the consumer, so a request that comes again must not change what is leased.
+        Raises `ProtocolError` for a lease that has ended, or ends already.
+        """
+        if (known := self._consumers.get(consumer.session)) is None:
+            return None
+        if known.process is not None and known.process != (consumer.pid, consumer.start_ticks):
+            raise ProtocolError(f"session {consumer.session} belongs to another process, {known.process[0]}")
+        lease = known.leases.get(number)
+        if number in known.ended or (lease is not None and None in lease.held):
+            raise ProtocolError(f"lease {number} has ended", hint="this is a late copy of a request that was given up")
+        return lease
+
+    def begin(
+        self, consumer: Sender, number: int, holdings: Sequence[Holding], refused: Sequence[RefusedShard]
+    ) -> Lease:
+        """A new lease, which `begun` did not find; counts a reader for each of `holdings`. Raises `ProtocolError` where the
+        consumer has too many."""
+        known = self._consumers.get(consumer.session)
+        if known is None:
+            self._make_room()
+            known = self._consumers[consumer.session] = _Consumer(None)
+        known.process = (consumer.pid, consumer.start_ticks)
+        if len(known.leases) >= MAX_LEASES:
+            raise ProtocolError(
+                f"the consumer has {MAX_LEASES} leases already",
+                hint="drop rows that are no longer needed before the next fetch",
+            )
+        lease = known.leases[number] = Lease(holdings, refused, list(holdings))
+        for holding in holdings:
+            holding.readers += 1
+        return lease
+
+    def end(self, session: str, ends: Iterable[LeaseEnd]) -> list[Holding]:
+        """Ends leases or parts of them. Returns the holdings whose readers became fewer."""
+        freed: list[Holding] = []
+        if (known := self._consumers.get(session)) is None:
+            # The request for its first lease may come yet, on another connection.
+            self._make_room()
+            known = self._consumers[session] = _Consumer(None)
+        for end in ends:
+            lease = known.leases.get(end.number)
+            if not end.indexes:
+                known.leases.pop(end.number, None)
+                known.ended.append(end.number)
+                freed += _without(lease.held if lease is not None else ())
+            elif lease is not None:
+                for index in end.indexes:
+                    if index < len(lease.held) and (holding := lease.held[index]) is not None:
+                        lease.held[index] = None
+                        freed += _without((holding,))
+                if not any(lease.held):
+                    del known.leases[end.number]
+                    known.ended.append(end.number)
+        return freed
+
+    def end_of(self, processes: Collection[ProcessId]) -> list[Holding]:
+        """Ends all leases of processes that are gone. Returns the holdings whose readers became fewer."""
+        freed: list[Holding] = []
+        for session in [session for session, known in self._consumers.items() if known.process in processes]:
+            for lease in self._consumers.pop(session).leases.values():
+                freed += _without(lease.held)
+        return freed
+
+    def processes(self) -> set[ProcessId]:
+        """Processes that hold leases."""
+        return {known.process for known in self._consumers.values() if known.process is not None}
+
+    def _make_room(self) -> None:
+        if len(self._consumers) < MAX_CONSUMERS:
+            return
+        idle = next((session for session, known in self._consumers.items() if not known.leases), None)
+        if idle is None:
+            raise ProtocolError(f"{MAX_CONSUMERS} consumers hold leases already")
+        del self._consumers[idle]
+
+
+def _without(holdings: Iterable[Holding | None]) -> list[Holding]:
+    """Counts one reader less for each; returns them."""
+    fewer = [holding for holding in holdings if holding is not None]
+    for holding in fewer:
+        holding.readers -= 1
+    return fewer

@@ -1,0 +1,31 @@
+"""Checks of numbers that a user gives: times and counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from inference_plugin.wire.errors import ConfigError
+
+__all__ = ["checked_count", "checked_seconds"]
+
+LONGEST_S = 365 * 86_400.0
+"""Longest time limit, in seconds: every wait ends."""
+
+
+def checked_seconds(name: str, value: Any, *, above_zero: bool = False) -> float:
+    """`value` as a time limit in seconds, 0 to a year. Raises `ConfigError` for anything else: nan, infinity, a text, a bool."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and math.isfinite(value) and 0 <= value <= LONGEST_S and (value or not above_zero):
+        return float(value)
+    raise ConfigError(
+        f"{name}={value!r}: give a number of seconds, {'above 0' if above_zero else '0 or more'} and at most a year",
+        hint="every wait has a limit; to wait longer, call again",
+    )
+
+
+def checked_count(name: str, value: Any, least: int) -> int:
+    """`value` as a whole number of at least `least`. Raises `ConfigError`."""
+    if hasattr(value, "__index__") and not isinstance(value, bool) and int(value) >= least:
+        return int(value)
+    raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more", hint="see the method's description")

@@ -1,0 +1,275 @@
+"""The shared memory of a store: blocks in memfd segments, whose pages are kept warm and used again.
+
+Blocks follow each other in a segment and never move. A segment whose blocks are all freed is *spare*: the next blocks come into
+it, because writing to pages that exist takes a tenth of the time that fresh pages take. `trim` gives freed pages back to the
+system where the budget needs them.
+
+A block is freed when nobody reads or writes it any more. Two rules keep another block's bytes away from late readers and writers:
+
+- a segment that has given pages back takes no further block: no page that is about to be given back holds a new block;
+- neither does a *retired* segment: one with a reader whose end the owner concluded from the end of its process (a child that the
+  process had forked may still map it), or with a block that was not written to its end. It is closed when it is empty, and
+  whoever maps it keeps what is there.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from inference_plugin.transports.shm import SharedSegment
+
+__all__ = ["Block", "BlockMemory", "GivenBack", "Segment"]
+
+ALIGNMENT_BYTES = 64
+"""Enough for any dtype, for SIMD and for the one-pass copy with digest."""
+
+PAGE = mmap.PAGESIZE
+
+
+class Segment:
+    """One memfd and what is known of it.
+
+    The next block begins at `used`. The pages before `backed` exist, but for those that were given back. `blocks`: the end of
+    each block by its offset. `edge_blocks`, from `trim` on: how many blocks begin or end in a page. `file` is a descriptor of its
+    own: a put that writes while the store is closed must not meet another file under the same number.
+    """
+
+    __slots__ = (
+        "_shared",
+        "address",
+        "backed",
+        "block_bytes",
+        "blocks",
+        "edge_blocks",
+        "file",
+        "given_back_bytes",
+        "is_retired",
+        "memory",
+        "nbytes",
+        "used",
+    )
+
+    def __init__(self, nbytes: int) -> None:
+        self._shared = SharedSegment.create(nbytes)
+        self.nbytes = self._shared.nbytes
+        self.address = self._shared.address
+        self.file = io.FileIO(os.dup(self._shared.fd), "r+")
+        self.memory: npt.NDArray[np.uint8] = self._shared.tensor.numpy()
+        self.used = self.backed = 0
+        self.blocks: dict[int, int] = {}
+        self.edge_blocks: dict[int, int] | None = None
+        self.block_bytes = self.given_back_bytes = 0
+        self.is_retired = False
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of its pages that belong to no block."""
+        return self.backed - self.block_bytes - self.given_back_bytes
+
+    def trim(self) -> list[GivenBack]:
+        """Gives up the pages in which no block lies; from now on those of each block that is freed."""
+        found, start = [], 0
+        self.edge_blocks = {}
+        for offset, end in [*sorted(self.blocks.items()), (-(-self.backed // PAGE) * PAGE, 0)]:
+            if start < (stop := offset // PAGE * PAGE):
+                found.append(GivenBack(self, start, stop))
+            start = -(-end // PAGE) * PAGE
+            for page in {offset // PAGE, (end - 1) // PAGE} if end else ():
+                self.edge_blocks[page] = self.edge_blocks.get(page, 0) + 1
+        self.given_back_bytes += self.spare_bytes
+        return found
+
+    def trim_after(self, offset: int, end: int) -> list[GivenBack]:
+        """Gives up the pages of a block that was freed; neighbours may lie in its first page and in its last one."""
+        assert self.edge_blocks is not None
+        first, last = offset // PAGE, (end - 1) // PAGE
+        for page in {first, last}:
+            self.edge_blocks[page] -= 1
+        start = first if not self.edge_blocks[first] else first + 1
+        stop = last + 1 if not self.edge_blocks[last] else last
+        self.given_back_bytes += self.spare_bytes
+        return [GivenBack(self, start * PAGE, stop * PAGE)] if start < stop else []
+
+    def give_back(self, start: int, end: int) -> None:
+        self._shared.give_back(start, end)
+
+    def close(self) -> None:
+        self._shared.close()
+        if not self.blocks:  # else a put may be writing: memory and file go with the last block
+            self.memory = np.empty(0, dtype=np.uint8)
+            self.file.close()
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """`nbytes` bytes at `offset` of a segment; no segment where there are no bytes. `is_warm`: all of its pages exist."""
+
+    segment: Segment | None
+    offset: int
+    nbytes: int
+    is_warm: bool = False
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """The block's bytes, writable: for the store alone."""
+        if self.segment is None:
+            return np.empty(0, dtype=np.uint8)
+        return self.segment.memory[self.offset : self.offset + self.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """Pages `start:end`, in bytes, that no block uses any more; with `start` -1 the whole segment."""
+
+    segment: Segment
+    start: int = -1
+    end: int = -1
+
+
+class BlockMemory:
+    """Hands out blocks. `give_back` takes time: call it outside of the caller's lock, and everything else under it.
+
+    `spare_bytes`: what it keeps besides the blocks that are handed out.
+    """
+
+    def __init__(self, segment_bytes: int) -> None:
+        self._segment_bytes = segment_bytes
+        self._segments: set[Segment] = set()
+        self._open: Segment | None = None
+        self._empty: dict[Segment, None] = {}
+        """Spare segments, in the order in which they became empty."""
+        self.spare_bytes = 0
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block, whose bytes may be those of an earlier one. Raises `TransportUnavailable` where no segment can be made."""
+        if not nbytes:
+            return Block(None, 0, 0)
+        segment, room = self._open, _occupied(nbytes)
+        if segment is None or segment.used + room > segment.nbytes:
+            segment = self._next_segment(room)
+        start, end = segment.used, segment.used + room
+        fresh_bytes = max(0, end - segment.backed)
+        segment.used = end
+        segment.backed += fresh_bytes
+        segment.blocks[start] = end
+        segment.block_bytes += room
+        self.spare_bytes += fresh_bytes - room
+        return Block(segment, start, nbytes, not fresh_bytes)
+
+    def free(self, block: Block) -> list[GivenBack]:
+        """Takes a block back that nobody reads or writes any more; returns what `give_back` must take."""
+        segment = block.segment
+        if segment is None:
+            return []
+        end = segment.blocks.pop(block.offset)
+        segment.block_bytes -= end - block.offset
+        if segment not in self._segments:  # the memory is closed, and a block was still held
+            return [] if segment.blocks else [GivenBack(segment)]
+        self.spare_bytes += end - block.offset
+        if not segment.blocks:
+            return self._emptied(segment)
+        if segment.edge_blocks is None:
+            return []
+        self.spare_bytes -= segment.spare_bytes
+        return segment.trim_after(block.offset, end)
+
+    def retire(self, blocks: Iterable[Block]) -> None:
+        """The segments of these blocks take no further block."""
+        for segment in {block.segment for block in blocks if block.segment is not None}:
+            self._retire(segment)
+
+    def trim(self, nbytes: int) -> list[GivenBack]:
+        """Gives at least `nbytes` of the spare bytes up, if there are as many; returns what `give_back` must take.
+
+        First the pages between blocks, which no block can use before their segment is empty; then empty segments, the one that
+        is empty for the longest time first; the segment that takes the next block comes last.
+        """
+        target = self.spare_bytes - nbytes
+        given_back: list[GivenBack] = []
+        between = [one for one in self._segments - self._empty.keys() if one is not self._open and one.spare_bytes]
+        for segment in sorted(between, key=lambda one: one.spare_bytes, reverse=True):
+            if self.spare_bytes <= target:
+                return given_back
+            given_back += self._trimmed(segment)
+        while self._empty and self.spare_bytes > target:
+            given_back += self._dropped(next(iter(self._empty)))
+        if self._open is not None and self.spare_bytes > target:
+            given_back += self._trimmed(self._open)
+        return given_back
+
+    @staticmethod
+    def give_back(ranges: list[GivenBack]) -> None:
+        """Returns memory to the system."""
+        for one in ranges:
+            if one.start < 0:
+                one.segment.close()
+            else:
+                one.segment.give_back(one.start, one.end)
+
+    def close(self) -> None:
+        """Closes all segments. Readers that map them keep the memory."""
+        self._open = None
+        self._empty.clear()
+        self.spare_bytes = 0
+        while self._segments:
+            self._segments.pop().close()
+
+    @property
+    def segments(self) -> int:
+        """Segments that are mapped; each takes three descriptors."""
+        return len(self._segments)
+
+    def _next_segment(self, nbytes: int) -> Segment:
+        """An empty segment with room for `nbytes`: the smallest spare one that is not far too large, or a new one."""
+        needed = -(-max(nbytes, self._segment_bytes) // PAGE) * PAGE
+        fitting = [one for one in self._empty if nbytes <= one.nbytes <= 2 * needed]
+        if fitting:
+            segment = min(fitting, key=lambda one: (one.nbytes, -one.backed))
+            del self._empty[segment]
+        else:
+            segment = Segment(needed)
+            self._segments.add(segment)
+        if nbytes <= self._segment_bytes // 2 or self._open is None:  # a large block has a segment of its own
+            self._open = segment
+        return segment
+
+    def _emptied(self, segment: Segment) -> list[GivenBack]:
+        """The last block of a segment was freed."""
+        if segment.is_retired:
+            return self._dropped(segment)
+        segment.used = 0
+        self._empty[segment] = None
+        if segment is self._open:
+            self._open = None
+        return []
+
+    def _trimmed(self, segment: Segment) -> list[GivenBack]:
+        """Gives up the pages of a segment in which no block lies."""
+        self._retire(segment)
+        self.spare_bytes -= segment.spare_bytes
+        return segment.trim()
+
+    def _dropped(self, segment: Segment) -> list[GivenBack]:
+        """An empty segment is closed."""
+        self._retire(segment)
+        self._segments.remove(segment)
+        self._empty.pop(segment, None)
+        self.spare_bytes -= segment.spare_bytes
+        return [GivenBack(segment)]
+
+    def _retire(self, segment: Segment) -> None:
+        segment.is_retired = True
+        if segment is self._open:
+            self._open = None
+
+
+def _occupied(nbytes: int) -> int:
+    """Bytes of a segment that a block takes."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,171 @@
+"""The actor of a Ray store: which objects of Ray hold which shards. It has references, never bytes.
+
+Standard library only, so that the actor's process is small and starts quickly. Ray runs the coroutines of an actor on one
+thread: nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+__all__ = ["Held", "Numbers", "RowDirectory", "Wanted"]
+
+REMEMBERED = 1 << 16
+"""Cleared tasks whose ids are remembered; older ones are unknown."""
+
+
+class Wanted(NamedTuple):
+    """A shard as its entry describes it."""
+
+    task_id: str
+    key: str
+    nbytes: int
+    digest: int
+
+
+class Numbers(NamedTuple):
+    tasks: int
+    shards: int
+    nbytes: int
+    reserved: int
+    waiting: int
+
+
+@dataclass(slots=True)
+class Held:
+    """One shard. `entry` is its metadata, encoded; `reference` the `ObjectRef` of its bytes, None where there are none."""
+
+    nbytes: int
+    digest: int
+    entry: bytes
+    reference: Any
+
+
+@dataclass(slots=True)
+class _Task:
+    rows: int
+    shards: dict[str, Held] = field(default_factory=dict)
+
+
+class RowDirectory:
+    """What a Ray store holds, and its byte budget. A Ray actor: named, and ended by Ray together with the store's process."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._tasks: dict[str, _Task] = {}
+        self._cleared: dict[str, None] = {}
+        self._nbytes = 0
+        self._reserved: dict[int, int] = {}
+        self._waiting: deque[int] = deque()
+        self._changed = asyncio.Condition()
+
+    async def reserve(self, ticket: int, nbytes: int, timeout_s: float) -> Numbers | None:
+        """Room for a put, in the order of the calls. None if it has it, else what fills the store after `timeout_s`."""
+        self._waiting.append(ticket)
+        try:
+            if not self._is_settled(ticket, nbytes):
+                if timeout_s <= 0:
+                    return self._numbers()
+                async with asyncio.timeout(timeout_s), self._changed:
+                    await self._changed.wait_for(lambda: self._is_settled(ticket, nbytes))
+            if ticket not in self._waiting:  # its caller gave up
+                return self._numbers()
+            self._reserved[ticket] = nbytes
+            return None
+        except TimeoutError:
+            return self._numbers()
+        finally:
+            await self._leave_queue(ticket)
+
+    async def release(self, ticket: int) -> None:
+        """The put failed, or its caller waits no longer."""
+        self._reserved.pop(ticket, None)
+        await self._leave_queue(ticket)
+
+    async def keep(
+        self, ticket: int, rows: int, shards: Sequence[Wanted], entries: Sequence[bytes], references: Sequence[Any]
+    ) -> str | None:
+        """Ends a put: all of its shards are held from here on, or none of them; then it says why."""
+        self._reserved.pop(ticket, None)
+        task_id = shards[0].task_id
+        task = self._tasks.get(task_id)
+        keys = {shard.key: None for shard in shards}
+        if task is not None and task.rows != rows and (others := task.shards.keys() - keys.keys()):
+            await self._notify()
+            return f"task {task_id!r} has {task.rows} rows of {min(others)!r}, but was put {rows} rows of {next(iter(keys))!r}"
+        if task is None:
+            task = self._tasks[task_id] = _Task(rows)
+        task.rows = rows
+        self._cleared.pop(task_id, None)
+        for shard, entry, reference in zip(shards, entries, references, strict=True):
+            if (replaced := task.shards.get(shard.key)) is not None:
+                self._nbytes -= replaced.nbytes
+            task.shards[shard.key] = Held(shard.nbytes, shard.digest, entry, reference)
+            self._nbytes += shard.nbytes
+        await self._notify()
+        return None
+
+    async def find(self, wanted: Sequence[Wanted]) -> tuple[list[str], list[Any]]:
+        """For each shard "" and its reference, or why it can't be had ("unknown", "cleared", "replaced") and None."""
+        whys, references = [], []
+        for one in wanted:
+            task = self._tasks.get(one.task_id)
+            held = task.shards.get(one.key) if task is not None else None
+            if held is None:
+                why = "cleared" if task is None and one.task_id in self._cleared else "unknown"
+            else:
+                why = "" if (held.nbytes, held.digest) == (one.nbytes, one.digest) else "replaced"
+            whys.append(why)
+            references.append(held.reference if held is not None and not why else None)
+        return whys, references
+
+    async def look_up(self, task_id: str, key: str) -> tuple[str, bytes, Any]:
+        """As `find`, by name alone; and the shard's entry."""
+        task = self._tasks.get(task_id)
+        if task is None or (held := task.shards.get(key)) is None:
+            return "cleared" if task is None and task_id in self._cleared else "unknown", b"", None
+        return "", held.entry, held.reference
+
+    async def clear(self, task_ids: Iterable[str]) -> list[str]:
+        """Drops the references of tasks. Returns the ids of which nothing was held."""
+        unknown = []
+        for task_id in task_ids:
+            if (task := self._tasks.pop(task_id, None)) is None:
+                unknown.append(task_id)
+                continue
+            self._cleared[task_id] = None
+            self._nbytes -= sum(held.nbytes for held in task.shards.values())
+        while len(self._cleared) > REMEMBERED:
+            del self._cleared[next(iter(self._cleared))]
+        await self._notify()
+        return unknown
+
+    async def holds(self, task_id: str) -> bool:
+        return task_id in self._tasks
+
+    async def numbers(self) -> Numbers:
+        return self._numbers()
+
+    def _is_settled(self, ticket: int, nbytes: int) -> bool:
+        """Whether a put need not wait any more: it is its turn and there is room, or its caller gave up."""
+        if ticket not in self._waiting:
+            return True
+        taken = self._nbytes + sum(self._reserved.values())
+        return self._waiting[0] == ticket and taken + nbytes <= self._budget_bytes
+
+    async def _leave_queue(self, ticket: int) -> None:
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+        await self._notify()
+
+    def _numbers(self) -> Numbers:
+        shards = sum(len(task.shards) for task in self._tasks.values())
+        return Numbers(len(self._tasks), shards, self._nbytes, sum(self._reserved.values()), len(self._waiting))
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

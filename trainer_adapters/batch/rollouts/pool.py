@@ -1,0 +1,331 @@
+"""`RolloutPool`: hands tasks to rollout workers, and learns from their announcements what has finished."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from inference_plugin.net import addresses
+from inference_plugin.net.listening import listens_on
+from inference_plugin.net.processes import ProcessId
+from inference_plugin.net.reply_server import Asker, ReplyServer, Service
+from inference_plugin.wire.codec import MAX_CONTROL_BYTES, decode_as
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import (
+    AuthError,
+    ConfigError,
+    ProtocolError,
+    WeightwireError,
+)
+from inference_plugin.wire.messages import Announce, Announced, Body, Done, LeavePool, Take
+from inference_plugin.wire.messages.rollout import Finished
+from trainer_adapters.batch.limits import checked_count, checked_seconds
+from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, listed_tasks
+from trainer_adapters.batch.rollouts.batches import BatchWaiters
+from trainer_adapters.batch.rollouts.checks import check_entries, encoded_payload
+from trainer_adapters.batch.rollouts.futures import CallbackThread, RolloutFuture, in_loop
+from trainer_adapters.batch.rollouts.machine import PoolMachine
+from trainer_adapters.batch.rollouts.machine_io import (
+    Action,
+    AnnounceCame,
+    CancelAsked,
+    ClearAsked,
+    Cleared,
+    Closed,
+    Drop,
+    Event,
+    FailBatch,
+    Finish,
+    GiveBatch,
+    Log,
+    PoolStats,
+    ProcessesEnded,
+    Reply,
+    Result,
+    Rollout,
+    Submitted,
+    TakeCame,
+    Tick,
+    VersionSet,
+    WorkerLeft,
+)
+
+if TYPE_CHECKING:
+    from trainer_adapters.batch.batch import DistributedBatch
+
+__all__ = ["Rollout", "RolloutPool"]
+logger = logging.getLogger(__name__)
+
+STOP_S = 1.0
+"""Longest time that `close` waits for the workers to stop."""
+
+CALLBACKS_S = 30.0
+"""Longest time that `close` waits for callbacks that have begun or wait their turn."""
+
+
+class RolloutPool(Service):
+    """Hands submitted tasks to workers, and gives their rollouts as futures, to callbacks, or as batches. Any thread may call.
+
+    Workers of this host find the pool in the runtime directory. `listen` is a further address, `tcp://HOST:PORT`, by default what
+    `WEIGHTWIRE_LISTEN` says; one that other hosts reach needs a key (`weightwire keygen`). `addresses` are those that are bound.
+    A worker that is not heard of for `silence_s`, or whose process has ended, is lost: with `on_lost="fail"` its tasks fail with
+    `PeerLost`, with "rerun" other workers run them (a task that has lost three workers fails). Close the pool, or use it as a
+    context manager.
+
+    A rollout belongs to the pool until `next_batch` takes it or `clear` clears it. With futures or callbacks alone, call
+    `clear` for what was used.
+    """
+
+    def __init__(
+        self,
+        *,
+        listen: str | None = None,
+        on_lost: Literal["fail", "rerun"] = "fail",
+        silence_s: float | None = None,
+    ) -> None:
+        if on_lost not in ("fail", "rerun"):
+            raise ConfigError(f"on_lost={on_lost!r}: allowed are 'fail' and 'rerun'")
+        further = listen or listens_on()
+        config = Config.from_environment().but(silence_s=silence_s)
+        self.name = addresses.new_replica_id("pool")
+        self._machine = PoolMachine(self.name, silence_s=config.silence_s, rerun=on_lost == "rerun")
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._futures: dict[str, RolloutFuture] = {}
+        self._batches = BatchWaiters(self._machine, self._lock, self._on, self.stats)
+        self._listeners: dict[object, tuple[CallbackThread, Callable[[RolloutFuture], Any]]] = {}
+        self._job = addresses.job_name()
+        local = addresses.ipc_address(self.name, "p")
+        self._path = Path(local.removeprefix("ipc://"))
+        try:
+            self._server = ReplyServer(
+                self,
+                [local, *([further] if further != "ipc" else [])],
+                name="weightwire-rollout-pool",
+                where={"side": "rollout pool"},
+                max_bytes=MAX_CONTROL_BYTES,
+            )
+        except BaseException:
+            self._path.unlink(missing_ok=True)
+            raise
+        self.addresses = tuple(self._server.addresses)
+        self._callbacks = CallbackThread("weightwire-rollout-futures")
+        self._server.start()
+
+    # --- tasks -----------------------------------------------------------------------------------------------------------
+
+    def submit(self, task_id: str, payload: Any, *, deadline_s: float | None = None) -> RolloutFuture:
+        """Has a worker run `generate(task_id, payload)`.
+
+        `task_id` is unique over a whole training. `payload`: None, bool, int, float, str, bytes, lists and dicts of these, up to
+        16 MiB. A task that has not finished after `deadline_s` is cancelled and fails with `SyncTimeout`. Raises `BatchError`
+        for an id that the pool knows or a payload that can't travel, `PoolClosed`.
+        """
+        if deadline_s is not None:
+            deadline_s = checked_seconds("deadline_s", deadline_s, above_zero=True)
+        ShardId(task_id, "-")  # raises for what can't be an id
+        event = Submitted(task_id, encoded_payload(task_id, payload), deadline_s)
+        future = RolloutFuture(task_id, self.cancel, self._callbacks)
+        self._on(event, future=future)
+        return future
+
+    async def asubmit(self, task_id: str, payload: Any, *, deadline_s: float | None = None) -> Rollout:
+        """As `submit`, and waits for the rollout in asyncio. If it is cancelled, so is the task."""
+        future = self.submit(task_id, payload, deadline_s=deadline_s)
+        try:
+            return await in_loop(future, future.on_end)
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+
+    def on_complete(self, callback: Callable[[RolloutFuture], Any]) -> Callable[[], None]:
+        """Has `callback(future)` called for every task that ends from now on, in order, on a thread of its own.
+
+        A rollout that is dropped after it had completed, because it is too stale for a batch or its worker is lost, is
+        reported again, as a future that failed. Returns a function that removes the callback.
+        """
+        key = object()
+        with self._lock:
+            self._listeners[key] = CallbackThread("weightwire-rollout-callback"), callback
+
+        def remove() -> None:
+            with self._lock:
+                found = self._listeners.pop(key, None)
+            if found is not None:
+                found[0].end()
+
+        return remove
+
+    def cancel(self, task_id: str) -> bool:
+        """Cancels a task that has not ended, at its worker too; returns whether there was such a task."""
+        return any(isinstance(action, Finish) for action in self._on(CancelAsked(task_id)))
+
+    def clear(self, task_ids: Iterable[str]) -> ClearReport:
+        """Has the rows of tasks cleared by their workers, in whatever state they are; those that run are cancelled.
+
+        Workers are told at once, and do it in the background. Ids that the pool doesn't know (any more) are counted.
+        """
+        actions = self._on(ClearAsked(tuple(listed_tasks(task_ids))))
+        said = next(action for action in actions if isinstance(action, Cleared))
+        return ClearReport(cleared=said.cleared, unknown=said.unknown)
+
+    # --- batches ---------------------------------------------------------------------------------------------------------
+
+    def next_batch(self, n: int, timeout_s: float, max_staleness: int | None = None) -> DistributedBatch:
+        """The first `n` rollouts that complete, in order of completion, as a REMOTE batch; their tags are in `batch.tags`.
+
+        With `max_staleness`, a rollout is dropped whose first weight version is more than that behind `set_version`, or
+        unknown. Raises `SyncTimeout` where fewer complete in time; they stay for the next call. Raises `PoolClosed`.
+        """
+        return self._batches.wait(n, timeout_s, max_staleness)
+
+    async def anext_batch(self, n: int, timeout_s: float, max_staleness: int | None = None) -> DistributedBatch:
+        """As `next_batch`, in asyncio."""
+        return await self._batches.await_(n, timeout_s, max_staleness)
+
+    def set_version(self, version: int) -> None:
+        """Says which version the weights have now; staleness is counted from it."""
+        self._on(VersionSet(checked_count("version", version, 0)))
+
+    def stats(self) -> PoolStats:
+        """What the pool holds, and what it has counted."""
+        with self._lock:
+            stats = self._machine.stats
+        return dataclasses.replace(
+            stats, received_bytes=self._server.received_bytes, sent_bytes=self._server.sent_bytes
+        )
+
+    def close(self) -> None:
+        """Fails what is pending with `PoolClosed`, has the workers stop and clear what was not taken; may be called twice.
+
+        Rows of batches that were taken stay until they are cleared or the process ends; on other hosts, until the workers have
+        not heard of the pool for their `silence_s`.
+        """
+        self._on(Closed())
+        with self._changed:
+            self._changed.wait_for(lambda: all(each.silent for each in self._machine.workers.values()), STOP_S)
+            listeners, self._listeners = self._listeners, {}
+        self._server.close()
+        self._path.unlink(missing_ok=True)
+        for thread in (self._callbacks, *(thread for thread, _ in listeners.values())):
+            thread.close(CALLBACKS_S)
+
+    def __enter__(self) -> RolloutPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- the server's thread ---------------------------------------------------------------------------------------------
+
+    def answer(self, asker: Asker, body: Body, payload: memoryview | None) -> Body | None:
+        match body:
+            case Take():
+                if body.job != self._job:
+                    raise AuthError(
+                        f"worker {body.worker} is of job {body.job!r}, this pool of {self._job!r}",
+                        hint="give worker and controller the same WEIGHTWIRE_JOB",
+                    )
+                owner = decode_as(body.owner, Owner)
+                local = owner.pid and owner.boot_id == addresses.boot_id()
+                self._on(TakeCame(asker, body, owner, (owner.pid, owner.start_ticks) if local else None))
+                return None
+            case Announce():
+                if body.pool != self.name:  # an earlier pool at this address, whose attempts have the same numbers
+                    return Announced(tuple(finished.ref for finished in body.finished))
+                self._on(
+                    AnnounceCame(asker, body.worker, tuple(self._result(body.worker, one) for one in body.finished))
+                )
+                return None
+            case LeavePool():
+                if body.pool == self.name:
+                    self._on(WorkerLeft(body.worker))
+                return Done()
+        raise ProtocolError(f"a rollout pool takes no {type(body).__name__}")
+
+    def processes(self) -> Collection[ProcessId]:
+        with self._lock:
+            return {worker.process for worker in self._machine.workers.values() if worker.process is not None}
+
+    def wakes_at_s(self) -> float:
+        with self._lock:
+            return self._machine.wakes_at_s
+
+    def look(self, now_s: float, ended: Collection[ProcessId]) -> None:
+        if ended:
+            self._on(ProcessesEnded(frozenset(ended)))
+        if now_s >= self.wakes_at_s():
+            self._on(Tick(), now_s)
+
+    def _result(self, worker: str, finished: Finished) -> Result:
+        """A finished task as the machine takes it; metadata that is wrong makes it a failure."""
+        if finished.error is not None:
+            return Result(finished.ref, error=WeightwireError.of(finished.error))
+        try:
+            entries = decode_as(finished.entries, tuple[Entry, ...])
+            with self._lock:
+                known = self._machine.workers.get(worker)
+            check_entries(finished.ref.task_id, entries, known.owner.id if known is not None else None)
+        except WeightwireError as error:
+            return Result(finished.ref, error=error.at(side="rollout pool"))
+        return Result(finished.ref, entries, finished.tags)
+
+    # --- events and actions ----------------------------------------------------------------------------------------------
+
+    def _on(self, event: Event, now_s: float | None = None, *, future: RolloutFuture | None = None) -> Sequence[Action]:
+        """Any thread: gives an event to the machine and performs the actions. `future`: that of a submitted task."""
+        with self._changed:
+            actions = self._machine.on(event, time.monotonic() if now_s is None else now_s)
+            if future is not None:
+                self._futures[future.task_id] = future
+            # An id may be submitted again as soon as its task has ended: futures are found here, not later.
+            bound = [(action, self._bound(action)) for action in actions]
+            self._changed.notify_all()
+        for action, waiting in bound:
+            self._perform(action, waiting)
+        self._server.wake()
+        return actions
+
+    def _bound(self, action: Action) -> Any:
+        """Under the lock: the future that an action ends."""
+        match action:
+            case Finish():
+                return self._futures.pop(action.task_id)
+            case GiveBatch() | FailBatch():
+                return self._batches.pop(action.waiter)
+        return None
+
+    def _perform(self, action: Action, future: Any) -> None:
+        """Without the lock. Nothing here waits, or runs code of the user."""
+        match action:
+            case Reply():
+                action.asker.reply(action.body)
+            case Finish():
+                future.end(action.outcome)
+                self._tell(future)
+            case Drop():
+                logger.warning("weightwire: a rollout is dropped: %s", action.error)
+                dropped = RolloutFuture(action.task_id, lambda _: False, self._callbacks)
+                dropped.end(action.error)
+                self._tell(dropped)
+            case GiveBatch():
+                future.set_result(action.rollouts)
+            case FailBatch():
+                future.set_exception(action.error)
+            case Log():
+                logger.log(logging.WARNING if action.warning else logging.INFO, "weightwire: %s", action.text)
+
+    def _tell(self, future: RolloutFuture) -> None:
+        with self._lock:
+            listeners = list(self._listeners.values())
+        for thread, callback in listeners:
+            thread.call(callback, future)

@@ -1,0 +1,373 @@
+"""The store of an owner: what a process keeps of its rows for the consumers of distributed batches.
+
+A put copies the rows once, into shared memory; the same pass makes their digests. Bytes never move: a shard that is cleared or
+replaced lives on under the leases of those who read it. Then its memory is spare: later rows are written to it, and where the
+budget has no room for it, it goes back to the system (`memory` says what is never written to again). One lock guards the
+bookkeeping; bytes are copied, and memory is given back, outside of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Condition
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from inference_plugin.net.addresses import boot_id, listen_address, new_replica_id
+from inference_plugin.net.processes import ProcessId, start_ticks
+from inference_plugin.wire.errors import BatchError, ProtocolError, StoreFull
+from inference_plugin.wire.messages.batch import Cut, LeaseEnd, RefusedShard, WantedShard
+from inference_plugin.wire.messages.common import Sender
+from trainer_adapters.batch.filling import fill
+from trainer_adapters.batch.leases import Holding, Leases
+from trainer_adapters.batch.limits import checked_seconds
+from trainer_adapters.batch.memory import Block, BlockMemory, GivenBack
+from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of, parts_of_task
+from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, VersionSpan, listed_tasks
+from trainer_adapters.batch.server import StoreServer
+
+__all__ = ["Store", "StoreStats"]
+
+MIN_SEGMENT_BYTES = 8 << 20
+"""A segment is used again once it is empty: large ones would hold much more than the rows in use."""
+
+SEGMENTS_PER_BUDGET = 128
+"""A full store has about this many segments; each takes three descriptors."""
+
+REMEMBERED = 1 << 16
+"""Ids of cleared tasks that a store remembers; older ones count as unknown."""
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds. `nbytes`: bytes of rows that can be fetched. `leased_bytes`: bytes of rows that were cleared or
+    replaced while somebody still reads them. `spare_bytes`: memory that is kept for later rows. The budget bounds the sum of
+    all three; spare memory gives way to rows."""
+
+    tasks: int
+    shards: int
+    nbytes: int
+    leased_bytes: int
+    budget_bytes: int
+    spare_bytes: int = 0
+
+
+class Store:
+    """Keeps rows of this process in shared memory, and serves them. All methods may be called on any thread.
+
+    `address` is where it listens (`ipc://PATH`, `tcp://HOST:PORT`); by default what `WEIGHTWIRE_LISTEN` says, else a socket
+    in the runtime directory. `name`, of lower-case letters, begins the owner's id. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, *, budget_bytes: int, address: str | None = None, name: str = "store") -> None:
+        if budget_bytes <= 0:
+            raise ValueError(f"budget_bytes={budget_bytes}: give a number of bytes above 0")
+        if not (name.isascii() and name.isalpha() and name.islower()):
+            raise ValueError(f"name={name!r}: use lower-case letters")
+        self._budget_bytes = budget_bytes
+        self._memory = BlockMemory(max(MIN_SEGMENT_BYTES, budget_bytes // SEGMENTS_PER_BUDGET))
+        self._leases = Leases()
+        self._tasks: dict[str, dict[str, Holding]] = {}
+        self._cleared: dict[str, None] = {}
+        self._taken_bytes = self._current_bytes = self._leased_bytes = 0
+        self._lock = Condition()
+        self._waiting: deque[object] = deque()
+        self._is_closed = False
+        owner_id = new_replica_id(name)
+        self._server = StoreServer(self, address or listen_address(owner_id, "b"), owner_id)
+        (listens_at,) = self._server.addresses
+        self.owner = Owner(owner_id, listens_at, boot_id(), os.getpid(), start_ticks())
+        self._server.start()
+
+    def put(
+        self,
+        task_id: str,
+        data: Mapping[str, Any],
+        versions: VersionSpan | None = None,
+        timeout_s: float = 0.0,
+    ) -> tuple[Entry, ...]:
+        """Copies the rows of a task, by key, and returns their entries in the order of `data`.
+
+        `data` values are rows as `local_part` takes them: tensors `[rows, ...]`, nested tensors, lists of tensors or of plain
+        values; all keys of a task have equally many rows. A key that the task has already is replaced. Either all of `data`
+        is stored or nothing. While the budget has no room, the call waits up to `timeout_s`, in the order of the calls; then it
+        raises `StoreFull`. Raises `BatchError` for values that are not rows, `ConfigError` for a `timeout_s` that is no time.
+        """
+        timeout_s = checked_seconds("timeout_s", timeout_s)
+        parts = parts_of_task(task_id, data)
+        sizes = [part.nbytes for part in parts.values()]
+        self._check_budget(
+            task_id, sum(sizes)
+        )  # before a strided tensor is copied, which may be larger than any memory
+        buffers = [buffers_of(part) for part in parts.values()]
+        blocks = self._reserve(task_id, sizes, timeout_s)
+        is_written = False
+        try:
+            digests = [fill(block, group) for group, block in zip(buffers, blocks, strict=True)]
+            is_written = True
+            entries = tuple(
+                entry_of(shard, part, self.owner.id, digest, versions)
+                for (shard, part), digest in zip(parts.items(), digests, strict=True)
+            )
+            with self._changing() as freed:
+                self._check_rows(task_id, entries)
+                held = self._tasks.setdefault(task_id, {})
+                self._cleared.pop(task_id, None)
+                for entry, block in zip(entries, blocks, strict=True):
+                    if (replaced := held.get(entry.shard.key)) is not None:
+                        self._outdate(replaced, freed)
+                    held[entry.shard.key] = Holding(entry, block)
+                    self._current_bytes += block.nbytes
+                blocks = []
+        finally:
+            if blocks:  # nothing was stored
+                with self._changing() as freed:
+                    if not is_written:
+                        self._memory.retire(blocks)
+                    for block in blocks:
+                        self._free(block, freed)
+        return entries
+
+    def get(self, shard: ShardId) -> LocalPart:
+        """The rows of a shard, copied. Raises `ProtocolError` for a shard that the store doesn't hold."""
+        with self._lock:
+            held = self._tasks.get(shard.task_id, {}).get(shard.key)
+            if held is None:
+                why = "was cleared" if shard.task_id in self._cleared else "is unknown"
+                raise ProtocolError(f"shard {shard} {why} at {self.owner.id}")
+            held.readers += 1
+        try:
+            copied = torch.empty(held.block.nbytes, dtype=torch.uint8)
+            copied.numpy()[:] = held.block.memory
+        finally:
+            with self._changing() as freed:
+                self._unread((held,), freed)
+        return part_of(held.entry, copied)
+
+    def __contains__(self, task_id: str) -> bool:
+        """Whether it holds rows of a task."""
+        with self._lock:
+            return task_id in self._tasks
+
+    def clear(self, task_ids: Iterable[str]) -> ClearReport:
+        """Drops all shards of tasks; those that are leased live on for their readers. Unknown ids are counted."""
+        asked = listed_tasks(task_ids)
+        unknown = self.drop(asked)
+        return ClearReport(cleared=len(asked) - len(unknown), unknown=len(unknown))
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            shards = sum(len(held) for held in self._tasks.values())
+            return StoreStats(
+                len(self._tasks),
+                shards,
+                self._current_bytes,
+                self._leased_bytes,
+                self._budget_bytes,
+                self._memory.spare_bytes,
+            )
+
+    def close(self) -> None:
+        """Stops serving and drops everything; may be called twice. Readers on this host keep what they have mapped."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._lock.notify_all()
+        self._server.close()
+        if self.owner.address.startswith("ipc://"):
+            Path(self.owner.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        with self._lock:
+            self._tasks.clear()
+            self._leases = Leases()  # with the holdings go the descriptors of their memory
+            self._taken_bytes = self._current_bytes = self._leased_bytes = 0
+            self._memory.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- for the server --------------------------------------------------------------------------------------------------
+
+    def lease(
+        self, consumer: Sender, number: int, wanted: Sequence[WantedShard]
+    ) -> tuple[list[Block], Sequence[RefusedShard]]:
+        """Begins a lease on the shards that are not refused; their blocks, in order. The same number gets the same answer."""
+        with self._lock:
+            lease = self._leases.begun(consumer, number)
+            if lease is None:
+                lease = self._leases.begin(consumer, number, *self._find(wanted))
+            return [holding.block for holding in lease.given], lease.refused
+
+    def end_leases(self, session: str, ends: Iterable[LeaseEnd]) -> None:
+        with self._changing() as freed:
+            self._unread(self._leases.end(session, ends), freed, counted=True)
+
+    def end_leases_of(self, processes: Collection[ProcessId]) -> None:
+        """Ends the leases of processes that are gone. A child that such a process had forked may still map what it read."""
+        with self._changing() as freed:
+            holdings = self._leases.end_of(processes)
+            self._memory.retire(holding.block for holding in holdings)
+            self._unread(holdings, freed, counted=True)
+
+    def consumers(self) -> set[ProcessId]:
+        """Processes that hold leases."""
+        with self._lock:
+            return self._leases.processes()
+
+    def read(self, cuts: Sequence[Cut]) -> tuple[npt.NDArray[np.uint8], list[RefusedShard]]:
+        """The bytes of the cuts that are not refused, copied one after the other."""
+        with self._lock:
+            found, refused = self._find([cut.shard for cut in cuts])
+            for holding in found:
+                holding.readers += 1
+        try:
+            indexes = {one.index for one in refused}
+            spans = [(cut.start, cut.end) for i, cut in enumerate(cuts) if i not in indexes]
+            data = np.empty(sum(end - start for start, end in spans), dtype=np.uint8)
+            at = 0
+            for holding, (start, end) in zip(found, spans, strict=True):
+                data[at : at + end - start] = holding.block.memory[start:end]
+                at += end - start
+            return data, refused
+        finally:
+            with self._changing() as freed:
+                self._unread(found, freed)
+
+    def drop(self, task_ids: Iterable[str]) -> list[str]:
+        """Drops all shards of tasks; returns the ids of which nothing was held."""
+        unknown = []
+        with self._changing() as freed:
+            for task_id in task_ids:
+                if (held := self._tasks.pop(task_id, None)) is None:
+                    unknown.append(task_id)
+                    continue
+                self._cleared[task_id] = None
+                for holding in held.values():
+                    self._outdate(holding, freed)
+            while len(self._cleared) > REMEMBERED:
+                del self._cleared[next(iter(self._cleared))]
+        return unknown
+
+    # --- under the lock --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[list[GivenBack]]:
+        """Holds the lock; afterwards gives back the memory that was freed and wakes those who wait for room."""
+        freed: list[GivenBack] = []
+        try:
+            with self._lock:
+                try:
+                    yield freed
+                finally:
+                    if self._waiting:
+                        self._lock.notify_all()
+        finally:
+            if freed:
+                self._memory.give_back(freed)
+
+    def _reserve(self, task_id: str, sizes: Sequence[int], timeout_s: float) -> list[Block]:
+        """Blocks for a put, counted against the budget. Raises `StoreFull`."""
+        needed = sum(sizes)
+        deadline_s = time.monotonic() + timeout_s
+        mine = object()
+        with self._changing() as freed:
+            self._waiting.append(mine)
+            try:
+                while self._waiting[0] is not mine or self._taken_bytes + needed > self._budget_bytes:
+                    self._check_open()
+                    if not self._lock.wait(max(0.0, deadline_s - time.monotonic())) and time.monotonic() >= deadline_s:
+                        raise self._full(task_id, needed, timeout_s)
+                self._check_open()
+            finally:
+                self._waiting.remove(mine)
+            blocks: list[Block] = []
+            try:
+                for nbytes in sizes:
+                    blocks.append(self._memory.allocate(nbytes))
+                    self._taken_bytes += nbytes
+                if (excess := self._taken_bytes + self._memory.spare_bytes - self._budget_bytes) > 0:
+                    freed += self._memory.trim(excess)
+            except BaseException:  # no segment could be made
+                self._memory.retire(blocks)
+                for block in blocks:
+                    self._free(block, freed)
+                raise
+            return blocks
+
+    def _check_budget(self, task_id: str, needed: int) -> None:
+        if needed > self._budget_bytes:
+            raise StoreFull(
+                f"task {task_id!r} has {needed} bytes, the whole budget is {self._budget_bytes}",
+                hint="give the store a larger budget_bytes, or put smaller tasks",
+            )
+
+    def _full(self, task_id: str, needed: int, timeout_s: float) -> StoreFull:
+        return StoreFull(
+            f"task {task_id!r} needs {needed} bytes, and within {timeout_s:g} s no room came free: of {self._budget_bytes} "
+            f"bytes {self._current_bytes} are held, {self._leased_bytes} are cleared but still read, "
+            f"{self._taken_bytes - self._current_bytes - self._leased_bytes} are being written, {len(self._waiting)} puts wait"
+        )
+
+    def _find(self, wanted: Sequence[WantedShard]) -> tuple[list[Holding], list[RefusedShard]]:
+        self._check_open()
+        found, refused = [], []
+        for i, one in enumerate(wanted):
+            if (held := self._tasks.get(one.task_id)) is None:
+                refused.append(RefusedShard(i, "cleared" if one.task_id in self._cleared else "unknown"))
+            elif (holding := held.get(one.key)) is None:
+                refused.append(RefusedShard(i, "unknown"))
+            elif holding.entry.digest != one.digest or holding.block.nbytes != one.nbytes:
+                refused.append(RefusedShard(i, "replaced"))
+            else:
+                found.append(holding)
+        return found, refused
+
+    def _outdate(self, holding: Holding, freed: list[GivenBack]) -> None:
+        """The holding was cleared or replaced."""
+        holding.is_current = False
+        self._current_bytes -= holding.block.nbytes
+        self._leased_bytes += holding.block.nbytes
+        self._unread((holding,), freed, counted=True)
+
+    def _unread(self, holdings: Iterable[Holding], freed: list[GivenBack], *, counted: bool = False) -> None:
+        """Frees those of `holdings` that nobody needs any more; unless `counted`, each has one reader less first."""
+        for holding in holdings:
+            if not counted:
+                holding.readers -= 1
+            if not (holding.readers or holding.is_current or holding.is_freed or self._is_closed):
+                holding.is_freed = True
+                self._leased_bytes -= holding.block.nbytes
+                self._free(holding.block, freed)
+
+    def _free(self, block: Block, freed: list[GivenBack]) -> None:
+        self._taken_bytes -= block.nbytes
+        freed += self._memory.free(block)
+
+    def _check_rows(self, task_id: str, entries: Sequence[Entry]) -> None:
+        self._check_open()
+        keys = {entry.shard.key for entry in entries}
+        for key, holding in self._tasks.get(task_id, {}).items():
+            if key not in keys and holding.entry.rows != entries[0].rows:
+                raise BatchError(
+                    f"task {task_id!r} has {holding.entry.rows} rows of {key!r}, but was put {entries[0].rows} rows of "
+                    f"{entries[0].shard.key!r}"
+                )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ProtocolError(f"the store {self.owner.id} is closed")
