@@ -1,4 +1,5 @@
-"""What runs in the trainer: sources that say what this rank holds of a model, and the manager that sends it.
+"""What runs in the trainer: sources that say what this rank holds of a model, the manager that sends it, and the batches
+that bring back what the engines generated.
 
 Importing this package is cheap: it needs no engine, no GPU and no Ray, and torch only when a name is used.
 """
@@ -10,27 +11,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inference_plugin.wire.config import Config
-    from trainer_adapters.dtensor import DTensorAdapter
-    from trainer_adapters.export import ExportAdapter
-    from trainer_adapters.fsdp import FSDPAdapter
-    from trainer_adapters.lora import MergedLoRAAdapter
-    from trainer_adapters.lora_adapter import LoRAAdapter
+    from trainer_adapters.batch.batch import DistributedBatch
+    from trainer_adapters.batch.merging import merge
+    from trainer_adapters.batch.nested import alocalize, localize, remotize
+    from trainer_adapters.batch.records import ClearReport, VersionSpan
+    from trainer_adapters.batch.rollouts.generated import Generated
+    from trainer_adapters.batch.rollouts.machine_io import Rollout
+    from trainer_adapters.batch.rollouts.pool import RolloutPool
+    from trainer_adapters.batch.rollouts.worker import RolloutWorker
+    from trainer_adapters.batch.status import BatchStatus
+    from trainer_adapters.batch.store import Store
+    from trainer_adapters.fleet.machine_io import ReplicaStatus
     from trainer_adapters.manager import SyncManager
-    from trainer_adapters.megatron import MegatronAdapter
-    from trainer_adapters.megatron_lora_adapter import MegatronLoRAAdapter
-    from trainer_adapters.module import ModuleAdapter
-    from trainer_adapters.pending import PendingUpdate
-    from trainer_adapters.roster import ReplicaStatus
-    from trainer_adapters.source import DtypeRules, LocalSlice, WeightSource
-    from trainer_adapters.stragglers import BestEffort, Quorum
+    from trainer_adapters.settings import BestEffort, Quorum
+    from trainer_adapters.sources.base import DtypeRules, LocalSlice, WeightSource
+    from trainer_adapters.sources.dtensor import DTensorAdapter
+    from trainer_adapters.sources.export import ExportAdapter
+    from trainer_adapters.sources.fsdp import FSDPAdapter
+    from trainer_adapters.sources.lora.adapter import LoRAAdapter
+    from trainer_adapters.sources.lora.merged import MergedLoRAAdapter
+    from trainer_adapters.sources.megatron.lora_adapter import MegatronLoRAAdapter
+    from trainer_adapters.sources.megatron.source import MegatronAdapter
+    from trainer_adapters.sources.module import ModuleAdapter
+    from trainer_adapters.update.handle import PendingUpdate
 
 __all__ = [
+    "BatchStatus",
     "BestEffort",
+    "ClearReport",
     "Config",
     "DTensorAdapter",
+    "DistributedBatch",
     "DtypeRules",
     "ExportAdapter",
     "FSDPAdapter",
+    "Generated",
     "LoRAAdapter",
     "LocalSlice",
     "MegatronAdapter",
@@ -40,28 +55,50 @@ __all__ = [
     "PendingUpdate",
     "Quorum",
     "ReplicaStatus",
+    "Rollout",
+    "RolloutPool",
+    "RolloutWorker",
+    "Store",
     "SyncManager",
+    "VersionSpan",
     "WeightSource",
+    "alocalize",
+    "localize",
+    "merge",
+    "remotize",
 ]
 
 _HOMES = {
-    "BestEffort": "stragglers",
+    "BatchStatus": "batch.status",
+    "BestEffort": "settings",
+    "ClearReport": "batch.records",
     "Config": "manager",
-    "DTensorAdapter": "dtensor",
-    "DtypeRules": "source",
-    "ExportAdapter": "export",
-    "FSDPAdapter": "fsdp",
-    "LoRAAdapter": "lora_adapter",
-    "LocalSlice": "source",
-    "MegatronAdapter": "megatron",
-    "MegatronLoRAAdapter": "megatron_lora_adapter",
-    "MergedLoRAAdapter": "lora",
-    "ModuleAdapter": "module",
-    "PendingUpdate": "pending",
-    "Quorum": "stragglers",
-    "ReplicaStatus": "roster",
+    "DTensorAdapter": "sources.dtensor",
+    "DistributedBatch": "batch.batch",
+    "DtypeRules": "sources.base",
+    "ExportAdapter": "sources.export",
+    "FSDPAdapter": "sources.fsdp",
+    "Generated": "batch.rollouts.generated",
+    "LoRAAdapter": "sources.lora.adapter",
+    "LocalSlice": "sources.base",
+    "MegatronAdapter": "sources.megatron.source",
+    "MegatronLoRAAdapter": "sources.megatron.lora_adapter",
+    "MergedLoRAAdapter": "sources.lora.merged",
+    "ModuleAdapter": "sources.module",
+    "PendingUpdate": "update.handle",
+    "Quorum": "settings",
+    "ReplicaStatus": "fleet.machine_io",
+    "Rollout": "batch.rollouts.machine_io",
+    "RolloutPool": "batch.rollouts.pool",
+    "RolloutWorker": "batch.rollouts.worker",
+    "Store": "batch.store",
     "SyncManager": "manager",
-    "WeightSource": "source",
+    "VersionSpan": "batch.records",
+    "WeightSource": "sources.base",
+    "alocalize": "batch.nested",
+    "localize": "batch.nested",
+    "merge": "batch.merging",
+    "remotize": "batch.nested",
 }
 
 

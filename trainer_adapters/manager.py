@@ -1,71 +1,65 @@
 """The SyncManager: one update of one group, from the trainer's ranks into every replica of the job on this host.
 
-Rank 0 drives; the other ranks write what they hold and wait for the outcome:
+Rank 0 leads; the other ranks write what they hold and wait for the outcome:
 
 1. scan: every rank looks at its model and makes the manifest;
-2. agree: discover the replicas, open the group on new ones, begin the transaction on all workers;
+2. agree: rank 0 opens the group on replicas that do not know it, and begins the transaction on all workers;
 3. stage: every trainer rank writes its slices; rank 0 keeps the workers' leases alive meanwhile;
 4. seal: every worker checks the digests of what it needs and prepares its standby;
-5. commit: the front of every replica whose workers all sealed installs at one step boundary;
+5. commit: each replica whose workers have all sealed installs the version at one step boundary;
 6. report: the same on every rank. An error on any rank is raised on all.
 
-All sockets belong to one thread of the manager's own; `update` waits for it, `update_async` returns its future. Between
-updates rank 0 brings up replicas that join or fell behind: `trainer_adapters.catching_up`.
+All sockets belong to one thread of the manager; `update` waits for it, `update_async` returns its future. Between updates
+rank 0 brings up replicas that join or fell behind: `trainer_adapters.update.catching_up`.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import math
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
-from inference_plugin.transports.backends import current_device, use_device
+from inference_plugin.net import addresses
 from inference_plugin.transports.base import Transport
 from inference_plugin.transports.registry import available_transports, transport_named
-from inference_plugin.transports.spread import FAN_OUTS, FanOut
-from inference_plugin.wire import addresses
+from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import CommitFailed, TransportUnavailable, WeightwireError
+from inference_plugin.wire.errors import CommitFailed, ManagerClosed, TransportUnavailable, WeightwireError
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.messages import (
-    CloseGroup,
-    Describe,
-    Done,
-    InFlight,
-    InstallPolicy,
-    MemoryTag,
-    Outcome,
-    ReplicaCard,
-    WorkerCard,
-)
+from inference_plugin.wire.messages import InFlight, InstallPolicy, MemoryTag, ReplicaCard
 from inference_plugin.wire.reports import PauseReport, UpdateReport, VerifyReport
-from inference_plugin.wire.tracing import Trace, flush, save, span, under
-from trainer_adapters import registry
-from trainer_adapters.catching_up import CatchingUp
-from trainer_adapters.crew import Crew
-from trainer_adapters.events import Event
-from trainer_adapters.pausing import Pauses
-from trainer_adapters.pending import PendingUpdate
-from trainer_adapters.rank import CatchUpPolicy, Rank, Settings
-from trainer_adapters.replicas import ReplicaSession
-from trainer_adapters.roster import ReplicaStatus
-from trainer_adapters.source import LocalSlice, WeightSource
-from trainer_adapters.stragglers import BestEffort, Quorum, Stragglers
-from trainer_adapters.update import Update
-from trainer_adapters.verification import Verification
+from inference_plugin.wire.tracing import Trace, flush, save, under
+from trainer_adapters.events import Event, harmless
+from trainer_adapters.fleet import registry
+from trainer_adapters.fleet.fleet import Fleet
+from trainer_adapters.fleet.machine_io import ReplicaStatus
+from trainer_adapters.fleet.pauses import Pauses
+from trainer_adapters.fleet.versions import versions_of
+from trainer_adapters.settings import CatchUpPolicy, OnFailure, Settings, Stragglers
+from trainer_adapters.sources.base import WeightSource
+from trainer_adapters.update.catching_up import CatchingUp
+from trainer_adapters.update.follower import follow
+from trainer_adapters.update.given import FailingSource, GivenModels, checked_version
+from trainer_adapters.update.handle import PendingUpdate, called_from_inside
+from trainer_adapters.update.leader import lead, update
+from trainer_adapters.update.outcome import failure_of
+from trainer_adapters.update.rank_context import RankContext
+from trainer_adapters.update.thread import OperationThread
+from trainer_adapters.update.trainer_ranks import TrainerRanks
+from trainer_adapters.update.verification import verify
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
+
+    from trainer_adapters.sources.chosen import Sendable
 
 __all__ = ["SyncManager"]
 
-Report = TypeVar("Report", UpdateReport, VerifyReport)
+logger = logging.getLogger(__name__)
 
 
 class SyncManager:
@@ -79,16 +73,20 @@ class SyncManager:
     - `timeout_s`: for a whole operation; every wait inside it ends by then. The first update of a replica takes longer
       than later ones: its placement plan is traced and proven (some seconds per GB).
     - `lease_s`: after this silence a worker drops an unfinished update.
-    - `config`: every setting, these two among them; default the environment's `WEIGHTWIRE_*`, see docs/configuration.md.
-    - `partial`: the group is a part of the model; what other groups don't write either keeps its values.
-    - `stragglers`: which replicas a commit waits for; see `trainer_adapters.stragglers`.
+    - `config`: every setting that the environment may give, these two among them; default: the `WEIGHTWIRE_*` variables, see
+      docs/configuration.md.
+    - `partial`: the group is a part of the model; parameters that no group writes keep their values.
+    - `stragglers`: which replicas a commit waits for; see `trainer_adapters.settings`.
+    - `on_failure`: "raise": an update raises if a replica that lives did not take the version, although others did; "report":
+      it returns, and the report says so. The same on every rank.
     - `fan_out`: how bytes reach many replicas, on transports that send them: "direct" to each, "chain", "tree", or "auto";
       see `inference_plugin.transports.spread`.
     - `catch_up`: whether replicas that join, or fell behind, get the last version between updates: "auto" (where it lies in
       shared memory anyway), "always" (one more copy of each update, all trainer ranks on one host) or "never".
-    - `process_group`: the trainer's ranks, default all of torch.distributed (used once, here), or this process alone.
+    - `check_finite`: NaN or infinity in any rank's weights makes an update raise `NotFinite`, and nothing is applied.
+    - `process_group`: the trainer's ranks, default all of torch.distributed, or this process alone.
 
-    Raises typed errors (`inference_plugin.wire.errors`), the same on every rank.
+    Raises typed errors, the same on every rank; made on some of the ranks only, `SyncTimeout` after `timeout_s`.
     """
 
     def __init__(
@@ -102,55 +100,45 @@ class SyncManager:
         lease_s: float | None = None,
         partial: bool = False,
         stragglers: Stragglers = "report",
+        on_failure: OnFailure = "raise",
         fan_out: FanOut = "auto",
         catch_up: CatchUpPolicy = "auto",
+        check_finite: bool = False,
         process_group: dist.ProcessGroup | None = None,
         config: Config | None = None,
     ) -> None:
-        config = (config or Config.from_environment()).but(timeout_s=timeout_s, lease_s=lease_s)
-        for value, allowed in (
-            (install, ("auto", "copy", "standby")),
-            (in_flight, ("keep", "recompute", "abort", "drain")),
-            (fan_out, FAN_OUTS),
-            (catch_up, ("auto", "always", "never")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{value!r} is none of {', '.join(allowed)}")
-        if not isinstance(stragglers, Quorum | BestEffort) and stragglers not in ("report", "all"):
-            raise ValueError(f"stragglers={stragglers!r} is none of 'report', 'all', Quorum(n), BestEffort(seconds)")
-        transports = available_transports() if transport == Transport.AUTO else [transport_named(transport)]
-        self.settings = Settings(
+        self.settings = settings = Settings(
             group,
-            transports,
-            install,
-            in_flight,
-            config.timeout_s,
-            config.lease_s,
+            available_transports() if transport == Transport.AUTO else [transport_named(transport)],
+            (config or Config.from_environment()).but(timeout_s=timeout_s, lease_s=lease_s),
+            install=install,
+            in_flight=in_flight,
             partial=partial,
             stragglers=stragglers,
             fan_out=fan_out,
             catch_up=catch_up,
-            config=config,
+            on_failure=on_failure,
+            check_finite=check_finite,
         )
         if catch_up == "always":
             transport_named("shm")  # an error now rather than in the first update
-        crew = Crew(process_group, config.silence_s)
-        if catch_up == "always" and not crew.on_one_host:
-            crew.close()
+        ranks = TrainerRanks(process_group, settings.config.silence_s, timeout_s=settings.timeout_s)
+        if catch_up == "always" and not ranks.on_one_host:
+            ranks.close()
             raise TransportUnavailable(
                 "catch_up='always' keeps the last version in shared memory, and the trainer's ranks are on several hosts",
                 hint="catch_up='auto': replicas that join then wait for the next update",
             )
-        self._rank = Rank(self.settings, crew, registry.take() if crew.rank == 0 else None)
-        self._catching_up = CatchingUp(self._rank) if crew.rank == 0 else None
-        self._pauses = Pauses(self._rank)
-        self._closing = False
-        self._thread = concurrent.futures.ThreadPoolExecutor(
-            1,
-            thread_name_prefix="weightwire-manager",
-            initializer=use_device,  # sources that gather on a device need the one that this rank was given
-            initargs=(current_device(),),
-        )
+        self._fleet = Fleet(settings, registry.take()) if ranks.rank == 0 else None
+        self._context = context = RankContext(settings, ranks, self._fleet)
+        self._pauses: Pauses | None = None
+        self._catching_up: CatchingUp | None = None
+        if self._fleet is not None:
+            self._pauses = Pauses(settings, self._fleet, context.trainer)
+            self._catching_up = CatchingUp(settings, self._fleet, context.events, context.trainer)
+        self._models = GivenModels(group, process_group)
+        self._under_way = False
+        self._thread = OperationThread(settings)
 
     @property
     def group(self) -> str:
@@ -158,63 +146,90 @@ class SyncManager:
 
     @property
     def rank(self) -> int:
-        return self._rank.crew.rank
+        return self._context.ranks.rank
 
-    def update(self, source: WeightSource, version: int) -> UpdateReport:
-        """Brings `version` of the source's weights into every replica; returns the report, the same on every rank.
+    def update(
+        self,
+        model: Sendable,
+        version: int | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        hf_config: Any = None,
+    ) -> UpdateReport:
+        """Brings the weights into every replica, as `version`; returns the report, the same on every rank.
 
-        Raises if no replica took it. A replica that failed beside others that didn't is in `report.failed`; it serves
-        what it served before and is caught up, as `catch_up` says, or by the next update. The source must not change until
-        this returns.
+        `model`: a `WeightSource`, or what `trainer_adapters.sources.chosen` finds the adapter for: a module (plain, DDP, FSDP,
+        DTensors, PEFT), Megatron's chunks with `hf_config`, a mapping of tensors. The adapter is kept for as long as the same
+        model is given; making it is collective for Megatron and PEFT. `dtype`: in which all tensors travel. `version`: by
+        default one more than the highest that was sent or that a replica serves; rank 0 decides it.
+
+        Raises if no replica took it, and if a replica that lives did not take it although others did: the error's `report` says
+        what became of each. Replicas that took it keep it; the others serve what they served before, and are caught up, as
+        `catch_up` says, or by the next update. Lost replicas are only in `report.failed`, and with `on_failure="report"` all are.
+        The weights must not change until this returns. `timeout_s` counts from this call, waiting for others included.
         """
-        return self.update_async(source, version).result()
+        if self._thread.is_this_thread:
+            raise called_from_inside("update()")
+        return self.update_async(model, version, dtype=dtype, hf_config=hf_config).result()
 
     def update_async(
         self,
-        source: WeightSource,
-        version: int,
+        model: Sendable,
+        version: int | None = None,
         callback: Callable[[PendingUpdate], object] | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        hf_config: Any = None,
     ) -> PendingUpdate:
         """As `update`, in the manager's thread. `callback` gets the finished future, in that thread.
 
-        `wait_released()` of what is returned tells when the source may change, which is before the update is over.
+        `wait_released()` of the returned future tells when the source may change, which is before the update is over. Callbacks
+        and listeners may call this too. There, calls that wait for an operation (`update`, `verify`) raise `ProtocolError`,
+        other calls (`versions`, `pause`, `resume`) answer, and `close` takes effect afterwards.
         """
-        pending = PendingUpdate()
+        deadline_s = time.monotonic() + self.settings.timeout_s
+        number = checked_version(version)
+        self._thread.check_open()
+        source = self._models.source_of(model, dtype, hf_config)
+        pending = PendingUpdate(deadline_s, lambda: self._thread.is_this_thread, self._failure_of)
         if callback is not None:
             pending.add_done_callback(callback)  # type: ignore[arg-type]
-        self._thread.submit(pending.run, lambda: self._update(source, version, pending.release))
+        self._thread.submit(deadline_s, pending.run, lambda: self._update(source, number, pending, deadline_s))
         return pending
 
     def on(self, event: Event, listener: Callable[..., Any]) -> Callable[[], None]:
         """Has `listener` called at an event, on rank 0: "staged", "committed", "failed", "replica_joined", "replica_lost",
-        "replica_state", with the arguments that `trainer_adapters.events` lists. Returns what removes it again."""
-        return self._rank.events.on(event, listener)
+        "replica_state", with the arguments that `trainer_adapters.events.Events` lists. Returns what removes it again."""
+        self._thread.check_open()
+        return self._context.events.on(event, listener)
 
-    def verify(self, source: WeightSource) -> VerifyReport:
-        """Compares what every replica's live parameters hold with the source, byte for byte, in engine coordinates."""
-        return self._thread.submit(self._verify, source).result()
+    def verify(self, model: Sendable, *, dtype: torch.dtype | str | None = None, hf_config: Any = None) -> VerifyReport:
+        """Compares every replica's live parameters with the model, byte for byte, in engine coordinates; see `update`."""
+        self._thread.check_open()
+        source = self._models.source_of(model, dtype, hf_config)
+        return self._thread.call("verify()", lambda deadline_s: self._verify(source, deadline_s))
 
     def pause(self, in_flight: InFlight | None = None) -> PauseReport:
         """Stops generation in every living replica until `resume`; updates may be committed meanwhile.
 
-        `in_flight`: what happens to running requests, by default as in updates; new ones wait. Returns how each replica
-        stands; raises if none could be paused. The pause is kept alive for as long as this process lives and isn't silent
-        for `lease_s`; after that the replicas go on by themselves. Rank 0 does it; other ranks may call it too, and return
-        at once.
+        `in_flight`: what happens to running requests, by default as in updates; new ones wait. Returns the state of each
+        replica; raises if none could be paused. The pause lasts while this process lives; if it is silent for `lease_s`, the
+        replicas resume by themselves. Rank 0 pauses; other ranks may call it too, and return at once.
         """
-        return self._thread.submit(self._pauses.pause, in_flight or self.settings.in_flight, 0).result()
+        policy = in_flight or self.settings.in_flight
+        return self._of_pauses("pause()", lambda pauses, deadline_s: pauses.pause(policy, 0, deadline_s))
 
     def resume(self) -> PauseReport:
-        """Has every living replica generate again, woken up first if it is asleep. Harmless where nothing is paused.
+        """Has every living replica generate again; a sleeping replica is woken first. Harmless if nothing is paused.
 
-        Raises if no replica could, and `SyncTimeout` (in the report, where others could) if a replica has gone on before,
-        because the pause's lease ran out. One that couldn't be woken is torn until it is woken and updated.
+        Raises if no replica could resume. A replica that resumed earlier, because the pause's lease ran out, counts as failed
+        with `SyncTimeout`. A replica that could not be woken is torn until it is woken and updated.
         """
-        return self._thread.submit(self._pauses.resume).result()
+        return self._of_pauses("resume()", lambda pauses, deadline_s: pauses.resume((), deadline_s))
 
     @contextlib.contextmanager
     def paused(self, in_flight: InFlight | None = None) -> Iterator[PauseReport]:
-        """`pause` and, whatever happens inside, `resume`; raises if a replica couldn't go on."""
+        """`pause` and, whatever happens inside, `resume`; raises if a replica could not resume."""
         try:
             yield self.pause(in_flight)
         except BaseException as error:
@@ -229,169 +244,156 @@ class SyncManager:
         """As `pause`, and every replica releases its device memory: the KV cache and the weights, which level 1 keeps on the
         host and level 2 discards. For trainers on the same devices.
 
-        Keys and values go, so "keep" means "recompute" here. `EngineUnsupported` where the engine can't: nothing is
-        changed then. After level 2 a replica refuses to generate until a full update.
+        The KV cache is lost, so "keep" means "recompute" here. Raises `EngineUnsupported`, and changes nothing, if the engine
+        cannot sleep. After level 2 a replica refuses to generate until a full update.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep level {level!r} is neither 1 nor 2")
-        return self._thread.submit(self._pauses.pause, in_flight or self.settings.in_flight, level).result()
+        policy = in_flight or self.settings.in_flight
+        return self._of_pauses("sleep()", lambda pauses, deadline_s: pauses.pause(policy, level, deadline_s))
 
     def wake_up(self, tags: Sequence[MemoryTag] = ()) -> PauseReport:
-        """Takes memory of sleeping replicas back, all of it or only `tags` ("weights", "kv_cache"). Once all is back they
-        generate again. An update needs "weights" only, and may come before the rest. Raises as `resume` does."""
-        return self._thread.submit(self._pauses.resume, tags).result()
+        """Gives sleeping replicas their memory back, all of it or only `tags` ("weights", "kv_cache"). A replica generates again
+        once it has all of it. An update needs "weights" only, and may come before the rest. Raises as `resume` does."""
+        return self._of_pauses("wake_up()", lambda pauses, deadline_s: pauses.resume(tags, deadline_s))
 
     def discover(self) -> list[ReplicaCard]:
         """The living replicas of the job: those of this host by the runtime directory, on rank 0 also those that
         registered at `WEIGHTWIRE_REGISTRY`."""
-        return self._rank.registry.cards() if self._rank.registry is not None else addresses.discover()
+        self._thread.check_open()
+        return self._fleet.cards() if self._fleet is not None else addresses.discover()
 
     def wait_for_replicas(self, count: int, *, timeout_s: float) -> list[ReplicaCard]:
         """Rank 0: `discover()` once at least `count` replicas are there. Raises `SyncTimeout`. Not collective."""
-        if self._rank.registry is None:
+        self._thread.check_open()
+        if self._fleet is None:
             raise RuntimeError("only rank 0 waits for replicas; its update waits for the others anyway")
-        return self._rank.registry.wait(count, timeout_s)
+        return self._fleet.registry.wait(count, timeout_s)
 
     def replicas(self) -> list[ReplicaStatus]:
-        """Rank 0: every replica and what is known of it, without asking any; lost ones are listed until they are back (the
-        last 32 of them). Any thread, also while an update runs. Not collective."""
-        if self._rank.registry is None:
+        """Rank 0: every replica and what is known of it, without asking any. The last 32 lost replicas are listed as well. Any
+        thread, also while an update runs. Not collective."""
+        self._thread.check_open()
+        if self._fleet is None:
             raise RuntimeError("only rank 0 knows the replicas")
-        self._rank.roster.look(self._rank.registry.cards, self._rank.registry.heard_s)
-        return self._rank.roster.statuses()
+        self._fleet.look()
+        return self._fleet.statuses()
 
     def versions(self) -> dict[str, int | None]:
-        """Asks each living replica which version it serves, by replica id; None before its first update. Not collective."""
-        return self._thread.submit(self._versions).result()
+        """Asks all living replicas at once which version they serve. None stands for a replica before its first update, a torn
+        replica, and (with a warning in the log) one that does not answer. Raises the first error if none answers. Any thread,
+        also while an update runs. Not collective."""
+        config = self.settings.config
+        return versions_of(self.discover(), self.group, config.control_timeout_s, config.silence_s)
 
     def close_group(self) -> None:
-        """Rank 0: every living replica forgets the group; the installed weights stay. The next update opens it again.
-        Raises the first error. Not collective."""
-        self._thread.submit(self._close_group).result()
+        """Rank 0: every living replica forgets the group and keeps the installed weights. The next update opens the group again.
+        All replicas are asked at once; raises the first error. Not collective."""
+        self._thread.call("close_group()", self._close_group, inside=not self._under_way)
 
     def close(self) -> None:
-        """Closes sockets and frees segments; may be called twice. An update that is under way ends first; those behind it
-        fail with `CommitFailed`. (The end of a `with` block that raised nothing waits for them.)"""
-        self._closing = True
-        with contextlib.suppress(RuntimeError):
-            self._thread.submit(self._close).result()
-        self._thread.shutdown()
-        flush()
+        """Closes sockets and frees segments; may be called twice. An update under way ends first; updates behind it fail with
+        `CommitFailed`. (The end of a `with` block that raised nothing waits for them.)
+
+        Called from a callback or a listener it returns at once, and the manager is closed after the operation under way. Raises
+        `SyncTimeout` if that does not end by its deadline.
+        """
+        if self._thread.is_foreign:
+            return
+        is_listener = self._catching_up is not None and self._catching_up.is_this_thread
+        self._thread.close(self._close, wait=not is_listener)
+        if not self._thread.is_this_thread and not is_listener:
+            flush()
 
     def __enter__(self) -> SyncManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            with contextlib.suppress(RuntimeError):  # closed already
-                self._thread.submit(lambda: None).result()
-        self.close()
+        try:
+            if kind is None and not self._thread.is_closing:
+                with contextlib.suppress(CommitFailed):  # closed meanwhile
+                    last_s = self._thread.last_deadline_s
+                    self._thread.call("the end of a `with` block", lambda _: None, inside=True, deadline_s=last_s)
+        finally:
+            self.close()
 
     # --- every rank, in the manager's thread -------------------------------------------------------------------------
 
-    def _update(self, source: WeightSource, version: int, released: Callable[[], None]) -> UpdateReport:
-        where = {"group": self.group, "version": version}
-        if self._closing:
-            source = _Nothing()
-        self._rank.begin(released)
-        named = {"role": "trainer", "rank": self.rank, "group": self.group, "version": version}
-        trace = Trace.begun(self.settings.config.profile_dir, **named)
+    def _update(
+        self, source: WeightSource, version: int | None, pending: PendingUpdate, deadline_s: float
+    ) -> UpdateReport:
+        context = self._context
+        if self._thread.is_closing:
+            source = FailingSource(ManagerClosed("the manager was closed before this update began", side="manager"))
+        context.begin(deadline_s, pending.release)
+        named = {"rank": self.rank, "group": self.group, "version": version}
+        trace = Trace.begun(self.settings.config.profile_dir, role="trainer", **named)
+        operation = "update" if version is None else f"update:{version}"
+        self._under_way = True
         try:
-            with under(trace), self._rank.roster.updating():
-                report = self._together(
-                    f"update:{version}",
-                    source,
-                    where,
-                    lambda m: Update(self._rank, source, m, version).run(),
-                    UpdateReport,
-                )
+            with under(trace):
+                if self._fleet is None:
+                    report = decode_as(follow(context, operation, source), UpdateReport)
+                    pending.answer(report)
+                    return report
+                with self._fleet.updating():
+                    report = lead(
+                        context,
+                        operation,
+                        source,
+                        lambda manifest: update(context, source, manifest, version),
+                        pending.answer,
+                        group=self.group,
+                        version=version,
+                    )
         except WeightwireError as error:
-            if self.rank == 0:
-                self._rank.events.tell("failed", group=self.group, version=version, error=error)
+            if self._fleet is not None:
+                context.events.tell("failed", group=self.group, version=error.version, error=error)
             raise
         finally:
-            save(trace)
-        if self.rank == 0:
-            self._rank.events.tell("committed", report=report)
+            self._under_way = False
+            with harmless("saving a trace"):
+                save(trace)
+        if len(report.failed) < len(report.replicas):
+            context.events.tell("committed", report=report)
+        elif (failed := self._failure_of(report)) is not None:
+            context.events.tell("failed", group=self.group, version=report.version, error=failed)
         return report
 
-    def _verify(self, source: WeightSource) -> VerifyReport:
-        where = {"group": self.group, "phase": "verify"}
-        self._rank.begin()
-        return self._together(
-            "verify", source, where, lambda m: Verification(self._rank, source, m).run(), VerifyReport
-        )
+    def _failure_of(self, report: UpdateReport) -> WeightwireError | None:
+        return failure_of(report, self.settings.on_failure, self.settings.stragglers)
 
-    def _together(
-        self,
-        operation: str,
-        source: WeightSource,
-        where: dict[str, Any],
-        lead: Callable[[Manifest], Report],
-        kind: type[Report],
-    ) -> Report:
-        """One collective operation: rank 0 leads, the others follow; an error on any rank is raised on all."""
-        deadline_s = time.monotonic() + self.settings.timeout_s
-        if self.rank != 0:
-            return decode_as(self._rank.follow(operation, source), kind)
+    def _verify(self, source: WeightSource, deadline_s: float) -> VerifyReport:
+        context = self._context
+        context.begin(deadline_s)
+        self._under_way = True
         try:
-            with span("scan"):
-                manifest = source.manifest()
-            report = lead(manifest)
-        except BaseException as error:
-            failed = WeightwireError.wrap(error).at(side="manager", **where)
-            self._rank.crew.fail_all(failed, deadline_s=deadline_s)
-            if isinstance(error, Exception):
-                raise failed from error.__cause__
-            raise
-        self._rank.crew.tell_all(Outcome(msgspec.msgpack.encode(report)))
-        return report
+            if self._fleet is None:
+                return decode_as(follow(context, "verify", source), VerifyReport)
+            work: Callable[[Manifest], VerifyReport] = lambda manifest: verify(context, source, manifest)  # noqa: E731
+            return lead(context, "verify", source, work, lambda _: None, group=self.group, phase="verify")
+        finally:
+            self._under_way = False
+
+    def _of_pauses(self, what: str, work: Callable[[Pauses, float], PauseReport]) -> PauseReport:
+        """Has rank 0 pause or resume; on other ranks there is nothing to do."""
+        self._thread.check_open()
+        pauses = self._pauses
+        if pauses is None:
+            return PauseReport(())
+        return self._thread.call(what, lambda deadline_s: work(pauses, deadline_s), inside=True)
 
     def _close(self) -> None:
-        self._pauses.close()
-        if self._catching_up is not None:
-            self._catching_up.close()
-            self._catching_up = None
-        self._rank.close()
+        self._models.close()
+        steps: list[Callable[[], None]] = [self._context.close]
+        if self._fleet is not None and self._pauses is not None and self._catching_up is not None:
+            fleet = self._fleet
+            steps = [self._pauses.close, self._catching_up.close, *steps, lambda: registry.give_back(fleet.registry)]
+        for step in steps:
+            with harmless("closing a part of the manager"):
+                step()
 
-    def _close_group(self) -> None:
-        with self._rank.roster.updating():
-            cards = self.discover()
-            names = [card.replica for card in cards]
-            self._rank.roster.free(names, math.inf, self.settings.config.control_timeout_s)
-            self._rank.adopt()
-            self._rank.roster.forget()
-            for session in self._rank.replicas.values():
-                session.agreed = None
-            for card in cards:
-                session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
-                try:
-                    session.ask_workers(CloseGroup(self.group), Done)
-                finally:
-                    if card.replica not in self._rank.replicas:
-                        session.close()
-
-    def _versions(self) -> dict[str, int | None]:
-        found: dict[str, int | None] = {}
-        for card in self.discover():
-            session = self._rank.replicas.get(card.replica) or ReplicaSession.connect(card, self.settings.config)
-            try:
-                workers: list[WorkerCard] = session.ask_workers(Describe(), WorkerCard)
-            finally:
-                if card.replica not in self._rank.replicas:
-                    session.close()
-            held = {group.version for worker in workers for group in worker.groups if group.group == self.group}
-            found[card.replica] = held.pop() if len(held) == 1 else None
-        return found
-
-
-class _Nothing(WeightSource):
-    """The source of an update that a closing manager doesn't begin: all ranks hear why."""
-
-    def manifest(self) -> Manifest:
-        raise CommitFailed(
-            "the manager was closed before this update began", hint="the replicas serve what they served"
-        )
-
-    def slices(self) -> Iterator[LocalSlice]:
-        return iter(())
+    def _close_group(self, deadline_s: float) -> None:
+        if self._fleet is None:
+            raise RuntimeError("only rank 0 closes the group")
+        self._fleet.close_group(min(self.settings.config.control_timeout_s, deadline_s - time.monotonic()))

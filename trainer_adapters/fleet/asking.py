@@ -1,0 +1,230 @@
+"""Asks many processes at once, and tells a silent process from one that is at work.
+
+An opening, a commit or a verification may take minutes, and its answer comes only at the end. Meanwhile the process still
+answers a `Describe` at once: that is its sign of life. A process that answers neither for `silence_s` is silent; only the
+request that needs it ends, and the other requests go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import msgspec
+
+from inference_plugin.net.channel import Channel, take_ready
+from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.messages import Body, Describe
+
+__all__ = ["Ask", "Connect", "Inquiry", "ask_all"]
+
+logger = logging.getLogger(__name__)
+
+PROBE_SHARE = 0.25
+"""Share of `silence_s` after which the processes behind an unanswered request are asked for a sign of life; each sign is
+followed by the next question after the same time."""
+
+STOOD_STILL_S = 0.5
+"""A wait that ends this much too late means that this process itself stood still."""
+
+Reply = TypeVar("Reply")
+Connect = Callable[[], Channel]
+"""Connects to one process, for signs of life: the channel of the request itself is waiting for its answer."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that may take long, and the processes on whose life its answer depends. Without `processes` it has
+    `silence_s` (default: the inquiry's) to be answered."""
+
+    channel: Channel
+    body: Body
+    processes: tuple[Connect, ...] = ()
+    silence_s: float | None = None
+
+
+@dataclass(eq=False)
+class _Probe:
+    connect: Connect
+    due_s: float
+    channel: Channel | None = None
+    asked_s: float | None = None
+
+
+@dataclass(eq=False)
+class _Open:
+    channel: Channel
+    asked_s: float
+    silence_s: float
+    probes: list[_Probe] = field(default_factory=list)
+
+
+class Inquiry(Generic[Reply]):
+    """Open requests whose answers are of type `kind`, for one thread. A context manager, which closes the probes."""
+
+    def __init__(self, kind: type[Reply], *, silence_s: float) -> None:
+        self._kind = kind
+        self._silence_s = silence_s
+        self._open: dict[Channel, _Open] = {}
+        self._unsent: list[tuple[Channel, WeightwireError]] = []
+
+    @property
+    def waits(self) -> bool:
+        """Whether an answer is still to come."""
+        return bool(self._open or self._unsent)
+
+    def ask(self, ask: Ask) -> None:
+        """Sends a request."""
+        now_s = time.monotonic()
+        silence_s = self._silence_s if ask.silence_s is None else ask.silence_s
+        try:
+            ask.channel.send(ask.body)
+        except WeightwireError as error:
+            self._unsent.append((ask.channel, error))
+            return
+        first_s = now_s + PROBE_SHARE * silence_s
+        probes = [_Probe(each, first_s) for each in ask.processes]
+        self._open[ask.channel] = _Open(ask.channel, now_s, silence_s, probes)
+
+    def give_up(self, channel: Channel) -> None:
+        """No longer waits for that answer."""
+        if (request := self._open.pop(channel, None)) is not None:
+            _close(request)
+
+    def take(self, until_s: float) -> list[tuple[Channel, Reply | WeightwireError]]:
+        """Returns the answers that are there, else the first that come until `until_s` (of `time.monotonic()`), else nothing. A
+        silent process's answer is a `SyncTimeout`."""
+        found, self._unsent = self._unsent, []
+        taken: list[tuple[Channel, Reply | WeightwireError]] = [*found]
+        while self._open and not taken:
+            began_s = time.monotonic()
+            self._probe()
+            wake_s = min([until_s, *map(self._look_at_s, self._open.values())])
+            self._receive(max(0.0, wake_s - time.monotonic()), taken)
+            self._forgive(time.monotonic() - max(wake_s, began_s))
+            for request in list(self._open.values()):
+                if (error := self._silence_of(request)) is not None:
+                    self.give_up(request.channel)
+                    taken.append((request.channel, error))
+            if time.monotonic() >= until_s:
+                break
+        return taken
+
+    def __enter__(self) -> Inquiry[Reply]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for nothing any longer; may be called twice."""
+        for channel in list(self._open):
+            self.give_up(channel)
+
+    def _receive(self, timeout_s: float, taken: list[tuple[Channel, Reply | WeightwireError]]) -> None:
+        probes = {p.channel: (r, p) for r in self._open.values() for p in r.probes if p.channel and p.asked_s}
+        for channel, reply in take_ready([*self._open, *probes], msgspec.Struct, timeout_s=timeout_s):
+            if channel in probes:
+                request, probe = probes[channel]
+                if isinstance(reply, PeerLost):
+                    self.give_up(request.channel)
+                    taken.append((request.channel, reply))
+                probe.asked_s = None
+                probe.due_s = time.monotonic() + PROBE_SHARE * request.silence_s
+            elif channel in self._open:
+                self.give_up(channel)
+                if isinstance(reply, self._kind | WeightwireError):
+                    taken.append((channel, reply))
+                else:
+                    words = f"expected {self._kind.__name__}, got {type(reply).__name__}"
+                    taken.append((channel, ProtocolError(words, **channel.where)))
+
+    def _probe(self) -> None:
+        """Asks for the signs of life that are due."""
+        now_s = time.monotonic()
+        due = [(r, p) for r in self._open.values() for p in r.probes if p.asked_s is None and p.due_s <= now_s]
+        for request, probe in due:
+            try:
+                probe.channel = probe.channel or probe.connect()
+                probe.channel.send(Describe())
+                probe.asked_s = now_s
+            except Exception as error:  # noqa: BLE001 -- what this process lacks (descriptors) is not the other's silence
+                logger.warning("weightwire: a sign of life could not be asked for: %s", error)
+                probe.due_s = now_s + request.silence_s
+
+    def _forgive(self, late_s: float) -> None:
+        """Where this process itself stood still, what it did not hear meanwhile was nobody's silence."""
+        if late_s < STOOD_STILL_S:
+            return
+        for request in self._open.values():
+            request.asked_s += late_s
+            for probe in request.probes:
+                if probe.asked_s is not None:
+                    probe.asked_s += late_s
+
+    def _look_at_s(self, request: _Open) -> float:
+        if not request.probes:
+            return request.asked_s + request.silence_s
+        return min([p.due_s if p.asked_s is None else p.asked_s + request.silence_s for p in request.probes])
+
+    def _silence_of(self, request: _Open) -> WeightwireError | None:
+        now_s = time.monotonic()
+        silent = [(p.channel, p.asked_s) for p in request.probes]
+        if not request.probes:
+            silent = [(request.channel, request.asked_s)]
+        for channel, asked_s in silent:
+            if channel is not None and asked_s is not None and now_s - asked_s >= request.silence_s:
+                words = f"{channel.address} has given no sign of life for {request.silence_s:g} s"
+                return SyncTimeout(words, **channel.where)
+        return None
+
+
+def ask_all(
+    asks: Sequence[Ask],
+    kind: type[Reply],
+    *,
+    timeout_s: float,
+    silence_s: float,
+    heard: Callable[[int, Reply | WeightwireError], None] = lambda _place, _answer: None,
+) -> list[Reply | WeightwireError]:
+    """Sends all requests at once; returns the answers and errors in the order of the requests. `heard(place, answer)` is called
+    with each as it comes."""
+    deadline_s = time.monotonic() + timeout_s
+    places = {ask.channel: place for place, ask in enumerate(asks)}
+    answers: dict[int, Reply | WeightwireError] = {}
+    for channel, answer in _answers(asks, kind, deadline_s, silence_s):
+        place = places[channel]
+        answers[place] = answer
+        heard(place, answer)
+    for place, ask in enumerate(asks):
+        if place not in answers:
+            late = SyncTimeout(f"no reply from {ask.channel.address} within {timeout_s:g} s", **ask.channel.where)
+            answers[place] = late
+            heard(place, late)
+    return [answers[place] for place in range(len(asks))]
+
+
+def _answers(
+    asks: Sequence[Ask], kind: type[Reply], deadline_s: float, silence_s: float
+) -> Iterator[tuple[Channel, Reply | WeightwireError]]:
+    with Inquiry(kind, silence_s=silence_s) as inquiry:
+        for ask in asks:
+            inquiry.ask(ask)
+        while inquiry.waits:
+            taken = inquiry.take(deadline_s)
+            yield from taken
+            if not taken and time.monotonic() >= deadline_s:
+                return
+
+
+def _close(request: _Open) -> None:
+    for probe in request.probes:
+        if probe.channel is not None:
+            probe.channel.close()
+            probe.channel = None

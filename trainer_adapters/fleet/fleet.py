@@ -1,0 +1,314 @@
+"""All that rank 0 knows of the replicas of its group: cards, sessions, states, what each holds, and which are paused.
+
+`FleetMachine` decides; this class owns the lock, the sessions and the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from inference_plugin.net import addresses
+from inference_plugin.net.channel import Outgoing, fan_out
+from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
+from inference_plugin.wire.messages import CloseGroup, Done, Release, ReplicaCard
+from inference_plugin.wire.reports import ReplicaPause
+from trainer_adapters.fleet.machine import FleetMachine
+from trainer_adapters.fleet.machine_io import (
+    Action,
+    CardsSeen,
+    CatchUp,
+    CaughtUp,
+    Closed,
+    Event,
+    GroupClosed,
+    NotCaughtUp,
+    ReplicaStatus,
+    Retained,
+    RetainedVersion,
+    SegmentTaken,
+    Settled,
+    Tell,
+    Tick,
+    TookPart,
+    Unreachable,
+    UpdateBegan,
+    UpdateEnded,
+)
+from trainer_adapters.fleet.registry import Registry
+from trainer_adapters.fleet.session import ReplicaSession, worker_connections
+from trainer_adapters.fleet.versions import NextVersion
+from trainer_adapters.settings import Settings
+
+__all__ = ["Fleet", "TakingPart"]
+
+logger = logging.getLogger(__name__)
+
+RELEASE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class TakingPart:
+    """The replicas of one operation: sessions of those that could be connected to, and the errors of the others."""
+
+    sessions: list[ReplicaSession]
+    unreached: list[tuple[ReplicaCard, WeightwireError]]
+
+
+class Fleet:
+    """Any thread may call anything, except what is marked as the manager's thread's: sessions belong to it."""
+
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        self.registry = registry
+        self.versions = NextVersion()
+        self._settings = settings
+        self._machine = FleetMachine(settings.group)
+        self._sessions: dict[str, ReplicaSession] = {}
+        self._caught_up: dict[str, ReplicaSession] = {}
+        self._paused: dict[str, tuple[ReplicaCard, ReplicaPause]] = {}
+        self._actions: deque[Action] = deque()
+        self._news = True
+        self._changed = threading.Condition(threading.RLock())
+        self._looking = threading.Lock()
+
+    def cards(self) -> list[ReplicaCard]:
+        """The living replicas of the job, by id."""
+        return self.registry.cards()
+
+    def look(self) -> None:
+        """Takes in which replicas are there now, and when each was last heard of."""
+        with self._looking:  # so that what was seen first is also told first
+            cards = {card.replica: card for card in self.cards()}
+            self._on(CardsSeen(cards, {name: self.registry.heard_s(name) for name in cards}))
+
+    def next_version(self, timeout_s: float) -> int:
+        """One more than the highest version that was sent or that a replica serves."""
+        return self.versions.after(self.cards(), self._settings.group, timeout_s, self._settings.config.silence_s)
+
+    def statuses(self) -> list[ReplicaStatus]:
+        """All replicas, by id."""
+        with self._changed:
+            return self._machine.statuses()
+
+    # --- updates: the manager's thread -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """No new catch-up starts meanwhile; one already running continues."""
+        self._on(UpdateBegan())
+        try:
+            yield
+        finally:
+            self._on(UpdateEnded())
+            self.poke()
+
+    def take_part(self, needed: float, timeout_s: float) -> TakingPart:
+        """Connects to all living replicas; sessions from before are kept. Replicas that are being caught up are left out, or
+        waited for if fewer than `needed` are left. Raises `PeerLost` if there is no replica, and the first error if none
+        could be connected to."""
+        cards = {card.replica: card for card in self.cards()}
+        free = self._wait_for_free(cards, needed, timeout_s)
+        self.adopt()
+        for gone in set(self._sessions) - set(cards):
+            self.lose(gone, "it is no longer among the replicas of the job")
+        if not cards:
+            raise PeerLost(
+                f"no replica of job {addresses.job_name()!r} is running; looked in {addresses.runtime_dir()}",
+                hint="start the engine with the plug-in installed, the same WEIGHTWIRE_JOB and WEIGHTWIRE_RUNTIME_DIR; "
+                "`weightwire doctor` tells what is there; on other hosts also the same WEIGHTWIRE_REGISTRY and WEIGHTWIRE_KEY",
+                phase="agree",
+            )
+        part = TakingPart([], [])
+        for name in sorted(free):
+            try:
+                if name not in self._sessions:
+                    self._sessions[name] = ReplicaSession.connect(cards[name], self._settings.config)
+            except Exception as error:  # noqa: BLE001 -- no free descriptor, say: only this replica is left out
+                failed = WeightwireError.wrap(error).at(side="manager", replica=name, phase="agree")
+                logger.warning("weightwire: replica %s was not connected to: %s", name, failed)
+                part.unreached.append((cards[name], failed))
+            else:
+                self._on(TookPart(cards[name]))
+                part.sessions.append(self._sessions[name])
+        if not part.sessions:
+            raise part.unreached[0][1]
+        return part
+
+    def settle(self, version: int, errors: Mapping[str, WeightwireError | None]) -> None:
+        """Notes how an update ended for each replica: its error, or None if it serves `version`."""
+        self._on(Settled(version, errors))
+
+    def lose(self, replica: str, reason: str) -> None:
+        """A replica takes part no longer; it is connected to anew if it comes back."""
+        if (session := self._sessions.pop(replica, None)) is not None:
+            session.close()
+        self._on(Unreachable(replica, reason))
+
+    def segments_in_use(self) -> frozenset[str]:
+        """Ids of the segments that replicas hold as their way back, or are being caught up from."""
+        with self._changed:
+            sessions = [*self._sessions.values(), *self._caught_up.values()]
+            return self._machine.segments_read().union(*(session.held_segments for session in sessions))
+
+    def segment_taken(self, transport: str, segment_id: str, busy: frozenset[str], fingerprint: str) -> None:
+        """An update writes into this segment; see `SegmentTaken`."""
+        self._on(SegmentTaken(transport, segment_id, busy, fingerprint))
+
+    def retain(self, retained: RetainedVersion) -> None:
+        """Replicas are caught up from these bytes until an update takes their memory."""
+        self._on(Retained(retained))
+
+    def adopt(self) -> None:
+        """Takes over the sessions of replicas that were caught up: from now on they are replicas like the others."""
+        with self._changed:
+            caught_up, self._caught_up = self._caught_up, {}
+        for name, session in caught_up.items():
+            if (before := self._sessions.pop(name, None)) is not None:
+                session.replaces(before)
+            self._sessions[name] = session
+
+    def forget_group(self, timeout_s: float) -> list[ReplicaCard]:
+        """The group is being closed: no terms are agreed any more, and no version is served. Returns the replicas to tell,
+        once none is being caught up."""
+        cards = self.cards()
+        self._wait_for_free([card.replica for card in cards], len(cards), timeout_s)
+        self.adopt()
+        for session in self._sessions.values():
+            session.agreed = None
+        self._on(GroupClosed())
+        return cards
+
+    def close_group(self, timeout_s: float) -> None:
+        """Has all replicas forget the group; raises the first error."""
+        config = self._settings.config
+        with self.updating(), contextlib.ExitStack() as stack:
+            requests = [
+                Outgoing(stack.enter_context(connect()), CloseGroup(self._settings.group))
+                for card in self.forget_group(timeout_s)
+                for connect in worker_connections(card, config.silence_s).values()
+            ]
+            for reply in fan_out(requests, Done, timeout_s=config.control_timeout_s):
+                if isinstance(reply, WeightwireError):
+                    raise reply
+
+    def release(self) -> None:
+        """Tells all replicas to free what they keep for the next update, and closes the sessions."""
+        self.adopt()
+        sessions = list(self._sessions.values())
+        requests = [Outgoing(channel, Release(self._settings.group)) for s in sessions for channel in s.workers]
+        for outgoing, reply in zip(requests, fan_out(requests, Done, timeout_s=RELEASE_TIMEOUT_S), strict=True):
+            if isinstance(reply, WeightwireError):
+                logger.info("weightwire: release at %s: %s", outgoing.channel.address, reply)
+        for session in sessions:
+            session.close()
+        self._sessions.clear()
+
+    def _wait_for_free(self, names: Iterable[str], needed: float, timeout_s: float) -> set[str]:
+        names = set(names)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._machine.free(names, needed)) >= min(needed, len(names)), max(0.0, timeout_s)
+            )
+            free = self._machine.free(names, needed)
+        if names and not free:
+            raise SyncTimeout(f"all replicas are still being caught up after {timeout_s:g} s", phase="agree")
+        return free
+
+    # --- catching up -------------------------------------------------------------------------------------------------
+
+    def caught_up(self, session: ReplicaSession) -> None:
+        """The replica serves the version that it was given; its session is handed over to the manager's thread."""
+        with self._changed:
+            self._on(CaughtUp(session.card.replica))
+            self._hand_over(session)
+        self.poke()
+
+    def not_caught_up(self, replica: str, error: WeightwireError, session: ReplicaSession | None = None) -> None:
+        """A catch-up failed. `session`: the connections to the replica, if they were made."""
+        with self._changed:
+            self._on(NotCaughtUp(replica, error))
+            if session is not None:
+                session.agreed = None
+                self._hand_over(session)
+        self.poke()
+
+    def _hand_over(self, session: ReplicaSession) -> None:
+        name = session.card.replica
+        if (before := self._caught_up.pop(name, None)) is not None:
+            session.replaces(before)
+        if self._machine.closed or self._machine.replicas[name].lost:
+            session.close()
+        else:
+            self._caught_up[name] = session
+
+    # --- for the thread that catches replicas up ---------------------------------------------------------------------
+
+    def poke(self) -> None:
+        """There may be news."""
+        with self._changed:
+            self._news = True
+            self._changed.notify_all()
+
+    def wait_for_news(self) -> bool:
+        """Waits for news, or until a catch-up is due. Returns False once the fleet is closed."""
+        with self._changed:
+            wakes_at_s = self._machine.wakes_at_s
+            left_s = None if wakes_at_s is None else max(0.0, wakes_at_s - time.monotonic())
+            self._changed.wait_for(lambda: self._news, left_s)
+            self._news = False
+            return not self._machine.closed
+
+    def due(self) -> list[CatchUp]:
+        """The catch-ups to start now; `caught_up` or `not_caught_up` is to follow for each."""
+        self._on(Tick(self._settings.catch_up != "never"))
+        with self._changed:
+            catch_ups = [action for action in self._actions if isinstance(action, CatchUp)]
+            self._actions = deque(action for action in self._actions if not isinstance(action, CatchUp))
+        return catch_ups
+
+    def to_tell(self) -> list[Tell]:
+        """What listeners are to be told, in order; each once."""
+        with self._changed:
+            tells = [action for action in self._actions if isinstance(action, Tell)]
+            self._actions = deque(action for action in self._actions if not isinstance(action, Tell))
+        return tells
+
+    def close(self) -> None:
+        """No replica is caught up any more, and the retained bytes are let go."""
+        self._on(Closed())
+        self.poke()
+
+    # --- pauses ------------------------------------------------------------------------------------------------------
+
+    def note_pause(self, card: ReplicaCard, pause: ReplicaPause) -> None:
+        """A replica answered a pause or a resumption. A replica that failed to do what it was asked stands as before."""
+        with self._changed:
+            if pause.state in ("paused", "asleep"):
+                self._paused[card.replica] = card, pause
+            elif pause.state != "failed":
+                self._paused.pop(card.replica, None)
+
+    def paused(self) -> dict[str, tuple[ReplicaCard, ReplicaPause]]:
+        """The replicas whose pauses are to be renewed."""
+        with self._changed:
+            return dict(self._paused)
+
+    def forget_pauses(self, replicas: Iterable[str]) -> None:
+        """The pauses of these replicas are over, or cannot be renewed."""
+        with self._changed:
+            for name in replicas:
+                self._paused.pop(name, None)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _on(self, event: Event) -> None:
+        with self._changed:
+            actions = self._machine.on(event, time.monotonic())
+            self._actions += actions
+            if actions:
+                self.poke()

@@ -1,0 +1,217 @@
+"""What `FleetMachine` takes and returns: events, actions, and what it says of a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import msgspec
+
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import GroupOpened, ReplicaCard
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Action",
+    "Agreed",
+    "CardsSeen",
+    "CatchUp",
+    "CaughtUp",
+    "Closed",
+    "Event",
+    "Generation",
+    "GroupClosed",
+    "NotCaughtUp",
+    "ReplicaState",
+    "ReplicaStatus",
+    "Retained",
+    "RetainedVersion",
+    "SegmentTaken",
+    "Settled",
+    "Tell",
+    "Tick",
+    "TookPart",
+    "Unreachable",
+    "UpdateBegan",
+    "UpdateEnded",
+]
+
+ReplicaState: TypeAlias = Literal["joining", "current", "behind", "torn", "lost"]
+"""`joining`: the replica has not taken the group yet. `current`: it serves the group's last version. `behind`: it serves an
+older version, or nobody knows which. `torn`: it refuses to generate. `lost`: it is gone, silent, or its link is down."""
+
+
+Generation: TypeAlias = Literal["running", "paused", "asleep", "refused", "unknown"]
+"""Whether a replica generates. `asleep`: it is paused and has released memory. `refused`: it is torn. `unknown`: it is lost."""
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One replica as the manager knows it. `state` compares its version with the group's; `version`: what it serves, None if
+    unknown; `reason`: why it is behind, torn or lost; `generation`: whether it generates, whoever paused it."""
+
+    replica: str
+    engine: str
+    state: ReplicaState
+    version: int | None
+    reason: str = ""
+    generation: Generation = "running"
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The terms under which a replica opened the group: `key` names them; `opened` is each worker's answer."""
+
+    key: tuple[str, str, bool]
+    transport: str
+    opened: tuple[GroupOpened, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RetainedVersion:
+    """The last version's bytes, laid out by the manifest in a transport's segment on this host, with the trainer's digests."""
+
+    version: int
+    manifest: Manifest
+    pieces: tuple[Piece, ...]
+    transport: str
+    probe: bytes
+    segment: bytes
+    segment_id: str
+    memory: torch.Tensor
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CardsSeen:
+    """The cards of the living replicas, and when each replica was last heard of."""
+
+    cards: Mapping[str, ReplicaCard]
+    heard_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """A replica could not be reached."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TookPart:
+    """A replica takes part in an update."""
+
+    card: ReplicaCard
+
+
+@dataclass(frozen=True)
+class UpdateBegan:
+    """No new catch-up starts during an update; one already running continues."""
+
+
+@dataclass(frozen=True)
+class UpdateEnded:
+    """Catch-ups may start again."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How an update ended for each replica: its error, or None if it serves `version`."""
+
+    version: int
+    errors: Mapping[str, WeightwireError | None]
+
+
+@dataclass(frozen=True)
+class GroupClosed:
+    """The group is closed on all replicas: none has a version of it any more."""
+
+
+@dataclass(frozen=True)
+class Retained:
+    """An update's bytes stay where they are: replicas are caught up from them until another update takes their memory."""
+
+    retained: RetainedVersion
+
+
+@dataclass(frozen=True)
+class SegmentTaken:
+    """An update writes into a segment. `busy`: segments that the transport did not use, because somebody needs them."""
+
+    transport: str
+    segment_id: str
+    busy: frozenset[str]
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """A catch-up succeeded."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class NotCaughtUp:
+    """A catch-up failed."""
+
+    replica: str
+    error: WeightwireError
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time to start the catch-ups that are due, if the manager's settings want any."""
+
+    catch_up: bool = True
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The manager is closed: no catch-up starts any more, and no bytes are kept."""
+
+
+Event: TypeAlias = (
+    CardsSeen
+    | Unreachable
+    | TookPart
+    | UpdateBegan
+    | UpdateEnded
+    | Settled
+    | GroupClosed
+    | Retained
+    | SegmentTaken
+    | CaughtUp
+    | NotCaughtUp
+    | Tick
+    | Closed
+)
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Tell the listeners of an event (`trainer_adapters.events`)."""
+
+    event: Literal["replica_joined", "replica_lost", "replica_state"]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """Bring one replica up from these bytes; `CaughtUp` or `NotCaughtUp` is to follow."""
+
+    card: ReplicaCard
+    retained: RetainedVersion
+
+
+Action: TypeAlias = Tell | CatchUp

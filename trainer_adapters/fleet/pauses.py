@@ -1,0 +1,232 @@
+"""Pauses and sleeps of all replicas at once, on rank 0.
+
+The manager's thread asks for them, so that they are in one order with its updates; a thread of their own renews their leases.
+A replica whose lease is no longer renewed, because this process ended or the link is lost, resumes by itself
+(`inference_plugin.engines.pauses` says when a sleeping replica does not).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from inference_plugin.net import addresses
+from inference_plugin.net.channel import Channel, take_ready
+from inference_plugin.net.processes import start_ticks
+from inference_plugin.wire.errors import PeerLost, SyncTimeout, VersionConflict, WeightwireError
+from inference_plugin.wire.messages import (
+    Body,
+    Done,
+    InFlight,
+    MemoryTag,
+    Pause,
+    RenewPause,
+    ReplicaCard,
+    Resume,
+    Sender,
+    SleepLevel,
+    Stands,
+)
+from inference_plugin.wire.reports import PauseReport, ReplicaPause
+from trainer_adapters.fleet.asking import Ask, ask_all
+from trainer_adapters.fleet.fleet import Fleet
+from trainer_adapters.fleet.session import all_connections, coordinator_channel
+from trainer_adapters.settings import Settings
+
+__all__ = ["Pauses"]
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+
+RENEWED_S = 1.0
+"""How long the renewing thread waits for answers; later answers are read the next time."""
+
+Reply = TypeVar("Reply")
+
+
+class Pauses:
+    """Pauses every replica of the fleet, and keeps the pauses alive. `trainer`: the id under which replicas know this trainer."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, trainer: str) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._trainer = trainer
+        self._closing = threading.Event()
+        self._renewer: threading.Thread | None = None
+
+    def pause(self, in_flight: InFlight, level: SleepLevel, deadline_s: float) -> PauseReport:
+        """Pauses every living replica, or puts it to sleep, all at once. The pause of a replica is renewed while the others are
+        waited for. Raises the first error if no replica stands still, `PeerLost` if there is no replica."""
+        cards = self._fleet.cards()
+        if not cards:
+            raise PeerLost(
+                f"no replica of job {addresses.job_name()!r} is running",
+                hint="`weightwire doctor` tells what is there",
+                side="manager",
+                phase="pause",
+            )
+        left_s = self._left_s(deadline_s)
+        request = Pause(
+            Sender(self._trainer, os.getpid(), addresses.boot_id(), start_ticks()),
+            self._settings.lease_s,
+            in_flight,
+            level,
+            timeout_s=0.9 * left_s,  # the coordinator gives up a little earlier, so that its answer arrives
+        )
+        if self._renewer is None:
+            renewer = threading.Thread(target=self._renew, name="weightwire-pauses", daemon=True)
+            renewer.start()
+            self._renewer = renewer
+        report = self._ask(cards, request, left_s)
+        if len(report.failed) == len(cards):
+            report.raise_failed()
+        return report
+
+    def resume(self, tags: Sequence[MemoryTag], deadline_s: float) -> PauseReport:
+        """Wakes every living replica, or only `tags` of its memory, and lets it generate once all memory is there. Raises the
+        first error if no replica could."""
+        cards = self._fleet.cards()
+        left_s = self._left_s(deadline_s)
+        request = Resume(self._trainer, tuple(tags), timeout_s=0.9 * left_s)
+        report = self._ask(cards, request, left_s)
+        if cards and len(report.failed) == len(cards):
+            report.raise_failed()
+        return report
+
+    def close(self) -> None:
+        """Resumes paused replicas. Sleeping replicas stay asleep while this process lives: it may be using their memory. May be
+        called twice."""
+        self._closing.set()
+        paused = self._fleet.paused()
+        awake = [card for card, pause in paused.values() if not pause.asleep]
+        self._fleet.forget_pauses(paused)
+        request = Resume(self._trainer, timeout_s=CLOSE_TIMEOUT_S)
+        try:
+            for replica in self._ask(awake, request, CLOSE_TIMEOUT_S).failed:
+                logger.warning("weightwire: replica %s was left paused: %s", replica.replica, replica.error)
+        finally:
+            if self._renewer is not None and self._renewer is not threading.current_thread():
+                self._renewer.join(CLOSE_TIMEOUT_S)
+
+    def _left_s(self, deadline_s: float) -> float:
+        """Seconds that a pause or a resumption has. Raises `SyncTimeout` if there are none."""
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            words = f"the manager was busy with other operations for {self._settings.timeout_s:g} s"
+            raise SyncTimeout(
+                words, hint="nothing was asked of the replicas; call it again", side="manager", phase="pause"
+            )
+        return left_s
+
+    def _ask(self, cards: Sequence[ReplicaCard], request: Body, timeout_s: float) -> PauseReport:
+        if not self._closing.is_set():
+            self._fleet.forget_pauses(set(self._fleet.paused()) - {card.replica for card in cards})
+        config = self._settings.config
+
+        def note(place: int, answer: Stands | WeightwireError) -> None:
+            self._fleet.note_pause(cards[place], _replica(cards[place], answer))
+
+        answers = ask_coordinators(
+            cards,
+            request,
+            Stands,
+            timeout_s=timeout_s,
+            silence_s=self._settings.silence_s(timeout_s),
+            link_silence_s=config.silence_s,
+            heard=note,
+        )
+        return PauseReport(tuple(_replica(card, answer) for card, answer in zip(cards, answers, strict=True)))
+
+    def _renew(self) -> None:
+        """Sends renewals every third of the lease, whether or not the last ones were answered."""
+        every_s = self._settings.lease_s / 3
+        channels: dict[str, Channel] = {}
+        due_s = time.monotonic() + every_s
+        while not self._closing.wait(max(0.0, due_s - time.monotonic())):
+            due_s = time.monotonic() + every_s
+            try:
+                self._renew_all(channels, min(RENEWED_S, every_s / 2))
+            except Exception:  # a descriptor too few, say: the next time it may be there
+                logger.exception("weightwire: pauses were not renewed")
+        for channel in channels.values():
+            channel.close()
+
+    def _renew_all(self, channels: dict[str, Channel], wait_s: float) -> None:
+        cards = {name: card for name, (card, _) in self._fleet.paused().items()}
+        for name in set(channels) - set(cards):
+            channels.pop(name).close()
+        self._hear(channels, 0.0)  # answers that came late
+        for name, card in cards.items():
+            try:
+                if name not in channels:
+                    channels[name] = coordinator_channel(card, self._settings.config.silence_s)
+                channels[name].send(RenewPause(self._trainer))
+            except Exception as error:  # noqa: BLE001 -- it costs this replica only
+                self._not_renewed(name, WeightwireError.wrap(error))
+        until_s = time.monotonic() + wait_s
+        while any(channel.is_open for channel in channels.values()) and (left_s := until_s - time.monotonic()) > 0:
+            self._hear(channels, left_s)
+
+    def _hear(self, channels: dict[str, Channel], timeout_s: float) -> None:
+        names = {channel: name for name, channel in channels.items() if channel.is_open}
+        for channel, answer in take_ready(list(names), Done, timeout_s=timeout_s) if names else ():
+            if isinstance(answer, WeightwireError):
+                self._not_renewed(names[channel], answer)
+                channels.pop(names[channel]).close()
+
+    def _not_renewed(self, name: str, error: WeightwireError) -> None:
+        logger.warning("weightwire: the pause of %s was not renewed: %s", name, error)
+        if isinstance(error, VersionConflict | PeerLost):  # and cannot be
+            self._fleet.forget_pauses([name])
+
+
+def ask_coordinators(
+    cards: Sequence[ReplicaCard],
+    request: Body,
+    kind: type[Reply],
+    *,
+    timeout_s: float,
+    silence_s: float,
+    link_silence_s: float,
+    heard: Callable[[int, Reply | WeightwireError], None] = lambda _place, _answer: None,
+) -> list[Reply | WeightwireError]:
+    """Sends one request to the coordinators of all these replicas at once, over sockets of the calling thread. A replica is
+    given up when one of its processes gives no sign of life for `silence_s`. `heard(place, answer)` is called with each answer
+    as it comes."""
+    answers: dict[int, Reply | WeightwireError] = {}
+
+    def take(place: int, answer: Reply | WeightwireError) -> None:
+        answers[place] = answer
+        heard(place, answer)
+
+    with contextlib.ExitStack() as stack:
+        asks: list[Ask] = []
+        places: list[int] = []
+        for place, card in enumerate(cards):
+            try:
+                channel = stack.enter_context(coordinator_channel(card, link_silence_s))
+            except Exception as error:  # noqa: BLE001 -- it costs this replica only
+                take(place, WeightwireError.wrap(error))
+            else:
+                asks.append(Ask(channel, request, all_connections(card, link_silence_s)))
+                places.append(place)
+        ask_all(
+            asks,
+            kind,
+            timeout_s=timeout_s,
+            silence_s=silence_s,
+            heard=lambda index, answer: take(places[index], answer),
+        )
+    return [answers[place] for place in range(len(cards))]
+
+
+def _replica(card: ReplicaCard, answer: Stands | WeightwireError) -> ReplicaPause:
+    if isinstance(answer, WeightwireError):
+        return ReplicaPause(card.replica, card.engine, "failed", error=answer.at(replica=card.replica).info())
+    return ReplicaPause(card.replica, card.engine, answer.state, answer.asleep)

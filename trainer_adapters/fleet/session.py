@@ -1,0 +1,111 @@
+"""Channels to one replica, and what was agreed with it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference_plugin.net.channel import Channel
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.messages import Body, GoTarget, ReplicaCard, WorkerCard
+from trainer_adapters.fleet.asking import Ask, Connect
+from trainer_adapters.fleet.machine_io import Agreed
+
+__all__ = ["ReplicaSession", "all_connections", "coordinator_channel", "worker_connections"]
+
+
+def coordinator_channel(card: ReplicaCard, silence_s: float) -> Channel:
+    """A channel to a replica's coordinator, for the calling thread."""
+    return Channel(
+        card.address, pid=card.pid, start_ticks=card.start_ticks, side="coordinator", **_where(card, silence_s)
+    )
+
+
+def worker_connections(card: ReplicaCard, silence_s: float) -> dict[str, Connect]:
+    """For each worker's address, a function that connects to the worker."""
+
+    def connect(worker: WorkerCard) -> Channel:
+        named: dict[str, Any] = {"side": "worker", "rank": worker.rank, **_where(card, silence_s)}
+        return Channel(worker.address, pid=worker.pid, start_ticks=worker.start_ticks, **named)
+
+    return {worker.address: functools.partial(connect, worker) for worker in card.workers}
+
+
+def all_connections(card: ReplicaCard, silence_s: float) -> tuple[Connect, ...]:
+    """Functions that connect to each process of a replica: a commit, a pause or a verification depends on all of them."""
+    return (lambda: coordinator_channel(card, silence_s), *worker_connections(card, silence_s).values())
+
+
+def _where(card: ReplicaCard, silence_s: float) -> dict[str, Any]:
+    return {"replica": card.replica, "peer_boot_id": card.boot_id, "silence_s": silence_s}
+
+
+@dataclass(eq=False)
+class ReplicaSession:
+    """Channels to one replica, for one thread. `agreed`: None until the group is open, and again once the replica's terms may
+    be others. `held_segments`: ids of the segments that the replica has mapped as its way back."""
+
+    card: ReplicaCard
+    config: Config
+    coordinator: Channel
+    workers: list[Channel]
+    agreed: Agreed | None = None
+    held_segments: frozenset[str] = field(default_factory=frozenset)
+
+    @staticmethod
+    def connect(card: ReplicaCard, config: Config) -> ReplicaSession:
+        """Connects without sending anything. If a descriptor is missing, nothing stays open."""
+        with contextlib.ExitStack() as opened:
+            coordinator = opened.enter_context(coordinator_channel(card, config.silence_s))
+            connections = worker_connections(card, config.silence_s).values()
+            workers = [opened.enter_context(connect()) for connect in connections]
+            opened.pop_all()
+        return ReplicaSession(card, config, coordinator, workers)
+
+    @property
+    def messages(self) -> int:
+        """Requests sent so far."""
+        return self.coordinator.sent_messages + sum(channel.sent_messages for channel in self.workers)
+
+    def ask_of_coordinator(self, body: Body) -> Ask:
+        """A request to the coordinator on which all processes of the replica work."""
+        return Ask(self.coordinator, body, self._to_all)
+
+    def ask_of_worker(self, worker: int, body: Body, *, patient: bool = False, silence_s: float | None = None) -> Ask:
+        """A request to one worker, by its place in the card. `patient`: it may take as long as the worker gives signs of
+        life; else `silence_s`."""
+        channel = self.workers[worker]
+        if not patient:
+            return Ask(channel, body, silence_s=silence_s)
+        return Ask(channel, body, (self._to_worker[self.card.workers[worker].address],), silence_s)
+
+    @functools.cached_property
+    def _to_worker(self) -> dict[str, Connect]:
+        return worker_connections(self.card, self.config.silence_s)
+
+    @functools.cached_property
+    def _to_all(self) -> tuple[Connect, ...]:
+        return all_connections(self.card, self.config.silence_s)
+
+    def targets(self) -> tuple[GoTarget, ...]:
+        """The replica's workers, for a transport that sends to each."""
+        if self.agreed is None:
+            return ()
+        return tuple(
+            GoTarget(self.card.replica, w.rank, w.address, w.pid, self.card.boot_id, terms.needs, w.start_ticks)
+            for w, terms in zip(self.card.workers, self.agreed.opened, strict=True)
+        )
+
+    def replaces(self, before: ReplicaSession) -> None:
+        """Closes an earlier session of the same replica. If this one came to nothing, the replica's way back is as before."""
+        if self.agreed is None:
+            self.held_segments |= before.held_segments
+        before.close()
+
+    def close(self) -> None:
+        """Closes the channels; may be called twice."""
+        self.coordinator.close()
+        for channel in self.workers:
+            channel.close()

@@ -1,0 +1,120 @@
+"""The settings of one `SyncManager`: each is defined here, with what it may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from inference_plugin.transports.spread import FanOut
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ConfigError
+from inference_plugin.wire.messages import InFlight, InstallPolicy
+from inference_plugin.wire.messages.common import GROUP_NAME
+
+if TYPE_CHECKING:
+    from inference_plugin.transports.base import Transport
+
+__all__ = ["BestEffort", "CatchUpPolicy", "OnFailure", "Quorum", "Settings", "Stragglers"]
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """Commits as soon as `count` replicas are ready; aborts everywhere if fewer can be. The others keep their version
+    until the next update."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise ValueError(f"a quorum is a number of replicas from 1 on, not {self.count!r}")
+
+
+@dataclass(frozen=True)
+class BestEffort:
+    """Commits the replicas that are ready `deadline_s` after the trainer has written. The others keep their version until
+    the next update."""
+
+    deadline_s: float
+
+    def __post_init__(self) -> None:
+        if not self.deadline_s > 0:
+            raise ValueError(f"deadline_s must be positive, not {self.deadline_s!r}")
+
+
+Stragglers: TypeAlias = Literal["report", "all"] | Quorum | BestEffort
+"""Which replicas an update waits for before it commits. `report`: it waits for all replicas as long as the operation's time
+allows, commits those that are ready, and reports the others; `all`: it commits only if all replicas are ready."""
+
+OnFailure: TypeAlias = Literal["raise", "report"]
+"""What an update does that some replicas took and others did not. `raise`: it raises if a replica that lives did not take the
+version; lost replicas are only reported. `report`: all of them are only reported."""
+
+CatchUpPolicy: TypeAlias = Literal["auto", "always", "never"]
+"""Whether the last version's bytes are kept for replicas that come between updates. `auto`: if they lie in a shared segment
+anyway; `always`: in a segment of their own if they do not, which costs one more copy and memory of the model's size."""
+
+SILENCE_SHARE = 0.25
+"""Share of an operation's time that one silent process may take at most: the other replicas need the rest."""
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "install": get_args(InstallPolicy),
+    "in_flight": get_args(InFlight),
+    "fan_out": get_args(FanOut),
+    "catch_up": get_args(CatchUpPolicy),
+    "on_failure": get_args(OnFailure),
+}
+
+
+@dataclass
+class Settings:
+    """What `SyncManager` documents, and `config`, the settings that environment variables may give. All ranks may change
+    times and policies between two operations, in the same way."""
+
+    group: str
+    transports: Sequence[Transport]
+    config: Config
+    install: InstallPolicy = "auto"
+    in_flight: InFlight = "keep"
+    partial: bool = False
+    stragglers: Stragglers = "report"
+    fan_out: FanOut = "auto"
+    catch_up: CatchUpPolicy = "auto"
+    on_failure: OnFailure = "raise"
+    check_finite: bool = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises `ConfigError`, a ValueError, for a value that the setting does not allow."""
+        if name in CHOICES and value not in CHOICES[name]:
+            allowed = ", ".join(map(repr, CHOICES[name]))
+            raise ConfigError(f"{name}={value!r} is none of {allowed}", hint=f"give {name} one of these")
+        if name == "stragglers" and not isinstance(value, Quorum | BestEffort) and value not in ("report", "all"):
+            words = f"stragglers={value!r} is none of 'report', 'all', Quorum(n), BestEffort(seconds)"
+            raise ConfigError(words, hint="give stragglers one of these")
+        if name == "check_finite" and not isinstance(value, bool):
+            raise ConfigError(f"check_finite={value!r} is neither True nor False", hint="True refuses NaN and infinity")
+        if name == "group" and not (isinstance(value, str) and re.fullmatch(GROUP_NAME, value)):
+            raise ConfigError(
+                f"group={value!r} is no name of a group: it has 1 to 64 letters, digits, '.', '_' and '-', and begins with a "
+                "letter or digit",
+                hint="it becomes part of file names; an engine's LoRA adapter is the group 'lora.' and the adapter's name",
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def timeout_s(self) -> float:
+        return self.config.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self.config = self.config.but(timeout_s=seconds)
+
+    @property
+    def lease_s(self) -> float:
+        return self.config.lease_s
+
+    def silence_s(self, timeout_s: float | None = None) -> float:
+        """How long an operation of `timeout_s` (default: the manager's) waits for a sign of life of one process."""
+        whole_s = self.timeout_s if timeout_s is None else timeout_s
+        return min(self.config.control_timeout_s, SILENCE_SHARE * whole_s)

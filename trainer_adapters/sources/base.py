@@ -1,0 +1,258 @@
+"""The contract of a source: what a model's tensors are called, and what this trainer rank holds of them.
+
+A source describes memory that is there already. No transport, engine or communication in this file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Box, PiecePlace
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.tensors import torch_dtype
+
+__all__ = ["DtypeRules", "LocalSlice", "NameFilter", "WeightSource", "narrowed", "share_boxes"]
+
+MIN_CUT_BYTES = 1 << 20
+"""Smaller boxes are never divided between ranks that hold the same copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSlice:
+    """A box of one tensor of the manifest, and its values in this rank's memory.
+
+    `tensor` has shape `box.sizes`, any strides, any device, and no gradient. Its dtype is the trainer's own; where a dtype
+    rule gives the manifest another one, the sender casts while it copies. `seen`: for the manager, which looks at each piece's
+    bytes before they are sent; a source leaves it out.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+    seen: Callable[[PiecePlace, Any], None] | None = None
+
+
+class WeightSource(ABC):
+    """One model of the trainer, as checkpoint tensors; one object on each trainer rank that holds part of it.
+
+    The contract:
+
+    - `manifest()` describes the whole model. It is the same on all ranks, in the same order, and talks to no other rank. It
+      may be called before every update, and follows changes of the model since.
+    - `slices()` is what this rank contributes to that manifest. The ranks' slices together cover every tensor
+      of it exactly once; empty slices are left out. It gathers nothing.
+    - The two agree element for element. A source that sees a difference (a parameter that came, went or changed shape since
+      `manifest()`) raises `ManifestMismatch`. A difference that it doesn't see is found by the receiver of the slices, which
+      aborts the update: the old version stays in service.
+    - `claims()` lists the boxes that `slices()` will yield, so that gaps and overlaps between ranks are found before a byte
+      moves. A source that can't know them returns None; its slices are then checked after they are written.
+    - Nobody changes the model between the first slice and the last. Such a change goes unnoticed: the digests are made from
+      the mixed values.
+    """
+
+    may_be_cut: ClassVar[bool] = True
+    """Whether slices may travel in parts. False where the digests of whole slices were announced already."""
+
+    def configure(self, config: Config) -> None:  # noqa: B027 -- most sources have no use for it
+        """Takes the manager's settings, before each operation; without a manager the environment's settings apply. For sources
+        that gather. A source that wraps another one passes them on."""
+
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Names, shapes, dtypes and ties of the whole model. Raises `ManifestMismatch`, which names the tensors, where some
+        can't be sent."""
+
+    @abstractmethod
+    def slices(self) -> Iterator[LocalSlice]:
+        """This rank's slices of the manifest that `manifest()` returned last, in its order; tensors that the ranks make
+        together may come after the rest.
+
+        A slice's tensor is valid until the next one is asked for: the iterator may hold one tensor at a time.
+        Raises `ManifestMismatch`, at once or on the way, when the model is no longer what the manifest says.
+        """
+
+    def claims(self) -> tuple[Box, ...] | None:
+        """The boxes that `slices()` will yield; None if they aren't known before it runs."""
+        return None
+
+    def made_together(self) -> frozenset[int]:
+        """Tensors, by index of the manifest, that `slices()` makes by talking to the other ranks. If there are any, all
+        ranks iterate over `slices()` together, to the end; the memory of such a slice is reused for the next one."""
+        return frozenset()
+
+    def copies(self) -> Iterator[LocalSlice]:
+        """Slices that another rank sends and this one holds too, where nothing keeps the two equal.
+
+        They don't travel. Their digests are compared with the sender's now and then; a difference is logged as a warning.
+        """
+        return iter(())
+
+
+class NameFilter:
+    """Which tensors are sent, by patterns of `fnmatch` on the names of the manifest, case-sensitive.
+
+    With `include`, only names that match one of its patterns; in any case no name that matches a pattern of `exclude`.
+    """
+
+    def __init__(self, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> None:
+        for patterns in (include, exclude):
+            if isinstance(patterns, str):
+                raise TypeError(f"include and exclude are lists of patterns, not one string: [{patterns!r}]")
+        self.include = tuple(include)
+        self.exclude = tuple(exclude)
+
+    def keep(self, names: Iterable[str]) -> set[str]:
+        """The names that are sent. Raises `ManifestMismatch` for a pattern that matches none of them."""
+        names = list(names)
+        if idle := [p for p in self.include + self.exclude if not any(fnmatchcase(name, p) for name in names)]:
+            raise ManifestMismatch(
+                f"include or exclude patterns that match no name: {first_few(idle)}",
+                hint="patterns are matched against the names of the manifest, after rename; correct or remove these",
+                side="trainer",
+            )
+        return {
+            name
+            for name in names
+            if (not self.include or any(fnmatchcase(name, p) for p in self.include))
+            and not any(fnmatchcase(name, p) for p in self.exclude)
+        }
+
+
+class DtypeRules:
+    """Which tensors travel in another dtype than the trainer's: ordered `(pattern, dtype)`, the first match
+    wins.
+
+    Patterns are those of `fnmatch`, case-sensitive, on the names of the manifest: `{"*norm.weight":
+    torch.float32, "*": torch.bfloat16}`. Tensors that no rule matches keep their dtype. A dtype may be given
+    by torch's name. A single dtype stands for `{"*": dtype}`.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, torch.dtype | str]
+        | Iterable[tuple[str, torch.dtype | str]]
+        | DtypeRules
+        | torch.dtype
+        | str
+        | None = None,
+    ) -> None:
+        if isinstance(rules, DtypeRules):
+            pairs: Iterable[tuple[str, torch.dtype | str]] = rules.rules
+        elif isinstance(rules, str | torch.dtype):
+            pairs = (("*", rules),)
+        else:
+            pairs = rules.items() if isinstance(rules, Mapping) else rules or ()
+        self.rules: tuple[tuple[str, torch.dtype], ...] = tuple(
+            (pattern, torch_dtype(str(dtype).removeprefix("torch."))) for pattern, dtype in pairs
+        )
+
+    def resolve(
+        self, native: Mapping[str, torch.dtype], tied: Mapping[str, str] | None = None
+    ) -> dict[str, torch.dtype]:
+        """The dtype in which each tensor of `native` (names to the trainer's dtypes) is sent.
+
+        Raises `ManifestMismatch` for a rule that decides nothing (a typo, or hidden by an earlier rule; a
+        last "*" is allowed to) and for one that would turn whole numbers or booleans into floats or the
+        reverse. `tied` maps the names that don't travel to those that do, for the error's text.
+        """
+        decided_by = {name: self._first_match(name) for name in native}
+        self._check_used(set(decided_by.values()), native, tied or {})
+        dtypes = dict(native)
+        crossing = []
+        for name, index in decided_by.items():
+            if index is None:
+                continue
+            pattern, dtype = self.rules[index]
+            if _kind(dtype) != _kind(native[name]):
+                crossing.append(f"{name} is {native[name]}, rule {pattern!r} says {dtype}")
+            dtypes[name] = dtype
+        if crossing:
+            raise ManifestMismatch(
+                f"dtype rules that would change the kind of numbers: {first_few(crossing)}",
+                hint="put a rule of its own dtype for these names before the general one",
+                side="trainer",
+            )
+        return dtypes
+
+    def _first_match(self, name: str) -> int | None:
+        return next((i for i, (pattern, _) in enumerate(self.rules) if fnmatchcase(name, pattern)), None)
+
+    def _check_used(self, used: set[int | None], names: Iterable[str], tied: Mapping[str, str]) -> None:
+        idle = []
+        for index, (pattern, _) in enumerate(self.rules):
+            if index in used or (pattern == "*" and index == len(self.rules) - 1):
+                continue
+            hidden = next((name for name in names if fnmatchcase(name, pattern)), None)
+            alias = next((name for name in tied if fnmatchcase(name, pattern)), None)
+            if hidden is not None:
+                winner = self.rules[self._first_match(hidden) or 0][0]
+                idle.append(f"{pattern!r} (hidden by {winner!r}, which comes first)")
+            elif alias is not None:
+                idle.append(f"{pattern!r} ({alias} is tied and travels as {tied[alias]})")
+            else:
+                idle.append(f"{pattern!r} (matches no name)")
+        if idle:
+            raise ManifestMismatch(
+                f"dtype rules that decide nothing: {first_few(idle)}",
+                hint="rules are matched against the names of the manifest, in order; correct or remove these",
+                side="trainer",
+            )
+
+
+def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The view of `tensor` that begins at `offsets` and has shape `sizes`, in elements per dimension."""
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size: int) -> dict[int, Box]:
+    """What `rank` sends of boxes that all `world_size` ranks hold: by position in `boxes`, without those of which it sends
+    nothing. Raises ValueError for a rank that there isn't.
+
+    The boxes are laid end to end and their bytes divided evenly between the ranks. A box goes to the rank that its first
+    byte falls to; a box of `MIN_CUT_BYTES` or more is cut between rows. A pure function, so that the ranks need not talk.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in 0..{world_size - 1}, not {rank}")
+    sizes = [manifest.box_nbytes(box) for box in boxes]
+    low, high = sum(sizes) * rank // world_size, sum(sizes) * (rank + 1) // world_size
+    shares = {}
+    start = 0
+    for position, (box, nbytes) in enumerate(zip(boxes, sizes, strict=True)):
+        if (share := _rows_that_begin_in(box, nbytes, low - start, high - start)) is not None:
+            shares[position] = share
+        start += nbytes
+    return shares
+
+
+def _rows_that_begin_in(box: Box, nbytes: int, low: int, high: int) -> Box | None:
+    """The rows of a box whose first byte lies in `[low, high)`, counted from the box's own first byte."""
+    if not nbytes:
+        return None
+    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None or nbytes < MIN_CUT_BYTES:
+        return box if low <= 0 < high else None
+    rows = box.sizes[dim]
+    row_bytes = nbytes // rows
+    first, last = (min(max(-(-edge // row_bytes), 0), rows) for edge in (low, high))
+    if first >= last:
+        return None
+    offsets = (*box.offsets[:dim], box.offsets[dim] + first, *box.offsets[dim + 1 :])
+    return Box(box.tensor, offsets, (*box.sizes[:dim], last - first, *box.sizes[dim + 1 :]))
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "floating point"
+    if dtype.is_complex:
+        return "complex"
+    return "boolean" if dtype == torch.bool else "whole"

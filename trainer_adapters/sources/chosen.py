@@ -1,0 +1,211 @@
+"""The source that fits a model: which adapter `SyncManager.update` uses when it is given a model instead of a source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.errors import ArgumentError
+from trainer_adapters.sources.base import DtypeRules, WeightSource
+from trainer_adapters.sources.lora.found import has_lora_layers
+
+if TYPE_CHECKING:
+    from trainer_adapters.sources.plan import Rules
+
+__all__ = ["Kind", "Sendable", "kind_of", "source_for"]
+
+Sendable: TypeAlias = (
+    WeightSource
+    | torch.nn.Module
+    | Sequence[torch.nn.Module]
+    | Mapping[str, torch.Tensor]
+    | Sequence[tuple[str, torch.Tensor]]
+    | Callable[[], Iterable[tuple[str, torch.Tensor]]]
+)
+"""What can be sent: a source, a model (for Megatron also the list of its chunks), or checkpoint tensors by name."""
+
+Kind: TypeAlias = Literal["source", "fsdp", "dtensor", "megatron", "lora", "module", "tensors"]
+
+TAKEN = (
+    "a WeightSource; a torch.nn.Module (plain, DistributedDataParallel, FSDP1, FSDP2, DTensors, a PEFT model); Megatron-Core's "
+    "GPTModel or the list of its chunks; a mapping of names to tensors, a list of (name, tensor), or a callable that returns "
+    "fresh pairs of them"
+)
+
+LORA_GROUP = "lora."
+"""Groups whose names begin so hold one adapter for the engine's own LoRA slots; the base model does not travel."""
+
+
+def source_for(
+    model: Sendable,
+    *,
+    dtype: torch.dtype | str | None = None,
+    hf_config: Any = None,
+    group: str = "policy",
+    process_group: dist.ProcessGroup | None = None,
+) -> WeightSource:
+    """The adapter for `model`, made as a user would make it: `FSDPAdapter`, `DTensorAdapter`, `MegatronAdapter`,
+    `MergedLoRAAdapter` (`LoRAAdapter` in a group named "lora.NAME") or `ModuleAdapter`. A `WeightSource` is returned as it is.
+
+    `dtype` is the dtype in which every tensor travels, as `dtype_rules={"*": dtype}` says; default: the trainer's own.
+    `hf_config`: for Megatron, the checkpoint's config. `process_group`: the trainer's ranks. For Megatron and LoRA this is
+    collective over them.
+
+    Raises `ArgumentError` for what cannot be sent, and what the adapter raises.
+    """
+    kind = kind_of(model)
+    rules: Rules = None if dtype is None else _rules(dtype)
+    if kind == "source":
+        assert isinstance(model, WeightSource)
+        if dtype is not None:
+            raise ArgumentError(
+                f"dtype={dtype!r} was given with a {type(model).__name__}, which says itself how its tensors travel",
+                hint="give the adapter dtype_rules, or give update the model itself",
+            )
+        return model
+    sendable: Any = model
+    if kind == "megatron":
+        return _megatron(sendable, rules, hf_config, group, process_group)
+    if kind == "lora":
+        return _lora(sendable, rules, group, process_group)
+    if kind == "fsdp":
+        from trainer_adapters.sources.fsdp import FSDPAdapter
+
+        return FSDPAdapter(sendable, dtype_rules=rules)
+    if kind == "dtensor":
+        from trainer_adapters.sources.dtensor import DTensorAdapter
+
+        return DTensorAdapter(sendable, dtype_rules=rules, process_group=process_group)
+    from trainer_adapters.sources.module import ModuleAdapter
+
+    place: dict[str, int] = {}
+    if process_group is not None:
+        place = {"rank": dist.get_rank(process_group), "world_size": dist.get_world_size(process_group)}
+    return ModuleAdapter(sendable, dtype_rules=rules, **place)  # type: ignore[arg-type]
+
+
+def kind_of(model: object) -> Kind:
+    """What kind of model this is, by its classes and its parameters' classes. Raises `ArgumentError` for one that cannot be
+    sent; the text lists what can."""
+    if isinstance(model, WeightSource):
+        return "source"
+    if isinstance(model, torch.nn.Module):
+        return _kind_of_module(model)
+    if isinstance(model, list | tuple) and model and all(isinstance(one, torch.nn.Module) for one in model):
+        if all(_is_megatron(one) for one in model):
+            return "megatron"
+        raise _unknown(f"a list of {len(model)} modules that are not all Megatron-Core's", "send one model at a time")
+    if isinstance(model, Mapping):
+        _check_pairs(model.items() if isinstance(model, dict) else ())
+        return "tensors"
+    if isinstance(model, list | tuple):
+        _check_pairs(model)
+        return "tensors"
+    if isinstance(model, Iterator):
+        raise _unknown(
+            f"a {type(model).__name__}, which can be read only once, and every update reads it anew",
+            "pass a callable that returns a fresh one, for example `lambda: model.named_parameters()`",
+        )
+    if isinstance(model, type):
+        raise _unknown(f"the class {model.__name__}", "pass an instance of it")
+    if isinstance(model, str | bytes) or hasattr(model, "__fspath__"):
+        raise _unknown(
+            f"a path, {model!r}", "load the tensors of the checkpoint first, or use examples/push_checkpoint/push.py"
+        )
+    if callable(model) and not isinstance(model, torch.Tensor):
+        return "tensors"
+    raise _unknown(f"a {type(model).__name__}", "")
+
+
+def _kind_of_module(model: torch.nn.Module) -> Kind:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    if _is_megatron(model):
+        return "megatron"
+    if has_lora_layers(model):
+        return "lora"
+    parts = list(model.modules())
+    if any(isinstance(part, FullyShardedDataParallel) for part in parts):
+        return "fsdp"
+    spread = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    if any(isinstance(part, FSDPModule) for part in parts):
+        return "fsdp" if _is_fsdp_alone(spread) else "dtensor"
+    return "dtensor" if spread else "module"
+
+
+def _is_fsdp_alone(parameters: Sequence[Any]) -> bool:
+    """Whether all parameters lie on one mesh of all ranks, sharded over one of its dimensions: what `FSDPAdapter` takes."""
+    from torch.distributed.tensor import Shard
+
+    meshes = {tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())) for parameter in parameters}
+    layouts = {tuple(type(one) for one in parameter.placements if not one.is_replicate()) for parameter in parameters}
+    return meshes <= {tuple(range(dist.get_world_size()))} and layouts <= {(), (Shard,)}
+
+
+def _is_megatron(model: Any) -> bool:
+    """Whether the model, without its wrappers, is a GPTModel of Megatron-Core."""
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        model = inner
+    ours = any(kind.__module__.partition(".")[0] == "megatron" for kind in type(model).__mro__)
+    return ours and all(hasattr(model, name) for name in ("decoder", "config"))
+
+
+def _megatron(
+    model: Any, rules: Rules, hf_config: Any, group: str, process_group: dist.ProcessGroup | None
+) -> WeightSource:
+    from trainer_adapters.sources.megatron.lora_adapter import MegatronLoRAAdapter
+    from trainer_adapters.sources.megatron.source import MegatronAdapter
+
+    if hf_config is None:
+        raise ArgumentError(
+            "a Megatron-Core model was given without the config of its checkpoint",
+            hint="pass hf_config=AutoConfig.from_pretrained(...) of the model that the engine serves",
+        )
+    adapter = MegatronLoRAAdapter if group.startswith(LORA_GROUP) else MegatronAdapter
+    return adapter(model, hf_config, dtype_rules=rules, process_group=process_group)
+
+
+def _lora(model: Any, rules: Rules, group: str, process_group: dist.ProcessGroup | None) -> WeightSource:
+    from trainer_adapters.sources.lora.adapter import LoRAAdapter
+    from trainer_adapters.sources.lora.merged import MergedLoRAAdapter
+
+    if not group.startswith(LORA_GROUP):
+        return MergedLoRAAdapter(model, dtype_rules=rules, process_group=process_group)
+    names = list(getattr(model, "peft_config", None) or ["default"])
+    own = group.removeprefix(LORA_GROUP)
+    if len(names) > 1 and own not in names:
+        raise ArgumentError(
+            f"this model has the adapters {', '.join(map(repr, names))}, and group {group!r} is none of them",
+            hint="pass LoRAAdapter(model, adapter)",
+        )
+    name = own if own in names else names[0]
+    return LoRAAdapter(model, name, dtype_rules=rules, process_group=process_group)
+
+
+def _rules(dtype: object) -> DtypeRules:
+    if not isinstance(dtype, str | torch.dtype):
+        raise ArgumentError(
+            f"dtype={dtype!r} is a {type(dtype).__name__}",
+            hint="a dtype is torch.bfloat16 or its name, 'bfloat16'; for several, give the adapter dtype_rules",
+        )
+    return DtypeRules(dtype)
+
+
+def _check_pairs(pairs: Iterable[Any]) -> None:
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise _unknown(f"a list with a {type(pair).__name__} in it", "list pairs of (name, tensor)")
+        name, tensor = pair
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise _unknown(
+                f"a mapping or list with {name!r}: {type(tensor).__name__} in it",
+                "names are strings, values are tensors; of a checkpoint with more in it, pass the model's part",
+            )
+
+
+def _unknown(what: str, hint: str) -> ArgumentError:
+    return ArgumentError(f"{what} cannot be sent. What can: {TAKEN}", hint=hint)

@@ -1,0 +1,182 @@
+"""DTensors: each rank sends the shards that it holds, where they are, whatever the meshes and placements. No gathering.
+
+From torch's private side: a DTensor's `_spec` and `_local_tensor` (`to_local()` adds a record for autograd to each), and
+`FSDPModule._get_fsdp_state()`, whose groups know whether parameters are sharded just now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Placement
+
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
+from trainer_adapters.sources.experts import checkpoint_layout
+from trainer_adapters.sources.lora.found import refuse_lora_layers
+from trainer_adapters.sources.module import Buffers, module_stream, module_ties
+from trainer_adapters.sources.placements import Mesh, Spread
+from trainer_adapters.sources.plan import Dims, Rename, Rules, TensorInfo, whole_shard
+from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, memory_of, why_not_plain
+
+__all__ = ["DTensorAdapter", "ShardedSource"]
+
+FREED_HINT = (
+    "call reshard() on the modules named here (the root's covers only parameters of its own), or update "
+    "after backward(), which reshards: after a forward pass alone the root stays unsharded"
+)
+
+
+class ShardedSource(ScannedSource):
+    """What the sources of DTensors share: looking at them, and the boxes that this rank's shards are."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        dtype_rules: Rules = None,
+        include_buffers: Buffers = "persistent",
+        rename: Rename = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+    ) -> None:
+        if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+            raise ArgumentError("parts of this model are sharded by FullyShardedDataParallel: use FSDPAdapter")
+        refuse_lora_layers(model, rename)
+        super().__init__(
+            module_stream(model, include_buffers),
+            ties=lambda: module_ties(model),
+            layout=lambda: checkpoint_layout(model),
+            rescan=True,
+            twins=True,
+            dtype_rules=dtype_rules,
+            rename=rename,
+            include=include,
+            exclude=exclude,
+        )
+        self._model = model
+        self._meshes: dict[tuple[DeviceMesh, tuple[Placement, ...]], Mesh] = {}
+        self._spreads: dict[tuple[Mesh, Dims, Dims], Spread] = {}
+        self._known: dict[int, tuple[Any, Dims, Dims, Any, str]] = {}
+
+    def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
+        infos = super()._scan(keep)
+        if len(self._known) > 2 * len(infos):  # of parameters that are gone
+            self._known.clear()
+        # What was planned lay in shards: only another model may be one that doesn't just now.
+        if (self._plan is None or infos != self._plan.infos) and (unsharded := _unsharded(self._model)):
+            raise ManifestMismatch(
+                f"parameters are unsharded just now in {first_few(unsharded)}", hint=FREED_HINT, side="trainer"
+            )
+        return infos
+
+    def _inspect(self, thing: Any) -> Inspection:
+        if not isinstance(thing, DTensor):
+            return super()._inspect(thing)
+        local = thing._local_tensor
+        spec = thing._spec
+        known = self._known.get(id(spec))
+        if known is None or known[0] is not spec or known[1] != local.shape:
+            known = self._known[id(spec)] = (spec, local.shape, *self._spread_of(thing, local))
+        _, _, shape, spread, problem = known
+        if not problem and spread.mesh.coordinate is not None:
+            problem = why_not_plain(local)
+        return Inspection(shape, thing.dtype, spread, problem, None if problem else memory_of(thing))
+
+    def _spread_of(self, thing: DTensor, local: torch.Tensor) -> tuple[Dims, Any, str]:
+        """Its shape, how it lies on its mesh, and why it can't be sent."""
+        key = thing.device_mesh, tuple(thing.placements)
+        mesh = self._meshes.setdefault(key, Mesh(*key))
+        shape = tuple(thing.shape)
+        if problem := mesh.problem or self._problem_of(mesh):
+            return shape, mesh, problem
+        spread = self._spread(mesh, shape, tuple(local.shape))
+        return shape, spread, spread.problem
+
+    def _local(self, thing: Any) -> torch.Tensor:
+        if not isinstance(thing, DTensor):
+            return super()._local(thing)
+        return thing._local_tensor.detach()
+
+    def _problem_of(self, mesh: Mesh) -> str:
+        """Why this source can't send a tensor on this mesh; "" if it can."""
+        return ""
+
+    def _spread(self, mesh: Mesh, shape: Dims, local: Dims) -> Spread:
+        """`Spread.of`, remembered: models repeat their shapes."""
+        key = (mesh, shape, local)
+        if key not in self._spreads:
+            self._spreads[key] = Spread.of(*key)
+        return self._spreads[key]
+
+
+class DTensorAdapter(ShardedSource):
+    """A source for a model of DTensors: tensor-parallel plans, `fully_shard` over them, expert-parallel meshes.
+
+    Every rank makes one, and contributes its own shards: views of the parameters' memory. Meshes and placements may
+    differ from one parameter to the next; `_StridedShard` and uneven shards are fine. Copies that a mesh describes
+    (`Replicate`) are divided between their ranks by bytes.
+
+    Copies that no mesh describes may have come apart in training: parameters on the data-parallel submesh only, and plain
+    tensors, are held by each tensor-parallel rank, and nothing sums the gradients that each sees. The copy of the lowest
+    rank is sent. The others' digests are compared with it in updates 1, 2, 4, 8, ... and in `verify`; a difference is
+    warned about.
+
+    `process_group`: the trainer's ranks, as for `SyncManager`; default all of torch.distributed. The rest is as in
+    `ModuleAdapter`, the parameters' dtype as in `FSDPAdapter`.
+
+    Raises TypeError for a model that FSDP1 wraps, and `ManifestMismatch`, which names them, for parameters with pending
+    sums (`Partial`), of a kind of placement that isn't known, or unsharded just now.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        dtype_rules: Rules = None,
+        include_buffers: Buffers = "persistent",
+        rename: Rename = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            dtype_rules=dtype_rules,
+            include_buffers=include_buffers,
+            rename=rename,
+            include=include,
+            exclude=exclude,
+        )
+        self._ranks = tuple(sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
+
+    def _local_shards(self, info: TensorInfo) -> LocalShards:
+        if not isinstance(info.spread, Spread):
+            role: Any = "send" if dist.get_rank() == self._ranks[0] else "copy"
+            return LocalShards((whole_shard(info.shape),), role=role)
+        mesh = info.spread.mesh
+        # Meshes that are cut from one hold a copy each; of these the one with the lowest rank sends.
+        if min(set(mesh.family) & set(self._ranks), default=-1) in mesh.ranks:
+            return info.spread.local_shards()
+        return LocalShards(info.spread.shards if mesh.is_first_copy else (), role="copy")
+
+
+def _unsharded(model: torch.nn.Module) -> list[str]:
+    """Names of the FSDP2 modules whose parameters are not the shards just now."""
+    return [
+        name or "the root"
+        for name, part in model.named_modules()
+        if isinstance(part, FSDPModule)
+        and any(parameter.sharded_state.name != "SHARDED" for group in _groups(part) for parameter in group.fsdp_params)
+    ]
+
+
+def _groups(part: FSDPModule) -> list[Any]:
+    state: Any = part._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

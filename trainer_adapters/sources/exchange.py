@@ -1,0 +1,135 @@
+"""Every rank's bytes, on every rank: any length, no pickle; by two collectives, or through the process group's store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, WeightwireError
+
+__all__ = ["exchange_bytes", "exchange_tensors", "meet"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "weightwire/meeting"
+OPEN = f"{PREFIX}/open"
+NUMBER = f"{PREFIX}/number"
+WARN_AFTER_S = 10.0
+"""Also the longest single wait in the store, which other threads of this process may want to use meanwhile."""
+
+ANSWER_S = 1.0
+"""How much longer than rank 0 the other ranks wait: rank 0 then tells them which ranks did not come, in seconds."""
+
+
+class _Met(msgspec.Struct, frozen=True):
+    """The result of a rendezvous: every rank's record, or the error that ended it."""
+
+    records: tuple[bytes, ...] = ()
+    error: ErrorInfo | None = None
+
+
+def meet(mine: bytes, group: dist.ProcessGroup | None, *, timeout_s: float) -> list[bytes]:
+    """Every rank's `mine`, in order of rank, through the group's store: a rendezvous with a deadline.
+
+    For a call that some ranks may never make.
+
+    1. rank 0 takes the rendezvous' number and opens it;
+    2. every other rank leaves its record under that number;
+    3. rank 0 closes the rendezvous and leaves all records, or its error, for the others.
+
+    Called on every rank of `group` (None: the default group). Raises `SyncTimeout`, naming the ranks that didn't come, on those
+    that did. One that failed doesn't affect the next one.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    store: Any = dist.distributed_c10d._get_process_group_store(group or dist.distributed_c10d._get_default_group())
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank == 0:
+        return _lead(store, mine, size, deadline_s, timeout_s)
+    _wait(store, [OPEN], [0], deadline_s, timeout_s)
+    number = store.add(NUMBER, 0)
+    store.set(f"{PREFIX}/{number}/{rank}", mine)
+    _wait(store, [f"{PREFIX}/{number}"], [0], deadline_s + ANSWER_S, timeout_s)
+    met = decode_as(store.get(f"{PREFIX}/{number}"), _Met)
+    if met.error is not None:
+        raise WeightwireError.of(met.error)
+    return list(met.records)
+
+
+def _lead(store: Any, mine: bytes, size: int, deadline_s: float, timeout_s: float) -> list[bytes]:
+    number = store.add(NUMBER, 1)
+    store.set(OPEN, b"")
+    met = _Met(error=WeightwireError("rank 0's SyncManager could not be made").info())
+    places = {rank: f"{PREFIX}/{number}/{rank}" for rank in range(1, size)}
+    try:
+        _wait(store, list(places.values()), list(places), deadline_s, timeout_s)
+        met = _Met((mine, *(store.get(place) for place in places.values())))
+    except WeightwireError as error:
+        met = _Met(error=error.info())
+        raise
+    finally:
+        store.delete_key(OPEN)
+        store.set(f"{PREFIX}/{number}", msgspec.msgpack.encode(met))
+    for place in places.values():
+        store.delete_key(place)
+    return list(met.records)
+
+
+def _wait(store: Any, keys: Sequence[str], ranks: Sequence[int], deadline_s: float, timeout_s: float) -> None:
+    """Waits until `ranks` have set all `keys`. Raises `SyncTimeout`, and `PeerLost` where the store is gone."""
+    warn_at_s = time.monotonic() + WARN_AFTER_S
+    missing: list[int] = []
+    try:
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                store.wait(list(keys), timedelta(seconds=max(0.001, min(left_s, WARN_AFTER_S))))
+                return
+            except RuntimeError as error:
+                if "timeout" not in str(error).lower() and "timed out" not in str(error).lower():
+                    raise
+            missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+            if missing and time.monotonic() >= deadline_s:
+                break
+            if missing and time.monotonic() >= warn_at_s:
+                logger.warning("weightwire: this SyncManager waits for trainer ranks %s to make theirs", missing)
+                warn_at_s = deadline_s
+    except RuntimeError as error:
+        raise PeerLost(f"the store of torch.distributed is gone: {error}", side="trainer", phase="start") from error
+    raise SyncTimeout(
+        f"trainer ranks {missing} have not made their SyncManager within {timeout_s:g} s",
+        hint="make a SyncManager on every rank of the process group, in one order; process_group= names the ranks if only "
+        "some of them are the trainer",
+        side="trainer",
+        rank=missing[0],
+        phase="start",
+    )
+
+
+def exchange_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Every rank's `data`, in order of rank. Collective over `group` (None: the default group)."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return [one.cpu().numpy().tobytes() for one in exchange_tensors(mine, group)]
+
+
+def exchange_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """The same for 1-D tensors of uint8, which may differ in length."""
+    device = mine.device
+    if not mine.is_cuda and dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    length = torch.tensor([mine.numel()], device=device)
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, length, group=group)
+    sizes = [int(one.item()) for one in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: mine.numel()] = mine.to(device)
+    everybody = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everybody, padded, group=group)
+    return [one[:size] for one, size in zip(everybody, sizes, strict=True)]

@@ -1,0 +1,90 @@
+"""Models whose experts transformers 5 stacks in memory and writes one by one: which checkpoint tensors lie where.
+
+In memory an expert layer has two tensors, `gate_up_proj` (E, 2F, H) and `down_proj` (E, H, F) for E experts, F features
+and hidden size H. `save_pretrained` writes three a expert: gate (F, H) is `gate_up_proj[i, :F]`, up (F, H) is
+`gate_up_proj[i, F:]`, down (H, F) is `down_proj[i]`. Each is a box, so that shards are cut along it and nothing is
+gathered. Models that are written as they are held (GPT-OSS, Llama 4) need no rule, and one that isn't in the table keeps
+its own names: an engine that expects others refuses them by name before a byte moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inference_plugin.wire.errors import ManifestMismatch
+from trainer_adapters.sources.plan import CheckpointLayout, Dims, Target
+
+__all__ = ["STACKED", "Stacked", "checkpoint_layout"]
+
+GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """What a checkpoint calls the tensors of expert `{}`; and, in `spelling`, parts of names that it spells otherwise than the
+    module does."""
+
+    gate: str
+    up: str
+    down: str
+    spelling: dict[str, str] = field(default_factory=dict)
+
+    def targets(self, name: str, shape: Dims, hidden_size: int) -> tuple[Target, ...]:
+        """The checkpoint's tensors in `name`. Raises `ManifestMismatch` for stacked experts of another layout."""
+        held = name
+        for own, written in self.spelling.items():
+            name = name.replace(own, written)
+        if not name.endswith((GATE_UP, DOWN)):
+            return (Target(name, (0,) * len(shape), shape),)
+        stem = name[: name.rindex(".experts.") + 1]
+        if name.endswith(DOWN) and len(shape) == 3 and shape[1] == hidden_size:
+            return tuple(Target(stem + self.down.format(i), (i, 0, 0), (1, *shape[1:]), 1) for i in range(shape[0]))
+        if name.endswith(GATE_UP) and len(shape) == 3 and shape[2] == hidden_size and shape[1] % 2 == 0:
+            features = shape[1] // 2
+            return tuple(
+                Target(stem + part.format(i), (i, start, 0), (1, features, hidden_size), 1)
+                for i in range(shape[0])
+                for part, start in ((self.gate, 0), (self.up, features))
+            )
+        raise ManifestMismatch(
+            f"{held}: experts of shape {list(shape)} with hidden size {hidden_size} are stacked in no known way",
+            hint="give ModuleAdapter an iterable of the checkpoint's own tensors, or rename this one",
+            side="trainer",
+        )
+
+
+_BY_PROJECTION = Stacked(
+    gate="experts.{}.gate_proj.weight", up="experts.{}.up_proj.weight", down="experts.{}.down_proj.weight"
+)
+_BY_NUMBER = Stacked(
+    gate="experts.{}.w1.weight",
+    up="experts.{}.w3.weight",
+    down="experts.{}.w2.weight",
+    spelling={".mlp.": ".block_sparse_moe."},
+)
+
+STACKED: dict[str, Stacked] = {
+    "deepseek_v2": _BY_PROJECTION,
+    "deepseek_v3": _BY_PROJECTION,
+    "glm4_moe": _BY_PROJECTION,
+    "mixtral": _BY_NUMBER,
+    "olmoe": _BY_PROJECTION,
+    "qwen2_moe": _BY_PROJECTION,
+    "qwen3_moe": _BY_PROJECTION,
+    "qwen3_next": _BY_PROJECTION,
+}
+"""By `config.model_type`. A new line wants a line in `test_experts.py`, which compares it with `save_pretrained`."""
+
+
+def checkpoint_layout(module: torch.nn.Module) -> CheckpointLayout | None:
+    """The rule for a module whose config, or that of the first part that has one, is of a model type in the table."""
+    config: Any = next(
+        (c for part in module.modules() if hasattr(c := getattr(part, "config", None), "model_type")), None
+    )
+    rule = STACKED.get(config.model_type) if config is not None else None
+    if rule is None:
+        return None
+    return lambda name, shape: rule.targets(name, shape, config.hidden_size)

@@ -1,0 +1,147 @@
+"""Exports of another library's converter: any iterable of checkpoint names and tensors that the ranks make together.
+
+Converters gather: they run on all ranks, in step, and yield each tensor on all of them, on rank 0, or on those of the
+stage that has it. So a rank that stops taking leaves the others waiting in a collective, and a rank that sees no tensors
+can't tell what the model is. Here
+1. at construction all ranks run through one export and tell each other names, shapes and dtypes (`inventory`); from that
+   follow, on each rank alone, the manifest and who sends what;
+2. `slices()` runs through an export again, one tensor held at a time;
+3. a rank whose consumer gives up runs its export to the end all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.tensors import dtype_name
+from trainer_adapters.sources.base import DtypeRules, LocalSlice, NameFilter, narrowed
+from trainer_adapters.sources.inventory import ExchangedSource, HeldBox, Inventory
+from trainer_adapters.sources.plan import Rules
+from trainer_adapters.sources.scan import why_not_plain
+
+__all__ = ["ExportAdapter"]
+
+logger = logging.getLogger(__name__)
+
+Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+HINT = (
+    "an export must yield the same names, shapes and dtypes in the same order each time; if the model changed, make a "
+)
+HINT += "new ExportAdapter, on all ranks"
+
+
+class ExportAdapter(ExchangedSource):
+    """A source for `export`, a function that the ranks call together and that returns a fresh iterable of `(name,
+    tensor)`: Megatron-Bridge's `lambda: bridge.export_hf_weights(model, cpu=True)`, say.
+
+    Names are the checkpoint's, tensors are whole and on any device. A rank may yield all of them, some or none: what
+    several ranks yield each of them sends a share of, what one rank yields it sends. The manifest's order is that of the
+    ranks' exports one after the other. `tied` maps names that don't travel to those that do in their place (an iterable
+    doesn't show memory that is shared). `dtype_rules`, `include` and `exclude` as in `ModuleAdapter`.
+
+    Collective over `process_group` (default: all of torch.distributed), and so is every run of the export, in the
+    manager's thread: while an `update_async` is on its way, no other thread may use the export's process groups. An
+    export that fails on one rank leaves the others in its collectives: their update ends by its deadline, the export by the
+    timeout of its process groups, and until then another update with such a source is refused.
+
+    Raises `ManifestMismatch`, on all ranks and naming the rank it comes from, for names that come twice, tensors that
+    can't be sent, and ranks that yield the same name with another shape or dtype. `slices()` raises it, on the way, when
+    an export isn't what the first one was.
+    """
+
+    def __init__(
+        self,
+        export: Export,
+        *,
+        tied: Mapping[str, str] | None = None,
+        dtype_rules: Rules = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._export = export
+        self._first: list[HeldBox] = []
+
+        def look() -> Inventory:
+            self._first = _look(export)
+            return Inventory(self._first)
+
+        super().__init__(look, process_group)
+        self._settle(tied or {}, DtypeRules(dtype_rules), NameFilter(include, exclude), in_natural_order=False)
+        self._boxes: dict[int, list[Box]] = {}
+        for assignment in self._sent:
+            self._boxes.setdefault(assignment.held, []).append(assignment.box)
+
+    def made_together(self) -> frozenset[int]:
+        return frozenset(range(len(self._manifest.tensors)))
+
+    def slices(self) -> Iterator[LocalSlice]:
+        pairs = iter(self._export())
+        try:
+            # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
+            position = 0
+            for name, tensor in pairs:
+                self._check(position, name, tensor)
+                for box in self._boxes.get(position, ()):
+                    yield LocalSlice(box, narrowed(tensor.detach(), box.offsets, box.sizes))
+                del tensor
+                position += 1
+            if position != len(self._first):
+                raise _changed(f"{position} tensors came, {len(self._first)} the first time")
+        finally:
+            try:
+                for _ in pairs:  # the other ranks need this one for theirs
+                    pass
+            except Exception as error:  # noqa: BLE001 -- whatever ended the slices is the error to raise; this one follows from it
+                logger.warning("weightwire: the rest of an export, made for the other ranks, failed: %s", error)
+
+    def _check(self, position: int, name: str, tensor: Any) -> None:
+        first = self._first[position] if position < len(self._first) else None
+        if first is None or not isinstance(tensor, torch.Tensor) or _whole(name, tensor) != first:
+            found = f"{name}: {getattr(tensor, 'dtype', type(tensor))} {list(getattr(tensor, 'shape', ()))}"
+            before = f"{first.name}: torch.{first.dtype} {list(first.shape)}" if first else "nothing more"
+            raise _changed(f"tensor {position} is {found}, the first time it was {before}")
+
+
+def _look(export: Export) -> list[HeldBox]:
+    """Runs through an export, to its end whatever is wrong with it. Raises `ManifestMismatch` for what can't be sent."""
+    items: dict[str, HeldBox] = {}
+    problems = []
+    tensor: Any
+    for name, tensor in export():
+        if name in items:
+            problems.append(f"{name} comes twice")
+        elif not isinstance(tensor, torch.Tensor):
+            problems.append(f"{name} is a {type(tensor).__name__}")
+        elif problem := why_not_plain(tensor):
+            problems.append(f"{name} {problem}")
+        else:
+            try:
+                items[name] = _whole(name, tensor)
+            except ManifestMismatch as error:
+                problems.append(f"{name}: {error.message}")
+        del tensor
+    if problems:
+        raise ManifestMismatch(
+            f"an export that can't be sent: {first_few(problems)}",
+            hint="change it as it says, or leave these out of what the export yields",
+            side="trainer",
+        )
+    return list(items.values())
+
+
+def _whole(name: str, tensor: torch.Tensor) -> HeldBox:
+    shape = tuple(tensor.shape)
+    return HeldBox(name, dtype_name(tensor.dtype), shape, (0,) * len(shape), shape, 0)
+
+
+def _changed(how: str) -> ManifestMismatch:
+    return ManifestMismatch(f"the export changed: {how}", hint=HINT, side="trainer")

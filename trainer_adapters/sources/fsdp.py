@@ -1,0 +1,118 @@
+"""FSDP alone, the second one (`fully_shard`) or the first (`FullyShardedDataParallel`): one adapter for both.
+
+FSDP2's parameters are DTensors over one mesh dimension, or over (replicate, shard) as HSDP: what `dtensor.py` sends,
+with the copies that FSDP keeps equal divided between the ranks. FSDP1's flat parameters are in `fsdp1.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import Shard
+
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
+from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.dtensor import ShardedSource
+from trainer_adapters.sources.fsdp1 import FlatSource
+from trainer_adapters.sources.module import Buffers
+from trainer_adapters.sources.placements import Mesh, Spread
+from trainer_adapters.sources.plan import Plan, Rename, Rules, TensorInfo, whole_shard
+from trainer_adapters.sources.scan import LocalShards
+
+__all__ = ["FSDPAdapter"]
+
+
+class FSDPAdapter(WeightSource):
+    """A source for a model that FSDP has sharded, and nothing else: FSDP2 (`fully_shard`) over one mesh dimension or, as
+    HSDP, over (replicate, shard); or FSDP1 (`FullyShardedDataParallel`) with any sharding strategy.
+
+    Every rank makes one, and contributes its own shards: views of the parameters' memory, uneven ones included, on the
+    CPU where they are offloaded. HSDP's copies of a shard, and what each rank holds whole (parameters that FSDP ignores,
+    buffers, those under NO_SHARD), are divided between their ranks by bytes; ranks must agree on them (FSDP doesn't
+    synchronise buffers). Frozen parameters are sent like the others. Nothing is gathered, but for units of FSDP1
+    with a parameter that isn't contiguous: see `trainer_adapters.sources.fsdp1`.
+
+    `dtype_rules`, `include_buffers`, `rename`, `include`, `exclude`, stacked experts and tied weights are as in
+    `ModuleAdapter`. The parameters' dtype is that of the shards (the optimizer's), not that of `MixedPrecision(Policy)`:
+    `dtype_rules={"*": torch.bfloat16}` sends bf16.
+
+    Raises TypeError for a model without FSDP, and `ManifestMismatch` where parameters are unsharded just now (FSDP2), have
+    pending sums (`Partial`), are sharded in more than one dimension of the mesh, or live on ranks that differ from one
+    parameter to the next or that this rank isn't among: `DTensorAdapter` takes FSDP2 with other parallelisms.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        dtype_rules: Rules = None,
+        include_buffers: Buffers = "persistent",
+        rename: Rename = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+    ) -> None:
+        first = any(isinstance(part, FullyShardedDataParallel) for part in model.modules())
+        second = any(isinstance(part, FSDPModule) for part in model.modules())
+        if first and second:
+            raise ArgumentError("this model has parts of FSDP1 and of FSDP2: shard all of it with fully_shard")
+        if not first and not second:
+            raise ArgumentError("neither fully_shard nor FullyShardedDataParallel was applied here: use ModuleAdapter")
+        self._source: WeightSource = (FlatSource if first else FullyShardSource)(
+            model,
+            dtype_rules=dtype_rules,
+            include_buffers=include_buffers,
+            rename=rename,
+            include=include,
+            exclude=exclude,
+        )
+
+    def configure(self, config: Config) -> None:
+        self._source.configure(config)
+
+    def manifest(self) -> Manifest:
+        return self._source.manifest()
+
+    def slices(self) -> Iterator[LocalSlice]:
+        return self._source.slices()
+
+    def claims(self) -> tuple[Box, ...] | None:
+        return self._source.claims()
+
+    def made_together(self) -> frozenset[int]:
+        return self._source.made_together()
+
+
+class FullyShardSource(ShardedSource):
+    """FSDP2 alone: all DTensors are on one mesh, and what every rank of it holds is the same everywhere."""
+
+    def _problem_of(self, mesh: Mesh) -> str:
+        if mesh.coordinate is None:
+            return f"lives on ranks {list(mesh.ranks)}, and this is rank {dist.get_rank()}"
+        if mesh.is_sharded and [type(p) for p in mesh.placements if not p.is_replicate()] != [Shard]:
+            return f"has placements {mesh.placements}: with a parallelism beside FSDP use DTensorAdapter"
+        return ""
+
+    def _check_plan(self, plan: Plan) -> None:
+        meshes: dict[tuple[int, ...], str] = {}
+        for info, places in zip(plan.infos, plan.places, strict=True):
+            if isinstance(info.spread, Spread) and places:
+                meshes.setdefault(info.spread.mesh.ranks, info.name)
+        if len(meshes) > 1:
+            uses = [f"{name} on ranks {list(ranks)}" for ranks, name in meshes.items()]
+            raise ManifestMismatch(
+                f"parameters live on different sets of ranks: {first_few(uses)}",
+                hint="with a parallelism beside FSDP (TP, EP) use DTensorAdapter",
+                side="trainer",
+            )
+        self._ranks = next(iter(meshes), tuple(range(dist.get_world_size())))
+
+    def _local_shards(self, info: TensorInfo) -> LocalShards:
+        if not isinstance(info.spread, Spread):
+            return LocalShards((whole_shard(info.shape),), self._ranks, self._ranks.index(dist.get_rank()))
+        return info.spread.local_shards()

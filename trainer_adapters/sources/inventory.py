@@ -1,0 +1,216 @@
+"""What several ranks hold of one model, put together: one manifest for all, and one sender for each byte.
+
+Where no rank knows the whole model (pipeline stages, experts), each says which boxes of which checkpoint tensors it
+holds, once, by one exchange. The rest is a pure function of everybody's inventory, so that all ranks come to the same
+result without talking again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch.distributed as dist
+
+from inference_plugin.wire import codec
+from inference_plugin.wire.cover import check_exact_cover
+from inference_plugin.wire.errors import ErrorInfo, ManifestMismatch, WeightwireError, first_few
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest, TensorSpec
+from inference_plugin.wire.tensors import dtype_name, torch_dtype
+from trainer_adapters.sources.base import DtypeRules, NameFilter, WeightSource, share_boxes
+from trainer_adapters.sources.exchange import exchange_bytes
+
+__all__ = ["ExchangedSource", "HeldBox", "Inventory", "SendAssignment", "divide", "merge"]
+
+
+class HeldBox(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a checkpoint tensor that a rank holds. `shape` and `dtype` are the whole tensor's, dtype by torch's name,
+    before dtype rules. Of several ranks with the same box those with the lowest `turn` send it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    turn: int
+
+
+class Inventory(msgspec.Struct, frozen=True):
+    """What one rank tells the others: the boxes it holds; `facts` that must be the same everywhere; `parts` that must be
+    on some rank (the source knows what they are); or `error`, why it has nothing to tell."""
+
+    boxes: list[HeldBox] = []
+    facts: dict[str, str] = {}
+    parts: list[tuple[str, int, int]] = []
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendAssignment:
+    """A box that this rank sends, or leaves to another: all or part of the box at position `held` of its inventory."""
+
+    held: int
+    box: Box
+
+
+class ExchangedSource(WeightSource):
+    """A source whose ranks tell each other, when it is made, what each of them holds; from then on none has to ask.
+
+    Collective over `process_group` (None: the default group). `look` is called once, on each rank. Raises, on all ranks, the
+    first rank's error, and `ManifestMismatch` where their facts differ.
+    """
+
+    def __init__(self, look: Callable[[], Inventory], process_group: dist.ProcessGroup | None) -> None:
+        self._everybody = _exchange(look, process_group)
+        self._own_rank = dist.get_rank(process_group) if len(self._everybody) > 1 else 0
+
+    def _settle(
+        self, ties: Mapping[str, str], rules: DtypeRules, names: NameFilter, *, in_natural_order: bool = True
+    ) -> None:
+        """Derives the manifest and who sends what, by `merge` and `divide`. A subclass calls it once, when it has made its own
+        checks of `_everybody`."""
+        self._manifest = merge(self._everybody, tied=ties, rules=rules, names=names, in_natural_order=in_natural_order)
+        self._sent, self._left = divide(self._manifest, self._everybody, self._own_rank)
+        self._claims = tuple(assignment.box for assignment in self._sent)
+        self._everybody = []  # as large as the model's list of tensors, for each rank
+
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def claims(self) -> tuple[Box, ...]:
+        return self._claims
+
+
+def _exchange(look: Callable[[], Inventory], group: dist.ProcessGroup | None) -> list[Inventory]:
+    """What `look` finds on each rank, in order of rank, as bytes (no pickle). Collective over `group`.
+
+    Raises, on all ranks, the first rank's error: nobody is left waiting for a rank whose look failed. An error that is not
+    of our tree is raised as it is on its own rank.
+    """
+    own: Exception | None = None
+    try:
+        mine = look()
+    except Exception as error:  # noqa: BLE001 -- raised below, when the others know
+        own = error
+        of_kind = isinstance(error, TypeError) and not isinstance(error, WeightwireError)  # not a model of this kind
+        told = ManifestMismatch(f"TypeError: {error}") if of_kind else WeightwireError.wrap(error)
+        mine = Inventory(error=told.info())
+    everybody = [mine]
+    if dist.is_available() and dist.is_initialized():
+        raw = exchange_bytes(msgspec.msgpack.encode(mine), group)
+        everybody = [codec.decode_as(one, Inventory) for one in raw]
+    if own is not None and not isinstance(own, WeightwireError):
+        raise own
+    _raise_first(everybody)
+    return everybody
+
+
+def _raise_first(inventories: Sequence[Inventory]) -> None:
+    """Raises, the same on every rank, the first rank's error; or `ManifestMismatch` where facts differ."""
+    for rank, inventory in enumerate(inventories):
+        if inventory.error is not None:
+            raise WeightwireError.of(inventory.error).at(side="trainer", rank=rank)
+    first = inventories[0].facts
+    for rank, inventory in enumerate(inventories):
+        if inventory.facts != first:
+            differ = [
+                f"{key} is {inventory.facts.get(key)}, on rank 0 {first.get(key)}"
+                for key in sorted({*first, *inventory.facts})
+                if inventory.facts.get(key) != first.get(key)
+            ]
+            raise ManifestMismatch(
+                f"the ranks hold different models: {first_few(differ)}",
+                hint="build the model and the adapter from one config on all ranks",
+                side="trainer",
+                rank=rank,
+            )
+
+
+def merge(
+    inventories: Sequence[Inventory],
+    *,
+    tied: Mapping[str, str],
+    rules: DtypeRules,
+    names: NameFilter,
+    in_natural_order: bool = True,
+) -> Manifest:
+    """The manifest of all boxes that `names` keeps: in natural order of names (layer 2 before layer 10), or as the ranks
+    list them one after the other; dtype rules applied.
+
+    Raises `ManifestMismatch` where ranks disagree about a tensor, where an element is on no rank or in two different
+    boxes (the same box on several ranks are copies), and as `NameFilter` and `DtypeRules` do.
+    """
+    whole: dict[str, tuple[HeldBox, int]] = {}
+    disagree = []
+    for rank, inventory in enumerate(inventories):
+        for item in inventory.boxes:
+            other, other_rank = whole.setdefault(item.name, (item, rank))
+            if (other.shape, other.dtype) != (item.shape, item.dtype):
+                disagree.append(f"{_told(item)} on rank {rank}, {_told(other)} on rank {other_rank}")
+    if disagree:
+        raise ManifestMismatch(f"the ranks hold different models: {first_few(disagree)}", side="trainer")
+    chosen = names.keep(whole)
+    kept = sorted(chosen, key=_natural) if in_natural_order else [name for name in whole if name in chosen]
+    tied = {name: source for name, source in tied.items() if source in set(kept)}
+    dtypes = rules.resolve({name: torch_dtype(whole[name][0].dtype) for name in kept}, tied)
+    specs = (TensorSpec(name, dtype_name(dtypes[name]), whole[name][0].shape) for name in kept)
+    manifest = Manifest(tuple(specs), dict(tied)).check()
+    boxes = {box: rank for rank, inventory in enumerate(inventories) for box in _boxes(manifest, inventory)}
+    check_exact_cover(manifest, [(box, f"rank {rank}") for box, rank in boxes.items()])
+    return manifest
+
+
+def divide(
+    manifest: Manifest, inventories: Sequence[Inventory], rank: int
+) -> tuple[list[SendAssignment], list[SendAssignment]]:
+    """What `rank` sends, and what it holds too and leaves to ranks whose turn is lower, both in the manifest's order.
+
+    Copies of the lowest turn are divided by bytes: each rank about as much, large tensors cut between rows. What is left
+    to others is cut as they send it, so that digests of the two can be compared.
+    """
+    holders: dict[Box, tuple[int, list[int]]] = {}
+    for holder, inventory in enumerate(inventories):
+        for box, position in _boxes(manifest, inventory).items():
+            turn = inventory.boxes[position].turn
+            lowest, ranks = holders.get(box, (turn, []))
+            if turn < lowest:
+                lowest, ranks = turn, []
+            holders[box] = lowest, [*ranks, holder] if turn == lowest else ranks
+    copies: dict[tuple[int, ...], list[Box]] = {}
+    for box in sorted(holders):
+        copies.setdefault(tuple(holders[box][1]), []).append(box)
+    mine = _boxes(manifest, inventories[rank])
+    sent: list[SendAssignment] = []
+    left: list[SendAssignment] = []
+    for senders, boxes in copies.items():
+        for place, sender in enumerate(senders):
+            if sender != rank and (rank in senders or mine.keys().isdisjoint(boxes)):
+                continue
+            for position, part in share_boxes(manifest, boxes, place, len(senders)).items():
+                if boxes[position] in mine:
+                    (sent if sender == rank else left).append(SendAssignment(mine[boxes[position]], part))
+    return sorted(sent, key=_box_of), sorted(left, key=_box_of)
+
+
+def _boxes(manifest: Manifest, inventory: Inventory) -> dict[Box, int]:
+    """What of an inventory is in the manifest, with its position: the first of a rank's own copies."""
+    boxes: dict[Box, int] = {}
+    for position, item in enumerate(inventory.boxes):
+        if item.name in manifest.index:
+            boxes.setdefault(Box(manifest.index[item.name], item.offsets, item.sizes), position)
+    return boxes
+
+
+def _box_of(assignment: SendAssignment) -> Box:
+    return assignment.box
+
+
+def _told(item: HeldBox) -> str:
+    return f"{item.name} is {item.dtype} {list(item.shape)}"
+
+
+def _natural(name: str) -> list[str | int]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

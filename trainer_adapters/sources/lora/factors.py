@@ -1,0 +1,104 @@
+"""The factors of a PEFT model's adapters, gathered; and the source that fits how the model is sharded."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ArgumentError
+from trainer_adapters.sources.base import WeightSource
+from trainer_adapters.sources.dtensor import DTensorAdapter
+from trainer_adapters.sources.gather import gathered
+from trainer_adapters.sources.lora.peft_model import check_has_layers
+from trainer_adapters.sources.module import ModuleAdapter
+from trainer_adapters.sources.plan import Rename
+
+__all__ = ["PeftFactors", "check_kind", "source_of"]
+
+
+def check_kind(model: torch.nn.Module) -> None:
+    """Raises TypeError for a model without LoRA layers, or wrapped by FSDP1."""
+    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+        raise ArgumentError("LoRA under FullyShardedDataParallel has no rule here: shard with fully_shard")
+    check_has_layers(model)
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def source_of(
+    model: torch.nn.Module, rename: Rename, process_group: dist.ProcessGroup | None, **options: Any
+) -> WeightSource:
+    """A source of the model as it is sharded, under the names that `rename` gives."""
+    if is_sharded(model):
+        return DTensorAdapter(model, rename=rename, process_group=process_group, **options)
+    return ModuleAdapter(model, rename=rename, **options)
+
+
+class PeftFactors:
+    """The adapters' own tensors (A, B, biases, magnitudes): whole, on every rank.
+
+    Made on every rank of `process_group`, in the same order as other process groups: a sharded model gets one of its own, so
+    that gathering doesn't get between the collectives of a training that goes on. Raises TypeError as `check_kind` does.
+    """
+
+    def __init__(self, model: torch.nn.Module, process_group: dist.ProcessGroup | None) -> None:
+        check_kind(model)
+        self.sharded = is_sharded(model)
+        self._model = model
+        self._ranks = process_group
+        self._group: dist.ProcessGroup | None = None
+        self._config = Config.from_environment()
+        if self.sharded:
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(process_group or dist.group.WORLD),
+                backend="gloo",
+                timeout=timedelta(seconds=self._config.timeout_s),  # a lost rank must not hold the others
+                use_local_synchronization=True,
+            )
+        self._chosen: frozenset[str] = frozenset()
+        self._names: tuple[str, ...] = ()
+        self._source: WeightSource | None = None
+        self._values: dict[str, torch.Tensor] | None = None
+
+    def configure(self, config: Config) -> None:
+        """How much is gathered at a time (`bucket_bytes`), and how long a lost rank may hold the others (`timeout_s`)."""
+        if self._group is not None and config.timeout_s != self._config.timeout_s:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_s), self._group)
+        self._config = config
+
+    def choose(self, names: frozenset[str]) -> None:
+        """Which tensors `whole` gives, by the model's own names."""
+        if self._source is not None and names == self._chosen:
+            return
+        self._chosen, self._values = names, None
+        self._names = tuple(sorted(names))
+        # Numbers for names: no rule for the checkpoint's names takes them for the base model's.
+        numbers = {name: str(i) for i, name in enumerate(self._names)}
+        if self.sharded:
+            self._source = source_of(self._model, numbers.get, self._ranks, include_buffers="none")
+        else:
+            options: dict[str, Any] = {"include_buffers": "none", "rank": 0, "world_size": 1}
+            self._source = ModuleAdapter(self._model, rename=numbers.get, **options)
+
+    def whole(self, *, anew: bool) -> dict[str, torch.Tensor]:
+        """The chosen tensors by name. With `anew` they are gathered again, which is collective if the model is sharded."""
+        if self._values is None or anew:
+            assert self._source is not None
+            source = self._source
+            manifest = source.manifest()
+            if self.sharded:
+                whole = gathered(source, bucket_bytes=self._config.bucket_bytes, process_group=self._group)
+                found = {name: tensor.clone() for name, tensor in whole}
+            else:
+                found = {manifest.tensors[item.box.tensor].name: item.tensor for item in source.slices()}
+            found |= {alias: found[name] for alias, name in manifest.tied.items()}
+            self._values = {self._names[int(number)]: tensor for number, tensor in found.items()}
+        return self._values

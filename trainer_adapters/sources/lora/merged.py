@@ -1,0 +1,251 @@
+"""LoRA adapters of PEFT, merged into the slices as they are sent; the model itself isn't changed.
+
+The manifest is the plain base model's. A slice of an adapted weight is computed from this rank's shard of the base, which
+stays where it is, and from the adapters' A and B, which are small and gathered once per update (collective). Product and
+sum are in float32 (float64 where the base is), then cast once to the manifest's dtype.
+
+A product is computed tile by tile of a grid that is the whole weight's, whatever the shard: so its bits don't depend on
+how the model is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.tensors import torch_dtype
+from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.experts import checkpoint_layout
+from trainer_adapters.sources.lora.factors import PeftFactors, source_of
+from trainer_adapters.sources.lora.peft_model import AddedBias, AddedProduct, Addition, PeftStructure, structure_of
+from trainer_adapters.sources.lora.product import add_product, exact_copy
+from trainer_adapters.sources.module import Buffers
+from trainer_adapters.sources.plan import Dims, Rename, Rules, Target
+
+__all__ = ["MergedLoRAAdapter"]
+
+
+@dataclass(frozen=True)
+class _AdaptedTensor:
+    """A tensor of the manifest that adapters change: what is added to it, and where it lies in the trainer's weight."""
+
+    additions: tuple[Addition, ...]
+    target: Target
+
+
+class MergedLoRAAdapter(WeightSource):
+    """A source for a PEFT model with LoRA adapters, sharded by `fully_shard`, of DTensors, or unsharded: the base model
+    with its active adapters merged in.
+
+    The names are the base model's, as if PEFT had never been there. Several active adapters are added in their order.
+    `modules_to_save` replace the originals; biases that PEFT trains in place (`bias="lora_only"`, `"all"`) are sent as
+    they are, an adapter's own (`lora_bias`) are added. Adapted embeddings, transposed weights (`fan_in_fan_out`), stacked
+    experts (`target_parameters`) and DoRA of linear layers are merged; DoRA where shards hold whole rows.
+
+    Make it on every rank, in the same order as other process groups: it makes one of its own, so that gathering doesn't
+    get between the collectives of a training that goes on. The options are those of `DTensorAdapter` (`ModuleAdapter` for
+    an unsharded model); patterns and `rename` see the base model's names.
+
+    Raises TypeError for a model without LoRA layers or wrapped by FSDP1. `manifest()` raises `ManifestMismatch`, which
+    names them, for adapters that are merged in place or disabled just now, for variants and layers without a rule, for
+    tied weights that the adapters make two of, and for what the sharding's own adapter refuses.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        dtype_rules: Rules = None,
+        include_buffers: Buffers = "persistent",
+        rename: Rename = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._factors = PeftFactors(model, process_group)
+        self._model = model
+        self._ranks = process_group
+        self._rename = rename
+        self._options: dict[str, Any] = {
+            "dtype_rules": dtype_rules,
+            "include_buffers": include_buffers,
+            "include": include,
+            "exclude": exclude,
+        }
+        self._structure = PeftStructure()
+        self._seen: set[str] = set()
+        self._base: WeightSource | None = None
+        self._manifest = Manifest(())
+        self._adapted: dict[int, _AdaptedTensor] = {}
+
+    def configure(self, config: Config) -> None:
+        self._factors.configure(config)
+
+    def manifest(self) -> Manifest:
+        structure = structure_of(self._model)
+        if structure.inside != self._structure.inside or self._base is None:  # names in the base would be the old ones
+            self._base = source_of(self._model, self._final_name, self._ranks, **self._options)
+        self._structure = structure
+        self._manifest = self._base.manifest()
+        self._check_names()
+        self._adapted = self._places()
+        self._check_magnitudes()
+        self._factors.choose(structure.factors)
+        return self._manifest
+
+    def slices(self) -> Iterator[LocalSlice]:
+        return self._merging(self._ready().slices(), anew=True)
+
+    def copies(self) -> Iterator[LocalSlice]:
+        return self._merging(self._ready().copies(), anew=False)
+
+    def claims(self) -> tuple[Box, ...] | None:
+        return self._ready().claims()
+
+    def made_together(self) -> frozenset[int]:
+        self._ready()
+        return frozenset(self._adapted) if self._factors.sharded else frozenset()
+
+    def _ready(self) -> WeightSource:
+        """The base model's source. Raises `ManifestMismatch` where adapters changed since the manifest was made."""
+        if self._base is None:
+            self.manifest()
+        elif structure_of(self._model) != self._structure:
+            raise ManifestMismatch(
+                "adapters were switched, scaled or changed after the manifest was made",
+                hint="start the update again: each one makes a manifest of its own",
+                side="trainer",
+            )
+        assert self._base is not None
+        return self._base
+
+    def _merging(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
+        factors = self._factors.whole(anew=anew)
+        for item in slices:
+            if (adapted := self._adapted.get(item.box.tensor)) is None:
+                yield item
+                continue
+            dtype = torch_dtype(self._manifest.tensors[item.box.tensor].dtype)
+            with torch.no_grad():
+                value = _merge(adapted, item, factors).to(dtype)
+            yield LocalSlice(item.box, value)
+
+    def _final_name(self, name: str) -> str | None:
+        """What the base model's source calls a tensor of the PEFT model; None for one that doesn't travel."""
+        if (base := self._structure.base_name(name)) is None:
+            return None
+        self._seen.add(base)
+        return self._renamed(base)
+
+    def _renamed(self, base: str) -> str | None:
+        if self._rename is None:
+            return base
+        return self._rename.get(base, base) if isinstance(self._rename, Mapping) else self._rename(base)
+
+    def _check_names(self) -> None:
+        """Checks that the base model's source can't make, because it sees PEFT's names. Raises `ManifestMismatch`."""
+        if isinstance(self._rename, Mapping) and (unused := sorted(set(self._rename) - self._seen)):
+            raise ManifestMismatch(
+                f"rename has names that the base model doesn't: {first_few(unused)}",
+                hint="names are given without what PEFT adds to them",
+                side="trainer",
+            )
+        if unseen := sorted(set(self._structure.additions) - self._seen):
+            raise ManifestMismatch(
+                f"adapted weights that the model's tensors don't include: {first_few(unseen)}", side="trainer"
+            )
+        apart = [
+            f"{alias} and {source}"
+            for alias, source in self._structure.ties.items()
+            if self._renamed(alias) in self._manifest.index and self._renamed(source) in self._manifest.index
+        ]
+        if apart:
+            raise ManifestMismatch(
+                f"declared tied, but the adapters make two of them: {first_few(apart)}",
+                hint="leave them out of modules_to_save, or train and serve with tie_word_embeddings=False",
+                side="trainer",
+            )
+
+    def _places(self) -> dict[int, _AdaptedTensor]:
+        """What is added to which tensor of the manifest."""
+        layout = checkpoint_layout(self._model)
+        spoken = set(self._manifest.tied.values())
+        places: dict[int, _AdaptedTensor] = {}
+        tied: list[str] = []
+        for base, additions in self._structure.additions.items():
+            if (name := self._renamed(base)) is None:
+                continue
+            shape = self._structure.shapes[base]
+            targets = layout(name, shape) if layout else (Target(name, (0,) * len(shape), shape),)
+            for target in targets:
+                if target.name in self._manifest.tied or target.name in spoken:
+                    tied.append(target.name)
+                elif (index := self._manifest.index.get(target.name)) is not None:
+                    places[index] = _AdaptedTensor(additions, target)
+        if tied:
+            raise ManifestMismatch(
+                f"tied weights of which one place is adapted: {first_few(tied)}",
+                hint="the model computes with two weights there, an engine has one: don't target it, or train and serve "
+                "with tie_word_embeddings=False",
+                side="trainer",
+            )
+        return places
+
+    def _check_magnitudes(self) -> None:
+        """DoRA scales each row by its norm, so a rank must have whole rows. Raises `ManifestMismatch` where it hasn't."""
+        cut = [
+            self._manifest.describe(box)
+            for box in (self._base.claims() if self._base is not None else None) or ()
+            if (adapted := self._adapted.get(box.tensor)) is not None
+            and any(isinstance(a, AddedProduct) and a.magnitude for a in adapted.additions)
+            and box.sizes[-1] != self._manifest.tensors[box.tensor].shape[-1]
+        ]
+        if cut:
+            raise ManifestMismatch(
+                f"weights with DoRA whose rows are divided between ranks: {first_few(cut)}",
+                hint="shard them by rows, or send an unsharded copy after merge_and_unload() with ModuleAdapter",
+                side="trainer",
+            )
+
+
+def _merge(adapted: _AdaptedTensor, item: LocalSlice, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The slice with everything added, in the dtype of the computation."""
+    total = exact_copy(item.tensor)
+    target = adapted.target
+    lead = (0,) * target.dropped
+    starts = tuple(first + offset for first, offset in zip(target.offsets, lead + item.box.offsets, strict=True))
+    view = total.view((1,) * target.dropped + item.box.sizes) if target.dropped else total
+
+    def factor(name: str) -> torch.Tensor:
+        return factors[name].detach().to(total)
+
+    for addition in adapted.additions:
+        if isinstance(addition, AddedBias):
+            total += factor(addition.bias)[starts[0] : starts[0] + total.shape[0]] * addition.scaling
+            continue
+        a, b = factor(addition.a), factor(addition.b)
+        rank = a.shape[0] // addition.experts
+        if view.dim() == 2:
+            _add(view, starts, addition, a, b)
+        for i in range(view.shape[0] if view.dim() == 3 else 0):
+            expert = starts[0] + i
+            own_a = a[expert * rank : (expert + 1) * rank]
+            _add(view[i], starts[1:], addition, own_a, b[:, expert :: addition.experts])
+        if addition.magnitude:
+            size = factor(addition.magnitude)[starts[0] : starts[0] + total.shape[0]]
+            total *= (size / torch.linalg.norm(total, dim=1)).view(-1, 1)
+    return total
+
+
+def _add(total: torch.Tensor, starts: Dims, addition: AddedProduct, a: torch.Tensor, b: torch.Tensor) -> None:
+    if addition.transposed:
+        total, starts = total.t(), starts[::-1]
+    add_product(total, starts, a, b, addition.scaling)

@@ -1,0 +1,244 @@
+"""The structure of a PEFT model: which names are the base model's, and what each adapter adds to which weight.
+
+PEFT puts modules around modules: `PeftModel` and its tuner around the model, a LoRA layer around a layer (`base_layer`),
+`ModulesToSaveWrapper` around a module and its trained copies. Taking these parts out of a name gives the checkpoint's.
+
+For a weight W of shape (out, in), with A (rank, in) and B (out, rank) of an adapter, the merged weight is
+`W + scaling * (B @ A)`; transposed where the weight is (in, out), as an embedding's is. `scaling` is read from the layer:
+PEFT keeps alpha / rank there, or alpha / sqrt(rank) with rsLoRA, or what the user set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
+from trainer_adapters.sources.module import module_ties, walk
+
+__all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "check_has_layers", "structure_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class AddedProduct:
+    """`scaling * B @ A` of one adapter; `a` and `b` are names. For `experts` > 1, A (experts * rank, in) and B (out, rank
+    * experts) hold those of all experts of a stacked weight. `magnitude` names DoRA's, of shape (out,)."""
+
+    a: str
+    b: str
+    scaling: float
+    transposed: bool = False
+    experts: int = 1
+    magnitude: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.a, self.b, self.magnitude) if self.magnitude else (self.a, self.b)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedBias:
+    """`scaling * bias`, of an adapter with a bias of its own."""
+
+    bias: str
+    scaling: float
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.bias,)
+
+
+Addition = AddedProduct | AddedBias
+
+
+@dataclass(frozen=True)
+class PeftStructure:
+    """What was read from a model.
+
+    `inside`: for each module that PEFT put around another, by its prefix, the attributes that lead to the inner one.
+    `additions`: by the weight's name in the base model, in the order in which they are added. `shapes` of these weights, and
+    `ties` that the base model declares: by the same names. `replaced`: modules and biases that the adapters train whole.
+    """
+
+    inside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    additions: Mapping[str, tuple[Addition, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def factors(self) -> frozenset[str]:
+        """Names of the adapters' own tensors that are in use."""
+        return frozenset(name for own in self.additions.values() for addition in own for name in addition.names)
+
+    def base_name(self, name: str) -> str | None:
+        """The base model's name of a tensor; None for one that isn't the base model's."""
+        return _without_wrappers(name, self.inside)
+
+
+def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStructure:
+    """Reads a PEFT model; no values, no communication. `only` is the name of one adapter, active or not; by default all active
+    adapters are read.
+
+    Raises `ManifestMismatch`, which names them, for layers that can't be merged: merged in place already, disabled just
+    now, of a variant or kind without a rule here.
+    """
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    inside: dict[str, tuple[str, ...]] = {}
+    layers: list[tuple[str, Any]] = []
+    problems: list[str] = []
+    replaced: list[str] = []
+    for raw_prefix, module in walk(model):
+        part: Any = module
+        prefix = _unwrapped(raw_prefix)
+        if isinstance(part, PeftModel):
+            inside[prefix] = ("base_model",)
+            config: Any = part.peft_config.get(only or "")
+            replaced += [f"biases ({config.bias!r})"] if getattr(config, "bias", "none") != "none" else []
+        elif isinstance(part, BaseTuner):
+            inside[prefix] = ("model",)
+        elif isinstance(part, ModulesToSaveWrapper):
+            active = part.active_adapters
+            inside[prefix] = ("modules_to_save", active[0]) if active else ("original_module",)
+            if only is not None and only in part.modules_to_save:
+                replaced.append(prefix[:-1])
+            if part.disable_adapters and only is None:
+                problems.append(f"{prefix[:-1]} is disabled just now: update outside of disable_adapter()")
+        elif isinstance(part, AuxiliaryTrainingWrapper):
+            problems.append(f"{prefix[:-1]} is a {type(part).__name__}, which has no rule here")
+        elif isinstance(part, LoraLayer):
+            inside[prefix] = ("base_layer",)
+            layers.append((prefix, part))
+        elif isinstance(part, BaseTunerLayer):
+            problems.append(f"{prefix[:-1]} is a {type(part).__name__}, not a LoRA layer")
+    additions: dict[str, tuple[Addition, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for prefix, layer in layers:
+        if (base := _without_wrappers(prefix, inside)) is None:
+            continue  # inside of what another module replaces
+        active = [n for n in ([only] if only else layer.active_adapters) if _has(layer, n)]
+        if problem := _state_of(layer) if only is None else "":
+            problems.append(f"{base[:-1]} {problem}")
+            continue
+        if problem := _problem_of(layer, active):
+            problems.append(f"{base[:-1]} {problem}")
+            continue
+        for name, weight, added in _additions_of(prefix, layer, active):
+            additions[base + name] = additions.get(base + name, ()) + added
+            shapes[base + name] = tuple(weight.shape)
+    if problems:
+        raise ManifestMismatch(
+            f"adapters that can't be sent: {first_few(problems)}",
+            hint="change them as it says, or send an unsharded copy after merge_and_unload() with ModuleAdapter",
+            side="trainer",
+        )
+    if not additions and only is not None:
+        raise ManifestMismatch(
+            f"no layer has an adapter named {only!r}", hint="name one of the model's", side="trainer"
+        )
+    if not additions:
+        raise ManifestMismatch("no adapter is active", hint="call set_adapter(name) before the update", side="trainer")
+    ties = {
+        _without_wrappers(_unwrapped(alias), inside, declared=True) or "": (
+            _without_wrappers(_unwrapped(source), inside, declared=True) or ""
+        )
+        for alias, source in module_ties(model).items()
+    }
+    return PeftStructure(inside, additions, shapes, ties, tuple(replaced))
+
+
+def check_has_layers(model: torch.nn.Module) -> None:
+    """Raises TypeError for a model without LoRA layers of PEFT."""
+    from peft.tuners.lora import LoraLayer
+
+    if not any(isinstance(part, LoraLayer) for part in model.modules()):
+        raise ArgumentError("this model has no LoRA layers of PEFT: use FSDPAdapter, DTensorAdapter or ModuleAdapter")
+
+
+def _state_of(layer: Any) -> str:
+    """Why a LoRA layer's weight can't be merged just now; "" if it can."""
+    if layer.merged:
+        return f"has {', '.join(layer.merged_adapters)} merged into its weight: call unmerge_adapter() first"
+    if layer.disable_adapters:
+        return "is disabled just now: update outside of disable_adapter()"
+    return ""
+
+
+def _problem_of(layer: Any, active: Sequence[str]) -> str:
+    """Why a LoRA layer's adapters can't be sent; "" if they can."""
+    from peft.tuners.lora import layer as kinds
+
+    if not isinstance(layer, kinds.Linear | kinds.Embedding | kinds.ParamWrapper):
+        return f"is a lora.{type(layer).__name__}, which has no rule here"
+    for adapter in active:
+        variant = type(layer.lora_variant.get(adapter)).__name__
+        if variant == "DoraLinearVariant" and len(active) == 1 and not layer.fan_in_fan_out:
+            continue
+        if variant == "DoraLinearVariant":
+            return f"has DoRA adapter {adapter} beside another, or on a transposed weight: merge it with merge_and_unload()"
+        if variant != "NoneType":
+            return f"has adapter {adapter} of variant {variant}, which has no rule here"
+    weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
+    if active and weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return f"adapts a weight of {weight.dtype}: quantised weights have no rule here"
+    return ""
+
+
+def _has(layer: Any, adapter: str) -> bool:
+    return adapter in layer.lora_A or adapter in layer.lora_embedding_A
+
+
+def _additions_of(prefix: str, layer: Any, active: Sequence[str]) -> list[tuple[str, Any, tuple[Addition, ...]]]:
+    """The layer's adapted weights: name in the layer, the weight, its additions."""
+    base = layer.get_base_layer()
+    own_name = getattr(layer, "parameter_name", "weight")
+    products: list[Addition] = []
+    biases: list[Addition] = []
+    for adapter in active:
+        scaling = float(layer.scaling[adapter])
+        if adapter in layer.lora_embedding_A:
+            a, b = f"{prefix}lora_embedding_A.{adapter}", f"{prefix}lora_embedding_B.{adapter}"
+            products.append(AddedProduct(a, b, scaling, transposed=True))
+            continue
+        a, b = f"{prefix}lora_A.{adapter}.weight", f"{prefix}lora_B.{adapter}.weight"
+        magnitude = f"{prefix}lora_magnitude_vector.{adapter}.weight" if adapter in layer.lora_variant else ""
+        experts = getattr(layer, "num_experts", 1)
+        transposed = layer.fan_in_fan_out or (experts > 1 and not layer._did_swap_in_out_features)
+        products.append(AddedProduct(a, b, scaling, transposed, experts, magnitude))
+        if layer.lora_bias[adapter]:
+            biases.append(AddedBias(f"{prefix}lora_B.{adapter}.bias", scaling))
+    found = [(own_name, getattr(base, own_name), tuple(products))] if products else []
+    return [*found, ("bias", base.bias, tuple(biases))] if biases else found
+
+
+def _without_wrappers(name: str, inside: Mapping[str, Sequence[str]], *, declared: bool = False) -> str | None:
+    """`name` (or a prefix that ends with a dot) without the parts that PEFT added; None if it belongs to PEFT's own modules.
+
+    A name that a model `declared` before PEFT came has none of those parts, or only the first.
+    """
+    parts = name.split(".")
+    kept: list[str] = []
+    at = 0
+    while at < len(parts):
+        own = inside.get("".join(f"{part}." for part in parts[:at]))
+        if own is not None and parts[at:] != [""]:
+            if tuple(parts[at : at + len(own)]) == tuple(own):
+                at += len(own)
+                continue
+            if not declared:
+                return None
+        kept.append(parts[at])
+        at += 1
+    return ".".join(kept)
+
+
+def _unwrapped(name: str) -> str:
+    """The name as a rename function sees it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

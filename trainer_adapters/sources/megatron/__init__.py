@@ -1,0 +1,45 @@
+"""Megatron-Core models: the sources, and the registered architectures, whose rules map parameters to checkpoint tensors.
+
+What a table of one's own is made of is here: `megatron_architecture`, `Architecture`, the rules, `decoder_layer`, `mtp_layer`.
+Importing this needs no Megatron.
+"""
+
+from trainer_adapters.sources.megatron import families
+from trainer_adapters.sources.megatron.architecture import Architecture, architectures, megatron_architecture
+from trainer_adapters.sources.megatron.dims import ModelDims
+from trainer_adapters.sources.megatron.rules import (
+    PADDING,
+    QKV,
+    ColumnParallel,
+    GatedMLP,
+    Norm,
+    NotSent,
+    Replicated,
+    RowParallel,
+    Rule,
+    Run,
+    VocabParallel,
+    decoder_layer,
+    mtp_layer,
+)
+
+__all__ = [
+    "PADDING",
+    "QKV",
+    "Architecture",
+    "ColumnParallel",
+    "GatedMLP",
+    "ModelDims",
+    "Norm",
+    "NotSent",
+    "Replicated",
+    "RowParallel",
+    "Rule",
+    "Run",
+    "VocabParallel",
+    "architectures",
+    "decoder_layer",
+    "families",
+    "megatron_architecture",
+    "mtp_layer",
+]

@@ -1,0 +1,146 @@
+"""What Megatron says of a model: its sizes, this rank's place in the parallel groups, the numbers of its layers, and which
+dimension of a parameter tensor parallelism divides.
+
+Megatron is imported where it is asked; the functions that need no Megatron are pure.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.errors import ManifestMismatch
+
+__all__ = ["ModelDims", "ParallelPlace", "check_marks", "layer_offset", "mtp_offset", "partition_dim", "place_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDims:
+    """What a rule may ask: Megatron's `config`; the vocabulary without padding; and `ways`, the number of ranks over which
+    tensor parallelism divides the parameter (for an expert's parameter: expert-tensor parallelism)."""
+
+    config: Any
+    vocab_size: int
+    ways: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelPlace:
+    """This rank's place in Megatron's parallel groups."""
+
+    tp_rank: int
+    tp_size: int
+    expert_tp_rank: int
+    expert_tp_size: int
+    ep_rank: int
+    ep_size: int
+    pp_rank: int
+
+    def tensor_parallel(self, *, by_expert: bool) -> tuple[int, int]:
+        """Rank and size of the group that divides a parameter: of an expert, or of any other layer."""
+        return (self.expert_tp_rank, self.expert_tp_size) if by_expert else (self.tp_rank, self.tp_size)
+
+
+def place_of(model: Any) -> ParallelPlace:
+    """From the groups that the model was built with (`pg_collection`), else from Megatron's global ones."""
+    from megatron.core import parallel_state as mpu
+
+    groups = getattr(model, "pg_collection", None)
+
+    def at(name: str, rank: Callable[[], int], size: Callable[[], int]) -> tuple[int, int]:
+        group = getattr(groups, name, None)
+        return (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (rank(), size())
+
+    tp = at("tp", mpu.get_tensor_model_parallel_rank, mpu.get_tensor_model_parallel_world_size)
+    expert_tp = at("expt_tp", mpu.get_expert_tensor_parallel_rank, mpu.get_expert_tensor_parallel_world_size)
+    ep = at("ep", mpu.get_expert_model_parallel_rank, mpu.get_expert_model_parallel_world_size)
+    pp = at("pp", mpu.get_pipeline_model_parallel_rank, mpu.get_pipeline_model_parallel_world_size)
+    return ParallelPlace(*tp, *expert_tp, *ep, pp[0])
+
+
+def layer_offset(config: Any, stage: int | None, pp_rank: int) -> int:
+    """Decoder layers before this chunk, over all pipeline stages. `stage` is the virtual one."""
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    return _call(get_transformer_layer_offset, config, stage, pp_rank)
+
+
+def mtp_offset(config: Any, stage: int | None) -> int:
+    """Multi-token-prediction layers before this chunk."""
+    if not getattr(config, "mtp_num_layers", None):
+        return 0
+    from megatron.core.transformer import multi_token_prediction
+
+    offset = getattr(multi_token_prediction, "get_mtp_layer_offset", None)
+    return 0 if offset is None else _call(offset, config, stage, 0)
+
+
+def _call(function: Callable[..., int], config: Any, stage: int | None, pp_rank: int) -> int:
+    """Calls it with the arguments that this version of Megatron takes; one without a stage reads a global stage."""
+    from megatron.core import parallel_state as mpu
+
+    known = {"vp_stage": stage, "pp_rank": pp_rank}
+    takes = inspect.signature(function).parameters
+    arguments = {name: value for name, value in known.items() if name in takes}
+    if stage is None or "vp_stage" in takes:
+        return int(function(config, **arguments))
+    before = mpu.get_virtual_pipeline_model_parallel_rank()
+    mpu.set_virtual_pipeline_model_parallel_rank(stage)
+    try:
+        return int(function(config, **arguments))
+    finally:
+        mpu.set_virtual_pipeline_model_parallel_rank(before)
+
+
+def partition_dim(layer: Any, name: str, parameter: torch.Tensor) -> int | None:
+    """The dimension of `parameter`, which its `layer` calls `name`, that tensor parallelism divides; None if each of its
+    ranks holds all of it.
+
+    The parameter's own marks say so: `tensor_model_parallel` and `partition_dim`. Two kinds have none to go by, and the
+    class of their layer says it instead: a parameter built without initialisation (a converter's, say) has no marks, or
+    those that Megatron gives everything unmarked, `tensor_model_parallel=False`; and Transformer Engine marks each layer
+    that has no `parallel_mode` as divided by dimension 0, whether it is duplicated on all ranks or is a layer of experts
+    that Megatron divided itself, by either dimension.
+    """
+    if getattr(parameter, "tensor_model_parallel", False) and _marks_are_meant(layer):
+        return int(parameter.partition_dim)  # type: ignore[attr-defined]
+    if not name.startswith(("weight", "bias")):  # the norm of a fused layer
+        return None
+    kinds = [kind.__name__ for kind in type(layer).__mro__]
+    if any("ColumnParallel" in kind or "VocabParallel" in kind for kind in kinds):
+        return 0
+    return 1 if parameter.dim() > 1 and any("RowParallel" in kind for kind in kinds) else None
+
+
+def check_marks(
+    layer: Any, name: str, parameter: torch.Tensor, *, strides: tuple[int, ...], expert: bool, ep_size: int
+) -> None:
+    """Holds the other marks of a parameter against the rule of the model's parameter `name`.
+
+    `strides` are the values of `partition_stride` that the rule can follow. With expert parallelism `allreduce` is False for
+    the parameters of experts, and for no others. Raises `ManifestMismatch` where a mark says something else.
+    """
+    stride = getattr(parameter, "partition_stride", 1) if _marks_are_meant(layer) else 1
+    if getattr(parameter, "tensor_model_parallel", False) and stride not in strides:
+        raise ManifestMismatch(
+            f"{name} is divided with partition_stride {stride}, its rule knows {' and '.join(map(str, strides))}",
+            hint="give it a rule whose strides and runs say how its rows lie (docs/trainers/megatron.md)",
+            side="trainer",
+        )
+    allreduce = getattr(parameter, "allreduce", None)
+    if ep_size > 1 and allreduce is not None and bool(allreduce) == expert:
+        meant = "an expert's" if not allreduce else "no expert's"
+        raise ManifestMismatch(
+            f"{name} has allreduce={allreduce}, so it is {meant} parameter, and its rule says otherwise",
+            hint="a rule for the parameter of an expert has {expert} in Megatron's name, and no other rule has",
+            side="trainer",
+        )
+
+
+def _marks_are_meant(layer: Any) -> bool:
+    return getattr(layer, "parallel_mode", "") is not None

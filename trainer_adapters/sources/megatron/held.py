@@ -1,0 +1,131 @@
+"""What a rank holds of a Megatron model: each parameter as boxes of checkpoint tensors, by its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.tensors import dtype_name
+from trainer_adapters.sources.inventory import HeldBox, Inventory
+from trainer_adapters.sources.megatron.chunks import Chunk
+from trainer_adapters.sources.megatron.rules import PADDING
+from trainer_adapters.sources.scan import why_not_plain
+
+__all__ = ["ParameterBox", "ParameterKey", "boxes_of_parameters", "check_complete", "described", "inventory_of"]
+
+ParameterKey = tuple[int, str]
+"""A parameter of this rank: its chunk, and its name without wrappers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterBox:
+    """A box of a checkpoint tensor, and where its values are: at `starts` of the rank's `parameter`, which itself begins at
+    `origin` of the whole parameter. `added` is added to each value; `adapted`: an adapter's product is."""
+
+    box: HeldBox
+    parameter: ParameterKey
+    starts: tuple[int, ...]
+    origin: tuple[int, ...]
+    added: float
+    adapted: bool
+
+
+def described(chunks: Sequence[Chunk], tensors: Mapping[ParameterKey, torch.Tensor]) -> dict[ParameterKey, str]:
+    """Dtype and shape of each parameter, in words. Equal as long as nothing changed that the manifest was made from."""
+    found = {}
+    for (number, name), tensor in tensors.items():
+        match = chunks[number].architecture.match(name)
+        dtype = match.rule.dtype(tensor.dtype) if match is not None else tensor.dtype
+        found[number, name] = f"{dtype} {list(tensor.shape)}"
+    return found
+
+
+def boxes_of_parameters(
+    chunks: Sequence[Chunk], tensors: Mapping[ParameterKey, torch.Tensor]
+) -> Iterator[ParameterBox]:
+    """The boxes of checkpoint tensors that this rank's parameters hold. Raises `ManifestMismatch` for what can't be sent."""
+    for key, tensor in tensors.items():
+        if problem := why_not_plain(tensor):
+            raise ManifestMismatch(f"{key[1]} {problem}", side="trainer")
+        yield from _boxes(chunks[key[0]], key, tensor)
+
+
+def inventory_of(chunks: Sequence[Chunk], boxes: Sequence[ParameterBox]) -> Inventory:
+    """What this rank tells the others. Its `parts` are the layers and experts that it has anything of."""
+    config = chunks[0].model.config
+    parts = {chunk.numbers(chunk.match(name, tensor)) for chunk in chunks for name, tensor in chunk.stream()}
+    facts = {
+        "layers": config.num_layers,
+        "experts": getattr(config, "num_moe_experts", None) or 0,
+        "MTP layers": getattr(config, "mtp_num_layers", None) or 0,
+        "vocabulary": chunks[0].vocab_size,
+        "tied embeddings": chunks[0].tied,
+    }
+    return Inventory([one.box for one in boxes], {key: str(fact) for key, fact in facts.items()}, sorted(parts))
+
+
+def check_complete(inventories: Sequence[Inventory]) -> None:
+    """Every layer and every expert is on some rank. Raises `ManifestMismatch` that names those that aren't."""
+    facts = inventories[0].facts
+    parts = {part for inventory in inventories for part in inventory.parts}
+    missing = []
+    for where, count in (("decoder", int(facts["layers"])), ("mtp", int(facts["MTP layers"]))):
+        layers = {layer for kind, layer, _ in parts if kind == where}
+        missing += [f"{where} layer {layer}" for layer in range(count) if layer not in layers]
+        for layer in sorted(layers):
+            experts = {expert for kind, at, expert in parts if kind == where and at == layer} - {-1}
+            if experts:
+                missing += [
+                    f"{where} layer {layer}'s expert {expert}"
+                    for expert in range(int(facts["experts"]))
+                    if expert not in experts
+                ]
+    if missing:
+        raise ManifestMismatch(
+            f"no rank holds {first_few(missing)}",
+            hint="every rank that holds part of the model makes an adapter, in one process_group",
+            side="trainer",
+        )
+
+
+def _boxes(chunk: Chunk, key: ParameterKey, tensor: torch.Tensor) -> Iterator[ParameterBox]:
+    name = key[1]
+    match = chunk.match(name, tensor)
+    if not match.rule.names:
+        return
+    rank, ways = chunk.place.tensor_parallel(by_expert=match.expert is not None)
+    shape = tuple(tensor.shape)
+    dim = chunk.partition_dim(name, match, tensor)
+    along, first, rows = (dim, rank * shape[dim], ways * shape[dim]) if dim is not None else (0, 0, shape[0])
+    runs = chunk.runs(name, match, rows)
+    names = chunk.names(match)
+    sizes = [max((run.start + run.rows for run in runs if run.part == part), default=0) for part in range(len(names))]
+    layer, _, word = name.rpartition(".")
+    none = (0,) * len(shape)
+    row = 0
+    for run in runs:
+        low, high = max(row, first), min(row + run.rows, first + shape[along])
+        if low < high and run.part != PADDING:
+            yield ParameterBox(
+                HeldBox(
+                    name=names[run.part],
+                    dtype=dtype_name(match.rule.dtype(tensor.dtype)),
+                    shape=_with(shape, along, sizes[run.part]),
+                    offsets=_with(none, along, run.start + low - row),
+                    sizes=_with(shape, along, high - low),
+                    turn=chunk.place.pp_rank * ways + rank,
+                ),
+                key,
+                starts=_with(none, along, low - first),
+                origin=_with(none, along, first),
+                added=match.rule.added(match.word, chunk.dims(match)),
+                adapted=layer in chunk.adapted and word.startswith("weight"),
+            )
+        row += run.rows
+
+
+def _with(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
+    return (*values[:position], value, *values[position + 1 :])

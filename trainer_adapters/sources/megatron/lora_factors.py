@@ -1,0 +1,222 @@
+"""LoRA adapters of Megatron-Bridge: which layers have one, and their factors A and B, gathered and merged.
+
+Megatron-Bridge puts a module around a linear layer: `to_wrap` is the layer, `adapter` has `linear_in` (A: rank, columns)
+and `linear_out` (B: rows, rank). The merged weight is `W + alpha / rank * (B @ A)`, computed in float32 (float64 where W
+is), for the rows and columns that this rank sends. Tensor parallelism divides A by rank, or by columns where it divides W
+so, and B by rows: each rank gathers both from its tensor-parallel peers, once per update and before the first slice. They
+are small. Experts that share a layer (`TEGroupedMLP`) share its adapter.
+
+Megatron-Bridge is not imported: its modules are known by the names of their classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from trainer_adapters.sources.exchange import exchange_bytes, exchange_tensors
+from trainer_adapters.sources.lora.product import add_product, exact_copy
+
+__all__ = ["BridgeAdapter", "BridgeFactors", "LayerKey", "adapted_layers", "adapters_of", "base_name", "factors_of"]
+
+KNOWN = {"LoRALinear", "TEFusedLoRALinear"}
+HINT = "change it as it says, or send what Megatron-Bridge exports, which merges too (ExportAdapter)"
+
+LayerKey = tuple[int, str]
+"""An adapted layer of this rank: the chunk of the model, and the layer's name in it, without wrappers."""
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeAdapter:
+    """One adapter: `a` and `b` are the shapes of this rank's parts of A and B. With `input_is_parallel` tensor parallelism
+    divides A by columns, else by rank."""
+
+    scaling: float
+    rank: int
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    input_is_parallel: bool
+    by_expert: bool
+
+
+def base_name(name: str) -> str | None:
+    """The parameter's name without the wrapper around its layer; None for a parameter of the adapter itself."""
+    return None if ".adapter.linear_" in name else name.replace(".to_wrap.", ".")
+
+
+def adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Megatron-Bridge's wrappers, by the names of their layers."""
+    return {name.replace(".to_wrap.", "."): part for name, part in model.named_modules() if hasattr(part, "to_wrap")}
+
+
+def adapters_of(model: torch.nn.Module) -> dict[str, BridgeAdapter]:
+    """The adapters of a model, by the name of the layer that they adapt; no values, no communication.
+
+    Raises `ManifestMismatch`, which names them, for those that can't be merged: of a kind without a rule here, or
+    disabled just now.
+    """
+    found: dict[str, BridgeAdapter] = {}
+    problems = []
+    for name, module in adapted_layers(model).items():
+        part, adapter = type(module).__name__, module.adapter
+        kind = type(adapter).__name__
+        if part not in KNOWN or kind != "ParallelLinearAdapter" or type(adapter.activation).__name__ != "Identity":
+            problems.append(f"{name} has Megatron-Bridge's {part} with a {kind}, which has no rule here")
+        elif not getattr(module, "_adapter_enabled", True):
+            problems.append(f"{name} has an adapter that is disabled just now: update while it is enabled")
+        else:
+            found[name] = BridgeAdapter(
+                scaling=adapter.alpha / adapter.dim,
+                rank=adapter.dim,
+                a=tuple(adapter.linear_in.weight.shape),
+                b=tuple(adapter.linear_out.weight.shape),
+                input_is_parallel=bool(adapter.input_is_parallel),
+                by_expert=bool(adapter.is_expert),
+            )
+    if problems:
+        raise ManifestMismatch(
+            f"adapters that can't be merged into what is sent: {first_few(problems)}", hint=HINT, side="trainer"
+        )
+    return found
+
+
+def factors_of(models: Sequence[Any], adapted: Sequence[Mapping[str, BridgeAdapter]]) -> BridgeFactors | None:
+    """Of a model's chunks and their adapters; None where there are none."""
+    from megatron.core import parallel_state as mpu
+
+    layers = {(i, name): one for i, own in enumerate(adapted) for name, one in own.items()}
+    if not layers:
+        return None
+    groups = getattr(models[0], "pg_collection", None)
+    dense = getattr(groups, "tp", None) or mpu.get_tensor_model_parallel_group()
+    by_expert = getattr(groups, "expt_tp", None) or mpu.get_expert_tensor_parallel_group()
+    return BridgeFactors(models, layers, (dense, by_expert))
+
+
+class BridgeFactors:
+    """A and B of all adapters of this rank, whole. `groups` are those that tensor parallelism divides layers over, and
+    layers of experts.
+
+    Groups of its own, so that gathering couldn't get between the collectives of a training, are not to be had: torch
+    names a group that only some ranks make by how many others each of these is in, and in Megatron they differ.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        adapted: Mapping[LayerKey, BridgeAdapter],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    ) -> None:
+        self._models = models
+        self._adapted = adapted
+        self._groups = dict(zip((False, True), groups, strict=True))
+        self._whole: dict[LayerKey, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.config = Config.from_environment()
+
+    @property
+    def are_divided(self) -> bool:
+        """Whether gathering talks to other ranks."""
+        return any(dist.get_world_size(self._groups[one.by_expert]) > 1 for one in self._adapted.values())
+
+    def gather(self) -> None:
+        """Gathers A and B as they are now. Collective over the tensor-parallel ranks. Raises `ManifestMismatch`, on all of
+        them, where their adapters differ."""
+        wrappers = [adapted_layers(model) for model in self._models]
+        self._whole = {}
+        for by_expert, group in self._groups.items():
+            layers = [layer for layer, one in self._adapted.items() if one.by_expert == by_expert]
+            factors = {
+                layer: [adapter.linear_in.weight.detach(), adapter.linear_out.weight.detach()]
+                for layer in layers
+                for adapter in (wrappers[layer[0]][layer[1]].adapter,)
+            }
+            if dist.get_world_size(group) > 1:
+                _check_alike(self._adapted, factors, self.config.bucket_bytes, group)
+            for some in _in_buckets(factors, self.config.bucket_bytes):
+                everybody = _gathered([tensor for layer in some for tensor in factors[layer]], group)
+                for i, layer in enumerate(some):
+                    a = torch.cat(
+                        [one[2 * i] for one in everybody], dim=1 if self._adapted[layer].input_is_parallel else 0
+                    )
+                    self._whole[layer] = a, torch.cat([one[2 * i + 1] for one in everybody])
+
+    def whole(self, layer: LayerKey) -> tuple[torch.Tensor, torch.Tensor]:
+        """A (rank, columns) and B (rows, rank) of a layer, as they were when they were gathered last."""
+        if layer not in self._whole:
+            self.gather()
+        return self._whole[layer]
+
+    def merged(self, layer: LayerKey, values: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
+        """`values` of a layer's weight, which begin at `starts` in the whole weight, with the adapter's product added: in
+        float32, or float64. Raises `ManifestMismatch` for an adapter that doesn't fit."""
+        whole = self.whole(layer)
+        total = exact_copy(values)
+        a, b = (factor.to(total) for factor in whole)
+        one = self._adapted[layer]
+        ends = tuple(start + size for start, size in zip(starts, values.shape, strict=True))
+        if a.shape[0] != one.rank or b.shape[1] != one.rank or ends[0] > b.shape[0] or ends[1] > a.shape[1]:
+            raise ManifestMismatch(
+                f"{layer[1]}: an adapter of rank {one.rank} with A {list(a.shape)} and B {list(b.shape)} over all ranks "
+                f"doesn't fit rows and columns up to {list(ends)}",
+                hint=HINT,
+                side="trainer",
+            )
+        add_product(total, starts, a, b, one.scaling)
+        return total
+
+
+def _check_alike(
+    adapted: Mapping[LayerKey, BridgeAdapter],
+    factors: Mapping[LayerKey, list[torch.Tensor]],
+    bucket_bytes: int,
+    group: dist.ProcessGroup,
+) -> None:
+    """Raises `ManifestMismatch`, on all ranks of the group, where their adapters or their settings differ: they would gather
+    in other buckets."""
+    said = repr([bucket_bytes, *((adapted[layer], str(own[0].dtype)) for layer, own in factors.items())])
+    everybody = exchange_bytes(hashlib.sha256(said.encode()).digest(), group)
+    if any(one != everybody[0] for one in everybody):
+        raise ManifestMismatch(
+            "tensor-parallel ranks have different adapters, or another bucket_bytes",
+            hint="make the same adapters on all of them, and give all the same configuration",
+            side="trainer",
+        )
+
+
+def _in_buckets(factors: Mapping[LayerKey, list[torch.Tensor]], bucket_bytes: int) -> Iterator[list[LayerKey]]:
+    """Layers whose A and B have at most `bucket_bytes` together, or one that has more."""
+    bucket: list[LayerKey] = []
+    used = 0
+    for layer, own in factors.items():
+        nbytes = sum(tensor.nbytes for tensor in own)
+        if bucket and used + nbytes > bucket_bytes:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(layer)
+        used += nbytes
+    if bucket:
+        yield bucket
+
+
+def _gathered(local: list[torch.Tensor], group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+    """Of each rank of the group its tensors, which have the shapes and dtypes of `local`."""
+    if dist.get_world_size(group) == 1:
+        return [local]
+    everybody = exchange_tensors(torch.cat([_bytes(tensor) for tensor in local]), group)
+    return [list(_cut(one, local)) for one in everybody]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _cut(raw: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    parts = torch.split(raw, [tensor.nbytes for tensor in like])
+    return [part.clone().view(one.dtype).view(one.shape) for part, one in zip(parts, like, strict=True)]

@@ -1,0 +1,180 @@
+"""Megatron-Core: each rank sends the parts of checkpoint tensors that it holds, where they are. Nothing is gathered.
+
+How it works:
+1. the architecture's rules say, for each parameter that this rank holds, which rows of which checkpoint tensors its rows are;
+   numbers of layers and experts are turned into those of the whole model by Megatron's own functions and groups;
+2. at construction the ranks exchange what they hold (`inventory`), since no pipeline stage knows the others' tensors;
+   from that follow, on each rank alone, the manifest and who sends what;
+3. `slices()` cuts views of the parameters as they are then. A model that is no longer what was exchanged is an error.
+
+Megatron is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.tensors import torch_dtype
+from trainer_adapters.sources.base import DtypeRules, LocalSlice, NameFilter, narrowed
+from trainer_adapters.sources.inventory import ExchangedSource, Inventory, SendAssignment
+from trainer_adapters.sources.megatron.architecture import Architecture
+from trainer_adapters.sources.megatron.chunks import Chunk, chunks_of
+from trainer_adapters.sources.megatron.held import (
+    ParameterBox,
+    ParameterKey,
+    boxes_of_parameters,
+    check_complete,
+    described,
+    inventory_of,
+)
+from trainer_adapters.sources.megatron.lora_factors import adapters_of, factors_of
+from trainer_adapters.sources.plan import Rules
+
+__all__ = ["MegatronAdapter", "MegatronSource"]
+
+
+class MegatronSource(ExchangedSource):
+    """What the sources of Megatron models share: the chunks, the exchange, and their LoRA adapters.
+
+    `held` says what this rank has of the chunks. Collective over `process_group`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        hf_config: Any,
+        architecture: Architecture | None,
+        held: Callable[[list[Chunk]], Inventory],
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        def look() -> Inventory:
+            self._chunks = chunks_of(model, hf_config, architecture)
+            return held(self._chunks)
+
+        super().__init__(look, process_group)
+        self._factors = factors_of([chunk.model for chunk in self._chunks], [chunk.adapted for chunk in self._chunks])
+
+    def configure(self, config: Config) -> None:
+        if self._factors is not None:
+            self._factors.config = config
+
+    def _check_adapters(self) -> None:
+        if any(adapters_of(chunk.model) != chunk.adapted for chunk in self._chunks):
+            raise ManifestMismatch(
+                "LoRA adapters came, went or were scaled after this source was made",
+                hint=f"make a new {type(self).__name__}, on all ranks",
+                side="trainer",
+            )
+
+
+class MegatronAdapter(MegatronSource):
+    """A source for a Megatron-Core GPT model: tensor, pipeline (virtual too), expert and expert-tensor parallel, and
+    their products; data- and context-parallel copies each send a share of the bytes.
+
+    `model` is what the training loop has on this rank: a `GPTModel`, or the list of its chunks, in
+    `DistributedDataParallel` and `Float16Module` or not. `hf_config` is the checkpoint's config: a transformers config
+    or the mapping of a `config.json`; its `model_type` chooses the architecture (`megatron_architecture` registers one),
+    `vocab_size` cuts the padding, `tie_word_embeddings` must be the model's. `architecture` is used instead of the
+    registered one.
+
+    Collective over `process_group` (default: all of torch.distributed): every rank that holds part of the model makes
+    one, at the same time. Parameters and persistent buffers are sent, names of wrappers removed. Tied embeddings
+    travel once, from the first stage. Copies that tensor-parallel ranks hold (norms) are sent by the first of them.
+    `dtype_rules`, `include` and `exclude` as in `ModuleAdapter`; the router's expert bias counts as fp32, which is what
+    Megatron keeps it in.
+
+    LoRA adapters of Megatron-Bridge are merged into what is sent; their A and B are gathered over tensor-parallel ranks,
+    once per update, in the manager's thread (`lora_factors`).
+
+    Raises TypeError for what is no Megatron model, and `ManifestMismatch`, on all ranks and naming the rank it comes from,
+    for a parameter without a rule, or one that Megatron divides otherwise than its rule or that does not have the size that
+    the config says; for ranks with different models; for elements that are on no rank, or in two parts. `manifest()` and
+    `slices()` raise it where this rank's parameters have changed in name, shape or dtype since: make a new adapter then,
+    on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        hf_config: Any,
+        *,
+        dtype_rules: Rules = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        architecture: Architecture | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._boxes: list[ParameterBox] = []
+
+        def held(chunks: list[Chunk]) -> Inventory:
+            tensors = _tensors(chunks)
+            self._described = described(chunks, tensors)
+            self._boxes = list(boxes_of_parameters(chunks, tensors))
+            return inventory_of(chunks, self._boxes)
+
+        super().__init__(model, hf_config, architecture, held, process_group)
+        check_complete(self._everybody)
+        self._settle(self._chunks[0].ties(), DtypeRules(dtype_rules), NameFilter(include, exclude))
+
+    def manifest(self) -> Manifest:
+        self._tensors()
+        return super().manifest()
+
+    def slices(self) -> Iterator[LocalSlice]:
+        tensors = self._tensors()
+        if self._factors is not None:
+            self._factors.gather()
+        return (self._slice(one, tensors) for one in self._sent)
+
+    def made_together(self) -> frozenset[int]:
+        if self._factors is None or not self._factors.are_divided:
+            return frozenset()
+        adapted = (one.box.name for one in self._boxes if one.adapted)
+        return frozenset(self._manifest.index[name] for name in adapted if name in self._manifest.index)
+
+    def copies(self) -> Iterator[LocalSlice]:
+        """What tensor-parallel ranks and stages hold of what another one sends: norms, routers, embeddings. Only
+        Megatron's reduction of their gradients keeps these equal."""
+        tensors = self._tensors()
+        return (self._slice(one, tensors) for one in self._left)
+
+    def _slice(self, assignment: SendAssignment, tensors: Mapping[ParameterKey, torch.Tensor]) -> LocalSlice:
+        held, box = self._boxes[assignment.held], assignment.box
+        starts = tuple(s + o - h for s, o, h in zip(held.starts, box.offsets, held.box.offsets, strict=True))
+        values = narrowed(tensors[held.parameter].detach(), starts, box.sizes)
+        if held.adapted and self._factors is not None:
+            layer = held.parameter[0], held.parameter[1].rpartition(".")[0]
+            merged = self._factors.merged(layer, values, tuple(map(sum, zip(held.origin, starts, strict=True))))
+            return LocalSlice(box, merged.to(torch_dtype(self._manifest.tensors[box.tensor].dtype)))
+        return LocalSlice(box, values + held.added if held.added else values)
+
+    def _tensors(self) -> dict[ParameterKey, torch.Tensor]:
+        """The parameters and buffers of now. Raises `ManifestMismatch` if they aren't those of the exchange."""
+        self._check_adapters()
+        tensors = _tensors(self._chunks)
+        before, now = self._described, described(self._chunks, tensors)
+        if now != before:
+            changes = [f"{key[1]} appeared" for key in now if key not in before]
+            changes += [f"{key[1]} vanished" for key in before if key not in now]
+            changes += [
+                f"{key[1]} was {told} and is {now[key]}"
+                for key, told in before.items()
+                if key in now and now[key] != told
+            ]
+            raise ManifestMismatch(
+                f"the model changed after its adapter was made: {first_few(changes)}",
+                hint="make a new MegatronAdapter, on all ranks",
+                side="trainer",
+            )
+        return tensors
+
+
+def _tensors(chunks: Sequence[Chunk]) -> dict[ParameterKey, torch.Tensor]:
+    return {(i, name): tensor for i, chunk in enumerate(chunks) for name, tensor in chunk.stream()}

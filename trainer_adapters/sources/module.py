@@ -1,0 +1,198 @@
+"""Sources whose ranks hold whole tensors: one process, or data parallel with a copy on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from trainer_adapters.sources.experts import checkpoint_layout
+from trainer_adapters.sources.lora.found import refuse_lora_layers
+from trainer_adapters.sources.plan import Rename, Rules, TensorInfo, whole_shard
+from trainer_adapters.sources.scan import LocalShards, Pairs, ScannedSource, Stream
+
+__all__ = ["Buffers", "ModuleAdapter", "module_stream", "module_ties", "walk"]
+
+Buffers: TypeAlias = Literal["persistent", "all", "none"]
+
+WRAPPERS = (
+    ((DataParallel, DistributedDataParallel), "module"),
+    ((FullyShardedDataParallel,), "_fsdp_wrapped_module"),
+)
+"""Wrappers, and the attribute that holds the wrapped module; a checkpoint's names don't contain it."""
+
+
+class ModuleAdapter(ScannedSource):
+    """A source for tensors that each rank holds whole.
+
+    `model` is one of
+    - an unsharded `torch.nn.Module`: its parameters, frozen ones included, and its buffers, by state-dict
+      names. Weights that share memory are sent once (`Manifest.tied`); `_tied_weights_keys` of transformers
+      says which name travels, and weights that it calls tied but that are two tensors are refused;
+    - a dict, or a list or tuple of `(name, tensor)`: read anew for each update; tensors of the same memory
+      are tied;
+    - any other mapping or iterable that can be iterated repeatedly, or a callable that returns a fresh
+      iterator of `(name, tensor)`: one tensor is held at a time. `manifest()` runs through it once and
+      `slices()` on every update, to the end on every rank (so that a producer may talk to the other ranks);
+      all passes must yield the same names, shapes and dtypes in the same order. Tied tensors are not recognised:
+      they look like a buffer that is reused.
+
+    `dtype_rules`: see `DtypeRules`. `include_buffers`: "persistent" (those in the state dict), "all" or
+    "none". `rename`: a function from a name to the name in the manifest, or a mapping of those that differ;
+    None as the new name leaves the tensor out; `include` and `exclude` do so by patterns of the new names (see
+    `NameFilter`). Experts that transformers stacks in a module are sent one by one (`trainer_adapters.sources.experts`).
+    Names come to `rename` without `module.` of
+    (Distributed)DataParallel, `_orig_mod.` of torch.compile and `_checkpoint_wrapped_module.` of activation
+    checkpointing.
+
+    Where several ranks hold the same copy (data parallel), each sends a share of about the same number of
+    bytes: `rank` of `world_size`, by default those of `torch.distributed` if it is initialised, else 0 of 1.
+    `only_rank_0` lets rank 0 send everything.
+
+    Raises `ArgumentError` (a TypeError) for a model of another kind, and `ManifestMismatch`, which names them, for tensors that
+    are on the meta device, sparse, freed, of a dtype that can't travel or of a subclass with inner tensors
+    (DTensors among them).
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Stream,
+        *,
+        dtype_rules: Rules = None,
+        include_buffers: Buffers = "persistent",
+        rename: Rename = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        rank: int | None = None,
+        world_size: int | None = None,
+        only_rank_0: bool = False,
+    ) -> None:
+        if (rank is None) != (world_size is None):
+            raise ValueError("give rank and world_size together, or neither")
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in 0..{world_size - 1}, not {rank}")
+        module = model if isinstance(model, torch.nn.Module) else None
+        if module is not None:
+            _refuse_sharded(module)
+            refuse_lora_layers(module, rename)
+        in_memory = module is not None or isinstance(model, dict | list | tuple)
+        super().__init__(
+            module_stream(module, include_buffers) if module is not None else _stream_of(model),
+            ties=(lambda: module_ties(module)) if module is not None else dict,
+            layout=(lambda: checkpoint_layout(module)) if module is not None else (lambda: None),
+            rescan=in_memory,
+            twins=in_memory,
+            dtype_rules=dtype_rules,
+            rename=rename,
+            include=include,
+            exclude=exclude,
+        )
+        self._rank = rank
+        self._world_size = world_size
+        self._only_rank_0 = only_rank_0
+
+    def _local_shards(self, info: TensorInfo) -> LocalShards:
+        rank, world_size = self._position()
+        whole = (whole_shard(info.shape),)
+        if self._only_rank_0:
+            return LocalShards(whole if rank == 0 else ())
+        return LocalShards(whole, tuple(range(world_size)), rank)
+
+    def _position(self) -> tuple[int, int]:
+        if self._rank is not None and self._world_size is not None:
+            return self._rank, self._world_size
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
+
+
+def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persistent") -> Stream:
+    """The module's parameters and buffers in the order of its state dict, tied ones under each of their names. Runs no hooks.
+
+    Raises ValueError for another word than the three of `Buffers`."""
+    if include_buffers not in ("persistent", "all", "none"):
+        raise ValueError(f"include_buffers is 'persistent', 'all' or 'none', not {include_buffers!r}")
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, part in walk(module):
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    yield prefix + name, parameter
+            for name, buffer in part._buffers.items():
+                temporary = name in part._non_persistent_buffers_set
+                if buffer is None or include_buffers == "none" or (temporary and include_buffers == "persistent"):
+                    continue
+                yield prefix + name, buffer
+
+    return stream
+
+
+def module_ties(module: torch.nn.Module) -> dict[str, str]:
+    """The names that transformers declares tied, as the stream has them, each with the name that it is tied to (""
+    where transformers only lists the tied names)."""
+    ties: dict[str, str] = {}
+    for prefix, part in walk(module):
+        declared = getattr(part, "all_tied_weights_keys", None)
+        if declared is None:
+            declared = dict.fromkeys(getattr(part, "_tied_weights_keys", None) or (), "")
+        for name, source in declared.items():
+            ties[prefix + name] = prefix + source if source else ""
+    return ties
+
+
+def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each submodule with the prefix of its names, once for every place where it is used, without what `WRAPPERS` add.
+
+    Raises `ManifestMismatch` for a module that contains itself."""
+    above: set[int] = set()
+    left: list[tuple[str, torch.nn.Module | int]] = [("", module)]
+    while left:
+        prefix, part = left.pop()
+        if isinstance(part, int):  # everything in that module was seen
+            above.discard(part)
+            continue
+        if id(part) in above:
+            raise ManifestMismatch(f"{prefix}: the module contains itself", side="trainer")
+        yield prefix, part
+        if part._modules:
+            inner = next((name for kinds, name in WRAPPERS if isinstance(part, kinds)), None)
+            above.add(id(part))
+            left.append((prefix, id(part)))
+            left.extend(
+                (prefix if name == inner else f"{prefix}{name}.", child)
+                for name, child in reversed(part._modules.items())
+                if child is not None
+            )
+
+
+def _refuse_sharded(module: torch.nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            raise ArgumentError("this module is sharded by fully_shard: use FSDPAdapter")
+        if isinstance(part, FullyShardedDataParallel):
+            raise ArgumentError("this module is sharded by FullyShardedDataParallel: use FSDPAdapter")
+
+
+def _stream_of(model: Any) -> Stream:
+    if isinstance(model, Mapping):
+        return lambda: model.items()
+    if isinstance(model, Iterator):
+        raise ArgumentError(
+            f"a {type(model).__name__} can be read only once, and every update reads it anew: pass a "
+            "callable that returns a fresh one, e.g. `lambda: model.named_parameters()`"
+        )
+    if isinstance(model, Iterable):
+        return lambda: model
+    if callable(model):
+        return lambda: _pairs(model())
+    raise ArgumentError(f"expected a module, a mapping, a callable or an iterable of pairs, not {type(model).__name__}")
+
+
+def _pairs(produced: Any) -> Pairs:
+    pairs: Pairs = produced.items() if isinstance(produced, Mapping) else produced
+    return pairs

@@ -1,0 +1,312 @@
+"""From what a scan found to the manifest, and from what a rank holds to boxes of it. Pure functions, no tensors.
+
+A `TensorInfo` is one tensor of the trainer, as found. A `Target` is a tensor of the checkpoint that lies in it (in stacked
+experts many do). A `LocalShard` is a box of the trainer's tensor that this rank has in memory. A `PlannedSlice` is what a
+shard and a target share: a box of the manifest, and where its values are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest, TensorSpec
+from inference_plugin.wire.tensors import dtype_name
+from trainer_adapters.sources.base import DtypeRules, NameFilter, narrowed
+
+__all__ = [
+    "Dims",
+    "TensorInfo",
+    "CheckpointLayout",
+    "LocalShard",
+    "Plan",
+    "Target",
+    "Rename",
+    "Rules",
+    "PlannedSlice",
+    "make_plan",
+    "shards_of_run",
+    "planned_slices",
+    "whole_shard",
+]
+
+Dims: TypeAlias = tuple[int, ...]
+Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None] | None
+Rules: TypeAlias = (
+    DtypeRules | Mapping[str, torch.dtype | str] | Iterable[tuple[str, torch.dtype | str]] | torch.dtype | str | None
+)
+CheckpointLayout: TypeAlias = Callable[[str, Dims], "tuple[Target, ...]"]
+"""The checkpoint's tensors in a trainer's tensor of this name and shape."""
+
+MAX_NAME_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a scan keeps of one tensor. `twin` is the position of the first tensor that is the same memory
+    (often its own); `spread` is how it lies over ranks, None where every rank holds all of it; `problem`
+    is why it can't be sent."""
+
+    name: str
+    shape: Dims
+    dtype: torch.dtype
+    twin: int
+    spread: Hashable = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A checkpoint tensor, which is a box of a trainer's tensor; the first `dropped` dimensions of the box, of size 1, are not
+    dimensions of the checkpoint's tensor."""
+
+    name: str
+    offsets: Dims
+    sizes: Dims
+    dropped: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A scan and the manifest made from it. `places[i]` are the tensors of the manifest that lie in `infos[i]`, each with
+    its target; empty where that tensor is not sent."""
+
+    infos: tuple[TensorInfo, ...]
+    manifest: Manifest
+    places: tuple[tuple[tuple[int, Target], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """A box of a trainer's tensor that a rank holds.
+
+    `at` is where the box begins in the rank's memory: an index per dimension; or one index, where that memory is 1-D
+    and the box is a run of it in C order.
+    """
+
+    offsets: Dims
+    sizes: Dims
+    at: Dims
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSlice:
+    """`box` of the manifest lies `inside` a shard; `sizes` are its own in the trainer's dimensions."""
+
+    box: Box
+    shard: LocalShard
+    inside: Dims
+    sizes: Dims
+
+    def view_of(self, local: torch.Tensor) -> torch.Tensor:
+        """The values of `box`, a view of the memory that the shard was made for."""
+        if local.shape == self.sizes == self.box.sizes:
+            return local
+        shard = self.shard
+        if local.dim() != len(shard.sizes):
+            local = local.narrow(0, shard.at[0], math.prod(shard.sizes)).view(shard.sizes)
+            at = self.inside
+        else:
+            at = tuple(map(sum, zip(shard.at, self.inside, strict=True)))
+        local = narrowed(local, at, self.sizes)
+        return local if len(self.box.sizes) == local.dim() else local.view(self.box.sizes)
+
+    def narrowed(self, box: Box) -> PlannedSlice:
+        """The part of it that is `box`, which lies within its own."""
+        dropped = (0,) * (len(self.sizes) - len(box.sizes))
+        steps = (*dropped, *(o - first for o, first in zip(box.offsets, self.box.offsets, strict=True)))
+        inside = tuple(map(sum, zip(self.inside, steps, strict=True)))
+        return PlannedSlice(box, self.shard, inside, (1,) * len(dropped) + box.sizes)
+
+
+def whole_shard(shape: Dims) -> LocalShard:
+    """All of a tensor."""
+    return LocalShard((0,) * len(shape), shape, (0,) * len(shape))
+
+
+def planned_slices(plan: Plan, position: int, shards: Iterable[LocalShard]) -> list[PlannedSlice]:
+    """What `shards` of the tensor at `position` hold of the manifest's tensors, in the manifest's order."""
+    planned = []
+    shards = tuple(shards)
+    for index, target in plan.places[position]:
+        for shard in shards:
+            starts = tuple(map(max, shard.offsets, target.offsets))
+            ends = tuple(
+                min(a + m, b + n)
+                for a, m, b, n in zip(shard.offsets, shard.sizes, target.offsets, target.sizes, strict=True)
+            )
+            sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+            if all(size > 0 for size in sizes):
+                offsets = tuple(start - first for start, first in zip(starts, target.offsets, strict=True))
+                box = Box(index, offsets[target.dropped :], sizes[target.dropped :])
+                inside = tuple(start - first for start, first in zip(starts, shard.offsets, strict=True))
+                planned.append(PlannedSlice(box, shard, inside, sizes))
+    return planned
+
+
+def shards_of_run(shape: Dims, start: int, count: int, at: int) -> list[LocalShard]:
+    """Elements `start:start + count` of a tensor in C order, as boxes: at most `2 * len(shape) - 1` of them.
+
+    The run lies at `at` in 1-D memory. A partial first row, whole rows, a partial last row; rows are cut alike.
+    """
+    shards: list[LocalShard] = []
+
+    def cut(lead: Dims, start: int, count: int, at: int) -> None:
+        rest = shape[len(lead) :]
+        if count <= 0:
+            return
+        if not rest or count == math.prod(rest):
+            shards.append(LocalShard(lead + (0,) * len(rest), (1,) * len(lead) + rest, (at,)))
+            return
+        row = math.prod(rest[1:])
+        first, skipped = divmod(start, row)
+        if skipped:
+            rest_of_row = min(row - skipped, count)
+            cut((*lead, first), skipped, rest_of_row, at)
+            first, count, at = first + 1, count - rest_of_row, at + rest_of_row
+        rows, tail = divmod(count, row)
+        if rows:
+            offsets = (*lead, first) + (0,) * (len(rest) - 1)
+            shards.append(LocalShard(offsets, (1,) * len(lead) + (rows, *rest[1:]), (at,)))
+        cut((*lead, first + rows), 0, tail, at + rows * row)
+
+    cut((), start, count, at)
+    return shards
+
+
+def make_plan(
+    infos: tuple[TensorInfo, ...],
+    *,
+    ties: Mapping[str, str],
+    rename: Rename,
+    layout: CheckpointLayout | None,
+    names: NameFilter,
+    rules: DtypeRules,
+) -> Plan:
+    """The manifest of what was scanned. A pure function of its arguments. Raises `ManifestMismatch`.
+
+    `ties` are declared ones, by the trainer's names. Of several names of one memory the one travels that is not declared a copy
+    of another, else the first.
+    """
+    renamed = _renamed(_unwrapped([info.name for info in infos]), rename)
+    found = [_targets(name, info, layout) for name, info in zip(renamed, infos, strict=True)]
+    kept = names.keep(target.name for targets in found for target in targets)
+    targets = [tuple(target for target in every if target.name in kept) for every in found]
+    _check_names(targets, infos)
+    _check_ties(ties, targets, infos)
+    speakers: dict[int, int] = {}
+    for i, info in enumerate(infos):
+        if not targets[i]:
+            continue
+        chosen = speakers.setdefault(info.twin, i)
+        if infos[chosen].name in ties and info.name not in ties:
+            speakers[info.twin] = i
+    order = sorted(speakers.values())
+    firsts = dict(zip(order, accumulate((len(targets[i]) for i in order), initial=0), strict=False))
+    tied = _tied(targets, [speakers[info.twin] if targets[i] else i for i, info in enumerate(infos)])
+    dtypes = rules.resolve({target.name: infos[i].dtype for i in order for target in targets[i]}, tied)
+    specs = tuple(
+        TensorSpec(target.name, _traveling(target.name, dtypes[target.name]), target.sizes[target.dropped :])
+        for i in order
+        for target in targets[i]
+    )
+    places = tuple(
+        tuple((firsts[i] + k, target) for k, target in enumerate(own)) if i in firsts else ()
+        for i, own in enumerate(targets)
+    )
+    return Plan(infos, Manifest(specs, tied).check(), places)
+
+
+def _targets(name: str | None, info: TensorInfo, layout: CheckpointLayout | None) -> tuple[Target, ...]:
+    if name is None:
+        return ()
+    if layout is None or info.problem:
+        return (Target(name, (0,) * len(info.shape), info.shape),)
+    return layout(name, info.shape)
+
+
+def _tied(targets: Sequence[tuple[Target, ...]], speakers: Sequence[int]) -> dict[str, str]:
+    """Names that don't travel, to those that do in their place: tied tensors are laid out alike."""
+    return {
+        own.name: spoken.name
+        for i, speaker in enumerate(speakers)
+        if i != speaker
+        for own, spoken in zip(targets[i], targets[speaker], strict=True)
+    }
+
+
+def _unwrapped(names: list[str]) -> list[str]:
+    """Names without what wrappers add to them. A leading `module.` goes if all names have it."""
+    names = [name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for name in names]
+    while names and all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return names
+
+
+def _renamed(names: list[str], rename: Rename) -> list[str | None]:
+    if rename is None:
+        return list(names)
+    if isinstance(rename, Mapping):
+        if unused := sorted(set(rename) - set(names)):
+            raise ManifestMismatch(
+                f"rename has names that the model doesn't: {first_few(unused)}",
+                hint="names are given without wrappers such as module. and _orig_mod.",
+                side="trainer",
+            )
+        return [rename.get(name, name) for name in names]
+    return [rename(name) for name in names]
+
+
+def _check_names(targets: Sequence[tuple[Target, ...]], infos: tuple[TensorInfo, ...]) -> None:
+    origins: dict[str, list[str]] = {}
+    for own, info in zip(targets, infos, strict=True):
+        for target in own:
+            origins.setdefault(target.name, []).append(info.name)
+    if doubled := [f"{name} (from {', '.join(raw)})" for name, raw in origins.items() if len(raw) > 1]:
+        raise ManifestMismatch(
+            f"duplicate names: {first_few(doubled)}",
+            hint="give each tensor one name; rename=... can tell them apart or leave one out",
+            side="trainer",
+        )
+    if problems := [
+        f"{info.name} {info.problem}" for own, info in zip(targets, infos, strict=True) if own and info.problem
+    ]:
+        raise ManifestMismatch(
+            f"tensors that can't be sent: {first_few(problems)}",
+            hint="change them as it says, or leave them out with exclude=[name]",
+            side="trainer",
+        )
+    if unusable := [repr(name) for name in origins if not name or len(name.encode()) > MAX_NAME_BYTES]:
+        raise ManifestMismatch(f"names that are empty or too long: {first_few(unusable)}", side="trainer")
+
+
+def _check_ties(ties: Mapping[str, str], targets: Sequence[tuple[Target, ...]], infos: tuple[TensorInfo, ...]) -> None:
+    sent = {info.name: info for own, info in zip(targets, infos, strict=True) if own}
+    apart = [
+        f"{name} and {source}"
+        for name, source in ties.items()
+        if name in sent and source in sent and sent[name].twin != sent[source].twin
+    ]
+    if apart:
+        raise ManifestMismatch(
+            f"declared tied, but two tensors each, which training may have moved apart: {first_few(apart)}",
+            hint="call tie_weights() before wrapping, and shard tied weights in one fully_shard group; or "
+            "correct the config's tie_word_embeddings, or leave one out with exclude=[name]",
+            side="trainer",
+        )
+
+
+def _traveling(name: str, dtype: torch.dtype) -> str:
+    try:
+        return dtype_name(dtype)
+    except ManifestMismatch as error:
+        raise ManifestMismatch(
+            f"{name}: {error.message}", hint="a dtype rule for this name can say what to send", side="trainer"
+        ) from None

@@ -1,0 +1,307 @@
+"""What most sources share: scanning a model, planning, and cutting the slices that this rank sends.
+
+1. a *stream* yields `(name, tensor)` in the trainer's words; for a module it is its state dict, without the copies;
+2. a *scan* of the stream makes a `TensorInfo` of each tensor: name, shape, dtype, how it is spread over ranks, and which
+   tensors are one and the same memory;
+3. a *plan* makes the manifest of them: names cleaned of wrappers, renamed and filtered, stacked experts told apart, twins
+   tied, dtype rules applied;
+4. `LocalShards` says which boxes of a tensor this rank has, and who sends them; with the plan that gives the *slice plan*,
+   which stays the same as long as the scan finds the same;
+5. `slices()` runs over the stream again, compares it with the scan, and cuts this rank's slices from the memory.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.geometry import MAX_DIMS, Box
+from inference_plugin.wire.manifest import Manifest
+from trainer_adapters.sources.base import DtypeRules, LocalSlice, NameFilter, WeightSource, share_boxes
+from trainer_adapters.sources.plan import (
+    CheckpointLayout,
+    Dims,
+    LocalShard,
+    Plan,
+    PlannedSlice,
+    Rename,
+    Rules,
+    TensorInfo,
+    make_plan,
+    planned_slices,
+)
+
+__all__ = ["LocalShards", "Inspection", "Pairs", "ScannedSource", "Stream", "memory_of", "why_not_plain"]
+
+Pairs: TypeAlias = Iterable[tuple[str, Any]]
+Stream: TypeAlias = Callable[[], Pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a scan sees of one thing of a stream. `memory` is equal for things that are the same elements of the same memory,
+    on all ranks alike; None where that can't be told."""
+
+    shape: Dims
+    dtype: torch.dtype
+    spread: Hashable = None
+    problem: str = ""
+    memory: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShards:
+    """The shards of a tensor that a rank has, and what it does with them.
+
+    `ranks` hold the same shards, kept equal, and divide them by bytes; this one's place among them is `place`. With role "copy"
+    another rank sends them, and nothing keeps the two equal.
+    """
+
+    shards: tuple[LocalShard, ...]
+    ranks: tuple[int, ...] = (0,)
+    place: int = 0
+    role: Literal["send", "copy"] = "send"
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """The slices of this rank, by position in the plan's `infos`: those that it sends, and its copies of what others send.
+    `claims` are the boxes of the former."""
+
+    plan: Plan
+    sent: dict[int, list[PlannedSlice]]
+    copied: dict[int, list[PlannedSlice]]
+    claims: tuple[Box, ...]
+
+
+class ScannedSource(WeightSource):
+    """A source that scans a stream, plans, and cuts slices.
+
+    `stream` is called for each pass. With `rescan` each `manifest()` scans; without it a scan is kept until the stream yields
+    something else. `twins` says that all tensors of a stream live at the same time, so that equal memory means tied weights.
+    `layout` gives the rule for tensors that hold several of the checkpoint's tensors.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        ties: Callable[[], dict[str, str]],
+        layout: Callable[[], CheckpointLayout | None] = lambda: None,
+        rescan: bool,
+        twins: bool,
+        dtype_rules: Rules,
+        rename: Rename,
+        include: Iterable[str],
+        exclude: Iterable[str],
+    ) -> None:
+        self._stream = stream
+        self._ties = ties
+        self._layout = layout
+        self._rescan = rescan
+        self._twins = twins
+        self._rules = DtypeRules(dtype_rules)
+        self._rename = rename
+        self._names = NameFilter(include, exclude)
+        self._plan: Plan | None = None
+        self._last_slice_plan: SlicePlan | None = None
+
+    def manifest(self) -> Manifest:
+        if self._plan is None or self._rescan:
+            infos = self._scan()
+            if self._plan is None or infos != self._plan.infos:
+                plan = make_plan(
+                    infos,
+                    ties=self._ties(),
+                    rename=self._rename,
+                    layout=self._layout(),
+                    names=self._names,
+                    rules=self._rules,
+                )
+                self._check_plan(plan)
+                if self._plan is not None and plan.manifest == self._plan.manifest:
+                    plan = Plan(plan.infos, self._plan.manifest, plan.places)
+                self._plan = plan
+        return self._plan.manifest
+
+    def slices(self) -> Iterator[LocalSlice]:
+        return self._pass(self._slice_plan().sent)
+
+    def copies(self) -> Iterator[LocalSlice]:
+        copied = self._slice_plan().copied
+        return self._pass(copied) if copied else iter(())
+
+    def claims(self) -> tuple[Box, ...] | None:
+        return self._slice_plan().claims
+
+    @abstractmethod
+    def _local_shards(self, info: TensorInfo) -> LocalShards:
+        """What this rank has of a tensor that is sent, and whether it sends it."""
+
+    def _local(self, thing: Any) -> torch.Tensor:
+        """The memory of `thing` that its shards lie in, without gradient."""
+        tensor: torch.Tensor = thing.detach()
+        return tensor
+
+    def _inspect(self, thing: Any) -> Inspection:
+        """What a scan keeps of one thing of the stream. Never raises: what can't be sent is a `problem`."""
+        if not isinstance(thing, torch.Tensor) or is_lazy(thing):
+            return Inspection((), torch.uint8, problem=f"is a {type(thing).__name__}, which has no values")
+        problem = why_not_plain(thing)
+        return Inspection(tuple(thing.shape), thing.dtype, None, problem, None if problem else memory_of(thing))
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Raises `ManifestMismatch` for problems that only the whole model shows."""
+
+    def _slice_plan(self) -> SlicePlan:
+        """Computed once for each plan."""
+        if self._plan is None:
+            self.manifest()
+        assert self._plan is not None
+        if self._last_slice_plan is None or self._last_slice_plan.plan is not self._plan:
+            self._last_slice_plan = self._plan_slices(self._plan)
+        return self._last_slice_plan
+
+    def _plan_slices(self, plan: Plan) -> SlicePlan:
+        sent: dict[int, list[PlannedSlice]] = {}
+        copied: dict[int, list[PlannedSlice]] = {}
+        shared: dict[tuple[int, ...], list[tuple[int, PlannedSlice]]] = {}
+        places: dict[tuple[int, ...], int] = {}
+        for position in range(len(plan.infos)):
+            if not plan.places[position]:
+                continue
+            local_shards = self._local_shards(plan.infos[position])
+            planned = planned_slices(plan, position, local_shards.shards)
+            if not planned:
+                continue
+            if local_shards.role == "copy":
+                copied[position] = planned
+            elif len(local_shards.ranks) == 1:
+                sent[position] = planned
+            else:
+                shared.setdefault(local_shards.ranks, []).extend((position, one) for one in planned)
+                places[local_shards.ranks] = local_shards.place
+        for ranks, entries in shared.items():
+            boxes = share_boxes(plan.manifest, [one.box for _, one in entries], places[ranks], len(ranks))
+            for i, box in boxes.items():
+                position, one = entries[i]
+                sent.setdefault(position, []).append(one if box == one.box else one.narrowed(box))
+        claims = tuple(one.box for position in sorted(sent) for one in sent[position])
+        return SlicePlan(plan, sent, copied, claims)
+
+    def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
+        """What the stream yields now; the things themselves are appended to `keep`."""
+        infos: list[TensorInfo] = []
+        first_with: dict[Hashable, int] = {}
+        for name, thing in self._stream():
+            position = len(infos)
+            if keep is not None:
+                keep.append(thing)
+            seen = self._inspect(thing)
+            twin = position
+            if self._twins and seen.memory is not None:
+                twin = first_with.setdefault(seen.memory, position)
+            infos.append(TensorInfo(name, seen.shape, seen.dtype, twin, seen.spread, seen.problem))
+            del thing
+        return tuple(infos)
+
+    def _pass(self, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
+        """One pass over the stream. Raises `ManifestMismatch`, at once or on the way, where it isn't what was planned for."""
+        plan = self._slice_plan().plan
+        if not self._rescan:
+            return self._one_by_one(plan, planned)
+        things: list[Any] = []
+        if (infos := self._scan(things)) != plan.infos:
+            raise _disagreement(plan.infos, infos)
+        return self._cut(things, planned)
+
+    def _cut(self, things: list[Any], planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
+        for position in sorted(planned):
+            local = self._local(things[position])
+            for one in planned[position]:
+                yield LocalSlice(one.box, one.view_of(local))
+
+    def _one_by_one(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
+        # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
+        position = 0
+        for name, tensor in self._stream():
+            info = plan.infos[position] if position < len(plan.infos) else None
+            if info is None or info.name != name or (plan.places[position] and not _fits(info, tensor)):
+                self._plan = None
+                found = f"{name}: {getattr(tensor, 'dtype', type(tensor))} {list(getattr(tensor, 'shape', ()))}"
+                raise ManifestMismatch(
+                    f"tensor {position} is {found}, the manifest was made from {_describe(info)}",
+                    hint="names, shapes, dtypes and order must stay the same; the next update looks again",
+                    side="trainer",
+                )
+            for one in planned.get(position, ()):
+                yield LocalSlice(one.box, one.view_of(self._local(tensor)))
+            del tensor
+            position += 1
+        if position != len(plan.infos):
+            self._plan = None
+            raise ManifestMismatch(
+                f"{position} tensors came, the manifest was made from {len(plan.infos)}; the first that is "
+                f"missing is {_describe(plan.infos[position])}",
+                hint="a callable must return a fresh iterator each time; the next update looks again",
+                side="trainer",
+            )
+
+
+def why_not_plain(tensor: torch.Tensor) -> str:
+    """Why a tensor's values can't be read where they are; "" if they can."""
+    if isinstance(tensor, DTensor):
+        return "is a DTensor: ModuleAdapter takes whole tensors, use FSDPAdapter or DTensorAdapter"
+    if tensor.is_meta:
+        return "is on the meta device: it has no values"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and bool(is_traceable_wrapper_subclass(tensor)):
+        return f"is a {type(tensor).__name__}, which wraps other tensors: convert it to a plain one"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return f"is {tensor.layout} {tensor.dtype}: convert it to a plain tensor"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "has no memory: it was freed, or moved away by an offloader"
+    if tensor.dim() > MAX_DIMS:
+        return f"has {tensor.dim()} dimensions, {MAX_DIMS} can travel"
+    return ""
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same elements of the same memory, on all ranks alike."""
+    if isinstance(tensor, DTensor) or not tensor.numel():
+        return id(tensor)
+    reading = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return tensor.device, tensor.data_ptr(), reading
+
+
+def _fits(info: TensorInfo, tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and info.shape == tensor.shape and info.dtype == tensor.dtype
+
+
+def _disagreement(old: tuple[TensorInfo, ...], new: tuple[TensorInfo, ...]) -> ManifestMismatch:
+    before = {info.name: info for info in old}
+    after = {info.name: info for info in new}
+    changes = [f"{name} appeared" for name in after if name not in before]
+    changes += [f"{name} vanished" for name in before if name not in after]
+    changes += [
+        f"{_describe(info)} is now {_describe(after[name])}"
+        for name, info in before.items()
+        if name in after and (info.shape, info.dtype) != (after[name].shape, after[name].dtype)
+    ]
+    changes = changes or ["its order, ties or sharding"]
+    return ManifestMismatch(
+        f"the model changed after its manifest was made: {first_few(changes)}",
+        hint="start the update again: each one makes a manifest of its own",
+        side="trainer",
+    )
+
+
+def _describe(info: TensorInfo | None) -> str:
+    return f"{info.name}: {info.dtype} {list(info.shape)}" if info else "nothing more"

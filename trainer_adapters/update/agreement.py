@@ -1,0 +1,105 @@
+"""Checks, without a collective, that the trainer's ranks mean the same model.
+
+Claims are the boxes that each rank is going to write. They go to rank 0 with the first update, and again when they change. Rank
+0 compares them with the manifest, so that a box that nobody or two ranks write is named before a byte moves. Copies are boxes
+that a rank holds and another rank sends, where nothing keeps the two equal. Their digests are compared now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from inference_plugin.transports.pieces import pieces_of
+from inference_plugin.wire.cover import ExactCover
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import Ready
+
+if TYPE_CHECKING:
+    from trainer_adapters.sources.base import LocalSlice
+
+__all__ = ["Claims", "digests_of", "what_differs"]
+
+HINT = (
+    "build the same model and the same adapter on every rank; DTensorAdapter(process_group=...) says which ranks are "
+    "one trainer"
+)
+
+
+class Claims:
+    """The claims of each rank that were agreed on last; above rank 0 only the rank's own."""
+
+    def __init__(self) -> None:
+        self._agreed: dict[int, tuple[str, tuple[Box, ...]]] = {}
+        self._updates = 0
+
+    def news(
+        self, rank: int, manifest: Manifest, claims: tuple[Box, ...] | None
+    ) -> tuple[tuple[Box, ...] | None, bool]:
+        """`(claims, same)` for `Ready`: claims that rank 0 knows already are not sent again."""
+        same = claims is not None and self._agreed.get(rank) == (manifest.fingerprint, claims)
+        return (None, True) if same else (claims, False)
+
+    def agree(self, rank: int, manifest: Manifest, claims: tuple[Box, ...] | None) -> None:
+        """Rank 0 has heard a rank's claims."""
+        if claims is None:
+            self._agreed.pop(rank, None)
+        else:
+            self._agreed[rank] = (manifest.fingerprint, claims)
+
+    def check(self, manifest: Manifest, mine: tuple[Box, ...] | None, readies: Sequence[Ready]) -> None:
+        """On rank 0: raises `ManifestMismatch` if the ranks' claims don't cover the manifest exactly.
+
+        It does nothing if no claims are new, or if a rank does not know its claims: then the pieces that the ranks wrote are
+        checked.
+        """
+        fresh = [ready for ready in readies if not ready.same_claims]
+        if not fresh and self.news(0, manifest, mine)[1]:
+            return
+        self._updates = 0
+        self.agree(0, manifest, mine)
+        for ready in fresh:
+            self.agree(ready.rank, manifest, ready.claims)
+        ranks = [0, *(ready.rank for ready in readies)]
+        if any(self._agreed.get(rank, ("",))[0] != manifest.fingerprint for rank in ranks):
+            return
+        owned = [(rank, box) for rank in ranks for box in self._agreed[rank][1]]
+        try:
+            ExactCover(manifest).check([box for _, box in owned], lambda position: f"rank {owned[position][0]}")
+        except ManifestMismatch as error:
+            for rank in (0, *(ready.rank for ready in fresh)):  # these will be told again
+                self._agreed.pop(rank, None)
+            message = f"what the trainer's ranks hold is not the model, each byte once: {error.message}"
+            raise ManifestMismatch(message, hint=HINT, side="trainer") from None
+
+    def copies_are_due(self) -> bool:
+        """Whether rank 0 has copies compared in this update: in the 1st, 2nd, 4th, 8th, ... since the claims changed. Copies that
+        came apart stay apart, so looking ever more seldom still finds them, and costs nothing in the long run."""
+        self._updates += 1
+        return self._updates & (self._updates - 1) == 0
+
+
+def digests_of(manifest: Manifest, slices: Iterable[LocalSlice]) -> Iterator[Piece]:
+    """The pieces into which `slices` would be cut, with their digests."""
+    for item in slices:
+        for cut, data in pieces_of(manifest, item):
+            yield Piece(cut.box, digest_bytes(data))
+
+
+def what_differs(manifest: Manifest, sent: Mapping[int, Iterable[Piece]], copies: Mapping[int, Iterable[Piece]]) -> str:
+    """Names the copies that differ from what was sent, with ranks and digests; "" if there are none. Boxes that were sent
+    in other pieces cannot be compared."""
+    senders = {piece.box: (rank, piece.digest) for rank, pieces in sent.items() for piece in pieces}
+    differ: dict[Box, list[str]] = {}
+    for rank, pieces in copies.items():
+        for piece in pieces:
+            sender, digest = senders.get(piece.box, (rank, piece.digest))
+            if digest != piece.digest:
+                words = differ.setdefault(
+                    piece.box, [f"{manifest.describe(piece.box)}: {digest:016x} on rank {sender}"]
+                )
+                words.append(f"{piece.digest:016x} on rank {rank}")
+    return first_few([", ".join(words) for words in differ.values()]) if differ else ""

@@ -1,0 +1,229 @@
+"""Brings replicas up to the last version between updates: those that joined, fell behind, or came back.
+
+The last version's bytes still lie in the segment into which the trainer's ranks wrote them, with the digests that they made.
+A transaction in a thread of its own, with connections of its own, takes them from there to one replica; on the trainer's host
+its workers map that very segment. No other replica is asked, and an update that begins meanwhile takes another segment.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
+from inference_plugin.wire.digest import digest_group
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.geometry import Piece, Slice
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import Go, ReplicaCard
+from inference_plugin.wire.tensors import box_view
+from inference_plugin.wire.tracing import Trace, save, under
+from trainer_adapters.events import Events, harmless
+from trainer_adapters.fleet.fleet import Fleet
+from trainer_adapters.fleet.machine_io import RetainedVersion
+from trainer_adapters.fleet.session import ReplicaSession
+from trainer_adapters.settings import Settings
+from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.update.transaction import Transaction
+from trainer_adapters.update.writer import Writer, as_target
+
+__all__ = ["CatchingUp", "SegmentSource"]
+
+logger = logging.getLogger(__name__)
+
+CLOSING_S = 5.0
+"""How long a closing manager waits for catch-ups, and for a listener of replicas. Replicas drop what they got when its process
+ends."""
+
+
+class SegmentSource(WeightSource):
+    """The last version, as a source: its slices are views of the segment where it lies, one for each piece."""
+
+    may_be_cut = False
+
+    def __init__(self, retained: RetainedVersion) -> None:
+        self._retained = retained
+
+    def manifest(self) -> Manifest:
+        return self._retained.manifest
+
+    def slices(self) -> Iterator[LocalSlice]:
+        for piece in self._retained.pieces:
+            yield LocalSlice(piece.box, box_view(self._retained.memory, self._retained.manifest, piece.box))
+
+
+class RetainedSender(Sender):
+    """The sending half of the transport in whose segment the bytes lie already: it writes nothing."""
+
+    def __init__(self, retained: RetainedVersion) -> None:
+        self._retained = retained
+
+    def probe(self) -> bytes:
+        return self._retained.probe
+
+    def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
+        return self._retained.segment
+
+    def write(
+        self,
+        txn: str,
+        group: str,
+        rank: int,
+        manifest: Manifest,
+        description: bytes,
+        slices: Iterator[Slice],
+        targets: Sequence[Target],
+        *,
+        deadline_s: float,
+    ) -> tuple[list[Piece], WriteStats]:
+        return list(self._retained.pieces), WriteStats()
+
+    def close(self) -> None:
+        """The segment belongs to the manager's own sender."""
+
+
+def bring_up(settings: Settings, trainer: str, session: ReplicaSession, retained: RetainedVersion) -> None:
+    """Runs one transaction for one replica. Raises the error with which it failed."""
+    deadline_s = time.monotonic() + settings.timeout_s
+    writer = Writer(settings, senders={retained.transport: RetainedSender(retained)})
+    transaction = Transaction(
+        "catch_up",
+        settings,
+        [(transport, writer.sender(transport)) for transport in settings.transports],
+        retained.manifest,
+        retained.version,
+        trainer=trainer,
+        deadline_s=deadline_s,
+        digest=digest_group(retained.manifest, retained.pieces),
+    )
+
+    def place(transport: Transport, sender: Sender, users: Sequence[ReplicaSession]) -> bytes:
+        targets = [as_target(target) for user in users for target in user.targets()]
+        sender.meet(targets, 1, max(0.0, deadline_s - time.monotonic()), settings.fan_out)
+        return sender.allocate(retained.manifest, frozenset())
+
+    try:
+        with transaction.running():
+            with transaction.phase("agree"):
+                ways = transaction.agree([session], place)
+            with transaction.phase("stage"):
+                go = Go(transaction.txn, ways, max(0.0, deadline_s - time.monotonic()))
+                wrote = writer.write(go, retained.manifest, SegmentSource(retained), deadline_s)
+                if wrote.error is not None:
+                    raise WeightwireError.of(wrote.error)
+                transaction.drop({name: WeightwireError.of(info) for name, info in wrote.lost.items()})
+            with transaction.phase("seal"):
+                transaction.seal(retained.pieces)  # with the trainer's digests, not those of what was sent now
+            with transaction.phase("commit"):
+                transaction.commit()
+    finally:
+        with harmless("closing what a catch-up used"):
+            writer.close()
+    if (error := transaction.errors[session.card.replica]) is not None:
+        raise error
+
+
+class CatchingUp:
+    """Rank 0's thread that follows what becomes of replicas: it calls listeners, and starts the catch-ups that are due."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, events: Events, trainer: str) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._listeners = events
+        self._trainer = trainer
+        self._running: set[threading.Thread] = set()
+        self._forget = fleet.registry.on_change(fleet.poke)
+        self._thread = threading.Thread(target=self._run, name="weightwire-replicas", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the calling thread is the one that calls listeners of replicas."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Tells what is still to be told, and ends; catch-ups under way have a moment to finish."""
+        self._forget()
+        self._fleet.close()
+        until_s = time.monotonic() + CLOSING_S
+        _join(self._thread, until_s)
+        for thread in self._running:  # complete only now
+            _join(thread, until_s)
+
+    def _run(self) -> None:
+        while self._fleet.wait_for_news():
+            try:
+                self._look()
+            except Exception:  # whatever it is, the next look may fare better; without this thread nobody is caught up
+                logger.exception("weightwire: replicas could not be looked after")
+        self._tell()
+
+    def _look(self) -> None:
+        try:
+            self._fleet.look()
+        except Exception as error:  # noqa: BLE001 -- a card that can't be read; updates raise it
+            logger.warning("weightwire: %s", error)
+        self._tell()
+        self._running = {thread for thread in self._running if thread.is_alive()}
+        for due in self._fleet.due():
+            name = f"weightwire-catch-up-{due.card.replica}"
+            try:
+                arguments = (due.card, due.retained)
+                thread = threading.Thread(target=self._catch_up, args=arguments, name=name, daemon=True)
+                thread.start()
+            except Exception as error:  # noqa: BLE001 -- no thread can be started: it is tried again
+                self._not_caught_up(due.card, due.retained, WeightwireError.wrap(error))
+            else:
+                self._running.add(thread)
+
+    def _tell(self) -> None:
+        for tell in self._fleet.to_tell():
+            self._listeners.tell(tell.event, **tell.facts)
+
+    def _catch_up(self, card: ReplicaCard, retained: RetainedVersion) -> None:
+        """However it ends, it gives back the bytes that the replica was to read."""
+        started_s = time.monotonic()
+        session: ReplicaSession | None = None
+        try:
+            session = ReplicaSession.connect(card, self._settings.config)
+            self._bring_up(session, retained)
+            self._fleet.caught_up(session)
+        except BaseException as error:  # noqa: BLE001 -- it is this replica's, and must not become an update's
+            self._not_caught_up(card, retained, WeightwireError.wrap(error), session)
+        else:
+            logger.info(
+                "weightwire: replica %s was caught up with version %d of %r in %.3f s",
+                card.replica, retained.version, self._settings.group, time.monotonic() - started_s,
+            )  # fmt: skip
+
+    def _bring_up(self, session: ReplicaSession, retained: RetainedVersion) -> None:
+        settings = self._settings
+        named = {"role": "catch-up", "replica": session.card.replica, "group": settings.group}
+        trace = Trace.begun(settings.config.profile_dir, **named, version=retained.version)
+        try:
+            with under(trace):
+                bring_up(settings, self._trainer, session, retained)
+        finally:
+            with harmless("saving a trace"):
+                save(trace)
+
+    def _not_caught_up(
+        self,
+        card: ReplicaCard,
+        retained: RetainedVersion,
+        error: WeightwireError,
+        session: ReplicaSession | None = None,
+    ) -> None:
+        logger.warning(
+            "weightwire: replica %s was not caught up with version %d of %r: %s",
+            card.replica, retained.version, self._settings.group, error,
+        )  # fmt: skip
+        self._fleet.not_caught_up(card.replica, error, session)
+
+
+def _join(thread: threading.Thread, until_s: float) -> None:
+    thread.join(max(0.0, until_s - time.monotonic()))
+    if thread.is_alive():
+        logger.warning("weightwire: %s still runs while its manager is closed; it is left to itself", thread.name)

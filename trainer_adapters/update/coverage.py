@@ -1,0 +1,64 @@
+"""Which boxes of a manifest nobody reads: an engine would ignore these bytes silently."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Box, box_volume, intersect
+from inference_plugin.wire.manifest import Manifest
+
+__all__ = ["check_needs", "unread"]
+
+
+def unread(manifest: Manifest, boxes: Iterable[Box]) -> list[str]:
+    """Names the parts of the manifest that lie in none of `boxes`: a tensor's name, or the first range of it."""
+    by_tensor: dict[int, set[Box]] = {}
+    for box in boxes:
+        by_tensor.setdefault(box.tensor, set()).add(box)
+    found = []
+    for i, spec in enumerate(manifest.tensors):
+        whole = manifest.whole(i)
+        if box_volume(whole) and (left := _subtract([whole], sorted(by_tensor.get(i, ())))):
+            found.append(spec.name if left == [whole] else manifest.describe(left[0]))
+    return found
+
+
+def check_needs(manifest: Manifest, needs: Sequence[Sequence[Box]]) -> None:
+    """Raises `ManifestMismatch` unless some rank of a replica reads every byte of the manifest."""
+    if missing := unread(manifest, itertools.chain.from_iterable(needs)):
+        raise ManifestMismatch(
+            f"the engine's model has no place for: {first_few(missing)}",
+            hint="a name, a shape or a tie differs between trainer and engine; exclude what the engine doesn't load",
+            phase="open",
+        )
+
+
+def _subtract(boxes: list[Box], taken: Sequence[Box]) -> list[Box]:
+    """What is left of `boxes` without `taken`."""
+    for hole in taken:
+        boxes = [part for box in boxes for part in _cut_out(box, hole)]
+    return boxes
+
+
+def _cut_out(box: Box, hole: Box) -> list[Box]:
+    shared = intersect(box, hole)
+    if shared is None:
+        return [box]
+    parts = []
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for dim in range(len(sizes)):
+        start, end = offsets[dim], offsets[dim] + sizes[dim]
+        inner_start, inner_end = shared.offsets[dim], shared.offsets[dim] + shared.sizes[dim]
+        for low, high in ((start, inner_start), (inner_end, end)):
+            if low < high:
+                parts.append(
+                    Box(
+                        box.tensor,
+                        (*offsets[:dim], low, *offsets[dim + 1 :]),
+                        (*sizes[:dim], high - low, *sizes[dim + 1 :]),
+                    )
+                )
+        offsets[dim], sizes[dim] = inner_start, inner_end - inner_start
+    return parts

@@ -1,0 +1,31 @@
+"""Cuts slices where a worker's need ends, so that each worker is sent its own part of a tensor and no other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from inference_plugin.wire import geometry
+from inference_plugin.wire.geometry import Box, Edges, cut_at_edges
+from trainer_adapters.sources.base import LocalSlice
+
+__all__ = ["cut_slices", "edges_of"]
+
+
+def edges_of(needs: Iterable[Sequence[Box]]) -> Edges:
+    """Where anything that a worker needs begins or ends."""
+    return geometry.edges_of(itertools.chain.from_iterable(needs))
+
+
+def cut_slices(slices: Iterable[LocalSlice], edges: Edges) -> Iterator[LocalSlice]:
+    """Yields the same elements in the same order; a slice that no edge crosses stays whole."""
+    for item in slices:
+        parts = cut_at_edges(item.box, edges)
+        if parts == [item.box]:
+            yield item
+            continue
+        for box in parts:
+            tensor = item.tensor
+            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                tensor = tensor.narrow(dim, start - item.box.offsets[dim], size)
+            yield LocalSlice(box, tensor)

@@ -1,0 +1,75 @@
+"""The half of an operation on the ranks above 0; rank 0's half is `leader`.
+
+rank 0                                       every other rank
+scans its model                              scans its model
+                          <-- Ready --       "I am in update:7, and this is what I am going to write"
+opens the group, begins   --- Go ---->       where to write, and to whom
+writes its slices                            writes its slices (`Writer.write`, as rank 0 does)
+                          <-- Wrote --       pieces with their digests
+seals, commits            -- Outcome ->      the report; or `Failed`, at any time: the error is raised on all ranks
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import Ready
+from inference_plugin.wire.tracing import call_it, span
+from trainer_adapters.events import phase_begins
+from trainer_adapters.update.rank_context import RankContext
+
+if TYPE_CHECKING:
+    from trainer_adapters.sources.base import WeightSource
+
+__all__ = ["follow"]
+
+
+def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
+    """Takes part in an operation that rank 0 leads. Returns its report in msgpack; raises the error that ended it."""
+    ranks = context.ranks
+    name, _, number = operation.partition(":")
+    version = int(number) if number else None
+    manifest: Manifest | None = None
+    claims: tuple[Box, ...] | None = None
+    error: WeightwireError | None = None
+    try:
+        phase_begins(name, context.settings.group, version, "agree", ranks.rank)
+        with span("scan"):
+            manifest = context.scan(source)
+            claims = source.claims()
+    except Exception as raised:  # noqa: BLE001 -- it travels to rank 0 and is raised on all ranks
+        error = WeightwireError.wrap(raised).at(side="trainer", rank=ranks.rank)
+    except BaseException:  # the end of this call is the caller's doing; rank 0 must not wait for it
+        ranks.give_up(Ready(context.count, operation, ranks.rank, secret=ranks.secret))
+        raise
+    ready = Ready(
+        context.count,
+        operation,
+        ranks.rank,
+        manifest.fingerprint if manifest else "",
+        error.info() if error else None,
+        *(context.claims.news(ranks.rank, manifest, claims) if manifest else (None, False)),
+        secret=ranks.secret,
+    )
+    try:
+        with span("agree"):
+            go = ranks.ask_go(ready, deadline_s=context.deadline_s)
+        call_it(go.txn)
+        version = go.version if version is None else version
+        assert manifest is not None, "rank 0 answers an error with an error"
+        context.claims.agree(ranks.rank, manifest, claims)
+        phase_begins(name, context.settings.group, version, "stage", ranks.rank)
+        with span("stage"):
+            wrote = context.writer.write(go, manifest, source, context.deadline_s, released=context.released)
+        phase_begins(name, context.settings.group, version, "report", ranks.rank)
+        with span("outcome"):
+            return ranks.ask_outcome(wrote, deadline_s=context.deadline_s)
+    except WeightwireError as raised:
+        raised.at(group=context.settings.group)
+        raise
+    finally:
+        if ranks.is_awaited:
+            ranks.give_up(ready)

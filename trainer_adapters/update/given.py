@@ -1,0 +1,83 @@
+"""What the caller of an update gives: a version, and a source or a model that a source is found for."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from inference_plugin.wire.errors import ArgumentError, VersionConflict, WeightwireError
+from inference_plugin.wire.manifest import Manifest
+from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.chosen import Kind, Sendable, kind_of, source_for
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+__all__ = ["FailingSource", "GivenModels", "checked_version"]
+
+MAX_VERSION = (1 << 62) - 1
+
+
+def checked_version(version: object) -> int | None:
+    """A version as an int; None stands for the next one. numpy's and torch's whole numbers are taken too.
+
+    Raises `ArgumentError` for what is no whole number, and `VersionConflict` for one that is negative or too large."""
+    if version is None:
+        return None
+    number = None
+    with contextlib.suppress(TypeError):
+        number = None if isinstance(version, bool) else operator.index(version)  # type: ignore[arg-type]
+    if number is None:
+        raise ArgumentError(
+            f"version {version!r} is a {type(version).__name__}",
+            hint="a version is an int, such as the number of the training step; leave it out for the next one",
+        )
+    if not 0 <= number <= MAX_VERSION:
+        raise VersionConflict(f"a version is a non-negative int below 2**62, not {number}")
+    return number
+
+
+class GivenModels:
+    """Finds the source for what is given, and keeps the last one that was made for a model: it knows what it scanned."""
+
+    def __init__(self, group: str, process_group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._process_group = process_group
+        self._last: tuple[object, Kind, object, object, WeightSource] | None = None
+
+    def source_of(self, model: Sendable, dtype: torch.dtype | str | None, hf_config: Any) -> WeightSource:
+        """Never raises: an error becomes a source that raises it, so that all ranks hear of it in the operation."""
+        try:
+            kind = kind_of(model)
+            if self._last is not None and kind != "source":
+                last_model, last_kind, last_dtype, last_config, source = self._last
+                if last_model is model and (last_kind, last_dtype) == (kind, dtype) and last_config is hf_config:
+                    return source
+            source = source_for(
+                model, dtype=dtype, hf_config=hf_config, group=self._group, process_group=self._process_group
+            )
+        except Exception as error:  # noqa: BLE001 -- it is raised in the operation, on all ranks
+            return FailingSource(WeightwireError.wrap(error).at(side="trainer"))
+        if kind != "source":
+            self._last = model, kind, dtype, hf_config, source
+        return source
+
+    def close(self) -> None:
+        """Lets the last model go."""
+        self._last = None
+
+
+class FailingSource(WeightSource):
+    """The source of an operation that cannot begin: all ranks are told why."""
+
+    def __init__(self, error: WeightwireError) -> None:
+        self._error = error
+
+    def manifest(self) -> Manifest:
+        raise self._error
+
+    def slices(self) -> Iterator[LocalSlice]:
+        return iter(())

@@ -1,0 +1,151 @@
+"""An update under way, as the training program holds it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from inference_plugin.wire.errors import ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.reports import UpdateReport
+
+__all__ = ["GRACE_S", "PendingUpdate", "called_from_inside", "still_running", "wait_for"]
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 15.0
+"""An operation ends by its deadline. Its caller waits this much longer for the answer: the other trainer ranks are told, and
+listeners are called. Only a source or a listener that hangs takes longer."""
+
+Result = TypeVar("Result")
+
+
+class PendingUpdate(concurrent.futures.Future[UpdateReport]):
+    """The future of an update; `asyncio.wrap_future` makes it awaitable.
+
+    `wait_released` returns when this rank has written its part and the weights may change, long before the replicas have
+    installed it. An update cannot be cancelled: other ranks take part in it. `result()` and `exception()` without a time limit
+    raise `SyncTimeout` a little after `deadline_s` (of `time.monotonic()`). In the manager's own thread (`inside` returns True)
+    they raise `ProtocolError` rather than wait for themselves. `failure_of`: the error that a report means, if any.
+    """
+
+    def __init__(
+        self,
+        deadline_s: float = math.inf,
+        inside: Callable[[], bool] = lambda: False,
+        failure_of: Callable[[UpdateReport], WeightwireError | None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._deadline_s = deadline_s
+        self._inside = inside
+        self._failure_of = failure_of
+        self._answer: UpdateReport | None = None
+        self._released = threading.Event()
+        self.add_done_callback(lambda _: self._released.set())
+
+    def result(self, timeout: float | None = None) -> UpdateReport:
+        """The report; raises what the update raised. With `timeout` as every future's."""
+        if timeout is None and not self.done():
+            self._wait("result()")
+            if not self.done() and self._answer is not None:
+                logger.warning(
+                    "weightwire: the update to version %d is over; a listener still runs", self._answer.version
+                )
+                if (error := self._failure_of(self._answer)) is not None:
+                    raise error
+                return self._answer
+        return super().result(0 if timeout is None else timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the update raised, or None."""
+        if timeout is None and not self.done():
+            self._wait("exception()")
+            if not self.done() and self._answer is not None:
+                return self._failure_of(self._answer)
+        return super().exception(0 if timeout is None else timeout)
+
+    @property
+    def released(self) -> bool:
+        """Whether the weights may change."""
+        return self._released.is_set()
+
+    def wait_released(self, timeout_s: float | None = None) -> None:
+        """Waits until the weights may change, or the update has failed (`result()` tells). Raises `SyncTimeout`: without a time
+        limit, after the manager's `timeout_s`."""
+        if not self.released and self._inside():
+            raise called_from_inside("wait_released()")
+        limit_s = max(0.0, self._deadline_s - time.monotonic()) + GRACE_S if timeout_s is None else timeout_s
+        if not self._released.wait(None if limit_s == math.inf else limit_s):
+            raise SyncTimeout(f"the weights are still being read after {limit_s:g} s", side="trainer", phase="stage")
+
+    def release(self) -> None:
+        """For the manager: this rank has written its part."""
+        self._released.set()
+
+    def answer(self, report: UpdateReport) -> None:
+        """For the manager: the update's report. Nothing changes it any more, even if a listener fails or hangs afterwards."""
+        self._answer = report
+
+    def run(self, work: Callable[[], UpdateReport]) -> None:
+        """For the manager's thread: does the work, and finishes the future with its result or error."""
+        try:
+            report = work()
+        except BaseException as error:
+            if self._answer is not None:
+                logger.exception(
+                    "weightwire: the update to version %d is over, and then something failed", self._answer.version
+                )
+                self._finish(self._answer)
+            else:
+                self.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._finish(report)
+
+    def _finish(self, report: UpdateReport) -> None:
+        if (error := self._failure_of(report)) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(report)
+
+    def _wait(self, what: str) -> None:
+        if self._inside():
+            raise called_from_inside(what)
+        wait_for(self, self._deadline_s)
+        if not self.done() and self._answer is None:
+            raise still_running()
+
+
+def wait_for(future: concurrent.futures.Future[Any], deadline_s: float) -> bool:
+    """Waits until the future is done, at most until the deadline and `GRACE_S` more. The grace is counted anew, so that a process
+    that stood still beyond the deadline still hears its answer. Returns whether the future is done."""
+    if deadline_s == math.inf:
+        concurrent.futures.wait([future])
+    else:
+        concurrent.futures.wait([future], max(0.0, deadline_s - time.monotonic()))
+        concurrent.futures.wait([future], GRACE_S)
+    return future.done()
+
+
+def still_running() -> WeightwireError:
+    """The error of an operation for which its caller waits no longer."""
+    return SyncTimeout(
+        "the operation is still running in the manager's thread after its deadline",
+        hint="a source, a listener or a callback hangs there; replicas keep what they serve, `versions()` asks them",
+        side="manager",
+    )
+
+
+def called_from_inside(what: str) -> ProtocolError:
+    """The error of a call that would wait for its own thread."""
+    return ProtocolError(
+        f"{what} was called in the manager's own thread (by a callback, a listener or a source) and would wait for itself",
+        hint="use update_async there, or hand the call to another thread",
+        side="manager",
+    )

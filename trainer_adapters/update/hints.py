@@ -1,0 +1,11 @@
+"""What a caller is told to do about a replica that was silent or lost, by how far the update had come."""
+
+from __future__ import annotations
+
+__all__ = ["LEFT_OUT", "NOTHING_APPLIED", "UNKNOWN"]
+
+NOTHING_APPLIED = "nothing was applied: the old version is served, and the next update needs no restart"
+
+LEFT_OUT = "it serves the version that it had, if it still runs; it is caught up, or the next update brings it up"
+
+UNKNOWN = "it serves the old version or the new one: `versions()` asks it, the next update brings it up"

@@ -1,0 +1,403 @@
+"""The decisions of one transaction on rank 0, without sockets, threads or clocks: which replicas are still in, when each step
+is over, for whom the commit waits, and how the update ended for each replica.
+
+    opening -> open -> beginning -> begun -> sealing -> sealed -> committing -> committed
+                           |                  any of these -> failed
+                           +-> already        the replica serves the version
+
+The events `OpenAll`, `BeginAll`, `SealAll` and `CommitAll` begin a step; `is_busy` says whether it still runs. `error`: why the
+update failed as a whole; then only `AbortAll` has an effect. An outcome never changes after `committed`, `already` or `failed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from inference_plugin.wire.errors import (
+    CommitFailed,
+    ManifestMismatch,
+    PeerLost,
+    ProtocolError,
+    SyncTimeout,
+    TransportUnavailable,
+    VersionConflict,
+    WeightwireError,
+    first_few,
+)
+from inference_plugin.wire.messages import Begun, Committed, GroupOpened, Seal, Sealed
+from trainer_adapters.fleet.machine_io import Agreed
+from trainer_adapters.settings import BestEffort, Quorum
+from trainer_adapters.update.coverage import check_needs
+from trainer_adapters.update.hints import LEFT_OUT, UNKNOWN
+from trainer_adapters.update.machine_io import (
+    AT_WORK,
+    ENDED,
+    AbortAll,
+    Action,
+    Answered,
+    Ask,
+    AskToOpen,
+    BeginAll,
+    CommitAll,
+    Drop,
+    Dropped,
+    Event,
+    Holds,
+    LeaveBehind,
+    OpenAll,
+    Participant,
+    SealAll,
+    State,
+    Step,
+    StopWaiting,
+    TellAbort,
+    Terms,
+    TermsAgreed,
+    Tick,
+)
+
+__all__ = ["TransactionMachine"]
+
+SEAL_WAIT_S = 0.5
+"""How long a worker may take to answer that it has not checked all bytes yet."""
+
+INSTALLING_S = 4.0
+"""An installation that has begun may take this much longer than the deadline; the other ranks wait a little longer still."""
+
+OPEN_SHARE = 0.4
+"""Share of the operation's time that is kept for later steps when one replica is slow to open the group."""
+
+COMMIT_SHARE = 0.2
+"""Share of the operation's time that is kept for the commit when one replica is slow to seal."""
+
+
+class TransactionMachine:
+    """`on` takes one event and returns what is to be done about it."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.terms = terms
+        self.participants: dict[str, Participant] = {}
+        self.step: Step = "agree"
+        self.is_busy = False
+        self.error: WeightwireError | None = None
+        self._until_s = math.inf
+        self._segments: dict[str, bytes] = {}
+        self._list_digest = ""
+        self._actions: list[Action] = []
+
+    @property
+    def wakes_at_s(self) -> float | None:
+        """When a `Tick` is due, if nothing happens before."""
+        return self._ends_at_s if self.is_busy else None
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether a replica has installed the version in this transaction."""
+        return any(each.state == "committed" for each in self.participants.values())
+
+    def on(self, event: Event, now_s: float) -> list[Action]:
+        match event:
+            case AbortAll():
+                self._abort(event.reason)
+            case LeaveBehind():
+                self._leave_behind()
+            case _ if self.error is not None:
+                pass
+            case OpenAll():
+                self._open(event, now_s)
+            case BeginAll():
+                self._begin(event, now_s)
+            case Dropped():
+                self._drop(event)
+            case SealAll():
+                self._seal(event, now_s)
+            case CommitAll():
+                self._commit(now_s)
+            case Answered():
+                self._answered(event, now_s)
+            case Tick():
+                pass
+        self._look_whether_over(now_s)
+        actions, self._actions = self._actions, []
+        return actions
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def _open(self, event: OpenAll, now_s: float) -> None:
+        terms = self.terms
+        if not self._starts("agree", terms.deadline_s, now_s):
+            return
+        for joining in event.replicas:
+            one = self.participants[joining.replica] = Participant(joining.replica, joining.workers)
+            if (
+                (agreed := joining.agreed) is not None
+                and agreed.key == terms.key
+                and agreed.transport in terms.transports
+            ):
+                one.state, one.agreed = "open", agreed
+        for name, error in event.unreached.items():
+            self.participants[name] = Participant(name, 0, "failed", error=error)
+        for one in self._in_state("opening"):
+            self._ask_to_open(one)
+
+    def _begin(self, event: BeginAll, now_s: float) -> None:
+        self._segments = dict(event.segments)
+        if self._starts("agree", self.terms.deadline_s, now_s):
+            for one in self._in_state("open"):
+                self._ask_to_begin(one, now_s)
+
+    def _drop(self, event: Dropped) -> None:
+        self.step = "stage"
+        if (one := self.participants.get(event.replica)) is not None and one.is_in:
+            self._fail(one, event.error)
+
+    def _seal(self, event: SealAll, now_s: float) -> None:
+        terms = self.terms
+        # A replica that is slow or silent must not use up the time in which the others are to commit.
+        until_s = terms.deadline_s - COMMIT_SHARE * terms.timeout_s
+        if isinstance(terms.stragglers, BestEffort):
+            until_s = min(until_s, now_s + terms.stragglers.deadline_s)
+        if not self._starts("seal", until_s, now_s):
+            return
+        self._list_digest = event.digest
+        request = Seal(terms.group, terms.txn, event.digest, event.pieces, SEAL_WAIT_S)
+        for one in self._in_state("begun"):
+            one.state, one.answers = "sealing", {}
+            for worker in range(one.workers):
+                self._actions.append(Ask(one.replica, worker, request, terms.control_timeout_s))
+
+    def _commit(self, now_s: float) -> None:
+        terms = self.terms
+        if not self._starts("commit", terms.deadline_s + INSTALLING_S, now_s):
+            return
+        request = terms.commit(now_s)
+        for one in self._in_state("sealed"):
+            one.state = "committing"
+            self._actions.append(Ask(one.replica, None, request, terms.silence_s))
+
+    def _leave_behind(self) -> None:
+        """Telling these replicas was left until the others serve the version."""
+        self.step, self.is_busy = "seal", False
+        for one in [each for each in self.participants.values() if each.is_in]:
+            hint = "it is caught up, or the next update brings it up"
+            self._fail(one, SyncTimeout("its workers had not checked the update in time", hint=hint, side="worker"))
+
+    def _abort(self, reason: str) -> None:
+        self.is_busy = False
+        for one in self.participants.values():
+            if one.state not in ENDED:
+                self._actions.append(StopWaiting(one.replica))
+                if one.is_in:
+                    self._actions.append(TellAbort(one.replica, reason))
+                one.state = "aborted"
+
+    def _starts(self, step: Step, until_s: float, now_s: float) -> bool:
+        """Begins a step; false if the operation's time is over."""
+        self.step, self._until_s, self.is_busy = step, until_s, True
+        if now_s >= self.terms.deadline_s:
+            words = f"update:{self.terms.version} took longer than {self.terms.timeout_s:g} s"
+            self.error, self.is_busy = SyncTimeout(words), False
+        return self.is_busy
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def _answered(self, event: Answered, now_s: float) -> None:
+        one = self.participants.get(event.replica)
+        if one is None or one.state in ENDED:
+            return
+        if event.worker is None:
+            if one.state == "committing":
+                self._take_committed(one, event.answer)
+        elif one.state == "opening":
+            self._take_opened(one, event.worker, event.answer, now_s)
+        elif one.state == "beginning":
+            self._take_begun(one, event.worker, event.answer, now_s)
+        elif one.state == "sealing" and self.step == "seal":
+            self._take_sealed(one, event.worker, event.answer)
+
+    def _take_opened(self, one: Participant, worker: int, answer: object, now_s: float) -> None:
+        if not isinstance(answer, GroupOpened | TransportUnavailable):
+            self._fail(one, _as_error(answer, GroupOpened))
+            return
+        one.answers[worker] = answer
+        if len(one.answers) < one.workers:
+            return
+        answers = [one.answers[i] for i in range(one.workers)]
+        if refused := [each for each in answers if isinstance(each, TransportUnavailable)]:
+            one.refusals.append(f"{one.left.popleft()}: {refused[0].message} ({refused[0].hint})")
+            self._ask_to_open(one)
+            return
+        opened = tuple(each for each in answers if isinstance(each, GroupOpened))
+        try:
+            check_needs(self.terms.manifest, [each.needs for each in opened])
+        except WeightwireError as error:
+            self._fail(one, error)
+            return
+        one.state, one.agreed = "open", Agreed(self.terms.key, one.left[0], opened)
+        self._actions.append(TermsAgreed(one.replica, one.agreed))
+        if not one.begins_on:
+            return
+        if one.begins_on == one.agreed.transport:
+            self._ask_to_begin(one, now_s)
+        else:
+            words = f"it is reached by {one.agreed.transport!r} now, and the update begins on {one.begins_on!r}"
+            self._fail(one, TransportUnavailable(words, hint="the next update reaches it"))
+
+    def _take_begun(self, one: Participant, worker: int, answer: object, now_s: float) -> None:
+        one.answers[worker] = answer
+        if len(one.answers) < one.workers:
+            return
+        answers = [one.answers[i] for i in range(one.workers)]
+        begun = [each for each in answers if isinstance(each, Begun)]
+        if len(begun) < one.workers:
+            error = _as_error(next(each for each in answers if not isinstance(each, Begun)), Begun)
+            if isinstance(error, ProtocolError | ManifestMismatch) and not one.begins_on:
+                # The workers' terms are another trainer's by now: agree on them anew, once.
+                one.state, one.begins_on = "opening", one.agreed.transport if one.agreed else ""
+                one.agreed = None
+                self._actions.append(TermsAgreed(one.replica, None))
+                self._ask_to_open(one)
+            else:
+                self._fail(one, error)
+        elif all(each.already for each in begun):
+            one.state = "already"
+        elif any(each.already for each in begun):
+            self._fail(one, CommitFailed("its ranks serve different versions", hint="restart the engine"))
+        else:
+            one.state = "begun"
+
+    def _take_sealed(self, one: Participant, worker: int, answer: object) -> None:
+        terms = self.terms
+        if not isinstance(answer, Sealed):
+            self._fail(one, _as_error(answer, Sealed))
+        elif not answer.done:
+            again = Seal(terms.group, terms.txn, self._list_digest, wait_s=SEAL_WAIT_S)
+            self._actions.append(Ask(one.replica, worker, again, terms.control_timeout_s))
+        else:
+            one.answers[worker] = answer
+            if len(one.answers) == one.workers:
+                one.state = "sealed"
+                one.sealed = tuple(each for each in one.answers.values() if isinstance(each, Sealed))
+
+    def _take_committed(self, one: Participant, answer: object) -> None:
+        if isinstance(answer, Committed):
+            one.state, one.committed = "committed", answer
+            released = all(rank.releases_segment for rank in answer.ranks)
+            self._actions.append(Holds(one.replica, "none" if released else "new"))
+            return
+        error = _as_error(answer, Committed)
+        if isinstance(error, SyncTimeout | PeerLost):
+            self._actions.append(Holds(one.replica, "either"))
+            if (
+                not error.phase
+            ):  # no answer at all; a coordinator that gave up names its phase, and knows what is served
+                error.hint = UNKNOWN
+        self._fail(one, error)
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def _ask_to_open(self, one: Participant) -> None:
+        """Asks with the next transport. Fails the replica if none is left."""
+        if not one.left and not one.refusals:
+            one.left = deque(self.terms.transports)
+        one.answers = {}
+        if not one.workers:
+            self._fail(one, ProtocolError("its card names no worker", hint="restart the engine"))
+        elif not one.left:
+            self._fail(one, TransportUnavailable(f"no transport reaches it: {'; '.join(one.refusals)}"))
+        else:
+            self._actions.append(AskToOpen(one.replica, one.left[0]))
+
+    def _ask_to_begin(self, one: Participant, now_s: float) -> None:
+        terms = self.terms
+        assert one.agreed is not None, "its group is open"
+        request = terms.begin(self._segments[one.agreed.transport])
+        one.state, one.answers = "beginning", {}
+        silence_s = max(0.0, min(terms.silence_s, terms.deadline_s - now_s))
+        self._actions += [Ask(one.replica, worker, request, silence_s) for worker in range(one.workers)]
+
+    # --- when a step is over -----------------------------------------------------------------------------------------
+
+    @property
+    def _ends_at_s(self) -> float:
+        """An opening ends earlier once another replica is open: the later steps need their time."""
+        if self.step != "agree":
+            return self._until_s
+        spare_s = OPEN_SHARE * self.terms.timeout_s if self._in_state("opening") and self._others_wait else 0.0
+        return self._until_s - spare_s
+
+    @property
+    def _others_wait(self) -> bool:
+        return any(each.is_in or each.state == "already" for each in self.participants.values())
+
+    def _look_whether_over(self, now_s: float) -> None:
+        if not self.is_busy or self.error is not None:
+            return
+        at_work = self._in_state(*AT_WORK[self.step])
+        if self.step == "seal":
+            quorum = self.terms.stragglers
+            enough = isinstance(quorum, Quorum) and len(self._in_state("sealed")) >= quorum.count
+            self.is_busy = bool(at_work) and now_s < self._until_s and not enough
+            if not self.is_busy:
+                self._actions += [StopWaiting(one.replica) for one in at_work]
+                self._judge()
+            return
+        ends_at_s = self._ends_at_s
+        for one in at_work:
+            if now_s >= (ends_at_s if one.state == "opening" else self._until_s):
+                self._fail(one, self._too_late(one))
+        self.is_busy = bool(self._in_state(*AT_WORK[self.step]))
+
+    def _too_late(self, one: Participant) -> WeightwireError:
+        if one.state == "opening":
+            waits = "the group was still being opened when the others had to go on"
+            hint = "the first opening traces and proves a plan, some seconds per GB: give timeout_s more"
+            words = waits if self._others_wait else "the group was not opened"
+            return SyncTimeout(words, hint=hint, side="worker", phase="open")
+        if one.state == "beginning":
+            return SyncTimeout("its workers did not begin the update in time", side="worker")
+        self._actions.append(Holds(one.replica, "either"))
+        return SyncTimeout("it did not say in time whether the update is installed", hint=UNKNOWN, side="coordinator")
+
+    def _judge(self) -> None:
+        """Before the commit: whether as many replicas are ready as the policy wants."""
+        policy = self.terms.stragglers
+        ready = len(self._in_state("sealed"))
+        served = len(self._in_state("already"))
+        everyone = len(self.participants) - served
+        wanted = policy.count - served if isinstance(policy, Quorum) else everyone if policy == "all" else 0
+        if ready < wanted:
+            others = [f"{p.replica}: {p.error.message}" for p in self.participants.values() if p.error is not None]
+            others += [f"{one.replica}: not ready in time" for one in self._in_state("sealing")]
+            self.error = CommitFailed(
+                f"{ready} of {everyone} replicas are ready, the commit wants {wanted}; none commits",
+                hint=f"the others: {first_few(others)}",
+            )
+
+    # --- parts of them -----------------------------------------------------------------------------------------------
+
+    def _fail(self, one: Participant, error: WeightwireError) -> None:
+        """Takes a replica out. Before the commit an error of the trainer's own (another model, an older version) fails the
+        whole update instead."""
+        if isinstance(error, ManifestMismatch | VersionConflict) and self.step != "commit":
+            self.error = self.error or error.at(replica=one.replica)
+            self.is_busy = False
+            return
+        error.at(replica=one.replica, group=self.terms.group, version=self.terms.version, phase=self.step)
+        if isinstance(error, SyncTimeout | PeerLost):
+            error.advise(LEFT_OUT if self.step != "commit" else UNKNOWN)
+        begun = one.is_in
+        one.state, one.error = "failed", error
+        self._actions.append(StopWaiting(one.replica))
+        routes_around = begun and self.step in ("stage", "seal") and not self.has_committed
+        self._actions.append(Drop(one.replica, str(error), begun, routes_around, is_lost=isinstance(error, PeerLost)))
+
+    def _in_state(self, *states: State) -> list[Participant]:
+        return [each for each in self.participants.values() if each.state in states]
+
+
+def _as_error(answer: object, expected: type) -> WeightwireError:
+    if isinstance(answer, WeightwireError):
+        return answer
+    return ProtocolError(f"expected {expected.__name__}, got {type(answer).__name__}")

@@ -1,0 +1,287 @@
+"""What `TransactionMachine` takes and returns: terms, events and actions; and how each replica stands in it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import Begin, Body, Commit, Committed, InFlight, InstallPolicy, Sealed, Sender
+from trainer_adapters.fleet.machine_io import Agreed
+from trainer_adapters.settings import Stragglers
+
+__all__ = [
+    "AT_WORK",
+    "TellAbort",
+    "AbortAll",
+    "Action",
+    "Answered",
+    "Ask",
+    "AskToOpen",
+    "BeginAll",
+    "CommitAll",
+    "Drop",
+    "Dropped",
+    "Event",
+    "Holds",
+    "LeaveBehind",
+    "Joining",
+    "ENDED",
+    "OpenAll",
+    "Participant",
+    "SealAll",
+    "State",
+    "Step",
+    "StopWaiting",
+    "TermsAgreed",
+    "Terms",
+    "Tick",
+]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one transaction brings, its limits, and for whom its commit waits.
+
+    `transports`: names, in order of preference. `digest`: the whole group's, if it is known before the bytes are written.
+    `deadline_s` is a time; the other seconds are durations. `silence_s`: how long to wait for a sign of life;
+    `control_timeout_s`: for a small request.
+    """
+
+    group: str
+    txn: str
+    version: int
+    manifest: Manifest
+    transports: tuple[str, ...]
+    install: InstallPolicy
+    partial: bool
+    in_flight: InFlight
+    stragglers: Stragglers
+    sender: Sender
+    lease_s: float
+    timeout_s: float
+    deadline_s: float
+    silence_s: float
+    control_timeout_s: float
+    digest: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, bool]:
+        """Terms with equal keys are the same for an open group."""
+        return self.manifest.fingerprint, self.install, self.partial
+
+    def begin(self, segment: bytes) -> Begin:
+        """The request that begins the transaction on a worker."""
+        return Begin(
+            self.group,
+            self.txn,
+            self.version,
+            self.sender,
+            self.lease_s,
+            self.manifest.fingerprint,
+            segment,
+            self.digest,
+        )
+
+    def commit(self, now_s: float) -> Commit:
+        """The request to a coordinator, which gives up a little earlier than this rank, so that its answer arrives."""
+        left_s = self.deadline_s - now_s
+        return Commit(self.group, self.txn, self.version, self.in_flight, timeout_s=0.9 * left_s)
+
+
+State: TypeAlias = Literal[
+    "opening",
+    "open",
+    "beginning",
+    "begun",
+    "sealing",
+    "sealed",
+    "committing",
+    "committed",
+    "already",
+    "failed",
+    "aborted",
+]
+Step: TypeAlias = Literal["agree", "stage", "seal", "commit"]
+
+ENDED: tuple[State, ...] = ("committed", "already", "failed", "aborted")
+
+
+AT_WORK: dict[Step, tuple[State, ...]] = {
+    "agree": ("opening", "beginning"),
+    "stage": (),
+    "seal": ("sealing",),
+    "commit": ("committing",),
+}
+"""States of replicas for which a step waits."""
+
+
+@dataclass
+class Participant:
+    """One replica. `answers`: of its workers, for the step under way. `left`: transports that it has not refused."""
+
+    replica: str
+    workers: int
+    state: State = "opening"
+    agreed: Agreed | None = None
+    left: deque[str] = field(default_factory=deque)
+    refusals: list[str] = field(default_factory=list)
+    answers: dict[int, object] = field(default_factory=dict)
+    begins_on: str = ""
+    sealed: tuple[Sealed, ...] = ()
+    committed: Committed | None = None
+    error: WeightwireError | None = None
+
+    @property
+    def is_in(self) -> bool:
+        """Whether the replica is in the transaction; then its leases are renewed."""
+        return self.state not in ENDED and self.state != "opening"
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A replica that takes part: how many workers it has, and the terms that were agreed with it before."""
+
+    replica: str
+    workers: int
+    agreed: Agreed | None = None
+
+
+@dataclass(frozen=True)
+class OpenAll:
+    """Step 1: open the group on all replicas. `unreached`: replicas to which no connection could be made."""
+
+    replicas: Sequence[Joining]
+    unreached: Mapping[str, WeightwireError]
+
+
+@dataclass(frozen=True)
+class BeginAll:
+    """Step 2: begin the transaction. `segments`: where each transport's bytes will be."""
+
+    segments: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A replica failed on this side: a trainer rank could not write to it."""
+
+    replica: str
+    error: WeightwireError
+
+
+@dataclass(frozen=True)
+class SealAll:
+    """Step 3: all bytes are written. `digest` names the list of pieces."""
+
+    pieces: tuple[Piece, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class CommitAll:
+    """Step 4: commit the replicas that have sealed."""
+
+
+@dataclass(frozen=True)
+class LeaveBehind:
+    """Step 5: replicas for which the commit did not wait drop out."""
+
+
+@dataclass(frozen=True)
+class AbortAll:
+    """The update failed: every replica that is still in it drops it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer, or its failure, of a worker (by its place in the replica's card) or of the coordinator (None)."""
+
+    replica: str
+    worker: int | None
+    answer: object
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The time that `wakes_at_s` named has come."""
+
+
+Event: TypeAlias = OpenAll | BeginAll | Dropped | SealAll | CommitAll | LeaveBehind | AbortAll | Answered | Tick
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AskToOpen:
+    """Ask all workers of a replica to open the group over a transport, with one probe of it. They may take long."""
+
+    replica: str
+    transport: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Sends a request to a worker, or to the coordinator (`worker` None), which may take long; a worker has `silence_s`."""
+
+    replica: str
+    worker: int | None
+    body: Body
+    silence_s: float
+
+
+@dataclass(frozen=True)
+class StopWaiting:
+    """The answers of this replica that are still to come change nothing."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class TermsAgreed:
+    """The replica has opened the group (None: its terms are no longer known)."""
+
+    replica: str
+    agreed: Agreed | None
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What the replica has mapped as its way back: the segment of this transaction ("new"), nothing ("none"), or both that
+    segment and what it had before ("either"), because nobody knows which version it serves."""
+
+    replica: str
+    segments: Literal["new", "none", "either"]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The replica is out. `tells_abort`: it has begun the transaction. `routes_around`: other replicas may be getting their
+    bytes through it. `is_lost`: its process or its link is gone."""
+
+    replica: str
+    reason: str
+    tells_abort: bool
+    routes_around: bool
+    is_lost: bool
+
+
+@dataclass(frozen=True)
+class TellAbort:
+    """Tell the replica to drop the transaction, and wait for its answer a moment."""
+
+    replica: str
+    reason: str
+
+
+Action: TypeAlias = AskToOpen | Ask | StopWaiting | TermsAgreed | Holds | Drop | TellAbort

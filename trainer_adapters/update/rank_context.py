@@ -1,0 +1,81 @@
+"""What one trainer rank has for its operations, in the manager's thread."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from inference_plugin.wire.cover import ExactCover
+from inference_plugin.wire.errors import SyncTimeout
+from inference_plugin.wire.manifest import Manifest
+from trainer_adapters.events import Events
+from trainer_adapters.fleet.fleet import Fleet
+from trainer_adapters.settings import Settings
+from trainer_adapters.update.agreement import Claims
+from trainer_adapters.update.trainer_ranks import TrainerRanks
+from trainer_adapters.update.writer import Writer
+
+if TYPE_CHECKING:
+    from trainer_adapters.sources.base import WeightSource
+
+__all__ = ["RankContext"]
+
+
+class RankContext:
+    """This rank. `fleet`: on rank 0, None on the others. `trainer`: the id under which workers know this trainer.
+
+    `count` numbers the operations; the present one began at `began_s` (of `perf_counter`) and ends by `deadline_s` (of
+    `monotonic`), which each rank counts from its own call. `released`: called once this rank's source is no longer read.
+    """
+
+    def __init__(self, settings: Settings, ranks: TrainerRanks, fleet: Fleet | None) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.fleet = fleet
+        self.trainer = secrets.token_hex(8)
+        self.events = Events()
+        self.claims = Claims()
+        self.writer = Writer(settings, ranks.rank, secret=ranks.secret, look=ranks.look)
+        self.count = 0
+        self.began_s = 0.0
+        self.deadline_s = 0.0
+        self.released: Callable[[], None] = _nobody_waits
+        self._cover: tuple[Manifest, ExactCover] | None = None
+
+    def begin(self, deadline_s: float, released: Callable[[], None] | None = None) -> None:
+        """The next operation."""
+        self.count += 1
+        self.released = released or _nobody_waits
+        self.began_s = time.perf_counter()
+        self.deadline_s = deadline_s
+
+    def left_s(self, operation: str) -> float:
+        """Seconds until the deadline. Raises `SyncTimeout` if there are none."""
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise SyncTimeout(f"{operation} took longer than {self.settings.timeout_s:g} s")
+        return left_s
+
+    def scan(self, source: WeightSource) -> Manifest:
+        """The source's manifest, made under this manager's settings."""
+        source.configure(self.settings.config)
+        return source.manifest()
+
+    def cover(self, manifest: Manifest) -> ExactCover:
+        """Checks that pieces cover the manifest; the last one is kept."""
+        if self._cover is None or self._cover[0] is not manifest:
+            self._cover = manifest, ExactCover(manifest)
+        return self._cover[1]
+
+    def close(self) -> None:
+        """Has replicas free what they keep for the next update, frees segments and closes sockets."""
+        if self.fleet is not None:
+            self.fleet.release()
+        self.writer.close()
+        self.ranks.close()
+
+
+def _nobody_waits() -> None:
+    pass

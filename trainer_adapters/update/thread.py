@@ -1,0 +1,107 @@
+"""The manager's thread: it runs one operation after the other, each with a deadline that counts from its call."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from inference_plugin.transports.backends import current_device, use_device
+from inference_plugin.wire.errors import ManagerClosed, ProtocolError
+from trainer_adapters.settings import Settings
+from trainer_adapters.update.handle import called_from_inside, still_running, wait_for
+
+__all__ = ["OperationThread"]
+
+CLOSE_S = 20.0
+"""How long closing may take after the operations before it: pauses, catch-ups and segments are given up in turn, each within a
+few seconds."""
+
+Result = TypeVar("Result")
+
+
+class OperationThread:
+    """Any thread may submit an operation."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.is_closing = False
+        self.last_deadline_s = 0.0
+        self._settings = settings
+        self._closed: concurrent.futures.Future[None] | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="weightwire-manager", initializer=self._begin, initargs=(current_device(),)
+        )
+
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the calling thread is the manager's."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a fork of the one that made the manager: sockets and threads are the parent's."""
+        return os.getpid() != self._pid
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None and self._closed.done()
+
+    def submit(
+        self, deadline_s: float, work: Callable[..., Result], *arguments: Any
+    ) -> concurrent.futures.Future[Result]:
+        """Runs `work(*arguments)` after the operations before it. Raises as `check_open` does."""
+        with self._lock:
+            self.check_open()
+            self.last_deadline_s = max(self.last_deadline_s, deadline_s)
+            return self._pool.submit(work, *arguments)
+
+    def check_open(self) -> None:
+        """Raises `ManagerClosed` once the manager is being closed, and `ProtocolError` in a fork of its process."""
+        if self.is_foreign:
+            raise ProtocolError(
+                "this manager belongs to the process that made it, and this one is a fork of it",
+                hint="make a SyncManager in this process",
+                side="manager",
+            )
+        if self.is_closing:
+            raise ManagerClosed("the manager is closed", side="manager")
+
+    def call(
+        self, what: str, work: Callable[[float], Result], *, inside: bool = False, deadline_s: float = 0.0
+    ) -> Result:
+        """Runs `work(deadline_s)` after the operations before it, and waits for it. Called in the manager's thread itself, it
+        runs at once if `inside` allows that, else it raises `ProtocolError`."""
+        deadline_s = max(time.monotonic() + self._settings.timeout_s, deadline_s)
+        if self.is_this_thread:
+            if not inside:
+                raise called_from_inside(what)
+            return work(deadline_s)
+        future = self.submit(deadline_s, work, deadline_s)
+        if not wait_for(future, deadline_s):
+            future.cancel()  # if it has not begun; else it ends by itself
+            raise still_running()
+        return future.result()
+
+    def close(self, work: Callable[[], None], *, wait: bool) -> None:
+        """Runs `work` as the last operation, once. `wait`: returns when it is over; raises `SyncTimeout` if the operation under
+        way does not end by its deadline."""
+        with self._lock:
+            self.is_closing = True
+            if self._closed is None:
+                self._closed = self._pool.submit(work)
+                self._pool.shutdown(wait=False)
+            closed = self._closed
+        if not wait or self.is_this_thread:
+            return
+        if not wait_for(closed, max(self.last_deadline_s, time.monotonic()) + CLOSE_S):
+            raise still_running()
+
+    def _begin(self, device: Any) -> None:
+        self._thread = threading.current_thread()
+        use_device(device)  # sources that gather on a device need the device of this rank

@@ -1,0 +1,89 @@
+"""One verification, on rank 0: compares what replicas hold, read back, with what the trainer holds."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from inference_plugin.transports.shm import SharedSegment
+from inference_plugin.wire.comparison import compare_rank
+from inference_plugin.wire.errors import WeightwireError, first_few
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import Go, GoTransport, Verified, Verify
+from inference_plugin.wire.reports import ReplicaVerify, VerifyReport
+from inference_plugin.wire.tensors import box_view
+from inference_plugin.wire.tracing import call_it
+from trainer_adapters.events import phase_begins
+from trainer_adapters.fleet.asking import ask_all
+from trainer_adapters.fleet.session import ReplicaSession
+from trainer_adapters.update.coverage import unread
+from trainer_adapters.update.leader import gather_ready, write
+from trainer_adapters.update.rank_context import RankContext
+
+if TYPE_CHECKING:
+    from trainer_adapters.sources.base import WeightSource
+
+__all__ = ["verify"]
+
+
+def verify(context: RankContext, source: WeightSource, manifest: Manifest) -> VerifyReport:
+    """Has all ranks write into a segment of its own, and compares the replicas with it."""
+    assert context.fleet is not None, "rank 0 has the fleet"
+    group = context.settings.group
+    txn = secrets.token_hex(12)
+    call_it(txn)
+    phase_begins("verify", group, None, "agree")
+    gather_ready(context, source, manifest)
+    scratch = SharedSegment.create(manifest.layout.nbytes)
+    try:
+        way = GoTransport("shm", msgspec.msgpack.encode(scratch.address), ())
+        phase_begins("verify", group, None, "stage")
+        write(context, Go(txn, (way,), context.left_s("verify"), copies=True), source, manifest)
+        part = context.fleet.take_part(math.inf, context.left_s("verify") / 2)
+        phase_begins("verify", group, None, "compare")
+        left_s = context.left_s("verify")
+        asks = [session.ask_of_coordinator(Verify(group, left_s)) for session in part.sessions]
+        silence_s = context.settings.silence_s()
+        replies = ask_all(asks, Verified, timeout_s=left_s, silence_s=silence_s)
+        found = [
+            _compare(manifest, session, reply, scratch.tensor)
+            for session, reply in zip(part.sessions, replies, strict=True)
+        ]
+        found += [ReplicaVerify(card.replica, None, 0, (), (), error.info()) for card, error in part.unreached]
+        return VerifyReport(group, tuple(sorted(found, key=lambda each: each.replica)))
+    finally:
+        scratch.close()
+
+
+def _compare(
+    manifest: Manifest, session: ReplicaSession, reply: Verified | WeightwireError, segment: torch.Tensor
+) -> ReplicaVerify:
+    if isinstance(reply, WeightwireError):
+        return ReplicaVerify(session.card.replica, None, 0, (), (), reply.at(replica=session.card.replica).info())
+
+    def tensor_named(name: str) -> torch.Tensor | None:
+        i = manifest.index.get(name)
+        return None if i is None else box_view(segment, manifest, manifest.whole(i))
+
+    differ = [words for rank in reply.ranks for words in compare_rank(rank, tensor_named)]
+    boxes = (
+        Box(manifest.index[box.name], box.offsets, box.sizes)
+        for rank in reply.ranks
+        for box in rank.boxes
+        if box.name in manifest.index
+    )
+    if missing := unread(manifest, boxes):
+        differ.append(f"held by no rank: {first_few(missing)}")
+    unreadable = [f"rank {r.rank}: {name}: {why}" for r in reply.ranks for name, why in r.unreadable.items()]
+    return ReplicaVerify(
+        session.card.replica,
+        reply.ranks[0].version if reply.ranks else None,
+        sum(len(rank.boxes) for rank in reply.ranks),
+        tuple(differ[:8]),
+        tuple(unreadable[:8]),
+    )

@@ -1,0 +1,202 @@
+"""A trainer rank writes its slices over every transport of an update. Rank 0 and the others do it by the same function."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING
+
+from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
+from inference_plugin.transports.registry import transport_named
+from inference_plugin.transports.spread import classes_of
+from inference_plugin.wire.errors import ManifestMismatch, SyncTimeout, WeightwireError
+from inference_plugin.wire.geometry import Edges, Piece
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import Go, GoTarget, GoTransport, Wrote
+from inference_plugin.wire.tracing import span, span_since
+from trainer_adapters.settings import Settings
+from trainer_adapters.update.agreement import digests_of
+from trainer_adapters.update.cutting import cut_slices, edges_of
+from trainer_adapters.update.finite import FiniteCheck
+from trainer_adapters.update.together import SlicesTogether
+
+if TYPE_CHECKING:
+    from trainer_adapters.sources.base import LocalSlice, WeightSource
+
+__all__ = ["Writer", "as_target"]
+
+logger = logging.getLogger(__name__)
+
+
+class Writer:
+    """This rank's halves of the transports, for one thread. `senders`: halves that exist already, by transport name.
+    `look`: called now and then while slices are made together; raises what another rank reported meanwhile."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        rank: int = 0,
+        *,
+        secret: str = "",
+        look: Callable[[], None] = lambda: None,
+        senders: dict[str, Sender] | None = None,
+    ) -> None:
+        self.senders = senders or {}
+        self._settings = settings
+        self._rank = rank
+        self._secret = secret
+        self._look = look
+        self._together: SlicesTogether | None = None
+
+    def sender(self, transport: Transport) -> Sender:
+        """This rank's half of a transport; made once."""
+        if transport.name not in self.senders:
+            sender = self.senders[transport.name] = transport.sender()
+            sender.config = self._settings.config
+        return self.senders[transport.name]
+
+    def write(
+        self,
+        go: Go,
+        manifest: Manifest,
+        source: WeightSource,
+        deadline_s: float,
+        *,
+        released: Callable[[], None] = lambda: None,
+    ) -> Wrote:
+        """Writes this rank's slices over every transport of the update. An error is in the result, never raised.
+
+        `released` is called once the source is no longer read.
+        """
+        deadline_s = min(time.monotonic() + go.timeout_s, deadline_s)
+        started_s = time.perf_counter()
+        total = _Total()
+        together = False
+        finite = FiniteCheck(manifest) if self._settings.check_finite else None
+        try:
+            together = bool(source.made_together())
+            sent = [target.needs for way in go.transports if transport_named(way.name).sends for target in way.targets]
+            classes = classes_of((needs, needs) for needs in sent) if source.may_be_cut else []
+            edges = edges_of(members[0] for members in classes)
+            for way in go.transports:
+                total.passes += 1
+                with self._taken(source, together, deadline_s) as slices:
+                    cut = cut_slices(slices, edges)
+                    watched = finite.watch(cut) if finite is not None and total.passes == 1 else cut
+                    total.add(*self._write_over(way, go, manifest, watched, deadline_s))
+            if finite is not None:
+                finite.raise_found()
+            copies = _copies(manifest, source, edges) if go.copies else ()
+        except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all ranks
+            failed = WeightwireError.wrap(error)
+            failed.at(side="trainer", rank=self._rank, group=self._settings.group, phase="stage")
+            if together:  # the other ranks run through the slices once for each transport that is left
+                self._keep_company(source, len(go.transports) - total.passes, deadline_s)
+            return Wrote(go.txn, self._rank, error=failed.info(), secret=self._secret)
+        released()
+        stats = total.stats
+        return Wrote(
+            go.txn,
+            self._rank,
+            tuple(total.pieces or ()),
+            stats.nbytes,
+            stats.messages,
+            stats.move_s,
+            stats.digest_s,
+            time.perf_counter() - started_s,
+            {replica: error.info() for replica, error in stats.lost.items()},
+            sent_bytes=stats.sent_bytes,
+            copies=copies,
+            secret=self._secret,
+        )
+
+    def close(self) -> None:
+        """Frees segments and closes sockets; may be called twice."""
+        for sender in self.senders.values():
+            sender.close()
+        self.senders.clear()
+
+    def _write_over(
+        self, way: GoTransport, go: Go, manifest: Manifest, slices: Iterator[LocalSlice], deadline_s: float
+    ) -> tuple[list[Piece], WriteStats]:
+        began_s = time.perf_counter()
+        pieces, stats = self.sender(transport_named(way.name)).write(
+            go.txn,
+            self._settings.group,
+            self._rank,
+            manifest,
+            way.segment,
+            slices,
+            [as_target(target) for target in way.targets],
+            deadline_s=deadline_s,
+        )
+        costs = {"bytes": stats.nbytes, "move_s": stats.move_s, "digest_s": stats.digest_s}
+        span_since(began_s, "write", transport=way.name, costs=costs)
+        return pieces, stats
+
+    @contextlib.contextmanager
+    def _taken(self, source: WeightSource, together: bool, deadline_s: float) -> Iterator[Iterator[LocalSlice]]:
+        """The source's slices. Slices that the ranks make together are run through to the end even if nobody takes them any
+        longer: the other ranks wait in the source's collectives."""
+        if not together:
+            slices = source.slices()
+            try:
+                yield slices
+            finally:
+                if isinstance(slices, Generator):
+                    slices.close()
+            return
+        if self._together is not None and not self._together.wait(deadline_s):
+            raise SyncTimeout(
+                "an earlier operation's slices are still being made: another rank doesn't take part in them",
+                hint="that operation's error says which rank; the process group's timeout ends it",
+                side="trainer",
+            )
+
+        self._together = SlicesTogether(source, deadline_s, self._look)
+        try:
+            yield iter(self._together)
+        finally:
+            self._together.close()
+
+    def _keep_company(self, source: WeightSource, passes: int, deadline_s: float) -> None:
+        for _ in range(passes):
+            try:
+                with self._taken(source, True, deadline_s):
+                    pass
+            except SyncTimeout as error:
+                logger.warning("weightwire: this rank's part in the other ranks' slices: %s", error)
+
+
+class _Total:
+    """What all transports of one update cost together."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.pieces: list[Piece] | None = None
+        self.stats = WriteStats()
+
+    def add(self, pieces: list[Piece], stats: WriteStats) -> None:
+        if self.pieces is not None and self.pieces != pieces:
+            raise ManifestMismatch("the source gave other slices, or other bytes, the second time")
+        self.pieces = pieces
+        self.stats.nbytes += stats.nbytes
+        self.stats.messages += stats.messages
+        self.stats.sent_bytes += stats.sent_bytes
+        self.stats.move_s += stats.move_s
+        self.stats.digest_s += stats.digest_s
+        self.stats.lost |= stats.lost
+
+
+def as_target(target: GoTarget) -> Target:
+    """The target as transports take it."""
+    return Target(
+        target.replica, target.rank, target.address, target.pid, target.boot_id, target.needs, target.start_ticks
+    )
+
+
+def _copies(manifest: Manifest, source: WeightSource, edges: Edges) -> tuple[Piece, ...]:
+    with span("compare copies"):
+        return tuple(digests_of(manifest, cut_slices(source.copies(), edges)))
