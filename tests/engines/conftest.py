@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import models
+from tests.support import checkpoints, models, poison
 from tests.support.engines import session_directory
 from tests.support.lora_trainer import LoRATrainer
 
 Checkpoint = Callable[..., Path]
+Versions = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def poisoned() -> Iterator[None]:
+    """The trainer's side of it: segments that start as 0xFF."""
+    undo = poison.spread()
+    yield
+    undo()
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +42,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     def make(kind: str, *, tied: bool, seed: int) -> Path:
         name = f"{kind}-{'tied' if tied else 'untied'}-{seed}"
         return makers[kind](root / name, seed=seed, tied=tied, dtype=torch.float32)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    """`versions("gpt2")`: two checkpoints of a kind of `checkpoints.MAKERS`, made once."""
+    root = tmp_path_factory.mktemp("versions")
+
+    @functools.cache
+    def make(kind: str) -> tuple[Path, Path]:
+        one, two = (checkpoints.make(kind, root / f"{kind}-{seed}", seed) for seed in (1, 2))
+        return one, two
 
     return make
 

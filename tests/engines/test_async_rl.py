@@ -1,38 +1,144 @@
-"""Fully asynchronous RL with a real engine, as its example does it: no sample is staler than it may be."""
+"""Fully asynchronous RL with a real engine, as its example does it: rollouts come back by reference, and none is staler than
+it may be. Then with a part of it killed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from tests.engines.conftest import Checkpoint
-from tests.support.engines import ROOT
+from tests.support.engines import ENGINE_ARGUMENTS, ROOT, Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS, STALENESS = 6, 2
+TIMEOUT_S = 600.0
 
 
-def test_rollouts_and_training_overlap_and_staleness_stays_within_its_bound(checkpoint: Checkpoint) -> None:
-    model = checkpoint("llama", tied=False, seed=1)
-    arguments = ["--model", str(model), "--steps", str(STEPS), "--max-staleness", str(STALENESS), "--lr", "1e-2"]
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "async_rl" / "run.py"), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-8000:]
-    *steps, end = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
-    for step in steps:
+class TokenServer(Server):
+    """Answers `/inference/v1/generate` too, in the precision that the example sends."""
+
+    def start(self) -> None:
+        options = ENGINE_ARGUMENTS | {"max_num_seqs": 64, "dtype": "bfloat16"}
+        arguments = ["--model", str(self.model), "--enable-scale-out"]
+        self.serve("vllm.entrypoints.openai.api_server", arguments, options)
+
+
+class Loop:
+    """The example in a process of its own. Every line that it prints is an object."""
+
+    def __init__(self, server: TokenServer, log: Path) -> None:
+        settings = {"steps": STEPS, "max-staleness": STALENESS, "lr": 1e-2, "max-tokens": 64}
+        self.log = log
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "examples" / "async_rl" / "run.py"), "--model", str(server.model),
+                 "--server", f"http://127.0.0.1:{server.port}", *(f"--{name}={value}" for name, value in settings.items())],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )  # fmt: skip
+        self.steps: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        for process in (self.process, *family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait(60)
+
+    def next(self, name: str) -> dict[str, Any]:
+        """The next line that has this field; steps before it are noted."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            said: dict[str, Any] = json.loads(line)
+            if "version" in said:
+                self.steps.append(said)
+            if name in said:
+                return said
+        raise AssertionError(f"the example ended without {name!r}\n{self.log.read_text()[-8000:]}")
+
+    def end(self) -> dict[str, Any]:
+        """Everything that it says at its end, in one object."""
+        said = {}
+        for name in ("verified", "memory_mib", "rollout_stores"):
+            said |= self.next(name)
+        assert self.process.wait(TIMEOUT_S) == 0
+        return said
+
+
+@pytest.fixture(scope="module")
+def server(runtime: Path, checkpoint: Checkpoint) -> Iterator[TokenServer]:
+    with TokenServer(runtime, checkpoint("llama", tied=False, seed=1)) as server:
+        yield server
+
+
+def is_empty(store: dict[str, int]) -> bool:
+    return not store["tasks"] and not store["shards"] and not store["nbytes"]
+
+
+def test_rollouts_and_training_overlap_and_staleness_stays_within_its_bound(
+    server: TokenServer, tmp_path: Path
+) -> None:
+    with Loop(server, tmp_path / "log") as loop:
+        first = loop.next("first_version")["first_version"]
+        end = loop.end()
+    assert [step["version"] for step in loop.steps] == list(range(first + 1, first + 1 + STEPS))
+    for step in loop.steps:
         assert 0 <= step["staleness"] <= STALENESS
-        assert all(0 <= oldest <= newest < step["version"] for oldest, newest in step["spans"]), step
-    assert steps[-1]["spans"][-1][1] > 0, "later samples are made with later versions"
-    assert end == {"verified": True, "served": [STEPS]}
+        assert all(first <= oldest <= newest < step["version"] for oldest, newest in step["spans"]), step
+        assert 0 < step["reward"] < 1
+        assert len(step["tokens"]) == 2 and min(step["tokens"]) > 0.8 * max(step["tokens"]), "shared out by tokens"
+        assert step["lost"] == 0
+    assert loop.steps[-1]["spans"][-1][1] > first, "later samples are made with later versions"
+    assert loop.steps[-1]["controller_share"] < 0.01, "the controller sees metadata"
+    assert (end["verified"], end["served"]) == (True, [first + STEPS])
+    assert end["trainer_stores"] == [0, 0] and all(map(is_empty, end["rollout_stores"])), "nothing is left behind"
+    assert {name.split()[0] for name in end["memory_mib"]} >= {"rollouts", "train"}
+
+
+def test_a_rollout_worker_that_is_killed_loses_its_samples_and_the_loop_goes_on(
+    server: TokenServer, tmp_path: Path
+) -> None:
+    with Loop(server, tmp_path / "log") as loop:
+        victim, _ = loop.next("rollout_workers")["rollout_workers"]
+        first = loop.next("first_version")["first_version"]
+        assert loop.next("version")["lost"] == 0
+        os.kill(victim, signal.SIGKILL)
+        end = loop.end()
+    assert [step["version"] for step in loop.steps] == list(range(first + 1, first + 1 + STEPS))
+    assert loop.steps[-1]["lost"] > 0, "the tasks that it ran, or kept the rows of, are reported"
+    assert (end["verified"], end["served"]) == (True, [first + STEPS])
+    dead, living = end["rollout_stores"]
+    assert dead is None and is_empty(living) and end["trainer_stores"] == [0, 0]
+
+
+def test_a_controller_that_is_killed_leaks_nothing_and_a_new_one_goes_on(server: TokenServer, tmp_path: Path) -> None:
+    with Loop(server, tmp_path / "log") as loop:
+        before = loop.next("first_version")
+        loop.next("version")
+        os.kill(before["ranks"][0], signal.SIGKILL)  # the controller, with all that it had asked for
+        after = loop.next("first_version")
+        assert set(after["ranks"]).isdisjoint(before["ranks"]), "torchrun has started both ranks again"
+        assert after["first_version"] > max(step["version"] for step in loop.steps) - 1
+        loop.steps.clear()
+        end = loop.end()
+    first = after["first_version"]
+    assert [step["version"] for step in loop.steps] == list(range(first + 1, first + 1 + STEPS))
+    assert (end["verified"], end["served"]) == (True, [first + STEPS])
+    # Nobody but the workers themselves could have cleared what the first controller had asked for.
+    assert all(map(is_empty, end["rollout_stores"])) and end["trainer_stores"] == [0, 0]

@@ -11,8 +11,8 @@ import pytest
 from inference_plugin.engines.transformers import TransformersEngine
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source, weights
+from tests.support.managers import SyncManager
 from tests.support.rig import runtime as runtime_directory
-from trainer_adapters import SyncManager
 
 
 @pytest.mark.parametrize("fan_out", ["chain", "tree"])

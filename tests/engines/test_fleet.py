@@ -13,8 +13,9 @@ from tests.engines.test_sglang_life import Stalling
 from tests.engines.test_vllm_one_version import TOKENS, Loaded, Replay
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, weights
 from tests.support.engines import Driver, eventually
+from tests.support.managers import SyncManager
 from tests.support.sglang_engines import SglangDriver
-from trainer_adapters import ModuleAdapter, SyncManager
+from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

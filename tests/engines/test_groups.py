@@ -10,14 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from inference_plugin.wire import curve
+from inference_plugin.net import curve
 from inference_plugin.wire.errors import ManifestMismatch
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, weights
 from tests.support.engines import Driver
 from tests.support.greedy import greedy_batch
+from tests.support.managers import SyncManager
 from tests.support.sglang_engines import SglangDriver
-from trainer_adapters import ModuleAdapter, SyncManager
+from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

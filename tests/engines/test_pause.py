@@ -27,9 +27,9 @@ from tests.engines.test_transformers_engine import TransformersDriver
 from tests.engines.test_vllm_one_version import Replay
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
 from tests.support.engines import ROOT, Driver, eventually
+from tests.support.managers import SyncManager
 from tests.support.rig import runtime as directory_of_its_own
 from tests.support.sglang_engines import SglangDriver
-from trainer_adapters import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from inference_plugin.wire import addresses
+from inference_plugin.net import addresses
 from inference_plugin.wire.errors import PeerLost
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import PROMPTS
@@ -48,7 +48,7 @@ class Job:
         return [greedy_batch(model, PROMPTS, 16)] * REPLICAS
 
     def served(self) -> list[int | None]:
-        versions: list[int | None] = ray.get(self.trainers[0].served.remote(), timeout=60)
+        versions: list[int | None] = ray.get(self.trainers[0].served.remote(), timeout=600)
         return versions
 
     def update(self) -> dict[str, float]:
@@ -67,6 +67,8 @@ def job(runtime: Path, checkpoint: Checkpoint) -> Iterator[Job]:
         patch.setenv("WEIGHTWIRE_JOB", f"ray-{os.getpid()}")
         patch.syspath_prepend(str(ROOT / "examples" / "ray_rl"))
         import run as example
+
+        patch.setattr(example, "START_S", 900)  # on a machine that does much else
 
         example.start_ray()
         try:

@@ -21,7 +21,8 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, source
 from tests.support.engines import ROOT, Driver
 from tests.support.greedy import greedy_batch
-from trainer_adapters import ModuleAdapter, SyncManager
+from tests.support.managers import SyncManager
+from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

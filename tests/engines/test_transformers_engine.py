@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,8 +14,8 @@ from typing import Any
 import pytest
 
 from inference_plugin.engines.transformers import Completion, TransformersEngine
-from inference_plugin.hooks import plugin_manager
-from inference_plugin.wire import addresses
+from inference_plugin.net import addresses
+from inference_plugin.plugins import plugin_manager
 from inference_plugin.wire.errors import TornReplica
 from inference_plugin.wire.messages import ReplicaCard
 from tests.engines.conftest import Checkpoint
@@ -32,7 +33,9 @@ from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here onc
     test_the_same_version_again_changes_nothing,
 )
 from tests.support.models import make_llama
+from tests.support.pages import blocks
 from tests.support.plain_engine import Faults
+from tests.support.rig import ROOT
 from tests.support.rig import runtime as runtime_directory
 from trainer_adapters import SyncManager
 
@@ -77,13 +80,13 @@ class TransformersDriver:
         return [done["tokens"] for done in self.generate(prompts, max_tokens)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def directory() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch, runtime_directory(patch) as path:
         yield path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # for each test: an engine of this process that lived on would register in the next test's directory as well
 def live(request: pytest.FixtureRequest, directory: Path, checkpoint: Checkpoint) -> Iterator[Live]:
     kind, tied = ENGINES[request.param]
     model_a, model_b = (checkpoint(kind, tied=tied, seed=seed) for seed in (1, 2))
@@ -131,7 +134,23 @@ def test_a_user_without_an_engine_can_play_with_it(tmp_path: Path) -> None:
         input="hello\nonce more\n",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     assert [line.split("]")[0] for line in ran.stdout.splitlines() if line.startswith("[")] == ["[version 0"] * 2
+
+
+def test_the_program_of_its_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = (block.text for block in blocks(ROOT / "docs" / "generate-loop.md", "python"))
+    (tmp_path / "program.py").write_text(program)
+    with runtime_directory(monkeypatch):
+        ran = subprocess.run(
+            [sys.executable, tmp_path / "program.py", make_llama(tmp_path / "model", seed=1)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+    assert ran.returncode == 0, ran.stderr
+    first, second, last = ran.stdout.splitlines()
+    assert "versions=[0, 0, 0, 0, 0, 0, 0, 0]" in first and "versions=[1, 1, 1, 1, 1, 1, 1, 1]" in second
+    assert last.startswith("stopped for ")

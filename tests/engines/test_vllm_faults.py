@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,16 +23,20 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from inference_plugin.wire.addresses import process_is_alive
-from inference_plugin.wire.channel import Channel
+from inference_plugin.net.addresses import process_is_alive
+from inference_plugin.net.channel import Channel
+from inference_plugin.plugins import plugin_manager
 from inference_plugin.wire.errors import CommitFailed, SyncTimeout, TornReplica, WeightwireError
 from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, WorkerCard
 from inference_plugin.wire.reports import UpdateReport
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, LONG, PROMPTS, reference, source
-from tests.support.engines import ROOT, Driver, Engine, Server, eventually, segments_of
-from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager
-from trainer_adapters import update as updates
+from tests.support.engines import Driver, Engine, Server, eventually, segments_of
+from tests.support.managers import SyncManager
+from tests.support.phases import AtPhase, fall_silent
+from tests.support.preloaded import nursery
+from tests.support.visible import CHAT, check_visible_on_vllm
+from trainer_adapters import LocalSlice, ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -81,6 +84,11 @@ class Faulty:
         return "B" if self.serves == "A" else "A"
 
     @property
+    def stamp(self) -> str:
+        """What answers say of the version that is served; nothing before vLLM 0.32."""
+        return str(self.version or "default") if self.engine.stamps else ""
+
+    @property
     def card(self) -> ReplicaCard:
         (card,) = self.engine.cards
         return card
@@ -118,7 +126,7 @@ class Faulty:
         which = which or self.serves
         done = self.generated()
         assert [r["tokens"] for r in done] == reference(self.models[which]), f"{which} {self.version}: {done}"
-        assert [r["versions"] for r in done] == [[str(self.version or "default")] * COUNT] * len(PROMPTS)
+        assert [r["versions"] for r in done] == [[self.stamp] * COUNT] * len(PROMPTS)
         assert {s.version for s in statuses(self.card)} == {self.version or None}
 
     def assert_recovered(self) -> None:
@@ -170,18 +178,15 @@ class Trainer:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        self.processes = []
-        for rank in range(ranks):
-            with (directory / f"log{rank}").open("wb") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.support.fault_trainer", str(directory)],
-                        cwd=ROOT,
-                        env={**os.environ, **group, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+        self.processes = [
+            nursery(sys.executable, ("torch.distributed", "safetensors.torch"), (("OMP_NUM_THREADS", "1"),)).start(
+                "tests.support.fault_trainer",
+                [str(directory)],
+                {**os.environ, **group, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                directory / f"log{rank}",
+            )
+            for rank in range(ranks)
+        ]
 
     def __enter__(self) -> Trainer:
         return self
@@ -195,7 +200,7 @@ class Trainer:
         """Until the rank that is to stop stands at its point."""
         eventually(
             lambda: (self.directory / "at").exists() or any(p.poll() is not None for p in self.processes),
-            timeout_s=120,
+            timeout_s=300,
             what=f"{(self.directory / 'config').read_text()}",
         )
         assert (self.directory / "at").exists(), self.logs()
@@ -295,7 +300,7 @@ def test_a_trainer_rank_killed_inside_a_broadcast_is_a_lost_peer_and_the_next_up
         assert result["version"] == tp2.version + 1 and result["seconds"] < 60
     ended = tp2.engine.wait(running)
     assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", 500)] * 2
-    assert [set(r["versions"]) for r in ended] == [{str(tp2.version or "default")}] * 2
+    assert [set(r["versions"]) for r in ended] == [{tp2.stamp}] * 2
     eventually(lambda: all_idle(tp2.card), what="the transaction to be dropped")
     tp2.assert_serves()
     (tmp_path / "next").mkdir()
@@ -350,7 +355,7 @@ def test_a_silent_manager_loses_its_lease_and_is_told_so_when_it_wakes(tp2: Faul
     tp2.assert_recovered()
 
 
-# --- the workers and the front, seen by a manager that lives on ---------------------------------------------------------------
+# --- the workers and the coordinator, seen by a manager that lives on ---------------------------------------------------
 
 
 class Halting(ModuleAdapter):
@@ -371,26 +376,22 @@ class Halting(ModuleAdapter):
 class Halted:
     """An update of this process that stands at "staging" or "sealed" until `go_on`."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, sync: SyncManager, model: Path, version: int, point: str
-    ) -> None:
+    def __init__(self, sync: SyncManager, model: Path, version: int, point: str) -> None:
         self.source = Halting(model)
         if point == "sealed":
             self.source.may_go_on.set()
             self.halted, self.may_go_on = threading.Event(), threading.Event()
-            original = updates.Update._commit
-
-            def commit(update: Any, sealed: Any) -> None:
-                monkeypatch.setattr(updates.Update, "_commit", original)
-                self.halted.set()
-                assert self.may_go_on.wait(120)
-                original(update, sealed)
-
-            monkeypatch.setattr(updates.Update, "_commit", commit)
+            self.plugin = AtPhase("commit", self._halt)
+            plugin_manager().register(self.plugin)
         else:
             self.halted, self.may_go_on = self.source.halted, self.source.may_go_on
         self.future: Future[UpdateReport] = sync.update_async(self.source, version)
         assert self.halted.wait(120), self.future
+
+    def _halt(self) -> None:
+        plugin_manager().unregister(self.plugin)
+        self.halted.set()
+        assert self.may_go_on.wait(120)
 
     def go_on(self) -> UpdateReport:
         """What becomes of it."""
@@ -401,11 +402,11 @@ class Halted:
 @pytest.mark.parametrize("point", ["staging", "sealed"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_silent_worker_fails_the_update_by_the_deadline_and_takes_the_next_one_when_it_wakes(
-    tp2: Faulty, monkeypatch: pytest.MonkeyPatch, rank: int, point: str
+    tp2: Faulty, rank: int, point: str
 ) -> None:
     worker = psutil.Process(tp2.card.workers[rank].pid)
     with SyncManager(timeout_s=10, lease_s=LEASE_S) as sync:
-        halted = Halted(monkeypatch, sync, tp2.models[tp2.other], tp2.version + 1, point)
+        halted = Halted(sync, tp2.models[tp2.other], tp2.version + 1, point)
         worker.suspend()
         try:
             started_s = time.monotonic()
@@ -430,19 +431,19 @@ def test_a_silent_worker_fails_the_update_by_the_deadline_and_takes_the_next_one
     tp2.assert_recovered()
 
 
-def test_a_silent_front_fails_the_commit_by_the_deadline_and_takes_the_next_one_when_it_wakes(
-    tp2: Faulty, monkeypatch: pytest.MonkeyPatch
+def test_a_silent_coordinator_fails_the_commit_by_the_deadline_and_takes_the_next_one_when_it_wakes(
+    tp2: Faulty,
 ) -> None:
-    front = psutil.Process(tp2.card.pid)
+    coordinator = psutil.Process(tp2.card.pid)
     with SyncManager(timeout_s=8) as sync:
-        halted = Halted(monkeypatch, sync, tp2.models[tp2.other], tp2.version + 1, "sealed")
-        front.suspend()
+        halted = Halted(sync, tp2.models[tp2.other], tp2.version + 1, "sealed")
+        coordinator.suspend()
         try:
             with pytest.raises(SyncTimeout) as caught:
                 halted.go_on()
-            assert caught.value.side == "front" and caught.value.phase == "commit"
+            assert caught.value.side == "coordinator" and caught.value.phase == "commit"
         finally:
-            front.resume()
+            coordinator.resume()
     eventually(lambda: all_idle(tp2.card), what="the group to come to rest")
     (version,) = {s.version for s in statuses(tp2.card)}
     if version == tp2.version + 1:
@@ -472,7 +473,7 @@ def test_an_installation_that_fails_on_one_rank_is_undone_on_all(
         assert caught.value.replica == tp2.card.replica
         ended = tp2.engine.wait(running)
         assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", 500)] * 2
-        assert [set(r["versions"]) for r in ended] == [{str(tp2.version)}] * 2
+        assert [set(r["versions"]) for r in ended] == [{tp2.stamp}] * 2
         tp2.assert_serves()
         assert sync.verify(source(tp2.models[tp2.serves])).ok
     tp2.assert_recovered()
@@ -494,7 +495,7 @@ def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_h
         tp2.order()
         ended = tp2.engine.wait(running)
         assert {(r["finish_reason"], len(r["tokens"]) == 800) for r in ended} <= {("error", False), ("length", True)}
-        assert ended[-1]["finish_reason"] == "error" and {*ended[0]["versions"]} == {str(tp2.version)}
+        assert ended[-1]["finish_reason"] == "error" and {*ended[0]["versions"]} == {tp2.stamp}
         refused = tp2.generated()
         assert [(r["finish_reason"], r["tokens"]) for r in refused] == [("error", [])] * len(PROMPTS)
         assert all("planned fault: undo on rank 0" in r["reason"] for r in (ended[-1], *refused)), refused
@@ -506,6 +507,68 @@ def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_h
         assert [r.status for r in report.replicas] == ["committed"]
     tp2.assert_serves()
     tp2.assert_recovered()
+
+
+@contextlib.contextmanager
+def card_unwritable(faulty: Faulty) -> Iterator[Path]:
+    """Not even root can write the replica's card meanwhile; what it said before stays there to be read."""
+    path = faulty.engine.runtime / faulty.engine.job / f"{faulty.card.replica}.tmp"
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        path.rmdir()
+
+
+def stands(card: ReplicaCard) -> str:
+    """As the coordinator says itself."""
+    with Channel(card.address) as asking:
+        return asking.request(Describe(), ReplicaCard, timeout_s=60).state
+
+
+def check_torn_without_a_card(faulty: Faulty) -> None:
+    """It refuses, whoever can be told; and what can't be written is written later."""
+    faulty.update()
+    rank = len(faulty.card.workers) - 1
+    with SyncManager(timeout_s=120, install="copy") as sync:
+        with card_unwritable(faulty):
+            faulty.order(
+                {"rank": rank, "step": "install", "when": "after"}, {"rank": 0, "step": "undo", "when": "before"}
+            )
+            with pytest.raises(TornReplica, match="planned fault: undo on rank 0"):
+                sync.update(source(faulty.models[faulty.other]), faulty.version + 1)
+            faulty.order()
+            refused = faulty.generated()
+            assert [(r["finish_reason"], r["tokens"]) for r in refused] == [("error", [])] * len(PROMPTS), refused
+            assert all("planned fault: undo on rank 0" in r["reason"] for r in refused), refused
+            assert (faulty.card.state, stands(faulty.card)) == ("serving", "torn")
+        eventually(lambda: faulty.card.state == "torn", what="the card, once it can be written")
+        faulty.version += 1
+        faulty.update(sync=sync)
+    faulty.assert_serves()
+
+
+def check_pause_without_a_card(faulty: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with its lease, and the engine goes on."""
+    fall_silent(monkeypatch)
+    with card_unwritable(faulty), SyncManager(timeout_s=60, lease_s=1.5) as silent:
+        assert [r.state for r in silent.pause().replicas] == ["paused"]
+        eventually(lambda: stands(faulty.card) == "serving", what="the end of the lease")
+        faulty.assert_serves()
+    faulty.update()
+    faulty.assert_serves()
+    assert faulty.card.state == "serving"
+
+
+def test_a_torn_replica_refuses_even_if_its_card_cannot_be_written(tp2: Faulty) -> None:
+    check_torn_without_a_card(tp2)
+    tp2.assert_recovered()
+
+
+def test_a_pause_whose_card_cannot_be_written_ends_with_its_lease_and_the_engine_lives(
+    tp2: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_pause_without_a_card(tp2, monkeypatch)
 
 
 def check_a_worker_killed_while_it_installs(tp2: Faulty) -> None:
@@ -542,15 +605,15 @@ def survivor_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
     assert driver.leftovers() == []
 
 
-@pytest.mark.parametrize(("victim", "point"), [("worker", "staging"), ("worker", "sealed"), ("front", "sealed")])
+@pytest.mark.parametrize(("victim", "point"), [("worker", "staging"), ("worker", "sealed"), ("coordinator", "sealed")])
 def test_a_replica_that_dies_is_reported_and_the_others_take_the_update(
-    survivor: Faulty, monkeypatch: pytest.MonkeyPatch, victim: str, point: str
+    survivor: Faulty, victim: str, point: str
 ) -> None:
     with Driver(survivor.engine.runtime, job=survivor.engine.job) as driver, SyncManager(timeout_s=120) as sync:
         driver.open(survivor.models[survivor.serves])
         (doomed,) = [card for card in driver.cards if card.replica != survivor_card(survivor).replica]
-        halted = Halted(monkeypatch, sync, survivor.models[survivor.other], survivor.version + 1, point)
-        os.kill(doomed.pid if victim == "front" else doomed.workers[0].pid, signal.SIGKILL)
+        halted = Halted(sync, survivor.models[survivor.other], survivor.version + 1, point)
+        os.kill(doomed.pid if victim == "coordinator" else doomed.workers[0].pid, signal.SIGKILL)
         report = halted.go_on()
         survivor.version, survivor.serves = survivor.version + 1, survivor.other
         by_replica = {r.replica: r for r in report.replicas}
@@ -597,6 +660,14 @@ def test_a_torn_engine_in_the_caller_s_process_ends_requests_with_the_reason_unt
     survivor.assert_recovered()
 
 
+def test_an_engine_in_the_caller_s_process_refuses_and_pauses_without_a_card_too(
+    survivor: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_torn_without_a_card(survivor)
+    check_pause_without_a_card(survivor, monkeypatch)
+    survivor.assert_recovered()
+
+
 # --- the server -------------------------------------------------------------------------------------------------------------
 
 
@@ -606,7 +677,14 @@ def test_a_failed_first_update_is_undone_under_standby_and_torn_under_copy_where
     model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
     faults = runtime / "faults-server"
     faults.write_text('[{"rank": 0, "step": "install", "when": "after"}]')
-    with Server(runtime, model_a, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as server:
+    with Server(
+        runtime,
+        model_a,
+        arguments=["--chat-template", CHAT],
+        preloaded=False,
+        WEIGHTWIRE_PLUGINS=PLUGIN,
+        WEIGHTWIRE_TEST_FAULTS=str(faults),
+    ) as server:
         with SyncManager(timeout_s=120, install="standby") as sync:
             with pytest.raises(CommitFailed, match="planned fault"):
                 sync.update(source(model_b), 1)
@@ -631,4 +709,5 @@ def test_a_failed_first_update_is_undone_under_standby_and_torn_under_copy_where
             assert sync.verify(source(model_b)).ok
             (card,) = server.cards
             assert card.state == "serving"
+            check_visible_on_vllm(server, card.replica, PROMPTS[1], source(model_a), sync)
     assert server.leftovers() == [] and server.family() == []

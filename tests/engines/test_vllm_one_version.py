@@ -8,6 +8,7 @@ of them from the version of the step.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,15 +20,14 @@ from safetensors.torch import load_file
 
 from tests.engines.conftest import Checkpoint
 from tests.support.engines import Driver
-from trainer_adapters import ModuleAdapter, SyncManager
+from tests.support.managers import SyncManager
+from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 RUNNING = 3
 TOKENS = 300
 PROMPT = 20
-SAMPLE = 5
-"""Every so many tokens it is also looked whether the other version would explain it as well."""
 NEAR = 2e-3
 """Two logits that are this close are a tie: the two programs round differently."""
 
@@ -36,7 +36,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "in-process": {},
 }
-UPDATES = {"tp2": 50, "pp2": 20, "in-process": 20}
+UPDATES = {"tp2": 50, "pp2": 12, "in-process": 12}
 
 
 class Loaded:
@@ -104,35 +104,37 @@ class Replay:
 
         self.models = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32).eval() for m in models]
         self.recompute = in_flight == "recompute"
-        self.total = self.unexplained = self.sampled = self.by_other = 0
+        self.total = self.unexplained = self.by_other = 0
 
     @torch.inference_mode()
     def check(self, prompt: list[int], tokens: list[int], versions: list[str]) -> None:
+        """Run by run: the tokens of one version in a row are one pass over them."""
         assert len(tokens) == len(versions)
         sequence = prompt + tokens
         cache: Any = None
-        last = ""
-        for i, version in enumerate(versions):
-            if cache is None or (self.recompute and version != last):
-                cache, start = None, 0
-            else:
-                start = len(prompt) + i - 1
-            last = version
-            fresh = torch.tensor([sequence[start : len(prompt) + i]])
+        first = 0
+        for version, run in itertools.groupby(versions):
+            end = first + len(list(run))
+            if self.recompute:
+                cache = None
+            start = 0 if cache is None else len(prompt) + first - 1
+            fresh = torch.tensor([sequence[start : len(prompt) + end - 1]])
             which = which_set(version)
-            if i % SAMPLE == 0:
-                self.sampled += 1
-                self.by_other += self.explains(1 - which, fresh, cache, tokens[i])[0]
-                if cache is not None:
-                    cache.crop(start)
-            explained, cache = self.explains(which, fresh, cache, tokens[i])
-            self.total += 1
-            self.unexplained += not explained
+            other, _ = self.explained(1 - which, fresh, cache, tokens[first:end])
+            self.by_other += sum(other)
+            if cache is not None:
+                cache.crop(start)
+            explained, cache = self.explained(which, fresh, cache, tokens[first:end])
+            self.unexplained += explained.count(False)
+            self.total += len(explained)
+            first = end
 
-    def explains(self, which: int, fresh: torch.Tensor, cache: Any, token: int) -> tuple[bool, Any]:
+    def explained(self, which: int, fresh: torch.Tensor, cache: Any, tokens: list[int]) -> tuple[list[bool], Any]:
+        """For each of the last tokens whether that set of weights would have chosen it too; and the keys and values."""
         output = self.models[which](input_ids=fresh, past_key_values=cache, use_cache=True)
-        logits = output.logits[0, -1]
-        return bool(logits.max() - logits[token] <= NEAR), output.past_key_values
+        logits = output.logits[0, -len(tokens) :]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        return (logits.max(dim=1).values - chosen <= NEAR).tolist(), output.past_key_values
 
 
 def which_set(version: str) -> int:
@@ -165,13 +167,17 @@ def test_every_step_and_every_token_is_of_exactly_one_version_while_updates_alte
     changes = check_steps(per_rank, loaded.models)
     assert changes >= updates // 2, "the updates were to come while steps ran"
 
+    if not driver.stamps:  # before vLLM 0.32; the steps are the only witness
+        assert "answers don't say which version of the weights made them" in report.replicas[0].lacks
+        assert driver.log.read_text().count("answers don't say which version") == 1
+        return
     replay = Replay(loaded.models, in_flight)
     for request in done:
         replay.check(loaded.prompts[request["name"]], request["tokens"], request["versions"])
     crossing = sum(len(set(r["versions"])) > 1 for r in done)
     print(f"{updates} updates, {changes} seen by steps, {len(done)} requests, {crossing} across updates, ", end="")
     print(f"{replay.total} tokens, {replay.unexplained} not explained by their version; ", end="")
-    print(f"{replay.by_other} of {replay.sampled} by the other one too")
+    print(f"{replay.by_other} by the other one too")
     assert crossing, "no request ran across an update"
     assert replay.unexplained == 0
-    assert replay.by_other <= replay.sampled // 20, "the two sets can't be told apart"
+    assert replay.by_other <= replay.total // 20, "the two sets can't be told apart"

@@ -21,7 +21,8 @@ from inference_plugin.wire.errors import ManifestMismatch, VersionConflict
 from tests.engines.conftest import Checkpoint
 from tests.support.engines import Driver, Server, eventually
 from tests.support.greedy import greedy_batch
-from trainer_adapters import ModuleAdapter, SyncManager
+from tests.support.managers import SyncManager
+from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -181,22 +182,27 @@ def test_updates_through_every_policy_and_transport_and_back_again(live: Live) -
 
 @pytest.mark.parametrize("live", ["tp1", "tp2"], indirect=True)
 def test_the_same_version_again_changes_nothing(live: Live) -> None:
+    """Another trainer's is sent again and compared: its number may mean other weights."""
     live.update("B")
     with SyncManager() as manager:
-        report = manager.update(live.source("A"), live.version)
-    assert [(r.status, r.version) for r in report.replicas] == [("already", live.version)]
-    live.assert_serves("B")
+        with pytest.raises(VersionConflict, match="other weights"):
+            manager.update(live.source("A"), live.version)
+        live.assert_serves("B")
+        for status in ("committed", "already"):
+            report = manager.update(live.source("B"), live.version)
+            assert [(r.status, r.version) for r in report.replicas] == [(status, live.version)]
+            live.assert_serves("B")
 
 
 @pytest.mark.parametrize("live", ["tp2"], indirect=True)
-def test_front_and_workers_leave_a_trace_of_an_update(live: Live) -> None:
+def test_coordinator_and_workers_leave_a_trace_of_an_update(live: Live) -> None:
     live.update("B")
     directory = Path(live.driver.environment["WEIGHTWIRE_PROFILE_DIR"])
     found = eventually(lambda: len(files := list(directory.glob(f"policy.v{live.version}.*.json"))) == 3 and files)
     traces = {path.name.split(".")[3]: json.loads(path.read_text())["traceEvents"] for path in found}
     spans = {who: {e["name"]: e for e in events if e["ph"] == "X"} for who, events in traces.items()}
-    assert set(spans) == {"front", "worker0", "worker1"}
-    asked = spans["front"]["install"]
+    assert set(spans) == {"coordinator", "worker0", "worker1"}
+    asked = spans["coordinator"]["install"]
     for rank in (0, 1):
         done = spans[f"worker{rank}"]["install"]
         assert asked["ts"] <= done["ts"] and done["ts"] + done["dur"] <= asked["ts"] + asked["dur"]

@@ -25,14 +25,16 @@ TABLE = """
 import importlib, json, os
 os.environ["WEIGHTWIRE_DISABLE"] = "1"   # importing the module must not hook yet
 from inference_plugin.engines import vllm as ours
+from inference_plugin.engines.monkeypatch import installed_version
 from inference_plugin.plugin import register_vllm
 del os.environ["WEIGHTWIRE_DISABLE"]
 from vllm.v1.worker.worker_base import WorkerBase
 from vllm.v1.engine.core import EngineCore
 
 def refusal():
+    register_vllm()   # as vLLM calls it: whatever fails, the engine starts
     try:
-        register_vllm()
+        ours.register()
     except Exception as error:
         hooked = [hasattr(vars(EngineCore).get(n), "__wrapped__") for n in ("add_request", "shutdown")]
         touched = hasattr(WorkerBase, "weightwire_start"), any(hooked)
@@ -40,7 +42,9 @@ def refusal():
     return None
 
 results = {}
-for touch in ours.TOUCHES:
+for touch in ours.PATCH_POINTS:
+    if touch.without or not touch.needed_in(installed_version(*ours.VLLM.distributions)):
+        continue
     module_name, _, path = touch.place.partition(":")
     owner = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -64,15 +68,30 @@ for touch in ours.TOUCHES:
 register_vllm()
 register_vllm()
 results["registered"] = hasattr(WorkerBase, "weightwire_start")
+
+# what fails of ours while the engine runs
+from types import SimpleNamespace
+from inference_plugin.engines.vllm.core import CoreControl
+core = SimpleNamespace()
+control = core._weightwire_control = CoreControl(core)
+control.root_epoch = 1
+results["added"] = [EngineCore.add_request(core, SimpleNamespace(request_id="r", client_index=0))]
+results["added"] += [[o.request_id, o.stop_reason] for outputs in control._stash for o in outputs.outputs]
+control._stash.clear()
+with control.lock:
+    control.submit(lambda: 1 / 0)
+    results["stepped"] = control.step(lambda: "stepped")
 print("RESULTS" + json.dumps(results))
 """
 
 
-def test_every_place_that_is_missing_or_changed_is_named_with_the_known_versions_and_nothing_is_touched() -> None:
+def test_every_place_that_is_missing_or_changed_is_named_nothing_is_touched_and_our_failures_stay_ours(
+    runtime: Path,
+) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", TABLE],
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, "WEIGHTWIRE_RUNTIME_DIR": str(runtime), "WEIGHTWIRE_JOB": "touch"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -81,6 +100,11 @@ def test_every_place_that_is_missing_or_changed_is_named_with_the_known_versions
     assert ran.returncode == 0, ran.stderr[-4000:]
     results: dict[str, Any] = json.loads(ran.stdout.rpartition("RESULTS")[2])
     assert results.pop("registered") is True
+    accepted, (request, reason) = results.pop("added")
+    assert (accepted, request) == (None, "r") and "block_hashes" in reason, (
+        "it ends with an error, and the engine goes on"
+    )
+    assert results.pop("stepped") == "stepped", "a command that fails does not reach the step in which it runs"
     tried = {place: found for place, found in results.items() if found[0] not in ("inherited", "enum")}
     assert len(tried) >= 25
     for place, (missing, changed) in tried.items():
@@ -88,7 +112,9 @@ def test_every_place_that_is_missing_or_changed_is_named_with_the_known_versions
         if missing != "inherited":
             kind, text, worker_touched, core_touched = missing
             assert kind == "EngineUnsupported" and not worker_touched and not core_touched
-            assert place in text and "missing" in text and "0.32.0" in text and "WEIGHTWIRE_DISABLE" in text, text
+            assert (
+                place in text and "missing" in text and "0.24.0 to 0.33.0" in text and "WEIGHTWIRE_DISABLE" in text
+            ), text
         if changed is not None:
             assert changed[0] == "EngineUnsupported" and place in changed[1] and "has no parameter" in changed[1]
 

@@ -14,9 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from inference_plugin.install.plan import PlacementPlan, TensorInfo, storage_views, trace_plan
+from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
-from inference_plugin.install.replay import Replay, read_back, rebase
+from inference_plugin.install.replay import Replay, read_back
+from inference_plugin.install.storages import storage_views
+from inference_plugin.install.trace import trace_plan
+from inference_plugin.wire.geometry import Box
+from tests.support.rebasing import rebase
 
 Loader = Callable[[nn.Module, dict[str, Tensor]], None]
 BF16, F32 = torch.bfloat16, torch.float32
@@ -76,7 +80,7 @@ class Case:
             made[name] = (values.to(torch.float64) / 2**24).to(dtype)
         return made
 
-    def check(self, *, budget_bytes: int = 512 << 20, piece_bytes: int = 16 << 20) -> PlacementPlan:
+    def check(self, *, budget_bytes: int = 512 << 20, step_bytes: int = 16 << 20) -> PlacementPlan:
         """The plan, after a replay was compared with a real load, read back, and proven."""
         plan = self.trace()
         assert plan.refusal is None
@@ -89,20 +93,20 @@ class Case:
             self.loader(real)((name, tensor.clone()) for name, tensor in sources.items())
         targets = storage_views(replayed)
         replay = Replay(plan.placements, sources, targets, plan.fills)
-        replay.run(piece_bytes=piece_bytes)
+        replay.run(step_bytes=step_bytes)
         assert_same(storage_views(real), targets)
 
         boxes = plan.needs()
-        parts = {n: cut(sources[n], *box).contiguous() for n, box in boxes.items()}
+        parts = {n: cut(sources[n], box.offsets, box.sizes).contiguous() for n, box in boxes.items()}
         for flat in targets.values():
             flat.fill_(-77)
         Replay(rebase(plan.placements, boxes), parts, targets, plan.fills).run()
         assert_same(storage_views(real), targets)
 
         if not plan.doubled:
-            for name, offsets, sizes, held in read_back(plan.placements, targets):
+            for name, box, held in read_back(plan.placements, targets):
                 assert held.is_contiguous()
-                assert torch.equal(held, cut(sources[name], offsets, sizes))
+                assert torch.equal(held, cut(sources[name], box.offsets, box.sizes))
         proof = self.prove(plan, budget_bytes=budget_bytes)
         assert (proof.ok, proof.reason) == (True, "")
         return plan
@@ -133,7 +137,7 @@ def test_plain_copy_is_one_flat_placement() -> None:
     ]
     assert plan.uncovered == {}
     assert plan.unused == ()
-    assert plan.needs() == {"w": ((0, 0), (3, 4)), "b": ((0,), (4,))}
+    assert plan.needs() == {"w": Box(0, (0, 0), (3, 4)), "b": Box(0, (0,), (4,))}
 
 
 def test_fused_qkv_goes_to_row_offsets() -> None:
@@ -187,15 +191,15 @@ def test_a_tensor_parallel_rank_needs_only_its_slice(dim: int, shape: tuple[int,
         model.get_parameter("w").data.copy_(torch.narrow(tensor, dim, size, size))
 
     plan = Case(lambda: Bag({"w": shape}), load, {"w": (8, 6)}).check()
-    assert plan.needs() == {"w": (tuple(n if d == dim else 0 for d, n in enumerate(shape)), shape)}
+    assert plan.needs() == {"w": Box(0, tuple(n if d == dim else 0 for d, n in enumerate(shape)), shape)}
 
 
 def test_transposed_conv1d_is_one_strided_copy() -> None:
     plan = Case(lambda: Bag({"w": (6, 4)}), lambda m, n, t: m.get_parameter(n).data.copy_(t.t()), {"w": (4, 6)}).check(
-        piece_bytes=16
+        step_bytes=16
     )
     assert len(plan.placements) == 1
-    assert plan.needs() == {"w": ((0, 0), (4, 6))}
+    assert plan.needs() == {"w": Box(0, (0, 0), (4, 6))}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +229,7 @@ def test_interleaved_rows_are_read_back_as_boxes() -> None:
 
     plan = Case(lambda: Bag({"gate": (2, 3, 5), "up": (2, 3, 5)}), load, {"gate_up": (2, 6, 5)}).check()
     assert plan.uncovered == {}
-    assert plan.needs() == {"gate_up": ((0, 0, 0), (2, 6, 5))}
+    assert plan.needs() == {"gate_up": Box(0, (0, 0, 0), (2, 6, 5))}
 
 
 class Tied(nn.Module):
@@ -248,28 +252,26 @@ def test_tied_head_is_one_destination_and_its_checkpoint_tensor_unused() -> None
 
 
 def test_tied_head_that_is_loaded_too_is_reported_as_doubled() -> None:
-    plan = Case(Tied, default, {"embed.weight": (5, 4), "lm_head.weight": (5, 4)}).check(piece_bytes=8)
+    plan = Case(Tied, default, {"embed.weight": (5, 4), "lm_head.weight": (5, 4)}).check(step_bytes=8)
     assert plan.doubled == ("embed.weight",)
     assert [p.source.tensor for p in plan.placements] == ["embed.weight", "lm_head.weight"]
 
 
-def test_vocabulary_padding_that_nobody_writes_is_reported_exactly() -> None:
+def test_trailing_rows_that_nobody_writes_are_reported_exactly() -> None:
     def load(model: nn.Module, name: str, tensor: Tensor) -> None:
         model.get_parameter(name).data[: len(tensor)].copy_(tensor)
 
     plan = Case(lambda: Bag({"e": (8, 4), "w": (2, 2)}), load, {"e": (5, 4), "w": (2, 2)}).check()
     assert plan.uncovered == {"e": 12}
-    assert plan.padding == ("e",)
 
 
-def test_a_hole_in_the_middle_is_no_padding() -> None:
+def test_a_hole_in_the_middle_is_reported_exactly() -> None:
     def load(model: nn.Module, name: str, tensor: Tensor) -> None:
         model.get_parameter("w").data[:2].copy_(tensor[:2])
         model.get_parameter("w").data[3:].copy_(tensor[3:])
 
     plan = Case(lambda: Bag({"w": (5, 4), "never": (3,)}), load, {"w": (5, 4)}).check()
     assert plan.uncovered == {"w": 4, "never": 3}
-    assert plan.padding == ()
 
 
 def test_vocabulary_padding_that_the_loader_zeroes_is_a_fill() -> None:
@@ -305,7 +307,7 @@ def test_scalars_and_one_element_tensors() -> None:
         load,
         {"one": (), "zero_d": (1,), "scale": ()},
     )
-    assert case.check().needs() == {"one": ((), ()), "zero_d": ((0,), (1,)), "scale": ((), ())}
+    assert case.check().needs() == {"one": Box(0, (), ()), "zero_d": Box(0, (0,), (1,)), "scale": Box(0, (), ())}
 
 
 def test_empty_tensors_need_nothing() -> None:
@@ -316,9 +318,9 @@ def test_empty_tensors_need_nothing() -> None:
 
 def test_a_broadcasting_copy_reads_its_source_many_times() -> None:
     plan = Case(lambda: Bag({"w": (3, 4)}), lambda m, n, t: m.get_parameter("w").data.copy_(t), {"row": (4,)}).check(
-        piece_bytes=16
+        step_bytes=16
     )
-    assert plan.needs() == {"row": ((0,), (4,))}
+    assert plan.needs() == {"row": Box(0, (0,), (4,))}
 
 
 def test_columns_of_a_transposed_parameter() -> None:
@@ -522,13 +524,6 @@ def test_a_name_twice_is_the_callers_error() -> None:
         trace_plan(model, lambda weights: None, [("w", (2,), F32), ("w", (2,), F32)])
 
 
-def test_without_moves_destinations_to_the_engines_loader() -> None:
-    plan = Case(lambda: Bag({"a": (2,), "b": (2,)}), default, {"a": (2,), "b": (2,)}).check().without(["a"], "wrong")
-    assert [p.dest.tensor for p in plan.placements] == ["b"]
-    assert plan.refused == {"a": "wrong"}
-    assert plan.refused_sources == {"a": ("a",)}
-
-
 # -- replay
 
 
@@ -537,7 +532,7 @@ def test_replay_stops_for_the_brake_between_pieces() -> None:
     plan, model = case.trace(), case.make()
     sources, seen = case.sources(), []
     replay = Replay(plan.placements, sources, storage_views(model))
-    replay.run(between=seen.append, piece_bytes=1000)
+    replay.run(between=seen.append, step_bytes=1000)
     assert replay.nbytes == 4028
     assert seen == [1000, 2000, 3000, 4000]
     assert torch.equal(model.get_parameter("w"), sources["w"])
@@ -719,7 +714,7 @@ def test_any_tiling_covers_exactly_and_comes_back(split: Any, random: Any, data:
         cut(model.get_parameter("w").data, *kept[name]).copy_(tensor.permute(order))
 
     tensors = {name: tuple(size[inverse[d]] for d in range(len(shape))) for name, (_, size) in kept.items()}
-    plan = Case(lambda: Bag({"w": shape}), load, tensors).check(piece_bytes=16)
+    plan = Case(lambda: Bag({"w": shape}), load, tensors).check(step_bytes=16)
     missing = math.prod(boxes[dropped][1]) if dropped >= 0 else 0
     assert plan.uncovered == ({"w": missing} if missing else {})
     assert plan.doubled == ()

@@ -30,10 +30,14 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from inference_plugin.install.plan import PlacementPlan, TensorInfo, storage_views, trace_plan
+from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
-from inference_plugin.install.replay import Replay, read_back, rebase
+from inference_plugin.install.replay import Replay, read_back
+from inference_plugin.install.storages import storage_views
+from inference_plugin.install.trace import trace_plan
+from inference_plugin.wire.geometry import Box
 from tests.support.models import SHAPE, _save, make_llama, make_qwen3, make_qwen3_moe
+from tests.support.rebasing import rebase
 
 
 def build_skeleton(vllm_config: VllmConfig) -> nn.Module:
@@ -82,6 +86,10 @@ MODELS: dict[str, Callable[[str], Path]] = {
 }
 
 
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+
+
 def study(vllm_config: VllmConfig, checkpoint: Path) -> dict[str, Any]:
     """Everything the test asserts on, of one model."""
     weights = load_file(checkpoint / "model.safetensors")
@@ -106,12 +114,9 @@ def study(vllm_config: VllmConfig, checkpoint: Path) -> dict[str, Any]:
     targets, loaded = storage_views(other), storage_views(live)
     Replay(plan.placements, weights, targets, plan.fills).run()
     boxes = plan.needs()
-    parts = {n: weights[n][tuple(map(slice, o, map(sum, zip(o, s, strict=True))))] for n, (o, s) in boxes.items()}
+    parts = {n: weights[n][_index(box)] for n, box in boxes.items()}
     Replay(rebase(plan.placements, boxes), {n: t.contiguous() for n, t in parts.items()}, targets).run()
-    back = [
-        torch.equal(held, weights[n][tuple(slice(a, a + k) for a, k in zip(at, size, strict=True))])
-        for n, at, size, held in read_back(plan.placements, loaded)
-    ]
+    back = [torch.equal(held, weights[n][_index(box)]) for n, box, held in read_back(plan.placements, loaded)]
     return {
         "refusal": plan.refusal,
         "refused": dict(plan.refused),

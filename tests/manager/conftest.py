@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 
+from tests.support import poison
 from tests.support.rig import Rig, runtime
 
 Start = Callable[..., Rig]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def poisoned() -> Iterator[None]:
+    """The trainer's side of it: segments that start as 0xFF."""
+    undo = poison.spread()
+    yield
+    undo()
 
 
 @pytest.fixture

@@ -16,15 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from inference_plugin.wire import channel
-from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.manifest import Box, Manifest
+from inference_plugin.net import channel
+from inference_plugin.wire.errors import SyncTimeout, WeightwireError
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
 from tests.support.plain_engine import ShardSource, checkpoint
+from tests.support.rig import eventually
 from trainer_adapters.manager import SyncManager
-from trainer_adapters.source import LocalSlice
+from trainer_adapters.sources.base import LocalSlice
 
 
 class FaultySource(ShardSource):
@@ -33,16 +36,24 @@ class FaultySource(ShardSource):
     def __init__(self, seed: int, rank: int, world: int, fault: str) -> None:
         super().__init__(checkpoint(seed), rank, world)
         self.fault = fault
+        self.together: Path | None = None
+
+    def made_together(self) -> frozenset[int]:
+        return frozenset() if self.together is None else frozenset([0])
 
     def manifest(self) -> Manifest:
         if self.fault == "manifest raises":
             raise RuntimeError("this rank has lost its model")
+        if self.fault == "ends before it reports":
+            raise SystemExit("the caller's own doing")
         if self.fault == "another manifest":
             self.tensors = self.tensors | {"value_head.weight": torch.zeros(3)}
         return super().manifest()
 
     def slices(self) -> Iterator[LocalSlice]:
         for i, item in enumerate(super().slices()):
+            if i == 2 and self.together is not None and not self.fault:
+                eventually(self.together.exists, "the other rank in the collective")
             if self.fault == "skip" and i == 1:
                 continue
             if self.fault == "double" and i == 1:
@@ -50,6 +61,8 @@ class FaultySource(ShardSource):
                 yield LocalSlice(Box(1, (0, 0), tuple(tensor.shape)), tensor)
                 continue
             if i == 2:
+                if self.fault == "nan":
+                    item = LocalSlice(item.box, torch.full_like(item.tensor, float("nan")))
                 if self.fault == "raise":
                     raise RuntimeError("out of memory, says rank 1")
                 if self.fault == "kill":
@@ -62,25 +75,49 @@ class FaultySource(ShardSource):
 
 def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options: Any) -> None:
     sums = options.pop("sums", False)
+    seen: dict[str, Any]
     channel.RESEND_S = options.pop("resend_s", channel.RESEND_S)
+    if (alone := options.pop("alone", None)) == rank:
+        began_s = time.monotonic()
+        with pytest.raises(SyncTimeout) as raised:
+            SyncManager(timeout_s=1)
+        seen = {"text": str(raised.value), "rank": raised.value.rank, "seconds": time.monotonic() - began_s}
+        (out / f"rank{rank}.alone").write_text(json.dumps(seen))
+    elif alone is not None:
+        eventually(lambda: (out / f"rank{alone}.alone").exists(), "the other rank's attempt")
+    if ranks := options.pop("ranks", None):
+        group = dist.new_group(ranks)
+        if rank not in ranks:
+            return
+        options["process_group"], rank, world = group, ranks.index(rank), len(ranks)
     manager = SyncManager(**options)
     (out / f"rank{rank}.pid").write_text(str(os.getpid()))
     timeout_s = manager.settings.timeout_s
     for number, step in enumerate(steps):
+        if rank not in step.get("only", range(world)):
+            continue
+        if "wait" in step:
+            eventually(lambda name=step["wait"]: (out / name).exists(), step["wait"])  # type: ignore[misc]
+            continue
         manager.settings.timeout_s = step.get("timeout_s", timeout_s)
         fault = step.get("fault", "") if rank == step.get("at", 1) else ""
-        version = step["version"] + (100 if fault == "another version" else 0)
-        source = FaultySource(step.get("seed", step["version"]), rank, world, fault)
+        version = step["version"]
+        seed = step.get("seed", version)
+        version = version + 100 if fault == "another version" else version
+        source = FaultySource(seed, rank, world, fault)
+        source.together = out / step["together"] if "together" in step else None
         began_s = time.monotonic()
-        seen: dict[str, Any]
         try:
-            report = manager.verify(source) if step.get("verify") else manager.update(source, version)
+            report = manager.verify(source) if rank in step.get("verify", ()) else manager.update(source, version)
             seen = {
                 "ok": json.loads(json.dumps(report, default=lambda s: {f: getattr(s, f) for f in s.__struct_fields__}))
             }
+        except SystemExit as ended:
+            seen = {"error": type(ended).__name__}
         except WeightwireError as error:
             seen = {"error": type(error).__name__, "text": str(error), "side": error.side, "rank": error.rank}
             seen |= {"phase": error.phase, "version": error.version, "group": error.group}
+            seen["failed"] = [one.replica for one in error.report.failed] if error.report is not None else None
         seen["seconds"] = time.monotonic() - began_s
         if sums:
             dist.all_reduce(total := torch.ones(1))

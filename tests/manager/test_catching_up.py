@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
-from inference_plugin.hooks import hookimpl, plugin_manager
+from inference_plugin.net.channel import Channel
+from inference_plugin.plugins import hookimpl, plugin_manager
 from inference_plugin.transports.registry import transport_named
-from inference_plugin.wire.channel import Channel
-from inference_plugin.wire.errors import TornReplica, TransportUnavailable
+from inference_plugin.wire.errors import SyncTimeout, TornReplica, TransportUnavailable
+from inference_plugin.wire.tracing import Trace
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source, waiting
+from tests.support.managers import SyncManager
 from tests.support.rig import Rig, eventually, kill
-from trainer_adapters import SyncManager
-from trainer_adapters.crew import Crew
-from trainer_adapters.stragglers import Quorum
+from trainer_adapters.fleet import machine
+from trainer_adapters.fleet.fleet import Fleet
+from trainer_adapters.fleet.session import ReplicaSession
+from trainer_adapters.settings import Quorum
+from trainer_adapters.update.trainer_ranks import TrainerRanks
+from trainer_adapters.update.transaction import Transaction
 
 
 @pytest.fixture
@@ -78,7 +86,7 @@ def test_a_replica_that_joins_gets_the_last_version_at_once_and_no_other_one_is_
         others = {first.card.address, *(worker.address for worker in first.card.workers)}
         assert asked and not others & set(asked), "p2p: the others notice nothing"
         if transport == "shm":
-            inodes = {str(os.fstat(s.fd).st_ino) for s in manager._rank._senders["shm"]._owned.values()}  # type: ignore[attr-defined]
+            inodes = {str(os.fstat(s.fd).st_ino) for s in manager._context.writer.senders["shm"]._owned.values()}  # type: ignore[attr-defined]
             mapped = Path(f"/proc/{second.worker_pid()}/maps").read_text().splitlines()
             assert {line.split()[4] for line in mapped if "memfd:weightwire" in line} <= inodes, "no copy of it is made"
         # From now on it is a replica like the others, and has a way back.
@@ -181,7 +189,7 @@ def test_without_shared_memory_it_waits_for_the_next_update_unless_bytes_are_kep
 
 
 def test_bytes_are_kept_on_one_host_only(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Crew, "on_one_host", False)
+    monkeypatch.setattr(TrainerRanks, "on_one_host", False)
     with pytest.raises(TransportUnavailable, match="the trainer's ranks are on several hosts"):
         SyncManager(catch_up="always")
     SyncManager().close()
@@ -200,7 +208,9 @@ def test_a_manager_that_has_no_bytes_lets_newcomers_wait_for_its_first_update(st
     with SyncManager(timeout_s=60) as successor:
         assert states(successor) == {first.replica: ("joining", None), second.replica: ("joining", None)}
         report = successor.update(source(2), 2)
-        assert {r.replica: r.status for r in report.replicas} == {first.replica: "already", second.replica: "committed"}
+        assert {r.replica: r.status for r in report.replicas} == dict.fromkeys(
+            [first.replica, second.replica], "committed"
+        )
         third = start()
         eventually(lambda: seen(successor, third, "current", 2), "the third one caught up")
     assert all(holds(rig, 2) for rig in (first, second, third))
@@ -215,7 +225,7 @@ def test_bytes_that_are_no_longer_what_the_trainer_wrote_are_not_installed(
 ) -> None:
     first = start()
     manager.update(source(1), 1)
-    for segment in manager._rank._senders["shm"]._owned.values():  # type: ignore[attr-defined]
+    for segment in manager._context.writer.senders["shm"]._owned.values():  # type: ignore[attr-defined]
         segment.tensor[0] ^= 1
     manager.settings.transports = [transport_named(transport)]
     second = start()
@@ -257,6 +267,65 @@ def test_a_manager_that_is_closed_while_it_catches_up_leaves_the_old_version_or_
     with SyncManager(timeout_s=60) as manager:
         assert manager.update(source(2), 2).failed == ()
     assert holds(first, 2) and holds(second, 2)
+
+
+class Obstacle:
+    """Something that fails in the threads that catch up, a few times."""
+
+    def __init__(self, times: int, error: BaseException) -> None:
+        self.left = times
+        self._error = error
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            started = getattr(arguments[0], "name", "") if isinstance(arguments[0], threading.Thread) else ""
+            if self.left and "catch-up" in (started + threading.current_thread().name):
+                self.left -= 1
+                raise self._error
+            return function(*arguments, **options)
+
+        return call
+
+
+NO_DESCRIPTOR = zmq.ZMQError(errno.EMFILE)
+OBSTACLES: dict[str, tuple[Any, str, BaseException]] = {
+    "no thread": (threading.Thread, "start", RuntimeError("can't start new thread")),
+    "no descriptor": (zmq.Context, "socket", NO_DESCRIPTOR),
+    "no descriptor for a trace": (Trace, "begun", OSError(errno.EMFILE, "Too many open files")),
+    "no memory": (Transaction, "agree", MemoryError("no memory is left")),
+    "an exit": (Transaction, "commit", SystemExit(1)),
+    "bookkeeping": (Fleet, "caught_up", KeyError("a bug of ours")),
+    "a request that can't be made": (ReplicaSession, "ask_of_coordinator", OSError(errno.EBADF, "Bad file descriptor")),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_whatever_ends_a_catch_up_its_bytes_are_given_back_and_it_is_tried_again(
+    start: Start, manager: SyncManager, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    monkeypatch.setattr(machine, "RETRY_S", 0.1)
+    start()
+    manager.update(source(1), 1)
+    manager.update(source(2), 2)
+    place, name, error = OBSTACLES[obstacle]
+    fails = Obstacle(2, error)
+    reasons: list[str] = []
+    pinned: list[frozenset[str]] = []
+
+    def noted(status: Any, **_: Any) -> None:
+        if status.state in ("joining", "behind") and status.reason:
+            reasons.append(status.reason)
+            pinned.append(manager._fleet._machine.segments_read())  # type: ignore[union-attr]
+
+    manager.on("replica_state", noted)
+    wrapped = fails.around(getattr(place, name))
+    monkeypatch.setattr(place, name, staticmethod(wrapped) if place is Trace else wrapped)
+    second = start(tp=2)
+    eventually(lambda: seen(manager, second, "current", 2), "the newcomer caught up")
+    assert fails.left == 0, "it was tried again each time"
+    assert reasons and all(str(error) in reason for reason in reasons)
+    assert pinned[0] == frozenset()
+    assert holds(second, 2) and manager.update(source(3), 3).failed == ()
 
 
 # --- what is known of them --------------------------------------------------------------------------------------------
@@ -302,3 +371,13 @@ def test_states_are_known_without_asking_and_told_as_they_change(start: Start, a
     assert plugin.states[rig.replica] == ["joining", "current", "torn", "current", "lost"]
     assert plugin.states[other.replica] == ["joining", "current", "lost"]
     assert called.states == plugin.states
+
+
+def test_an_update_whose_replicas_are_all_being_caught_up_is_a_timeout_that_says_so(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+    with SyncManager(timeout_s=1) as manager:
+        monkeypatch.setattr(machine.FleetMachine, "free", lambda *_: set())
+        with pytest.raises(SyncTimeout, match="all replicas are still being caught up"):
+            manager.update(source(1), 1)

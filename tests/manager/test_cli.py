@@ -9,8 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from inference_plugin.wire import curve
-from inference_plugin.wire.config import Config
+import pytest
+from safetensors.torch import save_file
+
+from inference_plugin import __version__
+from inference_plugin.net import addresses, curve
+from inference_plugin.net.records import record_of
+from inference_plugin.wire.config import OTHER_VARIABLES, Config
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, eventually, fork, kill
 from trainer_adapters import SyncManager
@@ -22,23 +27,31 @@ def run(*arguments: str, **environment: str) -> tuple[int, Any]:
         [sys.executable, "-m", "inference_plugin.cli", *arguments, "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | environment,
     )
     assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    document = json.loads(done.stdout)
+    assert document.pop("schema") == 1
+    return done.returncode, document
+
+
+def shown(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command whose output goes into a pipe."""
+    command = [sys.executable, "-m", "inference_plugin.cli", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | environment, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def plug_in_that_fails(ready: str) -> None:
     """A process of an SGLang that the plug-in doesn't know: here there is none at all."""
-    import contextlib
     import signal
 
     from inference_plugin.plugin import register_sglang
-    from inference_plugin.wire.errors import EngineUnsupported
 
-    with contextlib.suppress(EngineUnsupported):  # as SGLang does
-        register_sglang()
+    register_sglang()
     Path(ready).touch()
     signal.pause()
 
@@ -67,17 +80,126 @@ def test_status_and_doctor_tell_of_replicas_versions_and_processes(directory: Pa
         rig.end()
 
 
-def test_doctor_tells_of_an_engine_that_runs_without_the_plug_in_until_it_ends(directory: Path) -> None:
+def starts_an_engine(ready: str) -> None:
+    """A process that loads its model, and goes on doing so."""
+    import signal
+
+    addresses.note_start("vllm", "model m")
+    Path(ready).touch()
+    signal.pause()
+
+
+def test_status_shows_an_engine_that_starts_until_its_process_ends(directory: Path) -> None:
+    ready = directory / "ready"
+    environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
+    pid = fork("tests.manager.test_cli:starts_an_engine", environment, ready=str(ready))
+    eventually(ready.exists, "the process to have noted its start")
+    assert run("status")[1]["starting"] == [f"vllm process {pid}: model m"]
+    printed = shown("status")[1]
+    assert f"starting: vllm process {pid}" in printed and "no replica" not in printed
+    kill(pid)
+    assert run("status")[1]["starting"] == [] and not list(directory.glob("**/*.starting"))
+
+
+def test_an_engine_that_outlives_the_process_that_started_it_is_orphaned_and_doctor_says_so(directory: Path) -> None:
+    rig = Rig(directory, RIG_PARENT=str(os.getpid()))  # which is not its parent: that is as if it had ended
+    try:
+        for command in ("status", "top"):
+            assert [replica["state"] for replica in run(command)[1]["replicas"]] == ["orphaned (serving)"]
+        code, doctor = run("doctor")
+        (problem,) = doctor["problems"]
+        assert code == 1 and f"{rig.replica}: orphaned: process {os.getpid()}, which started this engine" in problem
+    finally:
+        rig.end()
+
+
+def test_top_shows_versions_how_far_behind_they_are_and_the_last_updates(directory: Path) -> None:
+    rig = Rig(directory, tp=2)
+    try:
+        with SyncManager(timeout_s=60) as manager:
+            for version in (7, 9):
+                report = manager.update(ShardSource(checkpoint(version)), version)
+            eventually(lambda: record_of(rig.card).groups["policy"].version == 9, "the record")
+            late = Rig(directory)
+            try:
+                code, look = run("top")
+                assert code == 0 and look["job"] == "default"
+                groups = {replica["replica"]: replica["groups"] for replica in look["replicas"]}
+                (group,) = groups[rig.replica]
+                assert (group["version"], group["behind"], group["commits"], group["failures"]) == (9, 0, 2, {})
+                (update,) = look["updates"]
+                assert (update["version"], update["bytes"], update["replicas"]) == (9, report.bytes, 1)
+                assert update["bytes_per_s"] == report.bytes / report.seconds
+                for arguments in (("top",), ("top", "--once")):
+                    code, printed, _ = shown(*arguments)
+                    assert code == 0 and rig.replica in printed and late.replica in printed and "MB/s" in printed
+            finally:
+                late.end()
+    finally:
+        rig.end()
+
+
+def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(directory: Path, tmp_path: Path) -> None:
+    rig = Rig(directory)
+    try:
+        tensors = {name: tensor for name, tensor in checkpoint(1).items() if name != "head.weight"}
+        save_file({name: tensor.contiguous() for name, tensor in checkpoint(1).items()}, tmp_path / "model.safetensors")
+        code, pushed = run("push", str(tmp_path), "--verify")
+        assert (code, pushed["ok"], pushed["version"]) == (0, True, 0), pushed
+        assert [replica["status"] for replica in pushed["report"]["replicas"]] == ["committed"]
+        assert run("push", str(tmp_path))[1]["version"] == 1, "one more than any replica serves"
+        code, refused = run("push", str(tmp_path), "--version", "1", "--dtype", "float64")
+        assert code == 1 and refused["ok"] is False and refused["error"]["kind"] == "ManifestMismatch"
+        del tensors["embed.weight"]
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        code, _, _ = shown("push", str(tmp_path))
+        assert code == 1
+        assert shown("push", str(tmp_path / "nowhere"))[0] == 2
+    finally:
+        rig.end()
+
+
+def test_verify_says_what_it_leaves_out_and_shows_all_if_asked(directory: Path, tmp_path: Path) -> None:
+    rig = Rig(directory, layers=8)
+    try:
+        with SyncManager(timeout_s=60) as manager:
+            manager.update(ShardSource(checkpoint(1, layers=8)), 7)
+        save_file({n: t.contiguous() for n, t in checkpoint(2, layers=8).items()}, tmp_path / "model.safetensors")
+        code, short, _ = shown("verify", "--checkpoint", str(tmp_path))
+        _, document = run("verify", "--checkpoint", str(tmp_path))
+        count = len(document["replicas"][0]["problems"])
+        assert code == 1 and count > 20 and f"and {count - 20} more; --all shows all {count}" in short
+        assert shown("verify", "--checkpoint", str(tmp_path), "--all")[1].count(" differs") == count
+    finally:
+        rig.end()
+
+
+def test_what_users_of_an_engine_s_version_miss_is_told_by_status_and_in_every_report(directory: Path) -> None:
+    rig = Rig(directory, WEIGHTWIRE_TEST_LACKS="answers say nothing")
+    try:
+        with SyncManager(timeout_s=60) as manager:
+            report = manager.update(ShardSource(checkpoint(1)), 1)
+        assert [replica.lacks for replica in report.replicas] == [("answers say nothing",)]
+        assert [replica["card"]["lacks"] for replica in run("status")[1]["replicas"]] == [["answers say nothing"]]
+        told = subprocess.run([sys.executable, "-m", "inference_plugin.cli", "status"], capture_output=True, text=True)
+        assert "in this version of plain answers say nothing" in told.stdout
+    finally:
+        rig.end()
+
+
+def test_doctor_and_status_tell_of_an_engine_that_runs_without_the_plug_in_until_it_ends(directory: Path) -> None:
     ready = directory / "ready"
     environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
     pid = fork("tests.manager.test_cli:plug_in_that_fails", environment, ready=str(ready))
     eventually(ready.exists, "the process to have noted its problem")
     code, doctor = run("doctor")
     (problem,) = doctor["problems"]
-    assert code == 1 and problem.startswith(f"runs without the plug-in: sglang-{pid}-")
-    assert "sglang unknown is not the engine this plug-in knows" in problem and "known to work: sglang" in problem
+    assert code == 1 and problem.startswith(f"runs without the plug-in: sglang process {pid}: ")
+    code, status = run("status")
+    assert code == 0 and [f"runs without the plug-in: {text}" for text in status["without_plug_in"]] == [problem]
+    assert "sglang unknown is not the engine this plug-in knows" in problem and "served are sglang 0.5.20 to" in problem
     kill(pid)
-    assert run("doctor")[1]["problems"] == []
+    assert run("doctor")[1]["problems"] == [] == run("status")[1]["without_plug_in"]
     assert not list(directory.glob("**/*.problem"))
 
 
@@ -94,26 +216,79 @@ def test_doctor_tells_where_an_engine_s_own_list_leaves_the_plug_in_out(director
 
 
 def test_config_shows_where_each_value_comes_from_and_refuses_what_cannot_be_meant(directory: Path) -> None:
-    code, rows = run("config", WEIGHTWIRE_LEASE_S="5", WEIGHTWIRE_BUCKET_BYTES="64MiB")
-    shown = {row["setting"]: (row["value"], row["from"]) for row in rows}
-    assert code == 0 and set(Config.__struct_fields__) <= set(shown)
-    assert shown["lease_s"] == (5.0, "WEIGHTWIRE_LEASE_S") and shown["timeout_s"] == (120.0, "default")
-    assert shown["bucket_bytes"] == (64 << 20, "WEIGHTWIRE_BUCKET_BYTES")
-    assert shown["WEIGHTWIRE_RUNTIME_DIR"] == (str(directory), "WEIGHTWIRE_RUNTIME_DIR")
+    code, document = run("config", WEIGHTWIRE_LEASE_S="5", WEIGHTWIRE_BUCKET_BYTES="64MiB")
+    values = {row["setting"]: (row["value"], row["from"]) for row in document["settings"]}
+    assert code == 0 and {*Config.__struct_fields__, *OTHER_VARIABLES} == set(values)
+    assert values["lease_s"] == (5.0, "WEIGHTWIRE_LEASE_S") and values["timeout_s"] == (120.0, "default")
+    assert values["bucket_bytes"] == (64 << 20, "WEIGHTWIRE_BUCKET_BYTES")
+    assert values["WEIGHTWIRE_RUNTIME_DIR"] == (str(directory), "WEIGHTWIRE_RUNTIME_DIR")
+    assert values["WEIGHTWIRE_LISTEN"] == (None, "default")
     code, doctor = run("doctor", WEIGHTWIRE_LEASE_S="soon", WEIGHTWIRE_LEASES="5")
     misspelt, senseless = doctor["problems"]
     assert code == 1 and "WEIGHTWIRE_LEASES" in misspelt and "WEIGHTWIRE_LEASE_S='soon'" in senseless
-    command = [sys.executable, "-m", "inference_plugin.cli", "config"]
-    environment = os.environ | {"WEIGHTWIRE_LEASE_S": "soon"}
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-    assert refused.returncode == 2 and "WEIGHTWIRE_LEASE_S='soon' (field lease_s)" in refused.stderr
+    code, _, refusal = shown("config", WEIGHTWIRE_LEASE_S="soon")
+    assert code == 2 and "WEIGHTWIRE_LEASE_S='soon' (field lease_s)" in refusal
+
+
+def test_config_shows_what_is_unset_with_what_holds_instead_and_never_wraps_in_a_pipe(directory: Path) -> None:
+    key = "/a/path/that/is/much/longer/than/any/terminal/is/wide/so/that/eighty/columns/would/cut/it/in/two/job.key"
+    code, table, _ = shown("config", WEIGHTWIRE_KEY=key)
+    rows = {line.split()[1]: line for line in table.splitlines() if line.startswith("│")}
+    assert code == 0 and {*Config.__struct_fields__, *OTHER_VARIABLES} == set(rows)
+    assert (
+        key in rows["WEIGHTWIRE_KEY"]
+        and "not set" in rows["WEIGHTWIRE_REGISTRY"]
+        and "ipc" in rows["WEIGHTWIRE_LISTEN"]
+    )
+    assert "not set" in rows["profile_dir"]
+
+
+def test_every_command_warns_of_a_misspelt_variable_once(directory: Path) -> None:
+    for command in ("config", "status", "transports"):
+        _, _, told = shown(command, WEIGHTWIRE_LEASES_S="5")
+        assert told.count("WEIGHTWIRE_LEASES_S") == 1 and "did you mean WEIGHTWIRE_LEASE_S?" in told
+    code, printed, told = shown("doctor", WEIGHTWIRE_LEASES_S="5")
+    assert code == 1 and printed.count("did you mean WEIGHTWIRE_LEASE_S?") == 1 and "LEASES" not in told
+
+
+NO_TORCH = """
+import sys
+from inference_plugin.cli import main
+sys.argv = ["weightwire", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print(sorted({"torch", "numpy", "rich"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["-h"], ["--version"], ["status"], ["config", "--json"], ["doctor", "-h"], ["verify", "-h"]],
+    ids=" ".join,
+)
+def test_what_needs_no_torch_does_not_import_it(directory: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "-c", NO_TORCH, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0 and done.stderr.splitlines()[-1] == "[]", done.stderr
+
+
+def test_the_command_has_help_a_version_completion_and_documented_exit_statuses(directory: Path) -> None:
+    assert shown("--version")[1] == f"weightwire {__version__}\n"
+    code, text, _ = shown("-h")
+    assert code == 0 and "Exit status" in text and "--install-completion" in text
+    assert shown("status", "-h")[0] == 0 and shown("nonsense")[0] == 2
+    script = str(Path(sys.executable).with_name("weightwire"))
+    asking = {"_WEIGHTWIRE_COMPLETE": "complete_bash", "COMP_WORDS": "weightwire sta", "COMP_CWORD": "1"}
+    done = subprocess.run([script], capture_output=True, text=True, timeout=600, env=os.environ | asking, check=False)
+    assert done.stdout.split() == ["status"], done
 
 
 def test_keygen_makes_a_key_once_and_never_writes_over_one(directory: Path, monkeypatch: Any) -> None:
     command = [sys.executable, "-m", "inference_plugin.cli", "keygen", str(directory / "key")]
-    assert subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 0
+    assert subprocess.run(command, capture_output=True, timeout=600, check=False).returncode == 0
     monkeypatch.setenv(curve.VARIABLE, str(directory / "key"))
     made = curve.job_key()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert again.returncode == 2 and "File exists" in again.stderr
     assert curve.job_key() == made is not None

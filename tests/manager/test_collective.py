@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from inference_plugin.net import addresses
 from inference_plugin.transports import collective
 from inference_plugin.transports.backends import BACKENDS, VARIABLE
 from inference_plugin.transports.collective import CollectiveReceiver, Probe
-from inference_plugin.wire import addresses
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TransportUnavailable, WeightwireError
 from tests.manager.conftest import Start
 from tests.manager.test_manager import Ranks, holds, source
+from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, kill
-from trainer_adapters import SyncManager
-from trainer_adapters.source import LocalSlice
+from trainer_adapters.sources.base import LocalSlice
 
 
 class Watched(ShardSource):
@@ -121,7 +121,7 @@ def test_the_sender_alone_says_where_a_bucket_ends(start: Start, monkeypatch: py
     rig = start(tp=2)
     counts = itertools.cycle([1, 3, 2])
     monkeypatch.setattr(
-        collective.Bucket, "has_room", lambda bucket, _: not bucket.pieces or len(bucket.pieces) < next(counts)
+        collective.BroadcastBuffer, "has_room", lambda bucket, _: not bucket.pieces or len(bucket.pieces) < next(counts)
     )
     with SyncManager(transport="collective", timeout_s=60) as manager:
         manager.update(source(1), 1)

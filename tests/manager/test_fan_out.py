@@ -11,17 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from inference_plugin.wire import curve
+from inference_plugin.net import curve
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.reports import UpdateReport
 from tests.manager.conftest import Start
 from tests.manager.test_manager import Ranks, holds, source
+from tests.support.managers import SyncManager
 from tests.support.plain_engine import PlainModel, ShardSource, checkpoint, manifest_of
 from tests.support.rig import Rig, kill
-from trainer_adapters import SyncManager, update
-from trainer_adapters.source import LocalSlice
-from trainer_adapters.stragglers import Quorum
+from trainer_adapters.settings import Quorum
+from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.update import transaction
 
 NBYTES = manifest_of(checkpoint(0)).nbytes
 SILENCE_S = 1.0
@@ -29,7 +30,7 @@ SILENCE_S = 1.0
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "ABORT_TIMEOUT_S", SILENCE_S)  # one that is stalled doesn't answer
+    monkeypatch.setattr(transaction, "ABORT_TIMEOUT_S", SILENCE_S)  # one that is stalled doesn't answer
 
 
 class Watched(ShardSource):
@@ -168,7 +169,7 @@ def test_a_chain_without_its_first_worker_is_lost_at_once_for_this_update(start:
         assert set(errors) == {rig.replica for rig in (first, *others)}
         for rig in others:
             assert isinstance(errors[rig.replica], PeerLost)
-            assert f"{first.replica}, which was to pass the update on to it, is lost" in errors[rig.replica].message
+            assert f"{first.replica}, which was to feed it, is lost" in errors[rig.replica].message
         assert holds(apart, 2) and all(holds(rig, 1) for rig in others)
         first.end()
         assert one.update(source(3), 3).failed == ()

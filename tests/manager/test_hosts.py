@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_plugin.wire import curve
+from inference_plugin.net import curve
 from tests.support.hosts import Host, HostedReplica, HostedTrainer, can_make_hosts, network
 from tests.support.plain_engine import checkpoint, digests_expected
 from tests.support.rig import eventually, runtime

@@ -19,9 +19,10 @@ import msgspec
 import pytest
 import torch
 
+from inference_plugin.net import channel
+from inference_plugin.net.channel import Channel
+from inference_plugin.net.report_files import last_report
 from inference_plugin.transports import shm
-from inference_plugin.wire import channel
-from inference_plugin.wire.channel import Channel
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import (
     CommitFailed,
@@ -34,12 +35,13 @@ from inference_plugin.wire.errors import (
     VersionConflict,
     WeightwireError,
 )
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Commit, Committed, Describe, ReplicaCard, WorkerCard
-from inference_plugin.wire.reports import UpdateReport, last_report
+from inference_plugin.wire.reports import UpdateReport
 from tests.manager.conftest import Start
+from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected, manifest_of
 from tests.support.rig import ROOT, Rig, eventually, fork, gone, kill
-from trainer_adapters.manager import SyncManager
 
 
 @pytest.fixture
@@ -127,11 +129,14 @@ def test_the_report_says_what_travelled_how_often_and_how_long(start: Start, man
     assert last_report("policy") == report
 
 
-def test_control_messages_do_not_depend_on_the_number_of_tensors(start: Start, directory: Path) -> None:
+def test_control_messages_do_not_depend_on_the_number_of_tensors(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "RESEND_S", 600)  # on a slow machine nothing is sent again, and no lease is renewed
     messages = {}
     for layers in (1, 50):
         rig = start(tp=2, layers=layers)
-        with SyncManager("policy", timeout_s=60) as manager:
+        with SyncManager("policy", timeout_s=600, lease_s=1800) as manager:
             counts = [manager.update(source(v, layers), v).messages for v in (1, 2, 3)]
         assert holds(rig, 3)
         messages[len(checkpoint(0, layers))] = counts
@@ -325,7 +330,7 @@ def test_a_way_back_that_fails_too_tears_the_replica_until_the_next_full_update(
     assert manager.discover()[0].state == "serving"
 
 
-@pytest.mark.parametrize("victim", ["worker", "front"])
+@pytest.mark.parametrize("victim", ["worker", "coordinator"])
 def test_a_replica_killed_while_it_is_sealed_fails_alone_and_the_report_says_which(
     start: Start, manager: SyncManager, victim: str
 ) -> None:
@@ -334,7 +339,7 @@ def test_a_replica_killed_while_it_is_sealed_fails_alone_and_the_report_says_whi
     doomed.ask("hold")
     future = manager.update_async(source(2), 2)
     eventually(lambda: waiting(doomed), "the commit at the held step boundary")
-    if victim == "front":
+    if victim == "coordinator":
         kill(doomed.pid)
     else:
         kill(doomed.worker_pid(1))
@@ -441,8 +446,8 @@ def test_a_bit_that_flips_on_the_way_is_found_before_the_commit(start: Start, mo
         manager.update(source(1), 1)
         corrupting = dataclasses.replace(shm.TRANSPORT, sender=CorruptingSender)
         manager.settings.transports = [corrupting]
-        manager._rank._senders.pop("shm").close()
-        monkeypatch.setattr("trainer_adapters.rank.transport_named", lambda _name: corrupting)
+        manager._context.writer.senders.pop("shm").close()
+        monkeypatch.setattr("trainer_adapters.update.writer.transport_named", lambda _name: corrupting)
         with pytest.raises(DigestMismatch, match=r"embed.weight\[0:48, 0:16\] is not what the trainer sent") as raised:
             manager.update(source(2), 2)
         assert (raised.value.phase, raised.value.replica, raised.value.version) == ("seal", rig.replica, 2)
@@ -509,7 +514,7 @@ def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start:
     steps: list[dict[str, Any]] = [{"version": 1}]
     for i, fault in enumerate(faults):
         steps += [{"version": 2 * i + 2, "fault": fault}, {"version": 2 * i + 3}]
-    steps += [{"version": 50, "fault": "raise", "at": 0}, {"version": 51}, {"version": 51, "verify": True}]
+    steps += [{"version": 50, "fault": "raise", "at": 0}, {"version": 51}, {"version": 51, "verify": [0, 1]}]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ran = subprocess.run(
         [*command, str(ROOT / "tests/manager/ranks.py"), str(directory), json.dumps(steps)],
@@ -615,8 +620,15 @@ def test_a_rank_that_has_no_model_any_more_is_told_apart_from_one_that_is_late(
     assert all("ok" in ranks.step(rank, 1) for rank in (0, 1))
 
 
+class Unfinished(ShardSource):
+    """A source with a mistake in it."""
+
+    def manifest(self) -> Manifest:
+        raise AttributeError("it has no model yet")
+
+
 def test_every_error_that_a_manager_raises_is_of_the_tree(manager: SyncManager) -> None:
     with pytest.raises(WeightwireError) as raised:
-        manager.update(None, 1)  # type: ignore[arg-type]
+        manager.update(Unfinished(checkpoint(1)), 1)
     assert "AttributeError" in str(raised.value)
     assert raised.value.side == "manager"

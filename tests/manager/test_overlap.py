@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from inference_plugin.hooks import hookimpl, plugin_manager
-from inference_plugin.wire.channel import Channel
+from inference_plugin.net.channel import Channel
+from inference_plugin.plugins import hookimpl, plugin_manager
 from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, SyncTimeout, WeightwireError
-from inference_plugin.wire.messages import Describe, WorkerCard
+from inference_plugin.wire.messages import Abort, Describe, WorkerCard
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source, waiting
+from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
 from tests.support.rig import Rig, eventually, kill
-from trainer_adapters import SyncManager
-from trainer_adapters.stragglers import BestEffort, Quorum
-from trainer_adapters.update import Update
+from trainer_adapters.settings import BestEffort, Quorum
 
 
 def half(seed: int, *, layers: bool) -> ShardSource:
@@ -191,7 +190,7 @@ def test_closing_fails_what_has_not_begun_and_lets_what_is_under_way_end(start: 
     eventually(lambda: waiting(rig), what="the first update at its boundary")
     closing = threading.Thread(target=manager.close)
     closing.start()
-    eventually(lambda: manager._closing, what="the close")
+    eventually(lambda: manager._thread.is_closing, what="the close")
     rig.ask("go on")
     assert updates[0].result(60).version == 1
     for update in updates[1:]:
@@ -277,13 +276,14 @@ def test_a_replica_that_is_too_slow_is_left_behind_and_caught_up_by_the_next_upd
 ) -> None:
     ready, slow = start(), start()
     told_when_ready_held: list[bool] = []
-    tell = Update._tell_abort
+    send = Channel.send
 
-    def telling(update: Update, session: Any, reason: str) -> None:
-        told_when_ready_held.append(holds(ready, 2))
-        tell(update, session, reason)
+    def sending(channel: Channel, body: Any, payload: Any = None) -> None:
+        if isinstance(body, Abort):
+            told_when_ready_held.append(holds(ready, 2))
+        send(channel, body, payload)
 
-    monkeypatch.setattr(Update, "_tell_abort", telling)
+    monkeypatch.setattr(Channel, "send", sending)
     with SyncManager(timeout_s=600, catch_up="never") as manager:
         manager.update(source(1), 1)
         manager.settings.stragglers = policy

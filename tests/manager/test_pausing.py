@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,11 +10,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from inference_plugin.wire.channel import Channel
+from inference_plugin.net import addresses
+from inference_plugin.net.channel import Channel
 from inference_plugin.wire.errors import (
     CommitFailed,
     PeerLost,
@@ -23,13 +24,14 @@ from inference_plugin.wire.errors import (
     VersionConflict,
     WeightwireError,
 )
-from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
+from inference_plugin.wire.messages import Body, Describe, RenewPause, ReplicaCard, Verified, Verify, WorkerCard
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
+from tests.support.managers import SyncManager
+from tests.support.phases import fall_silent
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
 from tests.support.rig import ROOT, Rig, eventually, fork, kill
-from trainer_adapters import LocalSlice, SyncManager
-from trainer_adapters.pausing import Pauses
+from trainer_adapters import LocalSlice
 
 LEASE_S = 1.5
 
@@ -41,7 +43,7 @@ def manager(directory: Path) -> Iterator[SyncManager]:
 
 
 def log(rig: Rig) -> list[str]:
-    """What the front asked of its engine, since the last look."""
+    """What the coordinator asked of its engine, since the last look."""
     rig.peek()  # runs in its loop: whatever it does just now is over
     seen: list[str] = rig.ask("state")["log"]
     known = getattr(rig, "known", 0)
@@ -50,7 +52,7 @@ def log(rig: Rig) -> list[str]:
 
 
 def card(rig: Rig) -> ReplicaCard:
-    """As the front gives it."""
+    """As the coordinator gives it."""
     with Channel(rig.card.address) as asking:
         return asking.request(Describe(), ReplicaCard, timeout_s=60)
 
@@ -202,7 +204,7 @@ def test_a_manager_that_is_killed_leaves_no_replica_standing(
 
 def test_a_silent_manager_loses_its_pause_and_is_told_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = start()
-    monkeypatch.setattr(Pauses, "_renew", lambda _: None)
+    fall_silent(monkeypatch)
     with SyncManager(timeout_s=60, lease_s=LEASE_S) as silent:
         silent.pause()
         eventually(lambda: stands(rig, "serving"), "the end of the lease")
@@ -217,19 +219,18 @@ def test_a_pause_outlives_its_lease_while_its_manager_lives(start: Start) -> Non
     rig = start()
     renewed = threading.Event()
     with SyncManager(timeout_s=60, lease_s=LEASE_S) as manager, pytest.MonkeyPatch.context() as patch:
-        real = Pauses._renew.__globals__["ask_fronts"]
+        send = Channel.send
         count = 0
 
-        def counted(*arguments: object, **options: object) -> object:
+        def counted(channel: Channel, body: Body, payload: object = None) -> None:
             nonlocal count
-            answers = real(*arguments, **options)
-            count += [type(answer).__name__ for answer in answers] == ["Done"]
+            send(channel, body, payload)
+            count += isinstance(body, RenewPause)
             if count > 4:  # longer than the lease
                 renewed.set()
-            return answers
 
+        patch.setattr(Channel, "send", counted)
         manager.pause()
-        patch.setitem(Pauses._renew.__globals__, "ask_fronts", counted)
         assert renewed.wait(60) and stands(rig, "paused")
         assert [r.state for r in manager.resume().replicas] == ["serving"]
 
@@ -245,6 +246,44 @@ def test_a_replica_that_dies_while_it_is_paused_keeps_nobody_from_going_on(start
     with pytest.raises(PeerLost, match="no replica of job"):
         manager.pause()
     assert manager.resume().replicas == ()
+
+
+def test_verifications_that_come_too_late_to_a_boundary_are_dropped_and_the_next_one_is_whole(
+    start: Start, manager: SyncManager
+) -> None:
+    rig = start(tp=2)
+    manager.update(source(1), 1)
+    rig.ask("hold")
+    with contextlib.ExitStack() as stack:
+        late = [stack.enter_context(Channel(rig.card.address)) for _ in range(10)]
+        for channel in late:
+            channel.send(Verify("policy", timeout_s=0.1))
+        for channel in late[1:]:  # the first one waits for the boundary, where it is found to be late
+            with pytest.raises(SyncTimeout, match="before the engine's thread was free"):
+                channel.receive(Verified, timeout_s=60)
+        rig.ask("go on")
+        with pytest.raises(SyncTimeout, match="before the engine's thread was free"):
+            late[0].receive(Verified, timeout_s=60)
+    assert manager.verify(source(1)).ok and holds(rig, 1)
+
+
+def test_a_replica_whose_card_cannot_be_written_goes_on_when_its_manager_is_killed(
+    start: Start, directory: Path, tmp_path: Path
+) -> None:
+    rig = start()
+    ready = tmp_path / "ready"
+    unwritable = addresses.runtime_dir() / f"{rig.replica}.tmp"
+    unwritable.mkdir()
+    environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
+    killed = fork("tests.manager.test_pausing:pause_and_wait", environment, ready=str(ready), lease_s=600, level=1)
+    eventually(ready.exists, "the pause")
+    kill(killed)
+    eventually(lambda: stands(rig, "serving"), "the replica to go on")
+    assert log(rig)[-1] == "resume" and holds(rig, 0)
+    unwritable.rmdir()
+    with SyncManager(timeout_s=60) as manager:
+        manager.pause()
+        assert [found.state for found in addresses.discover()] == ["paused"]
 
 
 # --- sleep --------------------------------------------------------------------------------------------------------------
@@ -340,7 +379,7 @@ def test_a_replica_stays_asleep_while_its_silent_manager_may_use_the_memory_and_
     start: Start, manager: SyncManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = start()
-    monkeypatch.setattr(Pauses, "_renew", lambda _: None)
+    fall_silent(monkeypatch)
     with SyncManager(timeout_s=60, lease_s=LEASE_S) as silent:
         silent.sleep(1)
         with pytest.raises(VersionConflict, match="asleep at level 1 by the manager of process"):
@@ -371,6 +410,11 @@ def test_a_replica_does_not_fall_asleep_under_an_update(start: Start, manager: S
     assert holds(rig, 1) and stands(rig, "serving")
 
 
-def test_above_rank_0_a_pause_is_nobodys_business() -> None:
-    above = Pauses(SimpleNamespace(registry=None))  # type: ignore[arg-type]
-    assert above.pause("keep", 0).replicas == above.resume().replicas == ()
+def test_above_rank_0_a_pause_is_nobodys_business(
+    start: Start, manager: SyncManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start()
+    monkeypatch.setattr(manager, "_pauses", None)  # as on the other ranks
+    for call in (manager.pause, manager.sleep, manager.resume, manager.wake_up):
+        assert call().replicas == ()
+    assert log(rig) == []

@@ -1,4 +1,4 @@
-"""Traces of updates: real trainer ranks, fronts and workers, each writing its own file."""
+"""Traces of updates: real trainer ranks, coordinators and workers, each writing its own file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.tracing import Trace
 from tests.manager.conftest import Start
 from tests.manager.ranks import FaultySource
+from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import eventually, fork, gone
-from trainer_adapters.manager import SyncManager
 
-NAME = re.compile(r"policy\.v(\d+)\.([0-9a-f]{8})\.(trainer|worker|front)(\d*)(?:\.(plain-.*))?\.json")
+NAME = re.compile(r"policy\.v(\d+)\.([0-9a-f]{8})\.(trainer|worker|coordinator)(\d*)(?:\.(plain-.*))?\.json")
 
 
 def spans(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def overlaps(trace: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq", "collective"])
-def test_every_rank_worker_and_front_writes_one_trace_per_update_on_one_time_line(
+def test_every_rank_worker_and_coordinator_writes_one_trace_per_update_on_one_time_line(
     start: Start, directory: Path, tmp_path: Path, transport: str
 ) -> None:
     traces = tmp_path / "made" / "on demand"
@@ -77,24 +77,24 @@ def test_every_rank_worker_and_front_writes_one_trace_per_update_on_one_time_lin
         found[about["version"]][named[3] + named[4]] = trace
     for version in (1, 2):
         of = found[version]
-        assert set(of) == {"trainer0", "trainer1", "worker0", "worker1", "front"}
+        assert set(of) == {"trainer0", "trainer1", "worker0", "worker1", "coordinator"}
         assert len({trace["otherData"]["txn"] for trace in of.values()}) == 1
         assert [overlaps(trace) for trace in of.values()] == [[]] * 5
         assert {"scan", "agree", "open", "begin", "stage", "write", "seal", "commit"} <= names(of["trainer0"])
         assert {"scan", "agree", "stage", "write", "outcome"} <= names(of["trainer1"])
         assert {"open staging", "check", "prepare", "install", "finish"} <= names(of["worker0"]) & names(of["worker1"])
-        assert {"wait", "check", "install", "finish", "caches", "stopped"} == names(of["front"])
+        assert {"wait", "check", "install", "finish", "caches", "stopped"} == names(of["coordinator"])
         for rank in (0, 1):
             assert ("bucket" in names(of[f"trainer{rank}"])) == (transport != "shm")
             assert ("receive" in names(of[f"worker{rank}"])) == (transport != "shm")
-        # One clock: what a worker does lies in what the front asks of it, and that in the trainer's commit.
-        (commit,), (asked,) = spans(of["trainer0"], "commit"), spans(of["front"], "install")
+        # One clock: what a worker does lies in what the coordinator asks of it, and that in the trainer's commit.
+        (commit,), (asked,) = spans(of["trainer0"], "commit"), spans(of["coordinator"], "install")
         for rank in (0, 1):
             (installed,), (checked,) = spans(of[f"worker{rank}"], "install"), spans(of[f"worker{rank}"], "check")
             assert lies_in(installed, asked) and lies_in(asked, commit)
             assert checked["ts"] + checked["dur"] < commit["ts"]
         lines = {event["args"]["name"] for event in of["worker0"]["traceEvents"] if event["name"] == "thread_name"}
-        assert {"weightwire-rep", "weightwire-stage-policy", "MainThread"} <= lines
+        assert {"weightwire-group-policy", "weightwire-stage-policy", "MainThread"} <= lines
         processes = [
             event for trace in of.values() for event in trace["traceEvents"] if event["name"] == "process_name"
         ]

@@ -14,16 +14,18 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.engines.registration import Registration
-from inference_plugin.wire import addresses, codec
-from inference_plugin.wire.channel import Channel
+from inference_plugin.net import addresses
+from inference_plugin.net.channel import Channel
+from inference_plugin.net.registration import Registration
+from inference_plugin.wire import codec
 from inference_plugin.wire.errors import AuthError, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Describe, Done, Failed, Leave, Register, ReplicaCard, WorkerCard
 from tests.manager.conftest import Start
+from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import ROOT, eventually, kill
-from trainer_adapters import SyncManager, registry
-from trainer_adapters.registry import Registry
+from trainer_adapters.fleet import registry
+from trainer_adapters.fleet.registry import Registry
 
 
 def card(replica: str = "plain-1-abc", **fields: object) -> ReplicaCard:
@@ -185,7 +187,7 @@ def test_an_address_that_is_no_registry_is_refused_by_the_variables_name(
 
 
 def test_nothing_in_the_packages_sleeps() -> None:
-    """Whoever waits, waits for a socket, a descriptor or an event; but for a device's queue, which tells nobody."""
+    """Whoever waits, waits for a socket, a descriptor or an event."""
     sleeping = re.compile(r"\b(time|asyncio)\.sleep\(|from time import.*sleep")
     sources = [path for package in ("inference_plugin", "trainer_adapters") for path in (ROOT / package).rglob("*.py")]
-    assert [path.name for path in sources if sleeping.search(path.read_text())] == ["backends.py"]
+    assert [path.name for path in sources if sleeping.search(path.read_text())] == []

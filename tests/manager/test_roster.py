@@ -5,51 +5,62 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference_plugin.wire.channel import Channel
-from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import ReplicaCard
-from inference_plugin.wire.reports import ReplicaReport
 from tests.manager.test_registry import card
 from tests.support.plain_engine import checkpoint, manifest_of
-from trainer_adapters.replicas import ReplicaSession
-from trainer_adapters.roster import LOST_KEPT, OVERTAKEN, TRIES, Kept, Roster
+from trainer_adapters.fleet.machine import LOST_KEPT, OVERTAKEN, TRIES, FleetMachine
+from trainer_adapters.fleet.machine_io import (
+    Action,
+    CardsSeen,
+    CatchUp,
+    CaughtUp,
+    Event,
+    NotCaughtUp,
+    Retained,
+    RetainedVersion,
+    SegmentTaken,
+    Settled,
+    Tick,
+    UpdateBegan,
+    UpdateEnded,
+)
 
 MANIFEST = manifest_of(checkpoint(0))
 
 
 class House:
-    """A roster, and what a registry would tell it."""
+    """A fleet's machine, what a registry would tell it, and a clock."""
 
     def __init__(self, *replicas: str) -> None:
         self.cards = {name: card(name) for name in replicas}
         self.heard = dict.fromkeys(replicas, 0.0)
-        self.roster = Roster("policy")
+        self.machine = FleetMachine("policy")
+        self.now_s = 1000.0
         self.look()
 
+    def on(self, event: Event) -> list[Action]:
+        return self.machine.on(event, self.now_s)
+
     def look(self) -> None:
-        self.roster.look(self.cards.values, lambda name: self.heard.get(name, 0.0))
+        self.on(CardsSeen(self.cards, self.heard))
 
     def states(self) -> dict[str, str]:
-        return {status.replica: status.state for status in self.roster.statuses()}
+        return {status.replica: status.state for status in self.machine.statuses()}
 
     def update(self, version: int, *took: str, **failed: WeightwireError) -> None:
         """As an update ends, whose bytes are kept."""
-        self.roster.settle(
-            version,
-            [ReplicaReport(name, "plain", "committed", version) for name in took]
-            + [ReplicaReport(name, "plain", "failed", None, error=error.info()) for name, error in failed.items()],
-        )
-        self.roster.keep(Kept(version, MANIFEST, (), "shm", b"", b"", f"segment-{version}", torch.empty(0)))
+        self.on(Settled(version, dict.fromkeys(took) | failed))
+        segment = RetainedVersion(version, MANIFEST, (), "shm", b"", b"", f"segment-{version}", torch.empty(0))
+        self.on(Retained(segment))
+
+    def segment_taken(self, segment: str, busy: frozenset[str]) -> None:
+        self.on(SegmentTaken("shm", segment, busy, MANIFEST.fingerprint))
 
     def claim(self) -> list[str]:
-        return [each.replica for each, _ in self.roster.claim(lambda name: self.heard[name])]
-
-    def session(self, name: str) -> ReplicaSession:
-        """One over which nothing is asked any more."""
-        session = ReplicaSession(self.cards[name], Config(), Channel("ipc:///nowhere"), [])
-        session.close()
-        return session
+        """The replicas whose catch-ups start now."""
+        self.look()
+        return [action.card.replica for action in self.on(Tick()) if isinstance(action, CatchUp)]
 
 
 @pytest.mark.parametrize(("error", "tries"), [(CommitFailed("undone"), TRIES), (ManifestMismatch("another model"), 1)])
@@ -60,7 +71,7 @@ def test_one_that_fails_is_tried_again_when_it_is_heard_of_and_not_for_ever(erro
     for _ in range(tries):
         assert house.claim() == ["b"] and house.claim() == []
         house.heard["b"] = 0.0
-        house.roster.not_caught_up(house.session("b"), error)
+        house.on(NotCaughtUp("b", error))
         assert house.claim() == [], "nothing was heard of it since"
         house.heard["b"] = float("inf")
     assert house.claim() == [] and house.states() == {"a": "current", "b": "joining"}
@@ -72,41 +83,37 @@ def test_nobody_begins_to_be_caught_up_during_an_update_and_whoever_is_keeps_its
     house = House("a", "b", "c")
     house.update(1, "a", "b")
     assert house.claim() == ["c"]
-    with house.roster.updating():
-        assert house.roster.free(house.cards, 1, 60) == {"a", "b"}
-        assert house.roster.segments_needed() == {"segment-1"}
-        house.roster.overwrites("shm", "segment-2", frozenset({"segment-1"}), MANIFEST)
-        house.update(2, "a", b=SyncTimeout("slow", phase="seal"))
-        assert house.claim() == []
-        with pytest.raises(SyncTimeout, match="still being caught up"):
-            house.roster.free(["c"], 1, 0.0)
+    house.on(UpdateBegan())
+    assert house.machine.free(house.cards, 1) == {"a", "b"}
+    assert house.machine.segments_read() == {"segment-1"}
+    house.segment_taken("segment-2", frozenset({"segment-1"}))
+    house.update(2, "a", b=SyncTimeout("slow", phase="seal"))
+    assert house.claim() == []
+    assert house.machine.free(["c"], 1) == set()
+    house.on(UpdateEnded())
     assert house.claim() == ["b"], "c is under way"
-    house.roster.caught_up(house.session("c"))
+    house.on(CaughtUp("c"))
     assert house.states() == {"a": "current", "b": "behind", "c": "behind"}
     assert house.claim() == ["c"]
 
 
-def test_one_that_updates_keep_overtaking_is_left_to_the_next_one_for_ever_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_that_updates_keep_overtaking_is_left_to_the_next_one_for_ever_longer() -> None:
     house = House("a", "b")
     house.update(1, "a")
-    now_s = 1000.0
-    monkeypatch.setattr("trainer_adapters.roster.time.monotonic", lambda: now_s)
     for version in range(2, 6):
         assert house.claim() == ["b"]
-        now_s += 10  # what catching up takes
+        house.now_s += 10  # what catching up takes
         house.update(version, "a")
-        house.roster.caught_up(house.session("b"))
+        house.on(CaughtUp("b"))
         assert house.states()["b"] == "behind"
         if (times := version - 1 - OVERTAKEN) >= 0:
-            now_s += 10 * 2**times - 1
-            assert house.claim() == [] and house.roster.free(house.cards, 1, 60) == {"a", "b"}, "an update takes it in"
-            now_s += 2
-            assert house.roster.wait_for_news(), "nobody need tell that the time is over"
+            house.now_s += 10 * 2**times - 1
+            assert house.claim() == [] and house.machine.free(house.cards, 1) == {"a", "b"}, "an update takes it in"
+            assert house.machine.wakes_at_s == house.now_s + 1, "nobody need tell that the time is over"
+            house.now_s += 2
     house.update(6, "a", b=SyncTimeout("slow", phase="seal"))
     assert house.claim() == ["b"]
-    house.roster.caught_up(house.session("b"))
+    house.on(CaughtUp("b"))
     assert house.states() == {"a": "current", "b": "current"}
 
 
@@ -118,7 +125,7 @@ def test_bytes_that_an_update_takes_are_nobodys_last_version_any_more() -> None:
     ):
         house = House("a", "b")
         house.update(1, "a")
-        house.roster.overwrites("shm", segment, busy, MANIFEST)
+        house.segment_taken(segment, busy)
         assert house.claim() == (["b"] if still_there else []), (
             "the update failed; this is what is left of the last one"
         )
@@ -132,7 +139,7 @@ def test_one_that_an_update_lost_is_back_when_it_is_heard_of_and_knows_what_it_s
     assert house.states() == {"a": "current", "b": "lost"}, "its card is still there, and says nothing new"
     house.heard["b"] = float("inf")
     house.look()
-    assert [(s.state, s.version) for s in house.roster.statuses()] == [("current", 2), ("behind", 1)]
+    assert [(s.state, s.version) for s in house.machine.statuses()] == [("current", 2), ("behind", 1)]
     assert house.claim() == ["b"]
 
 
@@ -144,3 +151,15 @@ def test_lost_ones_are_remembered_up_to_a_number_and_the_living_always() -> None
         house.look()
         assert house.states()[lost.replica] == "lost"
     assert sorted(house.states()) == [*gone[5:], "here"] and house.states()["here"] == "joining"
+
+
+def test_an_update_takes_late_replicas_only_where_too_few_others_are_left() -> None:
+    house = House("a", "b", "c")
+    house.update(1, "a", "b", "c")
+    house.update(2, "a", "b", c=SyncTimeout("slow", phase="seal"))
+    assert house.machine.free(house.cards, 1) == house.machine.free(house.cards, 2) == {"a", "b"}
+    assert house.machine.free(house.cards, 3) == {"a", "b", "c"}, "as many are needed"
+    house.now_s += 1
+    house.heard["c"] = house.now_s
+    house.look()
+    assert house.machine.free(house.cards, 1) == {"a", "b", "c"}, "it was heard of since"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_plugin.hooks import plugin_manager
+from inference_plugin.plugins import plugin_manager
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected

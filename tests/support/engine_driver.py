@@ -20,6 +20,11 @@ from typing import Any
 
 PASS_S = 0.002
 
+if os.environ.get("WEIGHTWIRE_TEST_START_FAULT"):  # processes that are spawned import this module as well
+    from tests.support import start_faults
+
+    start_faults.give()
+
 
 class Driver:
     def __init__(self, connection: socket.socket) -> None:
@@ -86,7 +91,8 @@ class Driver:
             one = output.outputs[0]
             self.requests[output.request_id].update(
                 tokens=list(one.token_ids),
-                versions=_per_token(one.weight_versions, len(one.token_ids)),
+                logprobs=[sorted((i, p.logprob) for i, p in step.items()) for step in one.logprobs or ()],
+                versions=_per_token(getattr(one, "weight_versions", None), len(one.token_ids)),  # since 0.32
                 finished=output.finished,
                 finish_reason=one.finish_reason,
                 reason=one.stop_reason,
@@ -114,6 +120,13 @@ class Driver:
             self.llm.collective_rpc("ext_fix_pipeline")
         return list(self.llm.collective_rpc("ext_about"))
 
+    def do_environment(self, env: dict[str, str]) -> None:
+        os.environ.update(env)
+
+    def do_threads(self) -> list[str]:
+        """The plug-in's threads in this process."""
+        return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("weightwire-"))
+
     def do_close(self) -> None:
         self.close()
 
@@ -122,7 +135,9 @@ class Driver:
         from vllm.lora.request import LoRARequest
 
         for request in requests:
-            params = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True)
+            params = SamplingParams(
+                temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=request.get("logprobs")
+            )
             name, lora = request["name"], request.get("lora")
             adapter = {"lora_request": LoRARequest(*lora)} if lora else {}
             self.requests[name] = begun(name)
@@ -148,7 +163,8 @@ class Driver:
 
 def begun(name: str) -> dict[str, Any]:
     """What is known of a request when it starts; the driver fills the rest in."""
-    return {"name": name, "tokens": [], "versions": [], "finished": False, "finish_reason": None, "reason": None}
+    nothing: dict[str, Any] = {"tokens": [], "logprobs": [], "versions": []}
+    return {"name": name, "finished": False, "finish_reason": None, "reason": None, **nothing}
 
 
 def _per_token(spans: Any, count: int) -> list[str]:

@@ -25,13 +25,16 @@ from typing import Any, TypeVar
 
 import psutil
 
-from inference_plugin.wire.addresses import discover
+from inference_plugin.net.addresses import discover
 from inference_plugin.wire.messages import ReplicaCard
+from tests.support import poison
+from tests.support.preloaded import ForkedProgram, nursery
 
 __all__ = ["ROOT", "Driver", "Engine", "HttpEngine", "Server", "eventually", "segments_of", "session_directory"]
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 900.0
+"""A last resort: an ordinary start is six processes that import 10 seconds each, and the machine may be shared."""
 ANSWER_TIMEOUT_S = 180.0
 
 ENVIRONMENT = {
@@ -42,6 +45,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": str(ROOT),
     "PYTHONUNBUFFERED": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles a small function of a sharded embedding: 5 seconds for each rank
+    poison.VARIABLE: "1",
 }
 ENGINE_ARGUMENTS: dict[str, Any] = {
     "enforce_eager": True,
@@ -51,6 +56,18 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
     "seed": 0,
     "kv_cache_memory_bytes": 64 << 20,
 }
+PRELOADED = (
+    "vllm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.qwen3_moe",
+    "transformers",
+)
 EXTENSION = "tests.support.vllm_extension.Extension"
 
 T = TypeVar("T")
@@ -79,6 +96,12 @@ def session_directory() -> Iterator[Path]:
 class Engine:
     """One engine and all processes it started. Use it as a context manager."""
 
+    python = sys.executable
+    preloads: tuple[str, ...] = PRELOADED
+    """What its processes have imported when they start; () starts an interpreter of its own, as a user does."""
+    constants: tuple[str, ...] = tuple(ENVIRONMENT)
+    """Variables that the preloaded modules may read while they are imported: the same for every engine."""
+
     def __init__(self, runtime: Path, *, job: str = "", **environment: str) -> None:
         number = next(_numbers)
         self.job = job or f"t{os.getpid()}-{number}"
@@ -91,7 +114,7 @@ class Engine:
             "WEIGHTWIRE_JOB": self.job,
             **environment,
         }
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProgram | None = None
         self._family: dict[int, psutil.Process] = {}
         self._before: dict[str, str | None] = {}
 
@@ -143,6 +166,11 @@ class Engine:
     def cards(self) -> list[ReplicaCard]:
         return discover(self.job)
 
+    @property
+    def stamps(self) -> bool:
+        """Whether answers say which version of the weights made them; old versions of the engine don't."""
+        return not any("answers don't say" in what for card in self.cards for what in card.lacks)
+
     def leftovers(self) -> list[str]:
         """Sockets and cards in this engine's job directory, after a reader of it swept those of dead processes; a manager
         of this process has a socket there for as long as it lives.
@@ -165,17 +193,26 @@ class Engine:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join([f"--- the end of {self.log.name}", *text.splitlines()[-lines:]])
 
-    def _spawn(self, command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
+    def _run(
+        self, module: str, arguments: Sequence[str], fd: int | None = None
+    ) -> subprocess.Popen[bytes] | ForkedProgram:
+        """`python -m module arguments [fd]`, from a preloaded process unless `preloads` is empty."""
+        if self.preloads:
+            variables = tuple((name, self.environment[name]) for name in self.constants)
+            return nursery(self.python, self.preloads, variables).start(
+                module, arguments, self.environment, self.log, fd
+            )
+        fds = () if fd is None else (fd,)
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                command,
+                [self.python, "-m", module, *arguments, *map(str, fds)],
+                pass_fds=fds,
                 cwd=ROOT,
                 env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                **kwargs,
             )
 
     def _kill(self) -> None:
@@ -208,14 +245,14 @@ class HttpEngine(Engine):
 
     port = 0
 
-    def serve(self, command: Sequence[str], arguments: dict[str, Any]) -> None:
-        """Starts a server with `arguments` as flags on a free port, and waits until it is healthy."""
+    def serve(self, module: str, arguments: Sequence[str], options: dict[str, Any]) -> None:
+        """Starts a server with `options` as flags on a free port, and waits until it is healthy."""
         self.port = free_port()
         flags = ["--host", "127.0.0.1", "--port", str(self.port)]
-        for name, value in arguments.items():
+        for name, value in options.items():
             flag = "--" + name.replace("_", "-")
             flags += [flag] if value is True else [flag, str(value)]
-        process = self.process = self._spawn([*command, *flags])
+        process = self.process = self._run(module, [*arguments, *flags])
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._healthy():
             assert process.poll() is None, "the server ended while it started"
@@ -244,11 +281,16 @@ class HttpEngine(Engine):
             status, text = error.code, error.read()
         return status, json.loads(text) if text else {}
 
+    def text(self, path: str) -> str:
+        """The body of a GET that must succeed."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=ANSWER_TIMEOUT_S) as response:
+            text: str = response.read().decode()
+        return text
+
 
 class Driver(Engine):
     """An `LLM` held by `engine_driver.py`. `in_process`: everything in that one process, one engine after another."""
 
-    python = sys.executable
     module = "tests.support.engine_driver"
 
     def __init__(self, runtime: Path, *, in_process: bool = False, job: str = "", **environment: str) -> None:
@@ -261,7 +303,7 @@ class Driver(Engine):
 
     def start(self) -> None:
         fd = self._theirs.fileno()
-        self.process = self._spawn([self.python, "-m", self.module, str(fd)], pass_fds=(fd,))
+        self.process = self._run(self.module, [], fd)
         self._theirs.close()
 
     def stop(self) -> None:
@@ -288,12 +330,17 @@ class Driver(Engine):
         return [r["tokens"] for r in done]
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 16, lora: tuple[str, int, str] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 16,
+        lora: tuple[str, int, str] | None = None,
+        logprobs: int | None = None,
     ) -> list[str]:
-        """Starts requests and returns their names. `lora`: name, number and path of an adapter."""
+        """Starts requests and returns their names. `lora`: name, number and path of an adapter. `logprobs`: how many of each
+        token's are noted (vLLM)."""
         names = [f"r{next(self._names)}" for _ in prompts]
         requests = [
-            {"name": name, "prompt": list(prompt), "max_tokens": max_tokens, "lora": lora}
+            {"name": name, "prompt": list(prompt), "max_tokens": max_tokens, "lora": lora, "logprobs": logprobs}
             for name, prompt in zip(names, prompts, strict=True)
         ]
         self.call("submit", requests=requests)
@@ -346,15 +393,23 @@ class Server(HttpEngine):
     """vLLM's OpenAI-compatible API server on a port of its own."""
 
     def __init__(
-        self, runtime: Path, model: Path, *, plain: bool = False, arguments: Sequence[str] = (), **environment: str
+        self,
+        runtime: Path,
+        model: Path,
+        *,
+        plain: bool = False,
+        arguments: Sequence[str] = (),
+        preloaded: bool = True,
+        **environment: str,
     ):
         super().__init__(runtime, WEIGHTWIRE_TEST_LAYOUT="plain" if plain else "packed", **environment)
         self.model = model
         self.arguments = list(arguments)
+        self.preloads = self.preloads if preloaded else ()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
-        self.serve([*command, "--worker-extension-cls", EXTENSION, *self.arguments], ENGINE_ARGUMENTS)
+        arguments = ["--model", str(self.model), "--worker-extension-cls", EXTENSION, *self.arguments]
+        self.serve("vllm.entrypoints.openai.api_server", arguments, ENGINE_ARGUMENTS)
 
     def stop(self) -> None:
         """As an operator does. Where the machine is slow vLLM kills its engine cores; the next reader then cleans up."""

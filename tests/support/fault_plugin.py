@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from inference_plugin.hooks import hookimpl
 from inference_plugin.install.adapter import AdapterInstaller
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.plugins import hookimpl
 
 __all__ = ["plugin"]
 

@@ -4,13 +4,12 @@ Usage: fault_trainer.py DIRECTORY, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PO
 JSON `{"model", "version", "rank", "point", "options"}`; `options` go to the SyncManager. At the point the rank makes the
 file `at` and waits until there is a file `go`. At its end each rank leaves `result<rank>`, JSON.
 
-Points: "writing" (one tensor is written), "wrote" (all of this rank's are, the manager doesn't know it yet), "sealed"
-(between seal and commit; rank 0), "committing" (the commit is sent; rank 0).
+Points: "writing" (one tensor is written), "wrote" (all tensors of this rank are written, and the manager does not know it yet),
+"sealed" (between seal and commit; rank 0), "committing" (the commit is sent; rank 0).
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -22,9 +21,11 @@ from typing import Any
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from inference_plugin.net.channel import Channel
+from inference_plugin.plugins import hookimpl, plugin_manager
 from inference_plugin.wire.errors import WeightwireError
-from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager, update
-from trainer_adapters.crew import Crew
+from inference_plugin.wire.messages import Body, Commit
+from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager
 
 DIRECTORY = Path(sys.argv[1])
 CONFIG = json.loads((DIRECTORY / "config").read_text())
@@ -47,40 +48,36 @@ class StoppingSource(ModuleAdapter):
             stop_at("writing")
 
 
-def stop_before(owner: Any, name: str, point: str) -> None:
-    original = getattr(owner, name)
+class StopsBetweenPhases:
+    """A plug-in of the trainer."""
 
-    @functools.wraps(original)
-    def stopping(*args: Any, **kwargs: Any) -> Any:
-        stop_at(point)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, stopping)
+    @hookimpl
+    def weightwire_phase(self, phase: str, rank: int) -> None:
+        if phase == ("seal" if rank == 0 else "report"):
+            stop_at("wrote")
+        elif phase == "commit":
+            stop_at("sealed")
 
 
 def commit_then_stop() -> None:
-    original = update.fan_out
+    original = Channel.send
 
-    def fan_out(requests: Any, kind: type, *, timeout_s: float) -> Any:
-        if kind.__name__ == "Committed":
-            for outgoing in requests:
-                outgoing.channel.send(outgoing.body)
+    def send(self: Channel, body: Body, payload: Any = None) -> None:
+        original(self, body) if payload is None else original(self, body, payload)
+        if isinstance(body, Commit):
             stop_at("committing")
-        return original(requests, kind, timeout_s=timeout_s)
 
-    update.fan_out = fan_out  # type: ignore[assignment]
+    Channel.send = send  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:
-    stop_before(Crew, "ask_outcome", "wrote")
-    stop_before(update.Update, "_seal", "wrote")
-    stop_before(update.Update, "_commit", "sealed")
+    plugin_manager().register(StopsBetweenPhases())
     commit_then_stop()
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
     result: dict[str, Any] = {"error": None}
     started_s = time.monotonic()
-    sync = SyncManager(**CONFIG["options"])
+    sync = SyncManager(on_failure="report", **CONFIG["options"])
     try:
         report = sync.update(StoppingSource(load_file(CONFIG["model"])), CONFIG["version"])
         result["replicas"] = [(r.status, r.version) for r in report.replicas]

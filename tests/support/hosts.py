@@ -104,7 +104,8 @@ class HostedReplica:
         self.host, self.tp = host, tp
         directory.mkdir()
         control = str(directory / "control")
-        code = f"from tests.support.plain_engine import run_front; run_front({str(directory)!r}, {tp}, 2, {control!r})"
+        start = f"run_coordinator({str(directory)!r}, {tp}, 2, {control!r})"
+        code = f"from tests.support.plain_engine import run_coordinator; {start}"
         listen = {"WEIGHTWIRE_LISTEN": "tcp://eth0:*"}
         self.process = host.start(code, {"WEIGHTWIRE_RUNTIME_DIR": str(directory)} | listen | environment)
         connection = socket.socket(socket.AF_UNIX)
@@ -148,8 +149,8 @@ class HostedTrainer:
 def serve_trainer() -> None:
     """The trainer's process: one JSON line each way."""
     from inference_plugin.wire.errors import WeightwireError
+    from tests.support.managers import SyncManager
     from tests.support.plain_engine import ShardSource, checkpoint
-    from trainer_adapters.manager import SyncManager
 
     def names(cards: list[ReplicaCard]) -> list[str]:
         return [card.replica for card in cards]

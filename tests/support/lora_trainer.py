@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from inference_plugin.wire.errors import WeightwireError
 from tests.support.greedy import continued
+from tests.support.leaving import leave_process_groups
 from trainer_adapters import LoRAAdapter, MergedLoRAAdapter, SyncManager
 
 __all__ = ["LoRATrainer"]
@@ -135,8 +136,8 @@ def main(address: str) -> None:
             answer["tokens"] = [continued(gold, prompt, plan["count"]) for prompt in plan["prompts"]]
             channel.write(json.dumps(answer) + "\n")
             channel.flush()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave_process_groups()

@@ -1,5 +1,5 @@
 """The whole model as a Hugging Face state dict, from all ranks' Megatron parameters: gathered, concatenated and split
-in memory, as converters that gather do it. Shares nothing with `trainer_adapters.megatron_rules`.
+in memory, as converters that gather do it. Shares nothing with `trainer_adapters.sources.megatron.rules`.
 """
 
 from __future__ import annotations

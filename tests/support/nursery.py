@@ -7,6 +7,8 @@ environment; one JSON line out: its pid. Its children die with it, and it dies w
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import importlib
 import json
 import os
@@ -38,6 +40,8 @@ def _child(request: dict) -> None:  # type: ignore[type-arg]
     os.dup2(2, 1)
     os.environ |= request["environment"]
     sys.path[:0] = filter(None, request["environment"].get("PYTHONPATH", "").split(":"))
+    if code := os.environ.get("WEIGHTWIRE_TEST_NO_PIDFD"):
+        os.pidfd_open = functools.partial(_refuse, getattr(errno, code))
     status = 1
     try:
         module, _, name = request["call"].partition(":")
@@ -49,6 +53,11 @@ def _child(request: dict) -> None:  # type: ignore[type-arg]
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def _refuse(code: int, pid: int) -> int:
+    """In place of `os.pidfd_open`, in a process that can't have one (`WEIGHTWIRE_TEST_NO_PIDFD` says why: EPERM, ...)."""
+    raise OSError(code, "the test refuses")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""An engine without an engine: the real front, worker server, groups and installer around a plain torch module.
+"""An engine without an engine: the real coordinator, worker server, groups and installer around a plain torch module.
 
 It is the test rig for faults of the protocol: worker processes whose "engine's own thread" is a loop over a pipe, and a
-front process whose "steps" are the turns of a loop, so that a test can hold a step boundary back, make an installation
+coordinator process whose "steps" are the turns of a loop, so that a test can hold a step boundary back, make an installation
 fail, look at the live parameters, and kill any process. Real engines are tested in `tests/engines`.
 
-    front process:   Front (control thread)  +  the loop: commands between two steps
+    coordinator process:   ReplicaCoordinator (control thread)  +  the loop: commands between two steps
     worker process:  RankRuntime (REP thread, stager)  +  the loop: operations, in order
 
 A test talks to the loop through a Unix socket (`Rig` in `rig.py`), one JSON line each way.
@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,23 @@ import msgspec
 import torch
 from torch import nn
 
-from inference_plugin.engines.front import open_front
-from inference_plugin.engines.live import LiveModel
-from inference_plugin.engines.rank import RankIdentity, RankReply, RankRuntime
-from inference_plugin.hooks import hookimpl, plugin_manager
-from inference_plugin.wire import addresses
+from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.coordinator import open_coordinator
+from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.operations import RankReply
+from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
+from inference_plugin.net import addresses
+from inference_plugin.plugins import hookimpl, plugin_manager
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.manifest import Box, Manifest, TensorSpec
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.messages import InFlight, MemoryTag, SleepLevel
 from inference_plugin.wire.tensors import bytes_view, dtype_name
-from trainer_adapters.source import LocalSlice, WeightSource
+from tests.support import poison
+from trainer_adapters.sources.base import LocalSlice, WeightSource
+
+PARENT = "RIG_PARENT"
+"""The process that is said to have started the coordinator's; none without it."""
 
 TIED = {"head.weight": "embed.weight"}
 VOCABULARY, WIDTH = 48, 16
@@ -210,6 +218,7 @@ class PlainEngineModel(LiveModel):
 def run_worker(pipe: Connection, replica: str, rank: int, tp: int, layers: int) -> None:
     """The worker's own thread: one operation after the other until the pipe ends."""
     torch.set_num_threads(1)
+    poison.spread()
     model = PlainEngineModel(layers, rank, tp)
     faults = model.faults
     plugin_manager().register(faults)
@@ -224,15 +233,18 @@ def run_worker(pipe: Connection, replica: str, rank: int, tp: int, layers: int) 
             elif kind == b"P":
                 pipe.send_bytes(json.dumps(live_digests(model.live)).encode())
             else:
-                faults.steps.append(content.decode())
+                if content:
+                    faults.steps.append(content.decode())
+                else:
+                    faults.steps.clear()
                 pipe.send_bytes(b"")
     runtime.close()
 
 
-# --- the front process ------------------------------------------------------------------------------------------------
+# --- the coordinator process ------------------------------------------------------------------------------------------------
 
 
-class PlainControl:
+class PlainControl(EngineControl):
     """`EngineControl` over the loop's queue. `held` keeps the loop from its next step boundary."""
 
     def __init__(self, pipes: list[Connection]) -> None:
@@ -244,7 +256,7 @@ class PlainControl:
         self.undone = 0
         self.counting = threading.Lock()
         self._pipes = pipes
-        self._drained: list[Callable[[BaseException | None], None]] = []
+        self._drained: list[Future[None]] = []
 
     def submit(self, command: Callable[[], None]) -> None:
         with self.counting:
@@ -260,16 +272,16 @@ class PlainControl:
     def call_ranks(self, request: bytes) -> list[bytes]:
         return self.ask(b"C", request)
 
-    def pause(self, in_flight: InFlight, paused: Callable[[BaseException | None], None]) -> None:
+    def pause(self, in_flight: InFlight) -> Future[None] | None:
         self.log.append(f"pause:{in_flight}")
-        if in_flight == "drain":
-            self._drained.append(paused)  # until the test says that the requests in flight have ended
-        else:
-            paused(None)
+        if in_flight != "drain":
+            return None
+        self._drained.append(Future())  # until the test says that the requests in flight have ended
+        return self._drained[-1]
 
     def drained(self) -> None:
         while self._drained:
-            self._drained.pop()(None)
+            self._drained.pop().set_result(None)
 
     def hold(self, asleep: frozenset[MemoryTag]) -> None:
         self.log.append(":".join(["hold", *sorted(asleep)]))
@@ -284,7 +296,7 @@ class PlainControl:
         self.refusal = reason
 
 
-def run_front(directory: str, tp: int, layers: int, control_path: str) -> None:
+def run_coordinator(directory: str, tp: int, layers: int, control_path: str) -> None:
     """A replica: forks its workers, publishes its card, and turns its loop until it is told to stop."""
     torch.set_num_threads(1)
     os.environ["WEIGHTWIRE_RUNTIME_DIR"] = directory
@@ -306,7 +318,19 @@ def run_front(directory: str, tp: int, layers: int, control_path: str) -> None:
     stop = threading.Event()
     threading.Thread(target=_serve_tests, args=(control_path, control, stop), daemon=True).start()
     cards = [reply.card for reply in replies]
-    front = open_front(control, replica, cards, engine="plain", engine_version="0", model="plain", tp=tp)
+    parent = int(os.environ.get(PARENT, "0"))
+    lacks = tuple(filter(None, [os.environ.get("WEIGHTWIRE_TEST_LACKS")]))
+    coordinator = open_coordinator(
+        control,
+        replica,
+        cards,
+        engine="plain",
+        engine_version="0",
+        model="plain",
+        tp=tp,
+        parent_pid=parent,
+        lacks=lacks,
+    )
     while True:
         command = control.commands.get()
         control.open_boundary.wait()
@@ -315,7 +339,7 @@ def run_front(directory: str, tp: int, layers: int, control_path: str) -> None:
         command()
         with control.counting:
             control.undone -= 1
-    front.close()
+    coordinator.close()
     for pipe in pipes:
         pipe.close()
 
@@ -347,6 +371,11 @@ def _answer_test(request: dict[str, Any], control: PlainControl) -> Any:
         control.submit(control.drained)
     elif what == "state":
         return {"log": control.log, "refusal": control.refusal, "waiting": control.undone}
+    elif what == "look":
+        looks: queue.SimpleQueue[tuple[str | None, list[bytes]]] = queue.SimpleQueue()
+        control.submit(lambda: looks.put((control.refusal, control.ask(b"P"))))
+        refusal, digests = looks.get(timeout=30)
+        return {"refusal": refusal, "held": [json.loads(each) for each in digests]}
     else:
         answers: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         kind, content = (b"P", b"") if what == "peek" else (b"F", request["step"].encode())

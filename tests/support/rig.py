@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from inference_plugin.wire import addresses
+from inference_plugin.net import addresses
 from inference_plugin.wire.messages import ReplicaCard
 
 ROOT = Path(__file__).parents[2]
-LONG_S = 60.0
+LONG_S = 300.0
 """For what must happen, on a machine as slow as it likes; never a promise."""
 
 
@@ -74,7 +74,7 @@ class Rig:
         self.tp, self.layers = tp, layers
         self._control = str(Path(directory) / f"rig-{time.monotonic_ns()}.control")
         self.pid = fork(
-            "tests.support.plain_engine:run_front",
+            "tests.support.plain_engine:run_coordinator",
             environment,
             directory=str(directory),
             tp=tp,
@@ -99,6 +99,11 @@ class Rig:
         """Digests of every live parameter, per rank, as of one step boundary."""
         found: list[dict[str, int]] = self.ask("peek")
         return found
+
+    def look(self) -> tuple[str | None, list[dict[str, int]]]:
+        """Why it refuses to generate, if it does, and what `peek` returns, both as of the same step boundary."""
+        seen = self.ask("look")
+        return seen["refusal"], seen["held"]
 
     def worker_pid(self, rank: int = 0) -> int:
         return self.card.workers[rank].pid

@@ -12,7 +12,7 @@ import sys
 import traceback
 from typing import Any
 
-from tests.support import engine_driver
+from tests.support import engine_driver, poison
 
 PASS_S = 0.005
 
@@ -34,6 +34,9 @@ if os.environ.get("WEIGHTWIRE_TEST_ALLOCATOR"):
     from tests.support import sglang_allocator
 
     sglang_allocator.give()
+
+
+poison.spread_if_asked()  # in the schedulers as well, which are spawned from this module
 
 
 class Driver(engine_driver.Driver):

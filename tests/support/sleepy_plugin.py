@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from inference_plugin.hooks import hookimpl
+from inference_plugin.plugins import hookimpl
 
 
 class SleepyPlugin:

@@ -1,9 +1,10 @@
 """A worker extension of vLLM, as another project would bring one: it must get along with Weightwire.
 
-Importing it (in every engine process that builds a model, before the model is built) does two things:
+Importing it (in every engine process that builds a model, before the model is built) does three things:
 
 - with `WEIGHTWIRE_TEST_LAYOUT=plain` linear layers keep their weights as they were loaded, as on a GPU, instead of
   being packed by oneDNN;
+- with `WEIGHTWIRE_TEST_POISON=1` memory that an installation makes starts as 0xFF (see `poison.py`);
 - every step notes what the live weights were before and after it, so that ranks can be compared step by step.
 """
 
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from tests.support import poison
+from tests.support.reachable import reachable
 
 __all__ = ["Extension"]
 
@@ -32,6 +36,7 @@ def gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 layer_utils.dispatch_cpu_unquantized_gemm = gemm
+poison.spread_if_asked()
 
 if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
     original = WorkerWrapperBase.execute_model
@@ -67,6 +72,10 @@ class Extension:
         linear = [m for m in self.model_runner.get_model().modules() if hasattr(m, "cpu_linear")]  # type: ignore[attr-defined]
         plain = bool(linear) and all(m.cpu_linear is torch.nn.functional.linear for m in linear)
         return json.dumps({"pid": os.getpid(), "plain": plain, "linear": len(linear)})
+
+    def ext_state(self) -> str:
+        """Everything reachable that the model computes with."""
+        return json.dumps(reachable(self.model_runner.get_model()))  # type: ignore[attr-defined]
 
     def ext_fix_pipeline(self) -> str:
         """vLLM 0.32 on CPU with pipeline stages: what a warm-up would have made, and CPU skips."""

@@ -4,44 +4,51 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from inference_plugin.groups import GroupTable
-from inference_plugin.install.contract import Brake, InstallTerms
-from inference_plugin.server import WorkerServer
+from inference_plugin.install.contract import InstallTerms, Throttle
+from inference_plugin.net import addresses
+from inference_plugin.net.channel import Channel
 from inference_plugin.transports.base import Target
-from inference_plugin.wire import addresses
-from inference_plugin.wire.channel import Channel
-from inference_plugin.wire.manifest import Box, Manifest
-from inference_plugin.wire.messages import BoxDigest, GroupStatus, WorkerCard
+from inference_plugin.wire.digest import digest_group
+from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import BoxDigest, GroupStatus, Seal, WorkerCard
 from inference_plugin.wire.tensors import box_view
+from inference_plugin.worker.groups import GroupTable
+from inference_plugin.worker.server import WorkerServer
 
 
 @dataclass
 class KeepingInstaller:
     """Takes any manifest whole, or the boxes of `needs`; `installed` is what it holds, by name.
 
-    `fail` maps the name of a method to the error that it raises; `gate`, when it is closed, holds `prepare`.
+    `fail` maps the name of a method to the error that it raises, `fail_once` to one that its next call raises. `gate`, when
+    it is closed, holds `prepare`; `open_gate` holds `open`.
     """
 
     needs: tuple[Box, ...] | None = None
     fail: dict[str, BaseException] = field(default_factory=dict)
+    fail_once: dict[str, BaseException] = field(default_factory=dict)
     keeps_previous: bool = False
     installed: dict[str, torch.Tensor] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
+    open_gate: threading.Event = field(default_factory=threading.Event)
     manifest: Manifest | None = None
     claims_by_name: bool = False
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.open_gate.set()
 
     def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
         self._note("open")
+        assert self.open_gate.wait(60)
         self.manifest = manifest
         whole = tuple(manifest.whole(i) for i in range(len(manifest.tensors)))
         return InstallTerms(whole if self.needs is None else self.needs, "plan", "copy", "a test")
@@ -52,7 +59,7 @@ class KeepingInstaller:
         names = self.manifest.index if self.manifest is not None and self.claims_by_name else ()
         return frozenset(names)
 
-    def prepare(self, segment: torch.Tensor, brake: Brake) -> int:
+    def prepare(self, segment: torch.Tensor, brake: Throttle) -> int:
         self._note("prepare")
         while not self.gate.wait(0.001):
             brake(0)
@@ -93,6 +100,8 @@ class KeepingInstaller:
 
     def _note(self, name: str) -> None:
         self.calls.append(name)
+        if name in self.fail_once:
+            raise self.fail_once.pop(name)
         if name in self.fail:
             raise self.fail[name]
 
@@ -106,9 +115,10 @@ class Worker:
         make: Callable[[str], KeepingInstaller] = lambda _group: KeepingInstaller(),
     ) -> None:
         self.installers: dict[str, KeepingInstaller] = {}
+        self.make = make
 
         def made(group: str) -> KeepingInstaller:
-            self.installers[group] = make(group)
+            self.installers[group] = self.make(group)
             return self.installers[group]
 
         self.table = GroupTable("replica", 0, made)
@@ -133,8 +143,14 @@ class Worker:
         whole = tuple(manifest.whole(i) for i in range(len(manifest.tensors)))
         return Target("replica", 0, self.address, os.getpid(), addresses.boot_id(), needs or whole)
 
+    def seal(self, txn: str, pieces: Sequence[Piece], wait_s: float = 0.5, group: str = "policy") -> Seal:
+        """The request that a trainer would send."""
+        manifest = self.table.named(group).work.manifest
+        assert manifest is not None
+        return Seal(group, txn, digest_group(manifest, pieces), tuple(pieces), wait_s)
+
     def commit(self, txn: str, version: int, group: str = "policy") -> Any:
-        """What the front has every rank do."""
+        """What the coordinator has every rank do."""
         held = self.table.named(group)
         if (done := held.check_sealed(txn, version)) is not None:
             return done

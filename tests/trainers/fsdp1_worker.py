@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -164,6 +165,25 @@ def not_contiguous_flat() -> Result:
     return not_contiguous(use_orig_params=False)
 
 
+def summoned_for_the_others(stops: int) -> Result:
+    """Three units are summoned. Rank 0 closes its slices when it has taken `stops`, or raises in the middle of the next."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    units: list[Any] = [nn.Conv2d(16, 16, 3).to(memory_format=torch.channels_last) for _ in range(3)]
+    units = [FullyShardedDataParallel(unit, process_group=group, device_id=CPU) for unit in units]
+    model = FullyShardedDataParallel(nn.Sequential(*units), process_group=group, device_id=CPU)
+    source = FSDPAdapter(model)
+    source.manifest()
+    slices = source.slices()
+    count = stops if dist.get_rank() == 0 else len(source.claims() or ())
+    taken = [next(slices).box for _ in range(count)]
+    slices.close()  # type: ignore[attr-defined]
+    return {"taken": len(taken), "next": len(list(source.slices())), "all": len(source.claims() or ())}
+
+
+def nobody_takes_all() -> Result:
+    return summoned_for_the_others(1)
+
+
 def several_updates() -> Result:
     """A source is used again: its values follow the training, its manifest stays the same object."""
     model = wrap(tiny_qwen3(), use_orig_params=True)
@@ -234,6 +254,7 @@ ANY_WORLD = [
     stacked_experts,
     not_contiguous,
     not_contiguous_flat,
+    nobody_takes_all,
     several_updates,
     refuse_while_summoned,
     refuse_memory_that_fsdp_has_not_taken_over,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -13,14 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 
-from inference_plugin.wire.manifest import Box, Manifest
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
 from tests.support.memory import peak_bytes
 from tests.trainers.dtensor_worker import parallel_qwen3, two_dimensions
 from tests.trainers.fsdp1_worker import CPU, Images, wrap
 from tests.trainers.fsdp_worker import Odd, shard_layers, shard_odd
 from tests.trainers.observing import Result, main, observe, refused, tiny_qwen3, tiny_qwen3_moe
 from trainer_adapters import DTensorAdapter, ExportAdapter, FSDPAdapter, LocalSlice, ModuleAdapter, WeightSource
-from trainer_adapters.gather import gathered
+from trainer_adapters.sources.gather import gathered
 
 MIB = 1 << 20
 
@@ -148,6 +150,15 @@ def export_goes_on_when_nobody_takes() -> Result:
     return {"taken": len(taken), "all": len(source.claims()), "next": len(list(source.slices()))}
 
 
+def gathering_goes_on_when_nobody_takes() -> Result:
+    source = FSDPAdapter(shard_layers(tiny_qwen3()))
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    tensors = gathered(source, bucket_bytes=4096, process_group=group)
+    taken = [next(tensors)] if dist.get_rank() == 1 else list(tensors)
+    tensors.close()  # type: ignore[attr-defined]
+    return {"taken": len(taken), "next": len(list(gathered(source, process_group=group)))}
+
+
 # --- ranks that fail ----------------------------------------------------------
 
 
@@ -243,6 +254,7 @@ CASES = [
     exported_by_stages,
     export_is_wrong,
     export_goes_on_when_nobody_takes,
+    gathering_goes_on_when_nobody_takes,
     *(fails(fault) for fault in FAULTS),
     no_bucket,
     memory_of_gathering,

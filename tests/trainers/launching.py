@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +12,27 @@ import msgspec
 import pytest
 import torch
 
-from inference_plugin.wire.manifest import Box, Manifest, check_exact_cover
+from inference_plugin.wire.cover import check_exact_cover
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view, bytes_view
+from tests.support.preloaded import nursery
+from tests.trainers.forked import WELL
 
 ROOT = Path(__file__).parents[2]
+
+PRELOADED = (
+    "torch.distributed.run",
+    "torch.distributed.fsdp",
+    "torch.testing",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed goes back at once, so that a peak can be measured
+}
+END_S = 600.0
 
 Ranks = dict[str, list[dict[str, Any]]]
 
@@ -30,18 +46,18 @@ def launch(worker: str, ranks: int, out: Path, *arguments: Path, python: str = s
 
 def torchrun(worker: str, ranks: int, out: Path, *arguments: Path, python: str = sys.executable) -> None:
     """Runs a worker of this directory to its end, in this environment or that of another `python`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
-    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # what is freed goes back at once, so that a peak can be measured
-    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    ran = subprocess.run(
-        [*command, str(Path(__file__).with_name(worker)), str(out), *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    log = out / "torchrun.log"
+    program = nursery(python, PRELOADED, tuple(ENVIRONMENT.items())).start(
+        "tests.trainers.forked",
+        [str(ranks), str(Path(__file__).with_name(worker)), str(out), *map(str, arguments)],
+        os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        log,
     )
-    assert ran.returncode == 0, ran.stderr[-8000:]
+    try:
+        program.wait(END_S)
+    finally:
+        program.terminate()  # the agent ends its ranks
+    assert (out / WELL).exists(), log.read_text(errors="replace")[-8000:]
 
 
 def on(names: str, both: Sequence[Any] = (), four: Sequence[Any] = ()) -> pytest.MarkDecorator:

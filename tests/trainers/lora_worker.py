@@ -17,8 +17,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from inference_plugin.wire.config import Config
 from tests.trainers.observing import Result, main, observe, refused, state, tiny_qwen3, tiny_qwen3_moe, train
 from trainer_adapters import FSDPAdapter, LoRAAdapter, MergedLoRAAdapter
+from trainer_adapters.sources.lora import factors as lora
 
 ATTENTION = ["q_proj", "v_proj", "down_proj"]
 
@@ -375,13 +377,28 @@ def refuse_another_rank_of_the_adapter_on_one_trainer_rank() -> Result:
     return refused(lambda: next(source.slices()))
 
 
-def names_that_a_plain_adapter_gives() -> Result:
-    """What FSDPAdapter makes of a PEFT model, which no engine takes for the base model."""
-    names = [spec.name for spec in FSDPAdapter(shard(adapted(tiny_qwen3()))).manifest().tensors]
-    return {"prefixed": all(name.startswith("base_model.model.") for name in names)}
+def refuse_a_plain_adapter() -> Result:
+    return refused(lambda: FSDPAdapter(shard(adapted(tiny_qwen3()))))
+
+
+def gathered_as_the_manager_says() -> Result:
+    """The configuration that a manager gives its source: how much at a time, and how long a lost rank holds the others."""
+    source = MergedLoRAAdapter(shard(adapted(tiny_qwen3())))
+    sizes = []
+    gathered = lora.gathered
+    lora.gathered = lambda *of, **how: sizes.append(how["bucket_bytes"]) or gathered(*of, **how)  # type: ignore[func-returns-value]
+    try:
+        source.configure(Config(bucket_bytes=5 << 20, timeout_s=77))
+        source.manifest()
+        count = len(list(source.slices()))
+    finally:
+        lora.gathered = gathered
+    options = source._factors._group._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+    return {"sizes": sizes, "timeout_s": options._timeout.total_seconds(), "all": count == len(source.claims() or ())}
 
 
 CASES = [
+    gathered_as_the_manager_says,
     trained_by_real_steps,
     unsharded_on_every_rank,
     rank_stabilised_with_patterns,
@@ -412,7 +429,7 @@ CASES = [
     refuse_fsdp1,
     refuse_a_typo_in_rename,
     refuse_another_rank_of_the_adapter_on_one_trainer_rank,
-    names_that_a_plain_adapter_gives,
+    refuse_a_plain_adapter,
     alone_rank_stabilised_with_patterns,
     alone_and_not_active,
     alone_as_bf16,

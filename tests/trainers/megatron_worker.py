@@ -14,10 +14,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,12 +25,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.enums import AttnBackend
 
+from tests.support.leaving import leave_process_groups
 from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu, without_fused_kernels
 from tests.support.megatron_models import KINDS, Layout, build, shift, train
 from tests.trainers.observing import Result, observe, refused
 from trainer_adapters import ExportAdapter, MegatronAdapter, MegatronLoRAAdapter
-from trainer_adapters.gather import gathered
-from trainer_adapters.megatron_rules import LLAMA, QKV, Architecture, Columns, Facts, GateUp, Rule, Run, Whole
+from trainer_adapters.sources import megatron
+from trainer_adapters.sources.gather import gathered
+from trainer_adapters.sources.megatron import (
+    Architecture,
+    ColumnParallel,
+    GatedMLP,
+    Replicated,
+    RowParallel,
+    decoder_layer,
+    megatron_architecture,
+)
+from trainer_adapters.sources.megatron.families.llama import llama
 
 CASES: dict[int, dict[str, tuple[str, Layout]]] = {
     2: {
@@ -116,59 +127,84 @@ def combination(kind: str, layout: Layout, checkpoints: Path) -> Result:
 # --- what no Hugging Face model of the matrix has --------------------------------------------------------------------
 
 
-def own_architecture(name: str, layout: Layout, architecture: Architecture) -> Callable[[Path], Result]:
-    """A model that the tables don't have, with a table made here."""
-
-    def case(checkpoints: Path) -> Result:
-        hf = config_of(name, checkpoints)
-        layout.enter()
-        chunks = train(build(hf, layout))
-        unknown = refused(lambda: MegatronAdapter(chunks, hf))
-        adapter = MegatronAdapter(chunks, hf, architecture=architecture)
-        return {"place": place(), "unknown": unknown, "trained": observe(adapter), "raw": raw(inner(chunks))}
-
-    return case
+def mixtral() -> Architecture:
+    gate, up, down = (f"block_sparse_moe.experts.{{expert}}.{w}.weight" for w in ("w1", "w3", "w2"))
+    rules = decoder_layer(
+        Replicated("mlp.router.weight", "block_sparse_moe.gate.weight"),
+        GatedMLP("mlp.experts.linear_fc1.weight{expert}", gate, up),
+        RowParallel("mlp.experts.linear_fc2.weight{expert}", down),
+    )
+    return llama().extended(rules)
 
 
-MIXTRAL = Architecture(
-    model=LLAMA.model,
-    layer={
-        **LLAMA.layer,
-        "mlp.router.weight": Whole("block_sparse_moe.gate.weight"),
-        "mlp.experts.linear_fc1.weight{expert}": GateUp(
-            "block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"
-        ),
-        "mlp.experts.linear_fc2.weight{expert}": Columns("block_sparse_moe.experts.{expert}.w2.weight"),
-    },
-)
+def registered_by_decorator(checkpoints: Path) -> Result:
+    """A model that no architecture is registered for, until one is; and one that is given to the adapter alone."""
+    hf = config_of("mixtral", checkpoints)
+    layout = Layout(ep=2, te=True)
+    layout.enter()
+    chunks = train(build(hf, layout))
+    result: Result = {"place": place(), "unknown": refused(lambda: MegatronAdapter(chunks, hf))}
+    given = MegatronAdapter(chunks, hf, architecture=mixtral()).manifest()
+    megatron_architecture("mixtral")(mixtral)
+    adapter = MegatronAdapter(chunks, hf)
+    try:
+        megatron_architecture("mixtral")(mixtral)
+        twice = ""
+    except ValueError as error:
+        twice = str(error)
+    return result | {
+        "trained": observe(adapter),
+        "raw": raw(inner(chunks)),
+        "same": given == adapter.manifest(),
+        "twice": twice,
+    }
 
 
-@dataclass(frozen=True)
-class Stacked(Rule):
-    """What `parts` makes several tensors of lies in one, the first tensor's rows before the second's."""
-
-    name: str
-    parts: Rule
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    def runs(self, rows: int, facts: Facts) -> Iterator[Run]:
-        runs = list(self.parts.runs(rows, facts))
-        sizes = [sum(run.rows for run in runs if run.part == part) for part in range(len(self.parts.names))]
-        for part, start, count in runs:
-            yield Run(0, sum(sizes[:part]) + start, count)
+def registered_by_a_plugin(checkpoints: Path) -> Result:
+    """`phi3_plugin.py`, which `WEIGHTWIRE_PLUGINS` names."""
+    hf = config_of("phi3", checkpoints)
+    layout = Layout(tp=2)
+    layout.enter()
+    chunks = train(build(hf, layout))
+    return {"place": place(), "trained": observe(MegatronAdapter(chunks, hf)), "raw": raw(inner(chunks))}
 
 
-PHI3 = Architecture(
-    model=LLAMA.model,
-    layer={
-        **LLAMA.layer,
-        "self_attention.linear_qkv.*": Stacked("self_attn.qkv_proj.*", QKV("q", "k", "v")),
-        "mlp.linear_fc1.*": Stacked("mlp.gate_up_proj.*", GateUp("gate", "up")),
-    },
-)
+def rules_and_marks_that_disagree(checkpoints: Path) -> Result:
+    """What Megatron says of a parameter is held against its rule: one of the two is wrong."""
+    hf = config_of("qwen3_moe", checkpoints)
+    out: Result = {}
+
+    def with_rule(rule: Any) -> Any:
+        architecture = megatron.architectures()["qwen3_moe"].extended(decoder_layer(rule))
+        return refused(lambda: MegatronAdapter(chunks, hf, architecture=architecture))
+
+    def with_mark(parameter: Any, mark: str, value: Any) -> Any:
+        before = getattr(parameter, mark)
+        setattr(parameter, mark, value)
+        try:
+            return refused(lambda: MegatronAdapter(chunks, hf))
+        finally:
+            setattr(parameter, mark, before)
+
+    Layout(tp=2).enter()
+    chunks = build(hf, Layout(tp=2))
+    proj, o_proj = "self_attention.linear_proj.weight", "self_attn.o_proj.weight"
+    out["rule by columns"] = with_rule(ColumnParallel(proj, o_proj))
+    out["rule replicated"] = with_rule(Replicated(proj, o_proj))
+    out["router by rows"] = with_rule(RowParallel("mlp.router.weight", "mlp.gate.weight"))
+    qkv = chunks[0].decoder.layers[0].self_attention.linear_qkv.weight
+    out["marked by rows"] = with_mark(qkv, "partition_dim", 1)
+    out["strides"] = with_mark(qkv, "partition_stride", 2)
+    fc1 = chunks[0].decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight
+    out["strides of a gate"] = with_mark(fc1, "partition_stride", 2)
+    out["fine"] = refused(lambda: MegatronAdapter(chunks, hf))
+    Layout(ep=2).enter()
+    chunks = build(hf, Layout(ep=2))
+    layer = chunks[0].decoder.layers[0]
+    out["reduced expert"] = with_mark(layer.mlp.experts.local_experts[0].linear_fc1.weight, "allreduce", True)
+    out["unreduced attention"] = with_mark(layer.self_attention.linear_qkv.weight, "allreduce", False)
+    out["wrong on one rank, which does not matter there"] = with_rule(ColumnParallel(proj, o_proj))
+    return out
 
 
 def gated_attention(checkpoints: Path) -> Result:
@@ -324,6 +360,14 @@ def lora(kind: str, layout: Layout, *targets: str) -> Callable[[Path], Result]:
         source = MegatronAdapter(wrapped, hf)
         result: Result = {"place": place(), "merged": observe(source), "before": before}
         result["gathered"] = {name: tensor.clone() for name, tensor in gathered(source)}
+        source._factors.config = SimpleNamespace(bucket_bytes=1)  # type: ignore[union-attr, assignment]
+        small = observe(source)
+        result["a bucket for each"] = {
+            "more": small["collectives"] > result["merged"]["collectives"],
+            "same": all(
+                torch.equal(a, b) for (_, a), (_, b) in zip(small["slices"], result["merged"]["slices"], strict=True)
+            ),
+        }
         result["alone_refused"] = refused(lambda: MegatronLoRAAdapter(wrapped, hf))
         alone = None
         if result["alone_refused"]["error"] is None:
@@ -366,8 +410,9 @@ def lora_without_a_rule(checkpoints: Path) -> Result:
 
 SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
     2: {
-        "ep2 mixtral": own_architecture("mixtral", Layout(ep=2, te=True), MIXTRAL),
-        "tp2 phi3": own_architecture("phi3", Layout(tp=2), PHI3),
+        "ep2 mixtral": registered_by_decorator,
+        "tp2 phi3": registered_by_a_plugin,
+        "disagree": rules_and_marks_that_disagree,
         "gated attention": gated_attention,
         "zero-centered norms": zero_centered_norms,
         "float16 module": wrapped_in_float16_module,
@@ -400,6 +445,7 @@ def inner(wrapped: list[Any]) -> list[Any]:
 
 def main(out: Path, checkpoints: Path) -> None:
     torch.set_num_threads(1)
+    os.environ["WEIGHTWIRE_PLUGINS"] = "tests.trainers.phi3_plugin"
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     results: dict[str, Result] = {}
     only = os.environ.get("ONLY", "")
@@ -419,7 +465,8 @@ def main(out: Path, checkpoints: Path) -> None:
         dist.barrier()
     torch.save(results, out / f"rank{dist.get_rank()}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    mpu.destroy_model_parallel()  # which holds groups
+    leave_process_groups()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from inference_plugin.wire.errors import WeightwireError
+from tests.support.leaving import leave_process_groups
 from trainer_adapters import WeightSource
 
 Result = dict[str, Any]
@@ -134,7 +135,7 @@ def run_cases(cases: Iterable[Callable[[], Result]], out: Path) -> None:
         dist.barrier()
     torch.save(results, out / f"rank{dist.get_rank()}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    leave_process_groups()
 
 
 def main(any_world: list[Callable[[], Result]], four_ranks: list[Callable[[], Result]]) -> None:

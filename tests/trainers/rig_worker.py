@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.manifest import Box, Manifest
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
+from tests.support.leaving import leave_process_groups
 from tests.support.plain_engine import VOCABULARY, WIDTH, checkpoint
 from trainer_adapters import DTensorAdapter, ExportAdapter, FSDPAdapter, LocalSlice, SyncManager, WeightSource
 
@@ -181,7 +183,7 @@ class Heard(logging.Handler):
 def copies_that_come_apart(manager: SyncManager, version: int) -> dict[str, Any]:
     """Rank 1's norm moves on by itself, and its embedding isn't contiguous; ten updates, then a verification."""
     heard = Heard()
-    logging.getLogger("trainer_adapters.operation").addHandler(heard)
+    logging.getLogger("trainer_adapters.update.leader").addHandler(heard)
     model: Any
     model, source = parallel(version)
     model.embed.weight = model.head.weight = nn.Parameter(model.embed.weight.detach().T.contiguous().T)
@@ -209,8 +211,8 @@ def main(out: Path) -> None:
     with SyncManager(timeout_s=60) as manager:
         seen["copies"] = copies_that_come_apart(manager, version + 1)
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave_process_groups()

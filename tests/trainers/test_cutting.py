@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.wire.manifest import Box, intersect
-from trainer_adapters.cutting import cut_slices, edges_of
-from trainer_adapters.source import LocalSlice
+from inference_plugin.wire.geometry import Box, intersect
+from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.update.cutting import cut_slices, edges_of
 
 SHAPE = (6, 8)
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from inference_plugin.wire.manifest import Box
+from inference_plugin.wire.geometry import Box
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
-from trainer_adapters.dtensor import boxes_of, index_ranges
+from trainer_adapters.sources.placements import index_ranges, shards_of
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_process_group_makes_another_model_of_the_second_half(four: Ranks) -> 
     [
         ("refuse_pending_sums", "ManifestMismatch", ["sum has placements (Partial", "redistribute it to Shard"]),
         ("refuse_a_model_on_the_meta_device", "ManifestMismatch", ["0.weight is on the meta device"]),
-        ("refuse_the_first_fsdp", "TypeError", ["use FSDPAdapter"]),
+        ("refuse_the_first_fsdp", "ArgumentError", ["use FSDPAdapter"]),
         ("refuse_a_shard_of_another_shape", "ManifestMismatch", ["w holds a shard of shape [2, 3] where [23, 3]"]),
         ("refuse_while_a_layer_is_unsharded", "ManifestMismatch", ["unsharded just now in model.layers.1 (1 in all)"]),
     ],
@@ -145,7 +145,7 @@ def held(shape: tuple[int, ...], mesh: tuple[int, ...], placements: list[Any], r
     for at in itertools.product(*map(range, mesh)):
         if any(i for i, placement in zip(at, placements, strict=True) if placement.is_replicate()):
             continue
-        for part in boxes_of(index_ranges(shape, mesh, at, placements)[reading]):
+        for part in shards_of(index_ranges(shape, mesh, at, placements)[reading]):
             count[tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))] += 1
     return count
 
@@ -172,7 +172,7 @@ def test_fsdp_over_a_plan_is_read_as_fsdp_cuts_it(size: int, fsdp: int, tp: int)
     placements = [_StridedShard(0, split_factor=tp), Shard(0)]
     whole = torch.arange(size)
     for at in itertools.product(range(fsdp), range(tp)):
-        as_fsdp, as_torch = (boxes_of(r) for r in index_ranges((size,), (fsdp, tp), at, placements))
+        as_fsdp, as_torch = (shards_of(r) for r in index_ranges((size,), (fsdp, tp), at, placements))
         rows = whole
         for dim, chunks in ((1, tp), (0, fsdp)):
             pieces = rows.chunk(chunks)

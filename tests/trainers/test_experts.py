@@ -15,7 +15,7 @@ from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.tensors import bytes_view
 from tests.trainers.test_module_adapter import received
 from trainer_adapters import ModuleAdapter
-from trainer_adapters.experts import STACKED
+from trainer_adapters.sources.experts import STACKED
 
 BASE: dict[str, Any] = {
     "vocab_size": 40,

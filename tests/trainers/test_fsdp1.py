@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.wire.manifest import Box
+from inference_plugin.wire.geometry import Box
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
 from tests.trainers.test_fsdp_adapter import TIE
-from trainer_adapters.plan import Take, parts_of_run
+from trainer_adapters.sources.plan import PlannedSlice, shards_of_run
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -72,6 +72,11 @@ def test_a_unit_with_channels_last_weights_is_summoned_and_no_other_is(ranks: Ra
     assert_is_gold(values, seen[0]["gold"], {})
 
 
+def test_a_rank_whose_slices_are_closed_early_summons_the_rest_with_the_others(ranks: Ranks) -> None:
+    for rank, seen in enumerate(of(ranks, "nobody_takes_all")):
+        assert seen["next"] == seen["all"] and seen["taken"] == (seen["all"] if rank else 1), seen
+
+
 def test_slices_are_the_shards_own_memory_and_follow_training(ranks: Ranks) -> None:
     for seen in of(ranks, "several_updates"):
         assert seen == {"same": True, "changed": 1.0, "views": True, "grad": False}
@@ -82,9 +87,9 @@ def test_slices_are_the_shards_own_memory_and_follow_training(ranks: Ranks) -> N
     [
         ("refuse_while_summoned", "ManifestMismatch", ["summoned just now in 3 units", "leave summon_full_params"]),
         ("refuse_memory_that_fsdp_has_not_taken_over", "ManifestMismatch", ["was given other memory", "update after"]),
-        ("refuse_both_kinds_of_fsdp", "TypeError", ["shard all of it with fully_shard"]),
+        ("refuse_both_kinds_of_fsdp", "ArgumentError", ["shard all of it with fully_shard"]),
         ("refuse_tied_weights_in_two_units", "ManifestMismatch", ["lm_head.weight and model.embed_tokens.weight"]),
-        ("refuse_a_module_adapter", "TypeError", ["use FSDPAdapter"]),
+        ("refuse_a_module_adapter", "ArgumentError", ["use FSDPAdapter"]),
     ],
 )
 def test_what_cannot_be_sliced_rightly_is_refused_on_every_rank(
@@ -111,12 +116,12 @@ def test_a_run_of_elements_is_a_few_boxes_that_hold_it_in_order(shape: tuple[int
     start = data.draw(st.integers(0, whole.numel()))
     count = data.draw(st.integers(0, whole.numel() - start))
     memory = torch.cat([torch.full((3,), -1), whole.reshape(-1)[start : start + count]])
-    parts = parts_of_run(shape, start, count, 3)
+    parts = shards_of_run(shape, start, count, 3)
     assert len(parts) <= max(2 * len(shape) - 1, 1)
     seen = []
     for part in parts:
         box = tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))
-        local = Take(Box(0, part.offsets, part.sizes), part, (0,) * len(shape), part.sizes).of(memory)
+        local = PlannedSlice(Box(0, part.offsets, part.sizes), part, (0,) * len(shape), part.sizes).view_of(memory)
         assert torch.equal(local, whole[box])
         seen.append(local.reshape(-1))
     assert torch.equal(torch.cat(seen) if seen else memory[:0], whole.reshape(-1)[start : start + count])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, on, written
-from trainer_adapters.source import MIN_CUT_BYTES
+from trainer_adapters.sources.base import MIN_CUT_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,8 @@ def test_unsharded_parameters_are_refused_until_they_are_resharded(ranks: Ranks)
             ["lm_head.weight and model.embed_tokens.weight", "one fully_shard group"],
         ),
         ("refuse_a_model_on_the_meta_device", "ManifestMismatch", ["weight is on the meta device"]),
-        ("refuse_a_module_that_is_not_sharded", "TypeError", ["use ModuleAdapter"]),
-        ("refuse_a_sharded_module_in_a_module_adapter", "TypeError", ["use FSDPAdapter"]),
+        ("refuse_a_module_that_is_not_sharded", "ArgumentError", ["use ModuleAdapter"]),
+        ("refuse_a_sharded_module_in_a_module_adapter", "ArgumentError", ["use FSDPAdapter"]),
         ("refuse_a_rank_outside_the_mesh", "ManifestMismatch", ["far lives on ranks [", "and this is rank"]),
     ],
     four=[

@@ -73,6 +73,11 @@ def test_a_rank_that_stops_taking_leaves_no_other_waiting_in_an_export(ranks: Ra
     assert [rank["next"] for rank in seen] == [rank["all"] for rank in seen]
 
 
+def test_a_rank_that_closes_what_it_gathers_leaves_no_other_waiting(ranks: Ranks) -> None:
+    seen = of(ranks, "gathering_goes_on_when_nobody_takes")
+    assert [rank["taken"] for rank in seen] == [1 if i == 1 else rank["next"] for i, rank in enumerate(seen)]
+
+
 def test_a_rank_that_raises_in_the_middle_is_an_error_on_all_and_the_next_time_works(ranks: Ranks) -> None:
     seen = of(ranks, "raises")
     assert [(rank["error"], "rank 1 failed while" in rank["text"]) for rank in seen[:1] + seen[2:]] == [

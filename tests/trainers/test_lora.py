@@ -106,6 +106,11 @@ def test_the_model_is_not_touched_and_updates_follow_it(ranks: Ranks) -> None:
         assert not torch.equal(seen["first"], seen["second"])
 
 
+def test_adapters_are_gathered_as_the_managers_configuration_says(ranks: Ranks) -> None:
+    for seen in of(ranks, "gathered_as_the_manager_says"):
+        assert seen == {"sizes": [5 << 20], "timeout_s": 77, "all": True}
+
+
 def test_a_switch_of_adapters_between_manifest_and_slices_is_noticed(ranks: Ranks) -> None:
     for seen in of(ranks, "several_updates"):
         assert seen["error"] == "ManifestMismatch"
@@ -123,9 +128,9 @@ def test_a_switch_of_adapters_between_manifest_and_slices_is_noticed(ranks: Rank
         ("refuse_convolutions", "ManifestMismatch", ["0 is a lora.Conv2d", "merge_and_unload()"]),
         ("refuse_tied_weights_adapted_in_one_place", "ManifestMismatch", ["model.embed_tokens.weight", "tie_word"]),
         ("refuse_tied_weights_saved_in_one_place", "ManifestMismatch", ["lm_head.weight and", "modules_to_save"]),
-        ("refuse_other_adapters_than_lora", "TypeError", ["no LoRA layers"]),
-        ("refuse_a_model_without_adapters", "TypeError", ["no LoRA layers", "use FSDPAdapter"]),
-        ("refuse_fsdp1", "TypeError", ["shard with fully_shard"]),
+        ("refuse_other_adapters_than_lora", "ArgumentError", ["no LoRA layers"]),
+        ("refuse_a_model_without_adapters", "ArgumentError", ["no LoRA layers", "use FSDPAdapter"]),
+        ("refuse_fsdp1", "ArgumentError", ["shard with fully_shard"]),
         ("refuse_a_typo_in_rename", "ManifestMismatch", ["rename has names", "model.norm (1 in all)"]),
     ],
 )
@@ -145,5 +150,5 @@ def test_a_rank_with_another_adapter_is_an_error_on_all_and_no_hang(ranks: Ranks
 
 
 def test_a_plain_adapter_sends_no_base_model_by_mistake(ranks: Ranks) -> None:
-    for seen in of(ranks, "names_that_a_plain_adapter_gives"):
-        assert seen["prefixed"]
+    for seen in of(ranks, "refuse_a_plain_adapter"):
+        assert seen["error"] == "ArgumentError" and "MergedLoRAAdapter" in seen["text"]

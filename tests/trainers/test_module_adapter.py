@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from inference_plugin.wire.cover import check_exact_cover
 from inference_plugin.wire.errors import ManifestMismatch
-from inference_plugin.wire.manifest import Manifest, TensorSpec, check_exact_cover
+from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import box_view
 from trainer_adapters import DtypeRules, LocalSlice, ModuleAdapter, WeightSource
-from trainer_adapters.source import MIN_CUT_BYTES, share_by_bytes
+from trainer_adapters.sources.base import MIN_CUT_BYTES, share_boxes
 
 
 def received(*sources: WeightSource) -> dict[str, torch.Tensor]:
@@ -76,7 +77,7 @@ def test_importing_the_package_loads_no_torch_no_engine_and_no_ray() -> None:
         "from trainer_adapters import ModuleAdapter, FSDPAdapter, WeightSource;"
         "print([m for m in ('ray', 'vllm', 'sglang', 'transformers') if m in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=600)
     assert ran.stdout.split("\n")[:2] == ["[]", "[]"]
     with pytest.raises(ImportError, match="Nonesuch"):
         from trainer_adapters import Nonesuch  # noqa: F401
@@ -482,13 +483,13 @@ def test_the_manifest_follows_parameters_that_come_go_or_change() -> None:
 def test_ranks_with_the_same_copy_divide_every_byte_and_send_none_twice(
     tensors: list[tuple[str, list[int]]], world_size: int, cut: int
 ) -> None:
-    import trainer_adapters.source as module
+    import trainer_adapters.sources.base as module
 
     manifest = Manifest(tuple(TensorSpec(f"t{i}", d, tuple(s)) for i, (d, s) in enumerate(tensors)))
-    everything = range(len(manifest.tensors))
+    everything = [manifest.whole(i) for i in range(len(manifest.tensors))]
     before, module.MIN_CUT_BYTES = module.MIN_CUT_BYTES, cut
     try:
-        shares = [share_by_bytes(manifest, everything, rank, world_size) for rank in range(world_size)]
+        shares = [share_boxes(manifest, everything, rank, world_size) for rank in range(world_size)]
     finally:
         module.MIN_CUT_BYTES = before
     boxes = [(box, f"rank {rank}") for rank, share in enumerate(shares) for box in share.values()]

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from inference_plugin.transports.base import PIECE_BYTES
-from inference_plugin.wire.manifest import Box, Manifest
+from inference_plugin.wire.config import PIECE_BYTES
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import bytes_view
 from tests.support.plain_engine import manifest_of
-from trainer_adapters.source import LocalSlice
+from trainer_adapters.sources.base import LocalSlice
 
 DTYPES = [
     torch.float32,

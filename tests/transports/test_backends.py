@@ -105,6 +105,22 @@ def test_what_the_sender_broadcasts_is_what_the_receiver_holds(tmp_path: Path, b
     assert "WATCHDOG" not in os.environ
 
 
+def test_who_waits_for_a_broadcast_sleeps_until_it_is_there(
+    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    sender, receiver = pair(tmp_path, 60, backend)
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: slept.append(seconds))
+    with ThreadPoolExecutor() as pool:
+        held = torch.zeros(1)
+        waiting = pool.submit(receiver.broadcast(held))
+        sleep(0.05)  # long enough to look a hundred times; whether it does decides the test only where it would
+        sender.broadcast(torch.ones(1))()
+        waiting.result(60)
+    assert held.item() == 1 and slept == []
+
+
 def test_a_broadcast_that_nobody_sends_ends_by_the_deadline(tmp_path: Path, backend: str) -> None:
     _sender, receiver = pair(tmp_path, 1, backend)
     with pytest.raises((SyncTimeout, RuntimeError), match=r"did not come together in time|Timed out"):

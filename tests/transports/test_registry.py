@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from inference_plugin import hooks
+from inference_plugin import plugins as hooks
 from inference_plugin.transports import collective, registry, shm, zmq
 from inference_plugin.transports.base import Receiver, Sender, Staging, Transport
 from inference_plugin.wire.errors import TransportUnavailable

@@ -13,13 +13,17 @@ import torch
 import zmq as libzmq
 
 from inference_plugin.transports.base import WriteStats
-from inference_plugin.transports.zmq import Passing, ZmqReceiver, ZmqSender
+from inference_plugin.transports.bucket_staging import BucketReceiver
+from inference_plugin.transports.relay import RelayTerms
+from inference_plugin.transports.zmq import ZmqSender
 from inference_plugin.wire import codec
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import AuthError, DigestMismatch, PeerLost, ProtocolError, VersionConflict
-from inference_plugin.wire.manifest import Box, Manifest, Piece
+from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import (
+    Abort,
     Begin,
     Begun,
     Body,
@@ -31,7 +35,6 @@ from inference_plugin.wire.messages import (
     OpenGroup,
     Relay,
     Relaying,
-    Seal,
     Sealed,
     Sender,
 )
@@ -40,7 +43,7 @@ from tests.support.worker import KeepingInstaller, Worker
 from tests.transports.cases import CASES, any_bits, assert_equal_bytes, column_slices, manifest_for, whole_slices
 
 FAR_S = 3600.0
-CHAIN = msgspec.msgpack.encode(Passing(1, 10.0))
+CHAIN = msgspec.msgpack.encode(RelayTerms(1, 10.0))
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ def ask(worker: Worker, body: Body, kind: Any, payload: bytes | None = None) -> 
 
 
 def seal(worker: Worker, pieces: list[Piece]) -> Sealed:
-    while not (sealed := ask(worker, Seal("policy", "t", tuple(pieces)), Sealed)).done:
+    while not (sealed := ask(worker, worker.seal("t", pieces), Sealed)).done:
         pass
     return sealed  # type: ignore[no-any-return]
 
@@ -74,7 +77,7 @@ def write(
     manifest: Manifest, slices: Any, workers: list[Worker], degree: int, needs: tuple[Box, ...] | None = None
 ) -> tuple[list[Piece], WriteStats]:
     sender = ZmqSender()
-    segment = msgspec.msgpack.encode(Passing(degree, 10.0)) if degree else b""
+    segment = msgspec.msgpack.encode(RelayTerms(degree, 10.0)) if degree else b""
     targets = [worker.target(manifest, needs) for worker in workers]
     try:
         return sender.write("t", "policy", 0, manifest, segment, slices, targets, deadline_s=time.monotonic() + FAR_S)
@@ -188,13 +191,13 @@ def test_the_memory_is_given_back_when_nobody_is_fed_from_it_any_more(
     make: Callable[..., Worker], child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[torch.Tensor] = []
-    monkeypatch.setattr(ZmqReceiver, "_take_back", lambda _, memory: given.append(memory))
+    monkeypatch.setattr(BucketReceiver, "_take_back", lambda _, memory: given.append(memory))
     tensors = {"a": any_bits(torch.int8, 9)}
     worker = make(manifest_for(tensors))
     buckets(worker, tensors)
     ask(worker, Relay("policy", "t", (hop(child.address),), 1), Relaying)
     child.take()
-    worker.table.named("policy").abort("t", "the test says so")
+    ask(worker, Abort("policy", "t", "the test says so"), Done)
     assert given == []
     child.answer(Failed(VersionConflict("dropped here too").info()))
     eventually(lambda: given, "the memory")
@@ -228,7 +231,7 @@ def test_a_seal_waits_for_buckets_that_are_under_way_and_takes_none_after_the_la
     worker = make(manifest_for(tensors))
     data = tensors["a"].numpy().tobytes()
     piece = Piece(Box(0, (0,), (9,)), digest_bytes(data))
-    request = Seal("policy", "t", (piece,), 0.0)
+    request = worker.seal("t", [piece], 0.0)
     assert not ask(worker, request, Sealed).done
     ask(worker, Bucket("policy", "t", 0, 0, (piece,)), Done, data)
     seal(worker, [piece])
@@ -242,7 +245,7 @@ def test_a_seal_waits_for_buckets_that_are_under_way_and_takes_none_after_the_la
 def test_workers_that_nobody_feeds_say_so_together_and_what_to_do(make: Callable[..., Worker]) -> None:
     """One asks the other whether it is there: that is no food."""
     tensors = {"a": any_bits(torch.int8, 9), "b": any_bits(torch.int8, 9, seed=1)}
-    segment = msgspec.msgpack.encode(Passing(1, 0.1))
+    segment = msgspec.msgpack.encode(RelayTerms(1, 0.1))
     first, second = (make(manifest_for(tensors), segment=segment) for _ in range(2))
     pieces = [Piece(Box(i, (0,), (9,)), digest_bytes(t.numpy().tobytes())) for i, t in enumerate(tensors.values())]
     ask(first, Bucket("policy", "t", 0, 0, (pieces[0],)), Done, tensors["a"].numpy().tobytes())
@@ -257,17 +260,17 @@ def test_nothing_is_passed_on_where_that_was_not_agreed_and_nothing_unprotected_
     make: Callable[..., Worker],
 ) -> None:
     manifest = manifest_for({"a": any_bits(torch.int8, 9)})
-    with pytest.raises(ProtocolError, match="in this update nobody passes bytes on"):
+    with pytest.raises(ProtocolError, match="no worker relays bytes in this update"):
         ask(make(manifest, segment=b""), Relay("policy", "t", (hop("ipc:///nowhere"),), 1), Relaying)
     with pytest.raises(AuthError, match="without authentication"):
         ask(make(manifest), Relay("policy", "t", (hop("tcp://10.0.0.1:7"),), 1), Relaying)
-    with pytest.raises(ProtocolError, match="not a Passing"):
-        make(manifest, segment=msgspec.msgpack.encode(Passing(65, 10.0)))
+    with pytest.raises(ProtocolError, match="not a RelayTerms"):
+        make(manifest, segment=msgspec.msgpack.encode(RelayTerms(65, 10.0)))
 
 
 def test_workers_that_ask_each_other_do_not_outlive_their_trainer(make: Callable[..., Worker]) -> None:
     worker = make(manifest_for({"a": any_bits(torch.int8, 9)}))
-    transaction = worker.table.named("policy").transaction
+    transaction = worker.table.named("policy").group.transaction
     assert transaction is not None
     before_s = transaction.expires_at_s
     ask(worker, Relay("policy", "t", (), 1), Relaying)

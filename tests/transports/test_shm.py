@@ -23,7 +23,8 @@ import torch
 from inference_plugin.transports import shm
 from inference_plugin.transports.shm import SegmentAddress, SharedSegment, ShmReceiver, ShmSender
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
-from inference_plugin.wire.manifest import Box, Manifest, Piece, TensorSpec
+from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import box_view
 from tests.support.rig import ROOT, eventually, fork, kill
 from tests.transports.cases import (
@@ -414,6 +415,21 @@ def test_a_dev_shm_of_64_kib_does_not_matter() -> None:
     if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
         pytest.skip("mounting is not permitted here")
     ran = subprocess.run(
-        [*enter, sys.executable, "-c", TINY], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [*enter, sys.executable, "-c", TINY], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert ran.stdout == "ok\n", ran.stderr
+
+
+def test_a_description_that_names_a_kept_segment_and_means_another_gets_the_one_that_it_means() -> None:
+    tensors = {"a": any_bits(torch.int8, 9)}
+    manifest = manifest_for(tensors)
+    sender, receiver = ShmSender(), ShmReceiver()
+    first = msgspec.msgpack.decode(sender.allocate(manifest, frozenset()), type=SegmentAddress)
+    receiver.open(manifest, msgspec.msgpack.encode(first), wholes(manifest)).close()
+    other = SharedSegment.create(2 * first.nbytes)
+    other.tensor.fill_(7)
+    meant = msgspec.structs.replace(other.address, segment_id=first.segment_id)
+    staging = receiver.open(manifest, msgspec.msgpack.encode(meant), wholes(manifest))
+    assert staging.segment[:9].tolist() == [7] * 9
+    for closed in (staging, receiver, sender, other):
+        closed.close()

@@ -15,7 +15,8 @@ import torch
 import zmq as libzmq
 
 from inference_plugin.transports.base import Target
-from inference_plugin.transports.zmq import ZmqReceiver, ZmqSender
+from inference_plugin.transports.bucket_staging import BucketReceiver
+from inference_plugin.transports.zmq import ZmqSender
 from inference_plugin.wire import codec
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.digest import digest_bytes
@@ -27,8 +28,9 @@ from inference_plugin.wire.errors import (
     SyncTimeout,
     VersionConflict,
 )
-from inference_plugin.wire.manifest import Box, Manifest, Piece
-from inference_plugin.wire.messages import Begin, Begun, Bucket, Done, GroupOpened, OpenGroup, Seal, Sealed, Sender
+from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import Abort, Begin, Begun, Bucket, Done, GroupOpened, OpenGroup, Sealed, Sender
 from tests.support.rig import eventually, fork, kill
 from tests.support.worker import KeepingInstaller, Worker
 from tests.transports.cases import (
@@ -59,7 +61,7 @@ def begin(worker: Worker, manifest: Manifest, txn: str = "t", version: int = 1) 
 
 def seal(worker: Worker, pieces: list[Piece], txn: str = "t") -> Sealed:
     with worker.channel() as channel:
-        while not (sealed := channel.request(Seal("policy", txn, tuple(pieces)), Sealed, timeout_s=30)).done:
+        while not (sealed := channel.request(worker.seal(txn, pieces), Sealed, timeout_s=30)).done:
             pass
     return sealed
 
@@ -330,7 +332,7 @@ def hang_on_the_second_bucket(address: str, out: str) -> None:
 
 
 def test_a_worker_killed_between_buckets_is_a_lost_peer_at_once(directory: Path, small_buckets: int) -> None:
-    from inference_plugin.wire.addresses import boot_id
+    from inference_plugin.net.addresses import boot_id
 
     address, out = f"ipc://{directory}/w", str(directory / "up")
     pid = fork("tests.transports.test_zmq:hang_on_the_second_bucket", address=address, out=out)
@@ -472,7 +474,8 @@ def test_a_dropped_updates_buckets_are_refused_and_their_bytes_are_not_kept(rece
     import gc
 
     worker, _, _ = receiving
-    worker.table.named("policy").abort("t", "the test says so")
+    with worker.channel() as aborting:
+        aborting.request(Abort("policy", "t", "the test says so"), Done, timeout_s=60)
     payload = bytes(2 << 20)
     for seq in range(3):
         with pytest.raises(VersionConflict, match="dropped: the test says so"):
@@ -488,7 +491,7 @@ def test_a_dropped_updates_buckets_are_refused_and_their_bytes_are_not_kept(rece
 def test_staging_is_reused_from_one_update_to_the_next_and_never_shows_old_bytes_as_new() -> None:
     tensors = {"a": any_bits(torch.int8, 9)}
     manifest = manifest_for(tensors)
-    receiver = ZmqReceiver()
+    receiver = BucketReceiver()
     first = receiver.open(manifest, b"", [manifest.whole(0)])
     piece, data = piece_of(tensors, "a")
     first.receive([piece], memoryview(data))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from inference_plugin.wire import addresses
-from inference_plugin.wire.errors import AuthError, ProtocolError
+from inference_plugin.net import addresses
+from inference_plugin.net.processes import start_ticks
+from inference_plugin.wire.errors import AuthError, ConfigError
 from inference_plugin.wire.messages import ReplicaCard
 from tests.support.rig import fork, kill
 
@@ -120,11 +122,13 @@ def test_ids_are_never_used_twice_and_name_engine_and_process() -> None:
     assert len(ids) == 100 and all(i.startswith(f"plain-{os.getpid()}-") for i in ids)
 
 
-def test_a_card_that_cannot_be_read_is_a_typed_error(directory: Path) -> None:
+def test_a_card_that_cannot_be_read_is_left_out_with_one_warning(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (addresses.runtime_dir() / "bad.card").write_bytes(b"\xff\xff")
-    with pytest.raises(ProtocolError, match="not a ReplicaCard") as raised:
-        addresses.discover()
-    assert raised.value.phase == "discover"
+    assert addresses.discover() == [] and addresses.discover() == []
+    (warning,) = caplog.messages
+    assert "bad.card" in warning and "not a ReplicaCard" in warning
 
 
 def test_a_zombie_is_not_alive() -> None:
@@ -142,3 +146,41 @@ def test_a_half_written_card_is_never_seen(directory: Path) -> None:
     addresses.write_card(card("a"))
     (addresses.runtime_dir() / "a.tmp").write_bytes(msgspec.msgpack.encode(card("a"))[:10])
     assert addresses.discover() == [card("a")]
+
+
+def test_a_card_whose_pid_is_another_processs_now_is_stale(directory: Path) -> None:
+    pid = fork("tests.wire.test_addresses:sleep_for_ever")
+    for name in ("mine", "older"):
+        (addresses.runtime_dir() / f"{name}.f").touch()
+    addresses.write_card(card("mine", pid, start_ticks=start_ticks(pid)))
+    addresses.write_card(card("older", pid, start_ticks=start_ticks(pid) - 1))
+    addresses.write_card(card("untold", pid))
+    assert [c.replica for c in addresses.stale_replicas()] == ["older"]
+    assert [c.replica for c in addresses.discover()] == ["mine", "untold"]
+    assert not (addresses.runtime_dir() / "older.f").exists()
+    kill(pid)
+    assert addresses.discover() == []
+
+
+def test_what_a_process_left_is_swept_even_if_its_pid_is_taken(directory: Path) -> None:
+    now, earlier = f"{os.getpid()}-{start_ticks()}", f"{os.getpid()}-{start_ticks() - 1}"
+    for name in (f"registry-{now}-ab.r", f"registry-{earlier}-ab.r", f"registry-{os.getpid()}-ab.r"):
+        socket.socket(socket.AF_UNIX).bind(str(addresses.runtime_dir() / name))
+    assert addresses.new_replica_id("vllm").startswith(f"vllm-{now}-")
+    assert sorted(addresses.local_registries().values()) == [(os.getpid(), 0), (os.getpid(), start_ticks())]
+    (addresses.runtime_dir() / f"vllm-{earlier}-ab.problem").write_text("long ago")
+    addresses.note_problem("vllm", "today")
+    assert addresses.problems() == [f"vllm process {os.getpid()}: today"]
+    addresses.discover()
+    left = sorted(path.name for path in addresses.runtime_dir().iterdir() if path.is_socket())
+    assert left == sorted([f"registry-{now}-ab.r", f"registry-{os.getpid()}-ab.r"])
+
+
+def test_a_runtime_directory_that_cannot_be_made_is_a_typed_error(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "file").touch()
+    monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(directory / "file" / "below"))
+    with pytest.raises(ConfigError, match="can't be made: Not a directory") as raised:
+        addresses.runtime_dir()
+    assert "WEIGHTWIRE_RUNTIME_DIR" in raised.value.hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,17 +14,40 @@ from msgspec import inspect
 
 from inference_plugin.wire import codec
 from inference_plugin.wire.errors import ManifestMismatch, ProtocolError
-from inference_plugin.wire.manifest import Box, Manifest, Piece, TensorSpec
+from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.messages import (
     PROTOCOL_VERSION,
+    Abort,
     Begin,
+    Begun,
     Body,
     Bucket,
+    ClearTasks,
+    CloseGroup,
     Describe,
+    Done,
+    EndLeases,
     Envelope,
+    Failed,
+    Go,
+    GroupOpened,
+    Lease,
+    Leased,
     OpenGroup,
+    Outcome,
+    Pull,
+    Pulled,
+    Ready,
+    Relay,
+    Relaying,
+    Release,
+    Renew,
     Seal,
+    Sealed,
     Sender,
+    TasksCleared,
+    Wrote,
 )
 
 BODIES: tuple[type[Any], ...] = Body.__args__  # type: ignore[attr-defined]
@@ -84,6 +108,53 @@ def test_every_message_type_comes_back_equal(body: type[Any]) -> None:
     round_trip()
 
 
+BOUNDED = (
+    *(Describe, OpenGroup, Begin, Bucket, Relay, Seal, Renew, Abort, Release, CloseGroup),
+    *(Ready, Wrote, Go, Outcome, Done, Failed, GroupOpened, Begun, Relaying, Sealed),
+    *(Lease, Leased, EndLeases, Pull, Pulled, ClearTasks, TasksCleared),
+)
+DIGESTS = ("Piece.digest", "WantedShard.digest")
+
+
+def unbounded(kind: inspect.Type, where: str) -> Iterator[str]:
+    """The fields of a type, and of those in it, that may be as large or as long as a peer likes."""
+    match kind:
+        case inspect.IntType(ge=low, gt=above, lt=high):
+            # A digest has all 64 bits: msgpack itself has no larger number, and no lower bound is below 0.
+            if (low is None and above is None) or (high is None and not where.endswith(DIGESTS)):
+                yield where
+        case inspect.FloatType(ge=low, le=high):
+            if low is None or high is None:
+                yield where
+        case inspect.StrType(max_length=limit, pattern=pattern):
+            if limit is None and pattern is None:
+                yield where
+        case inspect.BytesType(max_length=limit):
+            if limit is None:
+                yield where
+        case inspect.VarTupleType(item_type=item, max_length=limit):
+            yield from [where] if limit is None else unbounded(item, f"{where}[]")
+        case inspect.DictType(key_type=key, value_type=value, max_length=limit):
+            yield from [where] if limit is None else [*unbounded(key, f"{where}.key"), *unbounded(value, f"{where}[]")]
+        case inspect.UnionType(types=types):
+            for one in types:
+                yield from unbounded(one, where)
+        case inspect.Metadata(type=inner):
+            yield from unbounded(inner, where)
+        case inspect.StructType(cls=cls, fields=fields):
+            for field in fields:
+                yield from unbounded(field.type, f"{where} > {cls.__name__}.{field.name}")
+        case inspect.BoolType() | inspect.NoneType() | inspect.LiteralType():
+            pass
+        case _:
+            raise AssertionError(f"{where}: {kind}")
+
+
+@pytest.mark.parametrize("body", BOUNDED, ids=lambda body: body.__name__)
+def test_every_field_of_a_message_has_its_bounds(body: type[Any]) -> None:
+    assert list(unbounded(inspect.type_info(body), "")) == []
+
+
 def decodes_or_refuses(frame: bytes) -> None:
     with contextlib.suppress(ProtocolError, ManifestMismatch):
         assert isinstance(codec.decode(frame), Envelope)
@@ -132,7 +203,7 @@ def test_a_frame_over_the_limit_is_refused_by_its_size_alone(monkeypatch: pytest
 @pytest.mark.parametrize("body", [{"type": "describe"}, {"type": "a message of the future", "x": 1}])
 def test_another_protocol_version_is_named_whatever_else_the_message_says(body: dict[str, Any]) -> None:
     frame = msgspec.msgpack.encode({"protocol": 7, "seq": 1, "body": body})
-    with pytest.raises(ProtocolError, match=r"the peer speaks protocol 7, this side 1") as raised:
+    with pytest.raises(ProtocolError, match=r"the peer speaks protocol 7, this side 2") as raised:
         codec.decode(frame)
     assert "install the same weightwire version" in raised.value.hint
 
@@ -175,7 +246,7 @@ def test_a_bad_manifest_is_refused_on_arrival_and_says_so(manifest: Manifest) ->
         Bucket("policy", "t", 0, 0, (Piece(Box(0, (-1,), (1,)), 0),)),
         Bucket("policy", "t", 0, 0, (Piece(Box(0, (0,) * 9, (1,) * 9), 0),)),
         Bucket("policy", "t", 0, 0, (Piece(Box(1 << 20, (0,), (1,)), 0),)),
-        Seal("policy", "t", (), wait_s=3600.0),
+        Seal("policy", "t", "d", (), wait_s=3600.0),
     ],
     ids=repr,
 )

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from inference_plugin.engines.rank import RankIdentity, RankRuntime
+from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.transports import zmq
 from inference_plugin.wire.config import PIECE_BYTES, Config, settings, unknown_variables, variable_of
 from inference_plugin.wire.errors import ConfigError
@@ -68,7 +68,7 @@ def test_a_manager_goes_by_its_own_configuration_and_its_arguments_before_that(
     config = Config(lease_s=7, timeout_s=60, bucket_bytes="4MiB")  # type: ignore[arg-type]
     with SyncManager(transport="zmq", timeout_s=30, config=config) as manager:
         assert (manager.settings.timeout_s, manager.settings.lease_s) == (30.0, 7.0)
-        assert manager._rank.sender(zmq.TRANSPORT).config.bucket_bytes == 4 << 20
+        assert manager._context.writer.sender(zmq.TRANSPORT).config.bucket_bytes == 4 << 20
 
 
 def test_a_misspelt_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,5 +100,5 @@ def test_no_variable_is_read_that_the_documentation_does_not_know() -> None:
     read = set()
     for package in ("inference_plugin", "trainer_adapters"):
         for path in Path(ROOT / package).rglob("*.py"):
-            read |= set(re.findall(r"WEIGHTWIRE_[A-Z_]*[A-Z]", path.read_text()))
+            read |= set(re.findall(r"\bWEIGHTWIRE_[A-Z_]*[A-Z]", path.read_text()))
     assert {name for name in read if f"`{name}`" not in page} == set()

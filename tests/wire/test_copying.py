@@ -160,7 +160,7 @@ def test_every_length_from_the_registers_has_the_librarys_digest() -> None:
     target, start = place(source.size, 0)
     by_registers = 0
     for nbytes in range(1, source.size + 1):
-        digest = copying._copy_and_digest_at_once(target, start, 0, source[:nbytes], 1, nbytes)
+        digest = copying._copy_and_digest_in_one_pass(target, start, 0, source[:nbytes], 1, nbytes)
         assert digest in (None, digest_bytes(source[:nbytes]))
         by_registers += digest is not None
     assert by_registers in (0, source.size - 240), "all, where the processor has AVX2, but the short ones"

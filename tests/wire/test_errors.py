@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.wire import errors
-from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, WeightwireError, first_few
+from inference_plugin.wire import codec, errors
+from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, VersionConflict, WeightwireError, first_few
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeightwireError)]
 text = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -47,7 +47,7 @@ def test_a_kind_from_the_future_is_a_plain_weightwire_error() -> None:
 
 def test_where_fills_only_what_is_empty_and_rank_0_is_not_empty() -> None:
     error = PeerLost("m", side="worker", rank=0)
-    assert error.at(side="front", rank=4, group="policy", version=0) is error
+    assert error.at(side="coordinator", rank=4, group="policy", version=0) is error
     assert (error.side, error.rank, error.group, error.version) == ("worker", 0, "policy", 0)
     assert "[side=worker rank=0 group=policy version=0]" in str(error)
 
@@ -55,7 +55,15 @@ def test_where_fills_only_what_is_empty_and_rank_0_is_not_empty() -> None:
 def test_every_kind_says_what_to_do_next_or_takes_a_hint() -> None:
     for kind in KINDS:
         assert str(kind("m", hint="do this")) == "m -- do this"
-    assert "next update" in SyncTimeout("m").hint
+
+
+def test_only_who_knows_it_promises_the_old_version() -> None:
+    for kind in (SyncTimeout, PeerLost):
+        error = kind("m")
+        assert error.hint and "version" not in error.hint
+        assert error.advise("the old version is served") is error
+        assert error.hint == "the old version is served"
+        assert error.advise("something else").hint == "the old version is served"
 
 
 def test_timeouts_and_losses_are_also_pythons_own() -> None:
@@ -73,3 +81,19 @@ def test_a_foreign_error_keeps_its_type_text_and_cause(foreign: Exception) -> No
 def test_long_lists_are_cut_and_counted() -> None:
     assert first_few(["a", "b"]) == "a, b (2 in all)"
     assert first_few([str(i) for i in range(20)]) == "0, 1, 2, 3, 4, 5, 6, 7, ... (20 in all)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        VersionConflict("m" * (1 << 20), hint="h" * (1 << 20), group="g" * 1000, replica="r" * 1000),
+        VersionConflict("a version that is no 64-bit number", version=1 << 70, rank=-(1 << 70)),
+        VersionConflict("half a character: \ud800", hint="\udfff"),
+    ],
+    ids=["long", "large", "no text"],
+)
+def test_an_error_arrives_whatever_it_says(error: WeightwireError) -> None:
+    arrived = WeightwireError.of(codec.decode_as(msgspec.msgpack.encode(error.info()), ErrorInfo))
+    assert type(arrived) is VersionConflict
+    assert arrived.message[:10] == error.message[:10]
+    assert (arrived.rank, arrived.version) == (None, None)

@@ -11,20 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_plugin.wire.cover import ExactCover, check_exact_cover
 from inference_plugin.wire.errors import ManifestMismatch
-from inference_plugin.wire.manifest import (
-    ALIGNMENT_BYTES,
-    DTYPE_BYTES,
-    Box,
-    ExactCover,
-    Manifest,
-    TensorSpec,
-    aligned,
-    box_volume,
-    check_exact_cover,
-    intersect,
-    split_box,
-)
+from inference_plugin.wire.geometry import Box, box_volume, intersect, split_box
+from inference_plugin.wire.manifest import ALIGNMENT_BYTES, DTYPE_BYTES, Manifest, TensorSpec, aligned
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -235,35 +225,40 @@ def test_a_cover_tells_which_boxes_touch_what_is_needed() -> None:
 
 
 @given(shapes, st.sampled_from(sorted(DTYPE_BYTES)), st.integers(1, 64), st.data())
-def test_a_cut_is_the_split_with_its_places(
+def test_a_slice_is_split_with_the_place_of_each_piece(
     shape: tuple[int, ...], dtype: str, piece_bytes: int, data: st.DataObject
 ) -> None:
     manifest = Manifest((TensorSpec("first", "int8", (3,)), TensorSpec("t", dtype, shape)))
     offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
     box = Box(1, offsets, tuple(data.draw(st.integers(0, size - o)) for size, o in zip(shape, offsets, strict=True)))
-    cuts = manifest.cut(box, piece_bytes)
-    assert [cut.box for cut in cuts] == split_box(box, DTYPE_BYTES[dtype], piece_bytes)
-    assert [cut.place for cut in cuts] == [manifest.rows(cut.box) for cut in cuts]
+    places = manifest.split(box, piece_bytes)
+    assert [place.box for place in places] == split_box(box, DTYPE_BYTES[dtype], piece_bytes)
+    assert [place.region for place in places] == [manifest.region(place.box) for place in places]
     numbers = torch.arange(manifest.layout.nbytes)
     item_bytes = DTYPE_BYTES[dtype]
-    for cut in cuts:
+    for place in places:
         starts = numbers[manifest.layout.offsets[1] :][: math.prod(shape) * item_bytes : item_bytes].reshape(shape)
-        for dim, (first, size) in enumerate(zip(cut.box.offsets, cut.box.sizes, strict=True)):
+        for dim, (first, size) in enumerate(zip(place.box.offsets, place.box.sizes, strict=True)):
             starts = starts.narrow(dim, first, size)
         bytes_of = [start + i for start in starts.flatten().tolist() for i in range(item_bytes)]
-        if cut.place is not None:
-            start, count, row_bytes, stride = cut.place
+        if place.region is not None:
+            (count, row_bytes), stride, start = place.region.sizes, place.region.strides[0], place.region.offset
             assert [start + row * stride + i for row in range(count) for i in range(row_bytes)] == bytes_of
             assert count == 1 or stride > row_bytes
         else:
-            assert len({b - a for a, b in itertools.pairwise(bytes_of)}) > 2
-    assert [(cut.start, cut.end - cut.start) for cut in cuts] == [
-        (start, manifest.box_nbytes(cut.box))
-        for start, cut in zip(
-            itertools.accumulate((manifest.box_nbytes(cut.box) for cut in cuts), initial=0), cuts, strict=False
+            rows = [
+                at
+                for at, before in zip(bytes_of, [None, *bytes_of], strict=False)
+                if before is None or at != before + 1
+            ]
+            assert len({b - a for a, b in itertools.pairwise(rows)}) > 1
+    assert [(place.start, place.end - place.start) for place in places] == [
+        (start, manifest.box_nbytes(place.box))
+        for start, place in zip(
+            itertools.accumulate((manifest.box_nbytes(place.box) for place in places), initial=0), places, strict=False
         )
     ]
-    assert manifest.cut(box, piece_bytes) is cuts
+    assert manifest.split(box, piece_bytes) is places
 
 
 def test_within_asks_only_for_what_a_worker_needs() -> None:

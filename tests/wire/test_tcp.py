@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from inference_plugin.wire import codec, curve
-from inference_plugin.wire.channel import Channel
+from inference_plugin.net import curve
+from inference_plugin.net.channel import Channel
+from inference_plugin.net.listening import Listener, check_listen_address
+from inference_plugin.wire import codec
 from inference_plugin.wire.errors import AuthError, PeerLost
-from inference_plugin.wire.listening import Listener, check_listen_address
 from inference_plugin.wire.messages import Describe, Done
 
 
@@ -167,7 +168,7 @@ def test_an_address_where_nobody_listens_is_a_lost_peer(key: Path, monkeypatch: 
 def test_a_request_that_a_broken_connection_swallowed_is_sent_again_at_once(
     key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inference_plugin.wire.channel.RESEND_S", 1e6)
+    monkeypatch.setattr("inference_plugin.net.channel.RESEND_S", 1e6)
     first = Listener(zmq.ROUTER, "tcp://127.0.0.1:*", max_bytes=1 << 20)
     with Channel(first.address) as channel:
         channel.send(Describe())

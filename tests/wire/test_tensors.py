@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.wire.errors import ManifestMismatch
-from inference_plugin.wire.manifest import ALIGNMENT_BYTES, DTYPE_BYTES, Box, Manifest, TensorSpec, box_volume
+from inference_plugin.wire.geometry import Box, box_volume
+from inference_plugin.wire.manifest import ALIGNMENT_BYTES, DTYPE_BYTES, Manifest, TensorSpec
 from inference_plugin.wire.tensors import box_view, bytes_view, dtype_name, torch_dtype
 
 DTYPES = sorted(DTYPE_BYTES)

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from inference_plugin.net import addresses
+from inference_plugin.net.channel import Channel
 from inference_plugin.transports.shm import ShmSender
-from inference_plugin.wire import addresses
-from inference_plugin.wire.channel import Channel
-from inference_plugin.wire.manifest import Manifest, Piece
+from inference_plugin.wire.digest import digest_group
+from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import (
     Abort,
     Begin,
@@ -87,8 +89,12 @@ class Driver:
         return self.pieces
 
     def seal(self, txn: str, pieces: tuple[Piece, ...] | None = None, *, wait_s: float = 0.5) -> Sealed:
-        sealed: Sealed = self.ask(Seal(self.group, txn, self.pieces if pieces is None else pieces, wait_s), Sealed)
+        pieces = self.pieces if pieces is None else pieces
+        sealed: Sealed = self.ask(Seal(self.group, txn, self.digest(pieces), pieces, wait_s), Sealed)
         return sealed
+
+    def digest(self, pieces: tuple[Piece, ...]) -> str:
+        return digest_group(self.manifest, pieces)
 
     def seal_fully(self, txn: str) -> Sealed:
         while not (sealed := self.seal(txn)).done:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from inference_plugin.engines import live
-from inference_plugin.engines.live import LiveModel
+from inference_plugin.engines import live_model as live
+from inference_plugin.engines.live_model import LiveModel
 
 
 def test_an_engine_is_decoding_through_all_of_a_step_and_a_while_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,24 +14,28 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.server import WorkerServer
+from inference_plugin.net.channel import take_ready
 from inference_plugin.wire import codec
-from inference_plugin.wire.channel import take_ready
 from inference_plugin.wire.errors import AuthError, ProtocolError, WeightwireError
+from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.messages import (
     PROTOCOL_VERSION,
     Begun,
+    Body,
     Bucket,
     Commit,
     Describe,
     Done,
     Failed,
     Go,
+    GroupOpened,
+    OpenGroup,
     Renew,
     Seal,
     Sealed,
     WorkerCard,
 )
+from inference_plugin.worker.server import WorkerServer
 from tests.support.rig import eventually
 from tests.support.worker import Worker
 from tests.worker.driver import Driver, weights
@@ -100,7 +104,9 @@ def test_garbage_of_every_kind_is_answered_and_the_socket_goes_on(worker: Worker
         "a worker takes no Go": (codec.encode(Go("t", (), 1.0)),),
         "a bucket without its payload frame": (codec.encode(Bucket("policy", "t", 0, 0, ())),),
         "no weight-update group is named": (codec.encode(Renew("policy", "t")),),
-        "Invalid value": (msgspec.msgpack.encode({"protocol": 1, "seq": 1, "body": {"type": "explode"}}),),
+        "Invalid value": (
+            msgspec.msgpack.encode({"protocol": PROTOCOL_VERSION, "seq": 1, "body": {"type": "explode"}}),
+        ),
     }
     for text, frames in bad.items():
         error = failure(raw, *frames)
@@ -183,6 +189,23 @@ def test_a_dealer_with_an_envelope_is_served_like_a_req(worker: Worker) -> None:
     context.destroy(linger=0)
 
 
+def test_a_dealer_gets_an_answer_to_each_of_its_requests_also_to_those_that_take_time(worker: Worker) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(worker.address)
+    manifest = Manifest((TensorSpec("w", "int8", (4,)),))
+    requests: list[Body] = [OpenGroup("policy", manifest, "zmq"), Describe(), OpenGroup("critic", manifest, "zmq")]
+    for seq, request in enumerate(requests):
+        socket.send_multipart([b"", codec.encode(request, seq)])
+    replies = {}
+    for _ in requests:
+        assert socket.poll(60_000)
+        envelope = codec.decode(socket.recv_multipart()[1])
+        replies[envelope.seq] = type(envelope.body)
+    assert replies == {0: GroupOpened, 1: WorkerCard, 2: GroupOpened}
+    context.destroy(linger=0)
+
+
 def test_a_lost_reply_is_asked_for_again_and_the_request_applied_once(worker: Worker, trainer: Driver) -> None:
     trainer.open()
     trainer.begin("t1", 1)
@@ -202,7 +225,7 @@ def test_a_seal_that_waits_for_its_answer_keeps_nobody_else_waiting(worker: Work
     trainer.write(weights(1))
     worker.installer.gate.clear()
     with worker.channel() as sealing:
-        sealing.send(Seal("policy", "t1", trainer.pieces, 5))
+        sealing.send(Seal("policy", "t1", trainer.digest(trainer.pieces), trainer.pieces, 5))
         eventually(lambda: "prepare" in worker.installer.calls, "the seal's work")
         assert trainer.renew("t1") == Done()
         assert take_ready([sealing], Sealed, timeout_s=0) == []
@@ -211,7 +234,7 @@ def test_a_seal_that_waits_for_its_answer_keeps_nobody_else_waiting(worker: Work
 
 
 def test_the_socket_lies_where_only_its_user_can_come(worker: Worker, directory: Path) -> None:
-    from inference_plugin.wire import addresses
+    from inference_plugin.net import addresses
 
     address = addresses.ipc_address("r", "0")
     other = Worker(address)
@@ -231,7 +254,7 @@ def test_tcp_on_loopback_gets_a_free_port_and_works(directory: Path) -> None:
 
 
 def test_listening_beyond_this_host_is_refused_before_anything_is_bound() -> None:
-    from inference_plugin.groups import GroupTable
+    from inference_plugin.worker.groups import GroupTable
 
     for address in ("tcp://0.0.0.0:*", "tcp://*:*", "tcp://[::]:*"):
         with pytest.raises(AuthError):
@@ -258,7 +281,7 @@ def test_closing_twice_ends_the_thread_frees_the_groups_and_answers_nobody(direc
 
 
 def test_a_server_that_was_never_started_can_be_closed(directory: Path) -> None:
-    from inference_plugin.groups import GroupTable
+    from inference_plugin.worker.groups import GroupTable
 
     server = WorkerServer(GroupTable("r", 0, lambda _: None), f"ipc://{directory}/x", lambda: None, {})  # type: ignore[arg-type, return-value]
     server.close()

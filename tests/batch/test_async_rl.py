@@ -1,0 +1,70 @@
+"""The way back of `examples/async_rl` without an engine: 200 steps in which no process grows, and one that dies."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from tests.batch.async_rl_processes import LOOKED_EVERY
+from tests.support.engines import eventually
+from tests.support.rig import fork, gone, kill, runtime
+
+STEPS, WARM_UP = 200, 60
+MIB = 1 << 20
+MOST_GROWTH = {"own": 8 * MIB, "mapped": 8 * MIB, "segments": 8 * MIB, "descriptors": 8, "threads": 4}
+"""Of the median, from the first looks after the warm-up to the last ones. More than 96 MiB of rows pass meanwhile: if they
+leak, it shows."""
+
+
+def run(directory: Path, steps: int, **options: Any) -> list[dict[str, Any]]:
+    """Two workers and two ranks, from beginning to end; what rank 0 told."""
+    environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    module, told = "tests.batch.async_rl_processes", directory / "told"
+    theres = [directory / f"worker-{number}" for number in range(2)]
+    workers = [fork(f"{module}:run_worker", environment, there=str(there)) for there in theres]
+    common: dict[str, Any] = {"port": port, "steps": steps, "workers": workers, "told": str(told), **options}
+    ranks: list[int] = []
+    try:
+        eventually(lambda: all(there.exists() for there in theres), what="the workers")
+        ranks += [fork(f"{module}:run_rank", environment, rank=rank, **common) for rank in range(2)]
+        eventually(lambda: all(map(gone, ranks)), timeout_s=600, what="the end of the ranks")
+    finally:
+        for pid in (*workers, *ranks):
+            if not gone(pid):
+                kill(pid)
+    return [json.loads(line) for line in told.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_memory_is_flat_in_every_process_over_200_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with runtime(monkeypatch) as directory:
+        *looks, end = run(directory, STEPS)
+    assert [look["step"] for look in looks] == list(range(0, STEPS, LOOKED_EVERY))
+    assert end["version"] == STEPS and end["lost"] == end["failed"] == end["tasks"] == 0 and end["share"] < 0.01
+    settled = [look for look in looks if look["step"] >= WARM_UP]
+    assert settled[-1]["data_bytes"] - settled[0]["data_bytes"] > 12 * MOST_GROWTH["own"]
+    few = len(settled) // 4
+    for name in settled[0]["use"]:
+        for what, most in MOST_GROWTH.items():
+            first, last = (median(look["use"][name][what] for look in part) for part in (settled[:few], settled[-few:]))
+            assert last - first <= most, f"{what} of {name} grows: {[look['use'][name][what] for look in looks]}"
+
+
+@pytest.mark.parametrize("tasks", [4, 1], ids=["some of a batch", "a whole batch"])
+def test_rows_whose_worker_dies_in_the_middle_of_a_step_are_left_out_and_the_loop_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tasks: int
+) -> None:
+    with runtime(monkeypatch) as directory:
+        (end,) = run(directory, 12, tasks=tasks, kill_at=4)
+    assert end["version"] == 12 and end["failed"] == end["tasks"] == 0
+    assert end["lost"] >= end["lost_later"] > 0, (
+        "tasks of the batch at work, beside those that the worker ran or had ready"
+    )

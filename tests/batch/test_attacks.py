@@ -1,0 +1,80 @@
+"""Attacks on rows: whatever is asked in whatever order, rows are right or refused, and nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from inference_plugin.net.channel import Channel
+from inference_plugin.wire.errors import BatchError, ProtocolError
+from inference_plugin.wire.messages import Done, EndLeases, Leased
+from inference_plugin.wire.messages.batch import LeaseEnd
+from tests.batch.owners import descriptors, fetched
+from tests.support.rig import eventually, runtime
+from trainer_adapters.batch import consumer
+from trainer_adapters.batch.batch import DistributedBatch
+from trainer_adapters.batch.exchanges import LeaseExchange
+from trainer_adapters.batch.nested import localize
+from trainer_adapters.batch.store import Store
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    with runtime(monkeypatch), Store(budget_bytes=1 << 24) as store:
+        yield store
+
+
+def test_rows_that_were_replaced_are_not_filled_with_the_later_ones(store: Store) -> None:
+    old, new = (
+        DistributedBatch.of_entries(store.put("t", {"a": torch.full((4,), number)}), [store.owner]) for number in (1, 2)
+    )
+    with pytest.raises(BatchError, match="two different entries"):
+        localize({"old": old, "new": new})
+
+
+def test_a_lease_whose_end_comes_first_does_not_begin(store: Store) -> None:
+    lease = LeaseExchange(store.owner, store.put("t", {"a": torch.zeros(8)}))
+    session = lease.request.consumer.session  # type: ignore[union-attr]
+    with Channel(store.owner.address) as channel:
+        channel.request(EndLeases(session, (LeaseEnd(lease.request.number),)), Done, timeout_s=60)  # type: ignore[union-attr]
+        with pytest.raises(ProtocolError, match="has ended"):
+            channel.request(lease.request, Leased, timeout_s=60)
+    store.clear(["t"])
+    assert store.stats().leased_bytes == 0
+
+
+def test_fetched_rows_keep_no_descriptor(store: Store) -> None:
+    entries = [store.put(f"t{i}", {"a": torch.full((8,), i)}) for i in range(100)]
+    fetched(entries[0], store.owner)
+    before = descriptors()
+    held = [fetched(some, store.owner) for some in entries]
+    assert descriptors() < before + 20
+    assert [int(part.tensor[0]) for have in held for part in have.values()] == list(range(100))
+
+
+def test_a_number_that_no_message_carries_is_refused(store: Store) -> None:
+    with pytest.raises(BatchError, match="not a plain value"):
+        store.put("t", {"a": [np.longdouble(1)]})
+
+
+def test_leases_go_back_although_no_socket_could_be_made_for_a_while(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [zmq.ZMQError(24), zmq.ZMQError(24)]
+
+    def channel(*arguments: Any, **options: Any) -> Channel:
+        if refusals:
+            raise refusals.pop()
+        return Channel(*arguments, **options)
+
+    monkeypatch.setattr(consumer, "Channel", channel)
+    have = fetched(store.put("t", {"a": torch.zeros(8)}), store.owner)
+    store.clear(["t"])
+    assert store.stats().leased_bytes
+    have.clear()
+    eventually(lambda: not store.stats().leased_bytes, "the lease given back")

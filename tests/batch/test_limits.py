@@ -1,0 +1,101 @@
+"""Times, counts and sizes that can't be meant are refused by typed errors, at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference_plugin.wire.errors import BatchError, ConfigError, StoreFull
+from tests.batch.owners import MIB
+from tests.support.rig import runtime
+from trainer_adapters.batch.batch import DistributedBatch
+from trainer_adapters.batch.client import clear_tasks, fetch_entries
+from trainer_adapters.batch.nested import localize, remotize
+from trainer_adapters.batch.rollouts.pool import RolloutPool
+from trainer_adapters.batch.rollouts.worker import RolloutWorker
+from trainer_adapters.batch.store import Store
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with runtime(monkeypatch) as path:
+        yield path
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with Store(budget_bytes=MIB) as one:
+        yield one
+
+
+NO_TIMES: list[Any] = [float("nan"), -1, float("inf"), "5", None, True, 1e12]
+
+
+@pytest.mark.parametrize("wrong", NO_TIMES, ids=repr)
+def test_a_time_limit_that_is_none_is_refused_everywhere(store: Store, wrong: Any) -> None:
+    entries = store.put("t", {"k": torch.ones(2)})
+    batch = DistributedBatch.of_entries(entries, [store.owner])
+    owners = {store.owner.id: store.owner}
+
+    async def never(task_id: str, payload: Any) -> dict[str, Any]:
+        return {}
+
+    with RolloutPool() as pool:
+        calls: list[Any] = [
+            lambda: store.put("u", {"k": [1]}, timeout_s=wrong),
+            lambda: batch.fetch(timeout_s=wrong),
+            lambda: asyncio.run(batch.afetch(timeout_s=wrong)),
+            lambda: batch.clear(timeout_s=wrong),
+            lambda: fetch_entries(entries, owners, timeout_s=wrong, have={}),
+            lambda: clear_tasks(["t"], owners, timeout_s=wrong),
+            lambda: localize(batch, timeout_s=wrong),
+            lambda: remotize({"a": torch.ones(1)}, store, "v", timeout_s=wrong),
+            lambda: pool.next_batch(1, wrong),
+            lambda: asyncio.run(pool.anext_batch(1, wrong)),
+            lambda: RolloutWorker(never, slots=1, store=store, put_timeout_s=wrong),
+        ]
+        if wrong is not None:
+            calls += [
+                lambda: pool.submit("t", 1, deadline_s=wrong),
+                lambda: RolloutPool(silence_s=wrong),
+                lambda: RolloutWorker(never, slots=1, store=store, silence_s=wrong),
+            ]
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"seconds"):
+                call()
+        assert (store.stats().tasks, pool.stats().submitted) == (1, 0)
+
+
+@pytest.mark.parametrize("wrong", [0.5, "1", float("nan"), -1, True], ids=repr)
+def test_a_count_that_is_none_is_refused_everywhere(store: Store, wrong: Any) -> None:
+    with RolloutPool() as pool:
+        for call in (
+            lambda: pool.next_batch(wrong, 0),
+            lambda: pool.next_batch(1, 0, max_staleness=wrong),
+            lambda: pool.set_version(wrong),
+            lambda: RolloutWorker(print, slots=wrong, store=store),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(ConfigError, match="give a whole number"):
+                call()
+
+
+def test_rows_that_no_memory_could_hold_are_refused_before_they_are_copied(store: Store) -> None:
+    with pytest.raises(BatchError, match="has 1099511627776 rows; allowed are 1 to 1048576"):
+        store.put("t", {"k": torch.ones(1).expand(1 << 40)})
+    with pytest.raises(StoreFull, match="the whole budget is 1048576"):
+        store.put("t", {"k": torch.ones(1, 1).expand(4, 1 << 38)})
+    with Store(budget_bytes=1 << 50) as large, pytest.raises(BatchError, match="can't be copied to contiguous memory"):
+        large.put("t", {"k": torch.ones(1, 1).expand(1 << 10, 1 << 36)})
+    assert store.stats().tasks == 0 and store._taken_bytes == 0
+
+
+def test_a_meta_tensor_has_no_values_to_put(store: Store) -> None:
+    rows = [torch.empty(3, device="meta"), torch.empty(5, device="meta")]
+    for value in (torch.nested.nested_tensor(rows, layout=torch.jagged, device="meta"), rows, rows[0]):
+        with pytest.raises(BatchError, match="meta device has a shape, but no values"):
+            store.put("t", {"k": value})

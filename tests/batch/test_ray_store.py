@@ -1,0 +1,306 @@
+"""The store on Ray, in a real Ray: what every store promises, and what becomes of rows when Ray or a process ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from inference_plugin.wire.errors import (
+    DigestMismatch,
+    FetchFailed,
+    PeerLost,
+    ProtocolError,
+    SyncTimeout,
+    TransportUnavailable,
+)
+from tests.batch.owners import MIB, as_bytes, fetched, rows_of
+from tests.batch.rollout_support import generate
+from tests.batch.store_promises import SMALL, StorePromises
+from tests.support.rig import eventually
+from trainer_adapters.batch.batch import DistributedBatch
+from trainer_adapters.batch.client import clear_tasks
+from trainer_adapters.batch.parts import local_part
+from trainer_adapters.batch.ray_rows import NAMESPACE, wanted
+from trainer_adapters.batch.ray_store import RayStore
+from trainer_adapters.batch.records import Entry, Owner, ShardId, VersionSpan
+from trainer_adapters.batch.rollouts.pool import RolloutPool
+from trainer_adapters.batch.rollouts.worker import RolloutWorker
+
+pytestmark = pytest.mark.slow
+
+FEW_MIB = 80
+
+
+class NotedStore(RayStore):
+    """Knows what was put, so that one store serves many tests."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.noted: set[str] = set()
+
+    def put(self, task_id: str, data: Mapping[str, Any], *args: Any, **options: Any) -> tuple[Entry, ...]:
+        self.noted.add(task_id)
+        return super().put(task_id, data, *args, **options)
+
+
+@pytest.fixture(scope="module")
+def shared(ray: Any) -> Iterator[NotedStore]:
+    with NotedStore(budget_bytes=FEW_MIB * MIB) as one:
+        yield one
+
+
+@pytest.fixture
+def store(shared: NotedStore) -> Iterator[RayStore]:
+    yield shared
+    shared.clear([task_id for task_id in shared.noted if task_id.isascii() or "\ud800" not in task_id])
+    shared.noted.clear()
+    assert (shared.stats().shards, shared.stats().nbytes) == (0, 0)
+
+
+@pytest.fixture
+def small(ray: Any) -> Iterator[RayStore]:
+    with RayStore(budget_bytes=SMALL) as one:
+        yield one
+
+
+class TestOnRay(StorePromises):
+    """What every store promises, of the one on Ray."""
+
+
+class Holder:
+    """An actor that holds rows in a store of its own."""
+
+    def __init__(self) -> None:
+        self.store = RayStore(budget_bytes=8 * MIB)
+
+    def put(self, task_ids: list[str]) -> tuple[Owner, list[Entry]]:
+        return self.store.owner, [
+            entry for task_id in task_ids for entry in self.store.put(task_id, rows_of(task_id), VersionSpan(1, 2))
+        ]
+
+    def total(self, batch: DistributedBatch) -> int:
+        """Of another store's rows."""
+        return int(batch.fetch()["tokens"].sum())
+
+
+def test_actors_read_each_other_s_rows_by_the_batch_alone(ray: Any, store: RayStore) -> None:
+    holder = ray.remote(Holder).options(num_cpus=0).remote()
+    owner, entries = ray.get(holder.put.remote(["a", "b"]), timeout=600)
+    theirs = DistributedBatch.of_entries(entries, [owner]).fetch()
+    assert torch.equal(theirs["tokens"], torch.cat([rows_of("a")["tokens"], rows_of("b")["tokens"]]))
+    mine = DistributedBatch.of_entries(store.put("c", rows_of("c")), [store.owner])
+    assert ray.get(holder.total.remote(mine), timeout=600) == int(rows_of("c")["tokens"].sum())
+    assert theirs.clear().cleared == 2
+    with pytest.raises(FetchFailed, match="it was cleared"):
+        fetched(entries, owner)
+
+
+def test_rows_of_an_actor_that_is_killed_are_lost_and_those_of_others_are_not(ray: Any, store: RayStore) -> None:
+    holder = ray.remote(Holder).options(num_cpus=0).remote()
+    owner, entries = ray.get(holder.put.remote(["a"]), timeout=600)
+    kept = fetched(entries, owner)
+    mine = store.put("mine", rows_of("mine"))
+    ray.kill(holder)
+    eventually(lambda: lost(entries, owner), "the loss of the killed actor's rows")
+    have: dict[ShardId, Any] = {}
+    with pytest.raises(FetchFailed, match="4 of 8 shards") as raised:
+        fetched([*entries, *mine], owner, store.owner, have=have)
+    assert {failure.owner for failure in raised.value.failures} == {owner.id}
+    assert "the rows that its process held are lost" in str(raised.value)
+    assert set(have) == {entry.shard for entry in mine}
+    assert as_bytes(kept[ShardId("a", "tokens")]) == as_bytes(local_part(rows_of("a")["tokens"]))
+    report = clear_tasks(["a", "mine"], {owner.id: owner, store.owner.id: store.owner}, timeout_s=60)
+    ((who, error),) = report.failed
+    assert (report.cleared, who) == (1, owner.id) and isinstance(error, PeerLost)
+
+
+def test_a_fetch_is_a_view_and_memory_goes_back_when_nobody_reads(ray: Any, store: RayStore) -> None:
+    held = []
+    for i in range(8):
+        (entry,) = store.put(f"t{i}", {"k": torch.full((1, 2 * MIB), float(i))})
+        part = fetched([entry], store.owner)[entry.shard]
+        assert part.tensor[0, -1] == i
+        if i < 3:
+            held.append(part)
+        del part
+        store.clear([f"t{i}"])
+    # Ray frees each second; what an earlier test's error still holds goes with the garbage.
+    eventually(lambda: gc.collect() >= 0 and plasma_mib(ray) < 32, "the memory of the five that nobody reads")
+    assert plasma_mib(ray) >= 24
+    assert [int(part.tensor[0, 0]) for part in held] == [0, 1, 2]
+    held.clear()
+    eventually(lambda: gc.collect() >= 0 and plasma_mib(ray) < 8, "the memory of all rows")
+
+
+def test_a_byte_that_a_reader_changed_is_a_digest_mismatch_for_the_next(store: RayStore) -> None:
+    (good,) = store.put("good", {"k": torch.ones(2, 5000)})
+    (bad,) = store.put("bad", {"k": torch.ones(2, 5000)})
+    fetched([bad], store.owner)[bad.shard].tensor[1, 7] = 3
+    have: dict[ShardId, Any] = {}
+    with pytest.raises(FetchFailed, match="1 of 2 shards could not be fetched") as raised:
+        fetched([good, bad], store.owner, have=have)
+    (failure,) = raised.value.failures
+    assert isinstance(failure.error, DigestMismatch) and failure.task_id == "bad" and list(have) == [good.shard]
+
+
+@pytest.mark.parametrize("value", [{"not": "bytes"}, torch.zeros(4), b"\0" * 4])
+def test_an_object_that_is_not_the_bytes_of_the_entry_is_refused(ray: Any, store: RayStore, value: Any) -> None:
+    (entry,) = store.put("t", {"k": torch.ones(1)})
+    directory = ray.get_actor(store.owner.id, namespace=NAMESPACE)
+    ray.get(directory.keep.remote(-1, 1, [wanted(entry)], [b""], [ray.put(value)]), timeout=600)
+    with pytest.raises(FetchFailed, match="not its 4 bytes") as raised:
+        fetched([entry], store.owner)
+    assert isinstance(raised.value.failures[0].error, ProtocolError)
+
+
+def test_a_fetch_from_a_directory_that_stands_still_ends_at_its_deadline_and_keeps_the_rest(
+    ray: Any, store: RayStore, small: RayStore
+) -> None:
+    stuck = small.put("stuck", {"k": [1]})
+    here = store.put("here", {"k": [2]})
+    pid = ray.get(ray.get_actor(small.owner.id, namespace=NAMESPACE).__ray_call__.remote(pid_of), timeout=600)
+    have: dict[ShardId, Any] = {}
+    with stopped(pid):
+        start_s = time.monotonic()
+        with pytest.raises(FetchFailed, match="1 of 2 shards") as raised:
+            fetched([*stuck, *here], small.owner, store.owner, timeout_s=2, have=have)
+        assert time.monotonic() - start_s < 30
+        assert isinstance(raised.value.failures[0].error, SyncTimeout) and list(have) == [here[0].shard]
+    fetched(stuck, small.owner, have=have)
+    assert len(have) == 2
+    with stopped(pid):
+        report = clear_tasks(["stuck", "here"], {one.owner.id: one.owner for one in (small, store)}, timeout_s=1)
+        ((who, error),) = report.failed
+        assert (who, report.cleared) == (small.owner.id, 1) and isinstance(error, SyncTimeout)
+    eventually(lambda: "stuck" not in small, "the clear, which was late")
+
+
+# --- rollouts ----------------------------------------------------------------------------------------------------------
+
+
+class RolloutActor:
+    """A rollout worker as an actor: Ray places it, ends it and starts it again."""
+
+    def __init__(self, pool: str) -> None:
+        self.store = RayStore(budget_bytes=8 * MIB)
+        self.worker = RolloutWorker(generate, slots=1, store=self.store, pool=pool)
+
+    def close(self) -> None:
+        self.worker.close()
+        self.store.close()
+
+
+@pytest.mark.parametrize("on_lost", ["fail", "rerun"])
+def test_a_rollout_actor_that_is_killed_is_restarted_by_ray_and_its_task_is_lost_or_runs_again(
+    ray: Any, ray_job: None, tmp_path: Path, on_lost: Literal["fail", "rerun"]
+) -> None:
+    gate, began = tmp_path / "gate", tmp_path / "began"
+    with RolloutPool(on_lost=on_lost) as pool:
+        actor = ray.remote(RolloutActor).options(num_cpus=0, max_restarts=1).remote(pool.addresses[0])
+        before = pool.submit("before", {"number": 5}).result(120)
+        batch = DistributedBatch.of_entries(before.entries, [before.owner])
+        assert batch.fetch()["ids"][0].tolist() == [5, 6, 7]
+        running = pool.submit("running", {"began": str(began), "gate": str(gate)})
+        eventually(began.exists, "the start of the task")
+        ray.kill(actor, no_restart=False)
+        if on_lost == "fail":
+            with pytest.raises(PeerLost):
+                running.result(120)
+        gate.touch()
+        if on_lost == "rerun":
+            assert running.result(120).tags["pid"] != before.tags["pid"]
+        after = pool.submit("after", {"number": 7}).result(120)
+        assert after.tags["pid"] != before.tags["pid"]
+        assert DistributedBatch.of_entries(after.entries, [after.owner]).fetch()["ids"][0].tolist() == [7, 8, 9]
+        assert pool.clear(["after"]).cleared == 1
+        eventually(lambda: was_cleared(after.entries, after.owner), "the clear at the worker's store")
+        eventually(lambda: lost(before.entries, before.owner), "the loss of the killed actor's rows")
+        ray.get(actor.close.remote(), timeout=600)
+        ray.kill(actor)
+
+
+# --- without Ray -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_imports_ray_until_a_store_is_made_and_then_it_says_what_to_install() -> None:
+    program = """
+import sys
+import trainer_adapters, weightwire
+import trainer_adapters.batch.batch, trainer_adapters.batch.client, trainer_adapters.batch.ray_store
+assert "ray" not in sys.modules and "transfer_queue" not in sys.modules
+from trainer_adapters.batch.ray_store import RayStore
+from inference_plugin.wire.errors import TransportUnavailable
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ray": raise ModuleNotFoundError("No module named 'ray'", name="ray")
+sys.meta_path.insert(0, Hidden())
+try:
+    RayStore(budget_bytes=1)
+except TransportUnavailable as error:
+    print(error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "pip install weightwire[ray]"
+
+
+def test_a_process_outside_of_a_cluster_starts_none(ray: Any, store: RayStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = store.put("t", {"k": [1]})
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "is_initialized", lambda: False)
+        with pytest.raises(TransportUnavailable, match="joined no Ray cluster"):
+            RayStore(budget_bytes=1)
+        with pytest.raises(FetchFailed, match="call ray"):
+            fetched(entries, store.owner)
+        report = clear_tasks(["t"], {store.owner.id: store.owner}, timeout_s=60)
+        assert isinstance(report.failed[0][1], TransportUnavailable)
+    assert "t" in store
+
+
+def was_cleared(entries: Any, owner: Owner) -> bool:
+    try:
+        fetched(entries, owner)
+    except FetchFailed as error:
+        return all("it was cleared" in str(failure.error) for failure in error.failures)
+    return False
+
+
+def lost(entries: Any, owner: Owner) -> bool:
+    try:
+        fetched(entries, owner)
+    except FetchFailed as error:
+        return all(isinstance(failure.error, PeerLost) for failure in error.failures)
+    return False
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that stands still meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def pid_of(_: Any) -> int:
+    return os.getpid()
+
+
+def plasma_mib(ray: Any) -> int:
+    """What lies in the object store, as Ray counts it."""
+    from ray._private.internal_api import memory_summary
+
+    summary = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+    (line,) = [line for line in summary.splitlines() if line.startswith("Plasma memory usage")]
+    return int(line.split()[3])

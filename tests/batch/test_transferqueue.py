@@ -1,0 +1,282 @@
+"""TransferQueue with our store under it: a real TransferQueue, its controller and clients on a real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inference_plugin.wire.errors import BatchError, ConfigError, FetchFailed, PeerLost, StoreFull
+from tests.batch.owners import MIB
+from tests.batch.store_promises import ROWS
+from tests.support.rig import eventually
+from trainer_adapters.batch.status import BatchStatus
+
+tq = pytest.importorskip("transfer_queue")
+tensordict = pytest.importorskip("tensordict")
+
+pytestmark = pytest.mark.slow
+
+CONFIG = {"backend": {"storage_backend": "weightwire", "weightwire": {"budget_bytes": 64 * MIB, "timeout_s": 60}}}
+
+
+class Writer:
+    """An actor with a client of its own."""
+
+    def __init__(self) -> None:
+        import transfer_queue
+
+        import trainer_adapters.integrations.transferqueue  # noqa: F401 -- registers the backend
+
+        self.tq = transfer_queue
+        self.tq.init()
+
+    def put(self, keys: list[str], partition: str, fields: dict[str, Any]) -> None:
+        self.tq.kv_batch_put(keys, partition, tensordict.TensorDict(fields, batch_size=len(keys)))
+
+    def shards(self) -> int:
+        store = self.tq.get_client().storage_manager._store
+        return 0 if store is None else int(store.stats().shards)
+
+
+@pytest.fixture(scope="module")
+def queue(ray: Any) -> Iterator[Any]:
+    import trainer_adapters.integrations.transferqueue  # noqa: F401 -- registers the backend
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ray.get_runtime_context().runtime_env["env_vars"].items():
+            if name.startswith("WEIGHTWIRE_"):
+                patch.setenv(name, value)
+        from omegaconf import OmegaConf
+
+        tq.init(OmegaConf.create(CONFIG))
+        try:
+            yield tq
+        finally:
+            tq.close()
+
+
+@pytest.fixture(scope="module")
+def writer(ray: Any, queue: Any) -> Any:
+    return ray.remote(Writer).options(num_cpus=0).remote()
+
+
+@pytest.fixture
+def partition(queue: Any, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A partition of the test's own; at its end nothing of it is left."""
+    name = request.node.name
+    yield name
+    queue.get_client().clear_partition(name)
+    assert held(queue) == 0
+
+
+def held(queue: Any) -> int:
+    store = queue.get_client().storage_manager._store
+    return 0 if store is None else int(store.stats().shards)
+
+
+def put(queue: Any, keys: list[str], partition: str, fields: dict[str, Any]) -> None:
+    queue.kv_batch_put(keys, partition, tensordict.TensorDict(fields, batch_size=len(keys)))
+
+
+def rows_of(column: Any) -> list[Any]:
+    if not isinstance(column, torch.Tensor):
+        return list(column.tolist())
+    return list(column.unbind())
+
+
+def raw(row: torch.Tensor) -> torch.Tensor:
+    """A row's bytes: NaN and fp8 have no equality."""
+    return row.contiguous().reshape(-1).view(torch.uint8)
+
+
+TENSORS = {
+    name: rows for name, rows in ROWS.items() if isinstance(rows, torch.Tensor) and name != "complex, lazily conjugated"
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_of_every_kind_come_back_row_by_row(queue: Any, partition: str, name: str) -> None:
+    wanted = [row.detach() for row in TENSORS[name].unbind()]
+    keys = [f"s{i}" for i in range(len(wanted))]
+    put(queue, keys, partition, {"k": TENSORS[name].detach()})
+    found = rows_of(queue.kv_batch_get(keys, partition)["k"])
+    assert [(row.dtype, row.shape) for row in found] == [(row.dtype, row.shape) for row in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(raw(one), raw(other))
+    assert held(queue) == len(keys)
+
+
+def test_plain_values_come_back(queue: Any, partition: str) -> None:
+    values = [None, True, 1, -0.5, "é\0", b"\xff", [1, ["a"]], {"k": [None]}]
+    stack = tensordict.NonTensorStack(*(tensordict.NonTensorData(value) for value in values))
+    keys = [f"s{i}" for i in range(len(values))]
+    put(queue, keys, partition, {"k": stack})
+    assert rows_of(queue.kv_batch_get(keys, partition)["k"]) == values
+
+
+@pytest.mark.parametrize("name", ["a/b:c d", "../../etc/passwd", "é\U0001f600", " ", ":1/"])
+def test_names_of_any_characters_are_kept_apart(queue: Any, partition: str, name: str) -> None:
+    put(queue, [name, name + "/"], partition, {name: torch.tensor([[1], [2]]), name + ":": torch.tensor([[3], [4]])})
+    found = queue.kv_batch_get([name + "/", name], partition)
+    assert [int(row) for row in rows_of(found[name])] == [2, 1]
+    assert [int(row) for row in rows_of(found[name + ":"])] == [4, 3]
+
+
+def test_rows_of_another_process_are_mapped_and_cleared_there(
+    ray: Any, queue: Any, writer: Any, partition: str
+) -> None:
+    keys = [f"s{i}" for i in range(6)]
+    tokens = torch.arange(6 * 1000).reshape(6, 1000)
+    ray.get(writer.put.remote(keys, partition, {"tokens": tokens}), timeout=120)
+    put(queue, keys[:3], partition, {"reward": torch.arange(3.0)})
+    found = queue.kv_batch_get(keys, partition, select_fields=["tokens"])["tokens"]
+    assert torch.equal(torch.stack(found.unbind()), tokens)
+    assert (ray.get(writer.shards.remote(), timeout=60), held(queue)) == (6, 3)
+    # These five samples have one field in common; the other field of three of them must not be forgotten.
+    queue.kv_clear(keys[:5], partition)
+    assert (ray.get(writer.shards.remote(), timeout=60), held(queue)) == (1, 0)
+    queue.get_client().clear_partition(partition)
+    assert ray.get(writer.shards.remote(), timeout=60) == 0
+
+
+def test_a_field_that_is_put_again_is_replaced_also_by_another_process(
+    ray: Any, queue: Any, writer: Any, partition: str
+) -> None:
+    for number in range(3):
+        put(queue, ["a", "b"], partition, {"k": torch.full((2, 50), number)})
+    assert held(queue) == 2
+    ray.get(writer.put.remote(["b"], partition, {"k": torch.full((1, 70), 9)}), timeout=120)
+    assert (held(queue), ray.get(writer.shards.remote(), timeout=60)) == (1, 1)
+    rows = rows_of(queue.kv_batch_get(["a", "b"], partition)["k"])
+    assert [row.tolist() for row in rows] == [[2] * 50, [9] * 70]
+
+
+def test_what_was_cleared_meanwhile_is_the_error_that_transferqueue_s_callers_catch(queue: Any, partition: str) -> None:
+    put(queue, ["a", "b"], partition, {"k": torch.ones(2, 5)})
+    client = queue.get_client()
+    metadata = asyncio.run_coroutine_threadsafe(
+        client.async_kv_retrieve_meta(["a", "b"], partition), client._loop
+    ).result(60)
+    queue.kv_clear(["a"], partition)
+    with pytest.raises(tq.StorageKeyNotFoundError, match="it was cleared"):
+        client.get_data(metadata)
+
+
+def test_a_batch_of_metadata_is_remote_and_fetches_the_same_rows(queue: Any, partition: str) -> None:
+    from trainer_adapters.integrations.transferqueue import batch_of
+
+    ragged = torch.nested.nested_tensor([torch.arange(3.0), torch.arange(9.0)], layout=torch.jagged)
+    put(queue, ["a", "b"], partition, {"tokens": ragged, "reward": torch.tensor([0.5, 1.5])})
+    client = queue.get_client()
+    metadata = asyncio.run_coroutine_threadsafe(
+        client.async_kv_retrieve_meta(["b", "a"], partition), client._loop
+    ).result(60)
+    batch = batch_of(metadata)
+    assert (batch.status, len(batch), set(batch.keys())) == (BatchStatus.REMOTE, 2, {"tokens", "reward"})
+    batch.fetch()
+    assert [row.tolist() for row in batch["tokens"].unbind()] == [list(range(9)), list(range(3))]
+    assert batch["reward"].tolist() == [1.5, 0.5]
+    del batch
+    gc.collect()
+
+
+def test_what_has_no_plain_form_is_refused_and_nothing_is_stored(queue: Any, partition: str) -> None:
+    stack = tensordict.NonTensorStack(tensordict.NonTensorData({"x"}), tensordict.NonTensorData({"y"}))
+    with pytest.raises(BatchError, match="a set is not a plain value"):
+        put(queue, ["a", "b"], partition, {"good": torch.ones(2, 3), "bad": stack})
+    assert held(queue) == 0
+
+
+def test_a_put_beyond_the_budget_is_refused_with_the_numbers(queue: Any, partition: str) -> None:
+    with pytest.raises(StoreFull, match="the whole budget is 67108864"):
+        put(queue, ["a", "b"], partition, {"small": torch.ones(2, 1), "large": torch.zeros(2, 17 * MIB)})
+    assert held(queue) == 0
+
+
+def test_rows_of_a_process_that_ended_are_lost_and_can_be_cleared(ray: Any, queue: Any, partition: str) -> None:
+    other = ray.remote(Writer).options(num_cpus=0).remote()
+    ray.get(other.put.remote(["a"], partition, {"k": torch.ones(1, 500)}), timeout=120)
+    put(queue, ["b"], partition, {"k": torch.ones(1, 500)})
+    ray.kill(other)
+
+    def lost() -> bool:
+        try:
+            queue.kv_batch_get(["a", "b"], partition)
+        except FetchFailed as error:
+            return [type(failure.error) for failure in error.failures] == [PeerLost]
+        return False
+
+    eventually(lost, "the loss of the killed writer's rows")
+    queue.kv_clear(["a", "b"], partition)
+    assert held(queue) == 0
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"budget_bytes": 0}, {"budget_bytes": "8GB"}, {"budget_bytes": 1, "timeout_s": 0}]
+)
+def test_a_wrong_setting_is_named(config: dict[str, Any]) -> None:
+    from transfer_queue.storage.managers.base import StorageManagerFactory
+
+    import trainer_adapters.integrations.transferqueue  # noqa: F401 -- registers the backend
+
+    with pytest.raises(ConfigError, match=r"backend\.weightwire\.(budget_bytes|timeout_s)="):
+        StorageManagerFactory.create("weightwire", None, config)
+
+
+def test_a_hook_of_ray_registers_the_backend_in_processes_that_know_nothing_of_it() -> None:
+    program = """
+import os
+import ray, torch, transfer_queue
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+import trainer_adapters.integrations.transferqueue
+
+class Plain:
+    def put(self):
+        transfer_queue.init()
+        transfer_queue.kv_batch_put(["a"], "p", TensorDict({"k": torch.arange(5).reshape(1, 5)}, batch_size=1))
+
+hook = "trainer_adapters.integrations.transferqueue.register"
+environment = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}, "worker_process_setup_hook": hook}
+ray.init("local", num_cpus=2, object_store_memory=100 << 20, include_dashboard=False, log_to_driver=False,
+         runtime_env=environment)
+backend = {"storage_backend": "weightwire", "weightwire": {"budget_bytes": 1 << 20}}
+transfer_queue.init(OmegaConf.create({"backend": backend}))
+plain = ray.remote(Plain).options(num_cpus=0).remote()
+ray.get(plain.put.remote(), timeout=200)
+print(transfer_queue.kv_batch_get(["a"], "p")["k"][0].tolist())
+transfer_queue.close()
+ray.shutdown()
+"""
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=400
+    )
+    assert done.stdout.strip().splitlines()[-1:] == ["[0, 1, 2, 3, 4]"], done.stdout + done.stderr
+
+
+def test_without_transferqueue_the_module_says_what_to_install() -> None:
+    program = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "transfer_queue": raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+from inference_plugin.wire.errors import TransportUnavailable
+try:
+    import trainer_adapters.integrations.transferqueue
+except TransportUnavailable as error:
+    print(error.hint)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "pip install weightwire[transferqueue]"

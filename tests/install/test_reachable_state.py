@@ -1,0 +1,273 @@
+"""What hangs on a layer beside its parameters follows every update, or the model is refused by name when the group opens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.skeleton import build_skeleton
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.tensors import box_view
+from tests.support.plain_engine import manifest_of
+
+SIZE = 4
+
+
+class Kernel:
+    """Keeps what it computes with, as kernels of engines do."""
+
+    packed: torch.Tensor | None = None
+    run: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __init__(self) -> None:
+        self.alpha: float | None = None
+
+    def scaled(self, layer: Any) -> float:
+        """Computes its factor at first use, from a scale."""
+        if self.alpha is None:
+            self.alpha = layer.scale * 2
+        return self.alpha
+
+    def multiply(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert self.packed is not None
+        return inputs @ self.packed
+
+
+class Method:
+    """A quantisation method: packs the weight behind its kernel, notes a scale as a float, and drops the weight."""
+
+    def __init__(self) -> None:
+        self.kernel = Kernel()
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.kernel.packed = layer.weight.detach().t().contiguous()  # type: ignore[union-attr, operator]
+        self.kernel.run = self.kernel.multiply
+        layer.scale = float(layer.weight.detach().abs().max())  # type: ignore[assignment, arg-type, operator, union-attr]
+        layer.weight_scale.fill_(layer.scale)  # type: ignore[operator]
+        layer.weight = None
+
+
+class SometimesMore(Method):
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if layer.weight.view(torch.uint8).sum() % 2:  # type: ignore[union-attr, operator]
+            layer.odd = True  # type: ignore[assignment]
+        super().process_weights_after_loading(layer)
+
+
+class Attention:
+    """An implementation that refers to another module's parameter, and replaces it by a copy of its own at first use."""
+
+    def __init__(self, sinks: torch.Tensor, view: torch.Tensor) -> None:
+        self.sinks = sinks
+        self.view = view
+
+    def forward(self) -> torch.Tensor:
+        if self.sinks.dtype != torch.float32:
+            self.sinks = self.sinks.detach().to(torch.float32)
+        return self.sinks[:2] + self.view.to(torch.float32)
+
+
+class Layer(nn.Module):
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.quant_method = method
+        self.weight = nn.Parameter(torch.empty(SIZE, SIZE))
+        self.register_buffer("weight_scale", torch.ones(()))
+
+
+class Model(nn.Module):
+    def __init__(self, method: type[Method]) -> None:
+        super().__init__()
+        self.packed = Layer(method())
+        self.sinks = nn.Parameter(torch.empty(SIZE, dtype=torch.bfloat16))
+        self.attention = Attention(self.sinks, self.sinks.data.view(2, -1)[1])
+        self.embed = nn.Parameter(torch.empty(SIZE, SIZE))
+        self.head = nn.Parameter(torch.empty(SIZE, SIZE))
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in tensors:
+            parameters[name].data.copy_(tensor)
+
+
+class Engine(LiveModel):
+    post_processing = Method
+
+    def __init__(self, method: type[Method] = Method, *, retied: bool = False) -> None:
+        live = Model(method)
+        live.load_weights(weights(0).items())
+        if retied:
+            live.head = live.embed
+        live.packed.quant_method.process_weights_after_loading(live.packed)
+        super().__init__(live, torch.device("cpu"), *build_skeleton(lambda: Model(method), torch.no_grad()))
+
+    def free_bytes(self) -> int:
+        return 1 << 40
+
+    def state(self) -> list[Any]:
+        live: Any = self.live
+        kernel = live.packed.quant_method.kernel
+        return [
+            kernel.packed.tolist(), kernel.run(torch.eye(SIZE)).tolist(), live.packed.scale, live.packed.weight_scale.item(),
+            kernel.scaled(live.packed), live.attention.forward().tolist(), live.embed.tolist(), live.head.tolist(),
+        ]  # fmt: skip
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "packed.weight": torch.randn(SIZE, SIZE, generator=random),
+        "sinks": torch.randn(SIZE, generator=random).to(torch.bfloat16),
+        "embed": torch.randn(SIZE, SIZE, generator=random),
+        "head": torch.randn(SIZE, SIZE, generator=random),
+    }
+
+
+def cold(seed: int) -> list[Any]:
+    """What an engine that starts with these weights computes with."""
+    live: Any = Model(Method)
+    live.load_weights(weights(seed).items())
+    live.packed.quant_method.process_weights_after_loading(live.packed)
+    fresh = Engine()
+    fresh.live = live
+    return fresh.state()
+
+
+def segment_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> torch.Tensor:
+    segment = torch.zeros(manifest.layout.nbytes, dtype=torch.uint8)
+    for i, spec in enumerate(manifest.tensors):
+        box_view(segment, manifest, manifest.whole(i)).copy_(tensors[spec.name])
+    return segment
+
+
+def update(installer: ModelInstaller, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    segment = segment_of(tensors, manifest)
+    installer.prepare(segment, lambda _: None)
+    installer.install(segment)
+    installer.finish()
+    return segment
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_a_warm_model_equals_a_cold_one_in_all_that_it_computes_with(policy: str) -> None:
+    engine = Engine()
+    assert engine.state() == cold(0)  # the first use of the sinks is over
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    terms = installer.open(manifest, policy, partial=False)
+    assert {"packed.quant_method.kernel.packed", "packed.scale", "packed.weight_scale"} <= set(terms.derived)
+    assert terms.untouched == ()
+    for seed in (1, 2, 0, 3, 1):
+        update(installer, manifest, weights(seed))
+        assert engine.state() == cold(seed)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_the_way_back_restores_it_too(policy: str) -> None:
+    engine = Engine()
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=False)
+    before = update(installer, manifest, weights(1))
+    segment = segment_of(weights(2), manifest)
+    installer.prepare(segment, lambda _: None)
+    installer.install(segment)
+    assert engine.state() == cold(2)
+    installer.undo(before if policy == "copy" else None)
+    assert engine.state() == cold(1)
+    update(installer, manifest, weights(3))
+    assert engine.state() == cold(3)
+
+
+def test_the_skeleton_and_the_live_objects_stay_theirs() -> None:
+    engine = Engine()
+    kernel = engine.live.packed.quant_method.kernel  # type: ignore[union-attr]
+    installer = ModelInstaller(engine)
+    manifest = manifest_of(weights(0))
+    installer.open(manifest, "standby", partial=False)
+    update(installer, manifest, weights(1))
+    assert engine.live.packed.quant_method.kernel is kernel  # type: ignore[union-attr]
+    assert kernel.run.__self__ is kernel
+    assert engine.skeleton.packed.quant_method.kernel.packed is None  # type: ignore[union-attr]
+
+
+def test_a_tensor_that_nothing_explains_refuses_the_model_by_name() -> None:
+    engine = Engine()
+    engine.live.packed.quant_method.kernel.lazily_made = torch.zeros(3)  # type: ignore[union-attr]
+    with pytest.raises(EngineUnsupported, match=r"packed\.quant_method\.kernel\.lazily_made"):
+        ModelInstaller(engine).open(manifest_of(weights(0)), "standby", partial=False)
+
+
+def test_an_attribute_that_some_weights_set_and_others_do_not_refuses_the_model() -> None:
+    engine = Engine(SometimesMore)
+    installer = ModelInstaller(engine)
+    manifest = manifest_of(weights(0))
+
+    def forty_updates() -> None:
+        installer.open(manifest, "standby", partial=False)
+        for seed in range(1, 40):
+            update(installer, manifest, weights(seed))
+
+    with pytest.raises(EngineUnsupported, match=r"odd"):
+        forty_updates()
+
+
+@pytest.mark.parametrize("derived", [r"attention\.sinks", r"packed\.quant_method\.kernel\.alpha"])
+def test_what_was_derived_at_first_use_and_may_be_in_a_captured_graph_refuses_the_model(derived: str) -> None:
+    engine = Engine()
+    engine.state()
+    engine.fixed_addresses = True
+    with pytest.raises(EngineUnsupported, match=derived):
+        ModelInstaller(engine).open(manifest_of(weights(0)), "copy", partial=False)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_weights_that_the_engine_tied_after_loading_are_one(policy: str) -> None:
+    engine = Engine(retied=True)
+    installer = ModelInstaller(engine)
+    tied = {name: tensor for name, tensor in weights(0).items() if name != "head"}
+    for manifest in (manifest_of(tied, {"head": "embed"}), manifest_of(tied)):
+        installer.open(manifest, policy, partial=False)
+        for seed in (1, 2, 3, 4, 5):
+            tensors = weights(seed)
+            update(installer, manifest, tensors)
+            assert torch.equal(engine.live.embed, tensors["embed"])  # type: ignore[arg-type]
+            assert engine.live.head is engine.live.embed
+
+
+def test_a_trainer_that_holds_two_weights_where_the_engine_holds_one_is_told_of_the_tie() -> None:
+    with pytest.raises(ManifestMismatch, match=r"tie other weights.*head and embed"):
+        ModelInstaller(Engine(retied=True)).open(manifest_of(weights(0)), "standby", partial=False)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+@pytest.mark.parametrize("order", [("both", "one"), ("one", "both"), ("both", "one", "both", "one")])
+def test_what_a_part_does_not_send_keeps_its_bytes_whatever_was_sent_before(
+    policy: str, order: tuple[str, ...]
+) -> None:
+    engine = Engine()
+    installer = ModelInstaller(engine)
+    parts = {"both": ("embed", "head"), "one": ("head",)}
+    held = {name: weights(0)[name] for name in ("embed", "head")}
+    for version, part in enumerate(order, 1):
+        tensors = {name: weights(version)[name] for name in parts[part]}
+        manifest = manifest_of(tensors)
+        installer.open(manifest, policy, partial=True)
+        update(installer, manifest, tensors)
+        held |= tensors
+        assert all(torch.equal(getattr(engine.live, name), tensor) for name, tensor in held.items())
+
+
+def test_the_same_manifest_as_a_whole_model_is_checked_anew() -> None:
+    installer = ModelInstaller(Engine())
+    manifest = manifest_of({"head": weights(1)["head"]})
+    installer.open(manifest, "standby", partial=True)
+    with pytest.raises(ManifestMismatch, match="nothing in the manifest fills"):
+        installer.open(manifest, "standby", partial=False)

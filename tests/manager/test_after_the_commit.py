@@ -1,0 +1,43 @@
+"""What happens once a version is installed: it changes no answer, and what is not the same on all ranks is no success."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_plugin.net.channel import Channel
+from inference_plugin.plugins import hookimpl
+from inference_plugin.wire.errors import CommitFailed
+from inference_plugin.wire.messages import CloseGroup, Done
+from tests.manager.conftest import Start
+from tests.manager.test_manager import holds, source
+from tests.support.managers import SyncManager
+
+
+class FailingListener:
+    @hookimpl
+    def weightwire_committed(self, version: int) -> None:
+        raise RuntimeError(f"a listener's own trouble with version {version}")
+
+
+failing_listener = FailingListener()
+
+
+def test_a_coordinators_listener_that_raises_changes_no_answer_and_the_engine_goes_on(start: Start) -> None:
+    rig = start(tp=2, WEIGHTWIRE_PLUGINS="tests.manager.test_after_the_commit:failing_listener")
+    with SyncManager(timeout_s=60) as manager:
+        for version in (1, 2):
+            assert [r.status for r in manager.update(source(version), version).replicas] == ["committed"]
+            assert holds(rig, version)
+    assert rig.ask("state")["refusal"] is None
+
+
+def test_a_replica_whose_ranks_are_of_different_versions_is_no_success_until_the_next_version(start: Start) -> None:
+    rig = start(tp=2)
+    with SyncManager(timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        with Channel(rig.card.workers[1].address) as one_rank:
+            one_rank.request(CloseGroup("policy"), Done, timeout_s=60)  # from here on it knows of no version
+        with pytest.raises(CommitFailed, match="its ranks serve different versions"):
+            manager.update(source(1), 1)
+        assert manager.update(source(2), 2).failed == ()
+    assert holds(rig, 2)

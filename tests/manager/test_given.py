@@ -1,0 +1,197 @@
+"""What the caller of an update gives: a model instead of a source, no version, and mistakes that are told with their cure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inference_plugin.wire.errors import ArgumentError, ConfigError, ManagerClosed, ManifestMismatch, VersionConflict
+from tests.manager.conftest import Start
+from tests.manager.test_manager import holds, source
+from tests.manager.test_ranks import Trainer, trainer
+from tests.support.plain_engine import checkpoint, manifest_of
+from trainer_adapters import SyncManager
+
+__all__ = ["trainer"]  # a fixture
+
+
+@pytest.fixture
+def manager() -> Iterator[SyncManager]:
+    with SyncManager(timeout_s=60) as made:
+        yield made
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_of_tensors_is_sent_as_it_is_and_verified(start: Start, manager: SyncManager) -> None:
+    rig = start(tp=2)
+    assert manager.update(checkpoint(1), 1).version == 1
+    assert holds(rig, 1)
+    assert manager.verify(checkpoint(1)).ok and not manager.verify(checkpoint(2)).ok
+    manager.update(list(checkpoint(2).items()), 2)
+    manager.update(lambda: iter(checkpoint(3).items()), 3)
+    assert holds(rig, 3)
+
+
+def test_the_same_model_is_read_anew_for_each_update(start: Start, manager: SyncManager) -> None:
+    rig = start()
+    weights = checkpoint(1)
+    manager.update(weights)
+    for name, tensor in checkpoint(2).items():
+        weights[name].copy_(tensor)
+    manager.update(weights)
+    assert holds(rig, 2)
+    assert manager.versions() == {rig.replica: 2}
+
+
+def test_dtype_says_what_a_rule_for_all_names_says(start: Start, manager: SyncManager) -> None:
+    start()
+    wide = {name: tensor.float() for name, tensor in checkpoint(1).items()}
+    with pytest.raises(ManifestMismatch, match=r"norm\.weight"):
+        manager.update(wide, 1, dtype="bfloat16")  # the norms are float32 in this engine
+    whole = {name: tensor.float() for name, tensor in checkpoint(1).items() if "norm" not in name}
+    with SyncManager("part", partial=True, timeout_s=60) as part:
+        assert part.update(whole, 1, dtype="bfloat16").bytes == manifest_of(checkpoint(1)).nbytes - norm_bytes()
+        assert part.update(whole, 2, dtype=torch.bfloat16).bytes == manifest_of(checkpoint(1)).nbytes - norm_bytes()
+
+
+def norm_bytes() -> int:
+    return sum(tensor.nbytes for name, tensor in checkpoint(1).items() if "norm" in name)
+
+
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "a number": (7, "a int cannot be sent"),
+    "nothing": (None, "a NoneType cannot be sent"),
+    "a path": ("models/policy", "load the tensors"),
+    "a class": (torch.nn.Linear, "pass an instance"),
+    "a tensor": (torch.zeros(2), "a Tensor cannot be sent"),
+    "a generator": ((pair for pair in checkpoint(1).items()), "lambda: model.named_parameters()"),
+    "a training checkpoint": ({"model": checkpoint(1), "step": 3}, "'model': dict"),
+    "a list of tensors": ([torch.zeros(2)], "list pairs"),
+    "two modules": ([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)], "one model at a time"),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_a_model_of_an_unknown_kind_is_told_what_is_taken(start: Start, manager: SyncManager, what: str) -> None:
+    rig = start()
+    manager.update(source(1), 1)
+    model, words = UNKNOWN[what]
+    with pytest.raises(ArgumentError) as raised:
+        manager.update(model, 2)
+    assert words in str(raised.value) and "a mapping of names to tensors" in str(raised.value)
+    assert holds(rig, 1)
+    assert manager.update(source(2), 2).failed == ()
+
+
+def test_a_source_says_itself_how_its_tensors_travel(start: Start, manager: SyncManager) -> None:
+    start()
+    with pytest.raises(ArgumentError, match="dtype_rules"):
+        manager.update(source(1), 1, dtype="bfloat16")
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_version_the_next_one_is_sent(start: Start, manager: SyncManager) -> None:
+    rig = start()
+    assert [manager.update(source(seed)).version for seed in (1, 2)] == [1, 2]
+    manager.update(source(3), 7)
+    assert manager.update(source(4)).version == 8
+    assert holds(rig, 4)
+
+
+def test_the_next_version_comes_after_what_the_fleet_serves(start: Start) -> None:
+    rig = start()
+    with SyncManager(timeout_s=60) as before:
+        before.update(source(1), 41)
+    with SyncManager(timeout_s=60) as manager:
+        assert manager.update(source(2)).version == 42
+        with SyncManager(timeout_s=60) as rival:
+            rival.update(source(3), 50)
+        with pytest.raises(VersionConflict):
+            manager.update(source(4))
+        assert manager.update(source(4)).version == 51
+    assert holds(rig, 4)
+
+
+def test_a_version_that_failed_is_not_sent_again(start: Start, manager: SyncManager) -> None:
+    rig = start()
+    manager.update(source(1))
+    rig.ask("fault", rank=0, step="install")
+    with pytest.raises(Exception, match="undone"):
+        manager.update(source(2))
+    assert manager.update(source(3)).version == 3
+
+
+@pytest.mark.parametrize("version", ["7", 7.0, True, torch.tensor(7.0), -1, 1 << 62])
+def test_a_version_that_is_none_is_refused_at_once(start: Start, manager: SyncManager, version: Any) -> None:
+    rig = start()
+    manager.update(source(1), 1)
+    with pytest.raises((ArgumentError, VersionConflict), match=r"int"):
+        manager.update(source(2), version)
+    with pytest.raises((ArgumentError, VersionConflict), match=r"int"):
+        manager.update_async(source(2), version)
+    assert holds(rig, 1)
+
+
+def test_whole_numbers_of_other_libraries_are_versions(start: Start, manager: SyncManager) -> None:
+    start()
+    numbers: list[Any] = [np.int64(3), torch.tensor(4)]
+    assert [manager.update(source(1), number).version for number in numbers] == [3, 4]
+
+
+def test_rank_0_decides_the_next_version_for_all_trainer_ranks(start: Start, trainer: Callable[..., Trainer]) -> None:
+    rig = start(tp=2)
+    with SyncManager(timeout_s=60) as before:
+        before.update(source(9), 9)
+    steps: list[dict[str, Any]] = [{"version": None, "seed": 1}, {"version": 20}, {"version": None, "seed": 2}]
+    ranks = trainer(2, steps)
+    seen = [[ranks.step(rank, number)["ok"]["version"] for number in range(3)] for rank in range(2)]
+    assert seen == [[10, 20, 21], [10, 20, 21]]
+    assert holds(rig, 2)
+
+
+# --- other mistakes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", ["my policy", "a/b", "", "../up", "x" * 65, 3])
+def test_a_group_name_that_cannot_be_one_is_refused_by_name(group: Any) -> None:
+    with pytest.raises(ConfigError, match="group") as raised:
+        SyncManager(group)
+    assert repr(group) in str(raised.value) and "letters" in str(raised.value)
+
+
+def test_a_closed_manager_says_that_it_is_closed(start: Start) -> None:
+    rig = start()
+    manager = SyncManager(timeout_s=60)
+    manager.update(source(1), 1)
+    manager.close()
+    calls: list[Callable[[], object]] = [
+        lambda: manager.update(source(2), 2),
+        lambda: manager.update(source(2)),
+        lambda: manager.update_async(source(2), 2),
+        lambda: manager.verify(source(1)),
+        manager.pause,
+        manager.resume,
+        manager.sleep,
+        manager.wake_up,
+        manager.versions,
+        manager.replicas,
+        manager.discover,
+        lambda: manager.wait_for_replicas(1, timeout_s=1),
+        manager.close_group,
+        lambda: manager.on("committed", print),
+    ]
+    for call in calls:
+        with pytest.raises(ManagerClosed, match="make a new SyncManager"):
+            call()
+    manager.close()
+    assert holds(rig, 1)
+    assert json.loads(json.dumps(rig.ask("state")))["refusal"] is None

