@@ -4,12 +4,16 @@ PY := .venvs/vllm/bin/python
 MODEL := .models/smollm2-135m-instruct
 ENGINE ?= vllm
 ARGS ?=
+SEEDS ?= 10000
+
+FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
+	{ echo "$(PYTHON) is not on the PATH: install Python 3.11, or name it: make PYTHON=..." >&2; exit 1; }
 
 # No test, no demo and no check asks a model hub for anything.
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-trainers bench-scale lint format setup engines megatron model clean distclean
+.PHONY: help demo test smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,8 +23,12 @@ help: ## this list
 demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M for a few RL steps while it is being served, and prove what the engine holds
 	@$(PY) examples/rl_smollm2/run.py --engine $(ENGINE) --model $(MODEL) $(ARGS)
 
-test: engines megatron ## every test that this machine can run
+test: ## every test that this machine can run
+	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
 	@$(PY) -m pytest $(ARGS)
+
+smoke: setup engines ## the tests to run before each push: the main promises, in about 3 minutes
+	@$(PY) -m pytest -m smoke $(ARGS)
 
 bench: setup $(if $(filter sglang,$(ENGINE)),engines) ## measure an update against other ways and a plain memory copy; writes benchmarks/results/
 	@$(PY) -m benchmarks.update --engine $(ENGINE) $(ARGS)
@@ -28,8 +36,26 @@ bench: setup $(if $(filter sglang,$(ENGINE)),engines) ## measure an update again
 bench-trainers: setup megatron ## measure each trainer's slices against gathering and a memory copy; writes benchmarks/results/trainers.json
 	@$(PY) -m benchmarks.trainers $(ARGS)
 
+bench-batch: setup ## measure rows from owners to consumers against msgpack, Ray and TransferQueue; writes benchmarks/results/batch.json
+	@$(PY) -m benchmarks.batch $(ARGS)
+
 bench-scale: setup ## simulate 1 to 256 replicas with each fan-out and measure the control plane; writes benchmarks/results/scale.json
 	@$(PY) -m benchmarks.scale $(ARGS)
+
+plots: setup ## draw the benchmarks' pictures again from benchmarks/results/*.json
+	@$(PY) -m benchmarks.plots $(ARGS)
+
+simulate: setup ## run SEEDS simulated jobs under faults, on all cores; a violation is printed as a seed that replays
+	@$(PY) -m tests.simulation --seeds $(SEEDS) $(ARGS)
+
+docs: setup ## check the pages' links, names and code, then build them as a site, build/site (its environment: half a minute, 40 MB)
+	@$(PYTHON) tools/envs.py docs
+	@$(PY) -m pytest -n 0 -q tests/docs
+	@NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict --quiet
+	@echo "built: build/site/index.html"
+
+versions: setup ## run the engine suite's core with every supported vLLM, each from its own lock and removed afterwards; writes docs/versions.md
+	@$(PYTHON) tools/versions.py $(ARGS)
 
 lint: setup ## ruff, mypy --strict, import-linter
 	@$(PY) -m ruff check .
@@ -41,15 +67,21 @@ format: setup ## let ruff rewrite what it can
 	@$(PY) -m ruff check --fix-only .
 	@$(PY) -m ruff format .
 
-setup: ## the development environment .venvs/vllm (about 2 minutes and 3 GB the first time)
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not on the PATH: install Python 3.11, or name it: make PYTHON=..." >&2; exit 1; }
+setup: ## the development environment .venvs/vllm (the first time about 2 minutes, 750 MB to download, 3 GB of disk)
+	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py vllm
 
-engines: setup ## the environment of the tests' second engine as well, .venvs/sglang (a minute and 3 GB more)
+engines: ## the environment of the tests' second engine as well, .venvs/sglang (a minute and a half, 470 MB and 2.5 GB more)
+	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py sglang
 
-megatron: setup ## the environment of the tests' Megatron trainers, .venvs/megatron (a minute and a half, 1 GB more)
+megatron: ## the environment of the tests' Megatron trainers, .venvs/megatron (under a minute, 60 MB and 1 GB more)
+	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py megatron
+
+lock: ## pin the packages of each environment again, requirements/*.txt; ARGS=--upgrade takes the newest ones
+	@$(FOUND_PYTHON)
+	@$(PYTHON) tools/lock.py $(ARGS)
 
 model: setup ## the demo's model, .models/smollm2-135m-instruct (93 MB to download the first time)
 	@$(PY) tools/smollm2.py --out $(MODEL)

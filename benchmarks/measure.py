@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.engines.base import Engine, Sample, Weights
+from benchmarks.plots import PLAIN_COPY
 from benchmarks.processes import Remote
 
 SETTLE_S = 3.0
@@ -21,8 +22,6 @@ OURS = [
     ("weightwire zmq", "copy"),
     ("weightwire zmq", "standby"),
 ]
-PLAIN_COPY = "plain memory copy"
-
 Row = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""A replica without an engine for the trainers' benchmark: the real front, worker and installer around the model's tensors
+"""A replica without an engine for the trainers' benchmark: the real coordinator, worker and installer around the model's tensors
 under their checkpoint names. One worker process.
 
 Usage: receiver.py DIRECTORY LAYERS
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import bench_model
-from inference_plugin.engines.live import LiveModel
+from inference_plugin.engines.live_model import LiveModel
 from tests.support import plain_engine
 
 
@@ -51,7 +51,7 @@ class HolderModel(LiveModel):
 def main() -> None:
     directory, layers = sys.argv[1], int(sys.argv[2])
     plain_engine.PlainEngineModel = HolderModel  # type: ignore[misc]
-    plain_engine.run_front(directory, 1, layers, str(Path(directory) / "receiver.control"))
+    plain_engine.run_coordinator(directory, 1, layers, str(Path(directory) / "receiver.control"))
 
 
 if __name__ == "__main__":

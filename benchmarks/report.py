@@ -1,4 +1,4 @@
-"""Tables, plots and files of results. One file holds the rows of all engines; a run replaces its own engine's."""
+"""Tables and files of results. One file holds the rows of all engines; a run replaces its own engine's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import OURS, PLAIN_COPY
+from benchmarks.plots import cases
 
 Row = dict[str, Any]
 
@@ -60,29 +61,3 @@ def merge(path: Path, engine: str, rows: list[Row]) -> list[Row]:
     merged = [row for row in before if row["engine"] != engine] + rows
     path.write_text(json.dumps(merged, indent=1) + "\n")
     return merged
-
-
-def plot(title: str, rows: list[Row], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(cases(rows)), figsize=(5.5 * len(cases(rows)), 5), squeeze=False, sharey=True)
-    for axis, (tp, layout) in zip(axes[0], cases(rows), strict=True):
-        own = [row for row in rows if (row["tp"], row["layout"]) == (tp, layout)]
-        names = [f"{row['way'].split(' + ')[0]}\n({row['install']})" for row in own]
-        axis.barh(names, [row["seconds"] for row in own], color="#9ecae1", label="whole update")
-        axis.barh(names, [row["stopped_s"] for row in own], color="#de2d26", height=0.4, label="generation stopped")
-        axis.set_xscale("log")
-        axis.set_title(f"tp={tp}, {layout} layout")
-        axis.set_xlabel("seconds")
-    axes[0][0].invert_yaxis()  # of all: they share it
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper left")
-    figure.suptitle(f"{title}, {rows[0]['bytes'] / 1e9:.2f} GB, 2 cores, medians")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
-def cases(rows: list[Row]) -> list[tuple[int, str]]:
-    return sorted({(row["tp"], row["layout"]) for row in rows})

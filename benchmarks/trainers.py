@@ -8,7 +8,7 @@ what the rank that takes most holds beside its model, the segment in shared memo
 - "full_tensor per parameter" (FSDP1: `summon_full_params` per unit; Megatron:
   Megatron-Bridge's export): every rank has gathered every tensor, and rank 0 has
   copied it to where an engine could read it;
-- "gathered": the same by `trainer_adapters.gather`;
+- "gathered": the same by `trainer_adapters.sources.gather`;
 - "memory copy": the same bytes, warm, with both cores.
 """
 
@@ -110,7 +110,7 @@ def receiver(scratch: str, layers: int, environment: dict[str, str]) -> Iterator
 
 
 def _published(scratch: str) -> bool:
-    from inference_plugin.wire import addresses
+    from inference_plugin.net import addresses
 
     os.environ["WEIGHTWIRE_RUNTIME_DIR"] = scratch
     return bool(addresses.discover())
@@ -194,7 +194,7 @@ class Trainer:
         return {"seconds": sealed_s, **{f"{name}_seconds": phases[name] for name in ("scan", "agree", "stage", "seal")}}
 
     def gather(self) -> dict[str, float]:
-        from trainer_adapters.gather import gathered
+        from trainer_adapters.sources.gather import gathered
 
         return self._timed(lambda: (tensor for _, tensor in gathered(self.setup.source)))
 

@@ -1,8 +1,9 @@
 """One update, our ways beside those that users have otherwise, in turn, in one run. `make bench` calls this.
 
 A 506 M-parameter Qwen3 in bf16 (1.01 GB), FSDP2 on two gloo ranks, a real engine with TP1 and TP2 on the same host.
-Writes into benchmarks/results: update.json (medians) and decoding.json (what a standby in preparation costs the decoding
-beside it), in which it replaces the rows of its engine; and a plot of that engine, update-<engine>.png.
+Writes into benchmarks/results: update.json (medians), decoding.json (what a standby in preparation costs the decoding
+beside it) and timeline.json (decoding steps and traces of single updates), in which it replaces the rows of its engine; and
+their pictures (benchmarks/plots.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from rich.console import Console
 from benchmarks.engines.base import Engine
 from benchmarks.engines.registry import ENGINES
 from benchmarks.measure import Row, measure, measure_decoding
+from benchmarks.plots import draw_all
 from benchmarks.processes import ROOT, Remote, make_model, start_trainer
-from benchmarks.report import merge, plot, show
+from benchmarks.report import merge, show
+from benchmarks.timeline import measure_timeline
 
 console = Console()
 
@@ -34,34 +37,48 @@ def main() -> None:
     parser.add_argument("--ways", default="", help="only ways whose name contains this")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--decoding", action="store_true", help="only what a standby costs the decoding beside it")
+    parser.add_argument(
+        "--timeline", action="store_true", help="only the time line of single updates, in the first case"
+    )
     arguments = parser.parse_args()
     kind = ENGINES[arguments.engine]
     model = make_model(arguments.layers)
     rows: list[Row] = []
     decoding: list[Row] = []
-    for tp in arguments.tp:
-        for layout in arguments.layout or kind.layouts:
-            case = {"engine": kind.name, "tp": tp, "layout": layout}
-            console.print(f"starting {kind.title} tp={tp}, {layout} layout, and a trainer on 2 ranks ...")
-            with processes(kind, model, tp, layout) as (engine, trainer):
-                if not arguments.decoding:
-                    rows += measure(engine, trainer, case, arguments.runs, arguments.ways, console.print)
-                decoding.append(measure_decoding(engine, trainer, case))
+    cases = [(tp, layout) for tp in arguments.tp for layout in arguments.layout or kind.layouts]
+    for tp, layout in [] if arguments.timeline else cases:
+        case = {"engine": kind.name, "tp": tp, "layout": layout}
+        console.print(f"starting {kind.title} tp={tp}, {layout} layout, and a trainer on 2 ranks ...")
+        with processes(kind, model, tp, layout) as (engine, trainer):
+            if not arguments.decoding:
+                rows += measure(engine, trainer, case, arguments.runs, arguments.ways, console.print)
+            decoding.append(measure_decoding(engine, trainer, case))
+    timeline: list[Row] = []
+    if not arguments.decoding:
+        tp, layout = cases[0]
+        console.print(f"starting {kind.title} tp={tp}, {layout} layout, with traces ...")
+        with tempfile.TemporaryDirectory() as traces, processes(kind, model, tp, layout, traces) as (engine, trainer):
+            timeline = measure_timeline(
+                engine, trainer, {"engine": kind.name, "tp": tp, "layout": layout}, Path(traces)
+            )
     show(console, kind.title, rows, decoding)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    merge(arguments.out / "decoding.json", kind.name, decoding)
-    if rows:
-        merge(arguments.out / "update.json", kind.name, rows)
-        plot(kind.title, rows, arguments.out / f"update-{kind.name}.png")
+    for name, measured in (("update", rows), ("decoding", decoding), ("timeline", timeline)):
+        if measured:
+            merge(arguments.out / f"{name}.json", kind.name, measured)
+    draw_all(arguments.out)
     console.print(f"written to {arguments.out}")
 
 
 @contextmanager
-def processes(kind: type[Engine], model: Path, tp: int, layout: str) -> Iterator[tuple[Engine, Remote]]:
-    """An engine and a trainer that find each other in a runtime directory of their own."""
-    with tempfile.TemporaryDirectory(prefix="ww-bench-") as directory:
+def processes(
+    kind: type[Engine], model: Path, tp: int, layout: str, traces: str = ""
+) -> Iterator[tuple[Engine, Remote]]:
+    """An engine and a trainer that find each other in a runtime directory of their own; `traces` is where they leave theirs."""
+    with tempfile.TemporaryDirectory(prefix="ww-bench-", ignore_cleanup_errors=True) as directory:
         scratch = Path(directory)
         environment = {"WEIGHTWIRE_RUNTIME_DIR": directory, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        environment |= {"WEIGHTWIRE_PROFILE_DIR": traces} if traces else {}
         engine = kind(model, tp, layout, scratch, environment)
         trainer = start_trainer(model, kind.name, scratch, environment)
         try:

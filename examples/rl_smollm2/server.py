@@ -99,14 +99,17 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(engine: str, model: Path, log: Path, environment: Mapping[str, str]) -> Iterator[Server]:
+def running_server(
+    engine: str, model: Path, log: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
+) -> Iterator[Server]:
     """Serve ``model`` on a free port of this host; yields the server once it answers, and stops it always.
 
-    ``environment`` is added to this process's own. Raises :class:`DemoError` when the server does not start.
+    ``environment`` is added to this process's own, ``arguments`` to the server's.
+    Raises :class:`DemoError` when the server does not start.
     """
     port = _free_port()
     command, settings = (_sglang if engine == "sglang" else _vllm)(model, port)
-    with own_process(command, log, {**settings, **environment}) as process:
+    with own_process([*command, *arguments], log, {**settings, **environment}) as process:
         url = f"http://127.0.0.1:{port}"
         _wait_until_ready(url, process, log)
         yield Server(engine, url)

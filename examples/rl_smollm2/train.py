@@ -78,7 +78,7 @@ def train(args: argparse.Namespace) -> None:
 
     # fp32 shards, sent as bf16: a change of dtype is said aloud, never guessed.
     source = FSDPAdapter(model, dtype_rules={"*": SENT_AS})
-    with SyncManager(group="policy", transport="auto", install="auto", in_flight="keep", timeout_s=120) as manager:
+    with SyncManager(in_flight="keep", check_finite=True, timeout_s=120) as manager:
         for step in range(1, args.steps + 1):
             tell("doing", what=f"step {step}: the engine draws {len(CAPITALS) * args.samples} answers")
             started = time.monotonic()
@@ -89,7 +89,6 @@ def train(args: argparse.Namespace) -> None:
             learned = time.monotonic()
             tell("doing", what=f"step {step}: the weights travel")
             report = manager.update(source, version=step)
-            report.raise_failed()
             tell(
                 "step",
                 step=step,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,13 +29,32 @@ def begin(about: str | None, **sizes: int) -> argparse.Namespace:
     parser.add_argument("--export", type=Path, help="write the trained model there")
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
+    if torch.cuda.is_available():  # first: what follows, NCCL among it, takes the current device for this rank's own
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return parser.parse_args()
+
+
+def leave() -> None:
+    """Ends this rank's process groups, when nothing else holds one any more; call it after `main`.
+
+    A gloo group has threads that let go of a collective's tensors after it, for which they need the interpreter. One that
+    does so while the interpreter ends aborts the process ("terminate called without an active exception"). A group that is
+    destroyed has joined its threads.
+    """
+    gc.collect()  # models in cycles of references hold groups
+    dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """This rank's own, whose memory the process group moves."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def next_versions(manager: SyncManager, steps: int) -> Iterator[int]:
     """As many versions as there are steps, above what the engines serve. The ranks ask rank 0."""
-    served = torch.tensor([max([v or 0 for v in manager.versions().values()] or [0]) if dist.get_rank() == 0 else 0])
+    newest = max([v or 0 for v in manager.versions().values()] or [0]) if dist.get_rank() == 0 else 0
+    served = torch.tensor([newest], device=device())
     dist.broadcast(served, 0)
     return iter(range(int(served) + 1, int(served) + 1 + steps))
 

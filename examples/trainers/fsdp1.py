@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 import torch
-from common import begin, export, next_versions, tell, train_step
+from common import begin, device, export, leave, next_versions, tell, train_step
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM
@@ -32,9 +32,6 @@ def main() -> None:
     export(model, arguments.model, arguments.export)
 
 
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 if __name__ == "__main__":
     main()
+    leave()

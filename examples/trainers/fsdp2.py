@@ -6,7 +6,7 @@ torchrun --nproc-per-node 4 examples/trainers/fsdp2.py MODEL [--steps 2] [--expo
 from __future__ import annotations
 
 import torch
-from common import begin, export, next_versions, tell, train_step
+from common import begin, export, leave, next_versions, tell, train_step
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -31,3 +31,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

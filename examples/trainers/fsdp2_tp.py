@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import begin, export, next_versions, tell, train_step
+from common import begin, export, leave, next_versions, tell, train_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -50,3 +50,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

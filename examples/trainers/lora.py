@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import begin, next_versions, tell, train_step
+from common import begin, leave, next_versions, tell, train_step
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -52,3 +52,4 @@ def export_merged(model: torch.nn.Module, checkpoint: Path, directory: Path | No
 
 if __name__ == "__main__":
     main()
+    leave()

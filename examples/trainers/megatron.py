@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import BATCH, LENGTH, begin, next_versions, tell, write_checkpoint
+from common import BATCH, LENGTH, begin, leave, next_versions, tell, write_checkpoint
 from megatron.bridge import AutoBridge
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_state import destroy_model_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from trainer_adapters import MegatronAdapter, SyncManager
@@ -69,3 +70,5 @@ def forward(tokens: torch.Tensor, _: Any, chunk: Any) -> tuple[torch.Tensor, Any
 
 if __name__ == "__main__":
     main()
+    destroy_model_parallel()
+    leave()

@@ -1,0 +1,266 @@
+"""An owner or a consumer of "weightwire" or of the two of "msgpack over zmq": a process that obeys the controller. See `sockets`.
+
+Usage: python -m benchmarks.batches.peer WAY NAME ADDRESS
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import msgpack
+import msgspec
+import numpy as np
+import zmq
+
+from benchmarks.batches.data import KEYS, Case, Rows, digests_of, flat, read
+from trainer_adapters.batch.batch import DistributedBatch
+from trainer_adapters.batch.records import Entry, Owner, VersionSpan
+from trainer_adapters.batch.store import Store
+
+BUDGET_BYTES = 4 << 30
+
+
+class ControllerSide(Protocol):
+    def begin(self) -> None:
+        """Forgets the last run."""
+
+    def take(self, message: memoryview) -> None:
+        """What an owner sent for one task."""
+
+    def hand_out(self, case: Case, consumer: int) -> Iterator[Any]:
+        """The messages for a consumer."""
+
+
+class PeerSide(Protocol):
+    def put(self, made: dict[int, Rows]) -> Iterator[Any]:
+        """The message for each task."""
+
+    def take(self, message: memoryview) -> None:
+        """A message of the controller, at a consumer."""
+
+    def consume(self) -> None:
+        """Returns when every row is here and its bytes were read once."""
+
+    def digests(self) -> list[int]: ...
+
+    def clear(self) -> None: ...
+
+
+# --- weightwire -------------------------------------------------------------------------------------------------------
+
+
+class Announced(msgspec.Struct, array_like=True):
+    task: int
+    entries: tuple[Entry, ...]
+    owner: Owner | None = None
+    """With an owner's first task."""
+
+
+class BatchController:
+    """Metadata only."""
+
+    def __init__(self) -> None:
+        self._decoder = msgspec.msgpack.Decoder(Announced)
+        self.begin()
+
+    def begin(self) -> None:
+        self._owners: dict[str, Owner] = {}
+        self._entries: dict[int, tuple[Entry, ...]] = {}
+        self._chunks: list[DistributedBatch] = []
+
+    def take(self, message: memoryview) -> None:
+        announced = self._decoder.decode(message)
+        self._entries[announced.task] = announced.entries
+        if announced.owner is not None:
+            self._owners[announced.owner.id] = announced.owner
+
+    def hand_out(self, case: Case, consumer: int) -> Iterator[bytes]:
+        if not self._chunks:
+            entries = [entry for task in range(case.tasks) for entry in self._entries[task]]
+            self._chunks = DistributedBatch.of_entries(entries, self._owners.values()).chunk(2)
+        yield self._chunks[consumer].to_bytes()
+
+
+class BatchPeer:
+    """An owner's store, or a consumer's batch."""
+
+    def __init__(self, name: str) -> None:
+        self._store = Store(budget_bytes=BUDGET_BYTES) if name.startswith("owner") else None
+        self._runs = 0
+        self._put: list[str] = []
+        self._batch: DistributedBatch | None = None
+
+    def put(self, made: dict[int, Rows]) -> Iterator[bytes]:
+        assert self._store is not None
+        self._runs += 1
+        owner: Owner | None = self._store.owner
+        for task, rows in made.items():
+            task_id = f"prompt-{self._runs}-{task}"
+            self._put.append(task_id)
+            entries = self._store.put(task_id, rows, VersionSpan(self._runs, self._runs))
+            yield msgspec.msgpack.encode(Announced(task, entries, owner))
+            owner = None
+
+    def take(self, message: memoryview) -> None:
+        self._batch = DistributedBatch.from_bytes(bytes(message))
+
+    def consume(self) -> None:
+        assert self._batch is not None
+        self._batch.fetch()  # maps the rows and checks their digests, which reads them
+
+    def digests(self) -> list[int]:
+        assert self._batch is not None
+        values = {key: self._batch[key] for key in KEYS}
+        return read({key: value.unbind() for key, value in values.items()})
+
+    def clear(self) -> None:
+        self._batch = None
+        gc.collect()
+        if self._store is not None:
+            self._store.clear(self._put)
+            self._put = []
+
+
+# --- msgpack over zmq -------------------------------------------------------------------------------------------------
+
+
+class Codec(NamedTuple):
+    encode: Callable[[int, dict[str, list[Any]]], bytes]
+    """Of a task: its number, and the bytes of its rows by key."""
+    decode: Callable[[memoryview], tuple[int, dict[str, list[Any]]]]
+    as_bytes: Callable[[np.ndarray[Any, Any]], Any]
+
+
+class PackedTask(msgspec.Struct, array_like=True):
+    """With msgspec encoding copies the rows once, and decoding makes views of the message."""
+
+    task: int
+    rows: dict[str, list[memoryview]]
+
+
+DTYPES = {"input_ids": np.int64, "log_probs": np.float32, "advantages": np.float32, "loss_mask": np.bool_}
+
+
+def _by_msgspec(message: memoryview) -> tuple[int, dict[str, list[Any]]]:
+    packed = _PACKED.decode(message)
+    return packed.task, packed.rows
+
+
+_PACKED = msgspec.msgpack.Decoder(PackedTask)
+
+PLAIN = Codec(
+    lambda task, rows: msgpack.packb([task, rows]),
+    lambda message: tuple(msgpack.unpackb(message, strict_map_key=False)),
+    lambda array: array.tobytes(),
+)
+"""As most write it: rows become `bytes`, on every hop."""
+VIEWS = Codec(
+    lambda task, rows: msgspec.msgpack.encode(PackedTask(task, rows)),
+    _by_msgspec,
+    lambda array: memoryview(array).cast("B"),
+)
+
+
+class PackController:
+    """Collects the rows, and sends them on."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.begin()
+
+    def begin(self) -> None:
+        self._tasks: dict[int, dict[str, list[Any]]] = {}
+
+    def take(self, message: memoryview) -> None:
+        task, rows = self._codec.decode(message)
+        self._tasks[task] = rows
+
+    def hand_out(self, case: Case, consumer: int) -> Iterator[bytes]:
+        return (self._codec.encode(task, self._tasks[task]) for task in case.of_consumer(consumer))
+
+
+class PackPeer:
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self.clear()
+
+    def put(self, made: dict[int, Rows]) -> Iterator[bytes]:
+        for task, rows in made.items():
+            packed = {key: [self._codec.as_bytes(row.numpy()) for row in of_key] for key, of_key in rows.items()}
+            yield self._codec.encode(task, packed)
+
+    def take(self, message: memoryview) -> None:
+        _, rows = self._codec.decode(message)
+        arrays = {key: [np.frombuffer(row, DTYPES[key]) for row in of_key] for key, of_key in rows.items()}
+        self._arrays.append(arrays)
+        self._digests.append(read(arrays))
+
+    def consume(self) -> None:
+        """They were read as they came."""
+
+    def digests(self) -> list[int]:
+        return flat(self._digests)
+
+    def clear(self) -> None:
+        self._arrays: list[dict[str, list[Any]]] = []
+        self._digests: list[list[int]] = []
+
+
+class Way(NamedTuple):
+    controller: Callable[[], ControllerSide]
+    peer: Callable[[str], PeerSide]
+
+
+WAYS = {
+    "weightwire": Way(BatchController, BatchPeer),
+    "msgpack over zmq": Way(lambda: PackController(PLAIN), lambda _: PackPeer(PLAIN)),
+    "msgpack over zmq, views": Way(lambda: PackController(VIEWS), lambda _: PackPeer(VIEWS)),
+}
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    way, name, address = sys.argv[1:]
+    peer = WAYS[way].peer(name)
+    socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+    for option in (zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(option, 0)
+    socket.setsockopt(zmq.IDENTITY, name.encode())
+    socket.connect(address)
+    send(socket, b"ready")
+    made: dict[int, Rows] = {}
+    while True:
+        kind, frame = socket.recv_multipart(copy=False)
+        body = memoryview(frame.buffer)
+        match kind.bytes:
+            case b"prepare":
+                case = msgspec.msgpack.decode(body, type=Case)
+                role, number = name.split()
+                made = case.make(int(number)) if role == "owner" else {}
+                send(socket, b"prepared", msgspec.msgpack.encode(digests_of(made)))
+            case b"put":
+                for message in peer.put(made):
+                    send(socket, b"task", message)
+            case b"rows":
+                peer.take(body)
+            case b"consume":
+                peer.consume()
+                send(socket, b"consumed")
+            case b"digests":
+                send(socket, b"digests", msgspec.msgpack.encode(peer.digests()))
+            case b"clear":
+                peer.clear()
+                send(socket, b"cleared")
+
+
+def send(socket: Any, kind: bytes, body: bytes = b"") -> None:
+    socket.send_multipart([kind, body], copy=False)
+
+
+if __name__ == "__main__":
+    main()
