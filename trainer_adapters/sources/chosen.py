@@ -11,6 +11,7 @@ import torch.distributed as dist
 from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.base import DtypeRules, WeightSource
 from trainer_adapters.sources.lora.found import has_lora_layers
+from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
 
 if TYPE_CHECKING:
     from trainer_adapters.sources.plan import Rules
@@ -27,12 +28,12 @@ Sendable: TypeAlias = (
 )
 """What can be sent: a source, a model (for Megatron also the list of its chunks), or checkpoint tensors by name."""
 
-Kind: TypeAlias = Literal["source", "fsdp", "dtensor", "megatron", "lora", "module", "tensors"]
+Kind: TypeAlias = Literal["source", "vllm", "fsdp", "dtensor", "megatron", "lora", "module", "tensors"]
 
 TAKEN = (
-    "a WeightSource; a torch.nn.Module (plain, DistributedDataParallel, FSDP1, FSDP2, DTensors, a PEFT model); Megatron-Core's "
-    "GPTModel or the list of its chunks; a mapping of names to tensors, a list of (name, tensor), or a callable that returns "
-    "fresh pairs of them"
+    "a WeightSource, ours or vLLM's; a torch.nn.Module (plain, DistributedDataParallel, FSDP1, FSDP2, DTensors, a PEFT model); "
+    "Megatron-Core's GPTModel or the list of its chunks; a mapping of names to tensors, a list of (name, tensor), or a callable "
+    "that returns fresh pairs of them"
 )
 
 LORA_GROUP = "lora."
@@ -48,11 +49,12 @@ def source_for(
     process_group: dist.ProcessGroup | None = None,
 ) -> WeightSource:
     """The adapter for `model`, made as a user would make it: `FSDPAdapter`, `DTensorAdapter`, `MegatronAdapter`,
-    `MergedLoRAAdapter` (`LoRAAdapter` in a group named "lora.NAME") or `ModuleAdapter`. A `WeightSource` is returned as it is.
+    `MergedLoRAAdapter` (`LoRAAdapter` in a group named "lora.NAME"), `VllmSourceAdapter` or `ModuleAdapter`. A `WeightSource`
+    is returned as it is.
 
     `dtype` is the dtype in which every tensor travels, as `dtype_rules={"*": dtype}` says; default: the trainer's own.
-    `hf_config`: for Megatron, the checkpoint's config. `process_group`: the trainer's ranks. For Megatron and LoRA this is
-    collective over them.
+    `hf_config`: for Megatron, the checkpoint's config. `process_group`: the trainer's ranks. For Megatron, LoRA and vLLM's
+    sources this is collective over them.
 
     Raises `ArgumentError` for what cannot be sent, and what the adapter raises.
     """
@@ -67,6 +69,8 @@ def source_for(
             )
         return model
     sendable: Any = model
+    if kind == "vllm":
+        return VllmSourceAdapter(sendable, dtype_rules=rules, process_group=process_group)
     if kind == "megatron":
         return _megatron(sendable, rules, hf_config, group, process_group)
     if kind == "lora":
@@ -92,6 +96,8 @@ def kind_of(model: object) -> Kind:
     sent; the text lists what can."""
     if isinstance(model, WeightSource):
         return "source"
+    if is_vllm_source(model):
+        return "vllm"
     if isinstance(model, torch.nn.Module):
         return _kind_of_module(model)
     if isinstance(model, list | tuple) and model and all(isinstance(one, torch.nn.Module) for one in model):

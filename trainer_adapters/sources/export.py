@@ -4,7 +4,7 @@ Converters gather: they run on all ranks, in step, and yield each tensor on all 
 stage that has it. So a rank that stops taking leaves the others waiting in a collective, and a rank that sees no tensors
 can't tell what the model is. Here
 1. at construction all ranks run through one export and tell each other names, shapes and dtypes (`inventory`); from that
-   follow, on each rank alone, the manifest and who sends what;
+   follow, on each rank alone, the manifest and who sends what. A converter that knows them beforehand saves that run;
 2. `slices()` runs through an export again, one tensor held at a time;
 3. a rank whose consumer gives up runs its export to the end all the same.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,24 @@ from trainer_adapters.sources.inventory import ExchangedSource, HeldBox, Invento
 from trainer_adapters.sources.plan import Rules
 from trainer_adapters.sources.scan import why_not_plain
 
-__all__ = ["ExportAdapter"]
+__all__ = ["ExportAdapter", "TensorMetadata"]
 
 logger = logging.getLogger(__name__)
 
 Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Metadata = Callable[[], Iterable[tuple[str, "TensorMetadata"]]]
 
 HINT = (
     "an export must yield the same names, shapes and dtypes in the same order each time; if the model changed, make a "
 )
 HINT += "new ExportAdapter, on all ranks"
+
+
+class TensorMetadata(NamedTuple):
+    """What a tensor of an export will be."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class ExportAdapter(ExchangedSource):
@@ -44,8 +52,10 @@ class ExportAdapter(ExchangedSource):
 
     Names are the checkpoint's, tensors are whole and on any device. A rank may yield all of them, some or none: what
     several ranks yield each of them sends a share of, what one rank yields it sends. The manifest's order is that of the
-    ranks' exports one after the other. `tied` maps names that don't travel to those that do in their place (an iterable
-    doesn't show memory that is shared). `dtype_rules`, `include` and `exclude` as in `ModuleAdapter`.
+    ranks' exports one after the other. `metadata`: returns `(name, TensorMetadata)` of each tensor that this rank's export
+    yields, in its order; without it the export itself is run once to find out. `tied` maps names that don't travel to those
+    that do in their place (an iterable doesn't show memory that is shared). `dtype_rules`, `include` and `exclude` as in
+    `ModuleAdapter`.
 
     Collective over `process_group` (default: all of torch.distributed), and so is every run of the export, in the
     manager's thread: while an `update_async` is on its way, no other thread may use the export's process groups. An
@@ -61,6 +71,7 @@ class ExportAdapter(ExchangedSource):
         self,
         export: Export,
         *,
+        metadata: Metadata | None = None,
         tied: Mapping[str, str] | None = None,
         dtype_rules: Rules = None,
         include: Iterable[str] = (),
@@ -71,7 +82,7 @@ class ExportAdapter(ExchangedSource):
         self._first: list[HeldBox] = []
 
         def look() -> Inventory:
-            self._first = _look(export)
+            self._first = _look(export() if metadata is None else metadata())
             return Inventory(self._first)
 
         super().__init__(look, process_group)
@@ -111,17 +122,17 @@ class ExportAdapter(ExchangedSource):
             raise _changed(f"tensor {position} is {found}, the first time it was {before}")
 
 
-def _look(export: Export) -> list[HeldBox]:
-    """Runs through an export, to its end whatever is wrong with it. Raises `ManifestMismatch` for what can't be sent."""
+def _look(pairs: Iterable[tuple[str, Any]]) -> list[HeldBox]:
+    """Runs through an export, or its metadata, to its end whatever is wrong with it. Raises `ManifestMismatch` for what can't
+    be sent."""
     items: dict[str, HeldBox] = {}
     problems = []
-    tensor: Any
-    for name, tensor in export():
+    for name, tensor in pairs:
         if name in items:
             problems.append(f"{name} comes twice")
-        elif not isinstance(tensor, torch.Tensor):
+        elif not isinstance(tensor, torch.Tensor | TensorMetadata):
             problems.append(f"{name} is a {type(tensor).__name__}")
-        elif problem := why_not_plain(tensor):
+        elif isinstance(tensor, torch.Tensor) and (problem := why_not_plain(tensor)):
             problems.append(f"{name} {problem}")
         else:
             try:
@@ -138,7 +149,7 @@ def _look(export: Export) -> list[HeldBox]:
     return list(items.values())
 
 
-def _whole(name: str, tensor: torch.Tensor) -> HeldBox:
+def _whole(name: str, tensor: torch.Tensor | TensorMetadata) -> HeldBox:
     shape = tuple(tensor.shape)
     return HeldBox(name, dtype_name(tensor.dtype), shape, (0,) * len(shape), shape, 0)
 

@@ -10,9 +10,9 @@ runs as if the plug-in were not installed. Named explicitly it refuses to start 
 
 - Worker processes (`worker`, `extension`, `model`, `lora`): `RankRuntime` (groups, socket); operations arrive by
   `collective_rpc`, which shares one ordered queue with `execute_model`: they run at the same step on every TP and PP rank.
-- EngineCore process (`hooks`, `core`): `ReplicaCoordinator`. Its commands enter the core's own input queue as a WAKEUP that
-  carries a callable, so that they run between two steps and wake an idle engine. An in-process engine has no queue: there, a lock
-  around its client's methods makes the step boundary.
+- EngineCore process (`hooks`, `core`, `weight_transfer`): `ReplicaCoordinator`. Its commands enter the core's own input queue
+  as a WAKEUP that carries a callable, so that they run between two steps and wake an idle engine. An in-process engine has no
+  queue: there, a lock around its client's methods makes the step boundary.
 - API process (`api`): a middleware turns the 500 of a torn replica into a 503 that says why.
 
 Importing this package imports neither vLLM nor torch: `weightwire check-engine` reads the table only.
@@ -40,6 +40,7 @@ def register() -> None:
     from inference_plugin.engines.vllm.api import hook_api
     from inference_plugin.engines.vllm.hooks import hook_core, hook_inproc
     from inference_plugin.engines.vllm.lora import hook_lora
+    from inference_plugin.engines.vllm.weight_transfer import register_backend
     from inference_plugin.engines.vllm.worker import hook_worker
 
     log_like("vllm")
@@ -49,6 +50,7 @@ def register() -> None:
         hook_inproc()
         hook_api()
         hook_lora()
+        register_backend()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,9 +11,11 @@ from typing import Any
 from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordinator
 from inference_plugin.engines.monkeypatch import contained, installed_version, run_without, wrap
 from inference_plugin.engines.operations import RankReply
+from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.starting import begin_start, end_start, ends_start
 from inference_plugin.engines.vllm.core import CoreCommand, CoreControl
 from inference_plugin.engines.vllm.patch_points import VLLM
+from inference_plugin.engines.vllm.weight_transfer import BACKEND, NativeCalls
 from inference_plugin.net import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
@@ -45,6 +47,20 @@ def hook_core(lacks: tuple[str, ...]) -> None:
             result = original(self, vllm_config)
             _start_coordinator(self, lacks)
         return result
+
+    @wrap(EngineCore, "collective_rpc")
+    def collective_rpc(
+        original: Callable[..., Any],
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        native: NativeCalls | None = getattr(self, "_weightwire_native", None)
+        if native is not None and (answers := native.answer(method, args, kwargs or {})) is not None:
+            return answers
+        return original(self, method, timeout, args, kwargs)
 
     @wrap(EngineCore, "preprocess_add_request")
     def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
@@ -99,6 +115,8 @@ def _start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
     """Starts workers and coordinator and publishes the replica's card. Where that fails the engine runs without us; it is refused
     where the user named our worker extension."""
     core._weightwire_control = core._weightwire_coordinator = None
+    native = core.vllm_config.weight_transfer_config
+    core._weightwire_native = NativeCalls(lambda: _cards(core)) if native and native.backend == BACKEND else None
     try:
         core._weightwire_control, core._weightwire_coordinator = _started(core, lacks)
         for what in lacks:
@@ -159,6 +177,16 @@ def _started(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoo
             addresses.remove_replica(replica)
         raise
     return control, coordinator
+
+
+def _cards(core: Any) -> list[bytes]:
+    """Of every rank; an empty one where Weightwire doesn't run."""
+    control = _control_of(core)
+    if control is None:
+        return [b""]
+    with control.lock:
+        answers: list[bytes] = core.model_executor.collective_rpc("weightwire_card", timeout=rank_timeout_s())
+    return answers
 
 
 class _ExecutorLost(PeerLost):

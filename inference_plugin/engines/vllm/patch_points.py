@@ -36,7 +36,9 @@ PATCH_POINTS = (
     PatchPoint("vllm.config:CompilationConfig.static_forward_context", why="replaced in the skeleton's copy of the configuration"),
     PatchPoint("vllm.config:CompilationMode.NONE", why="set in that copy"),
     PatchPoint("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
+    PatchPoint("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls", "class_name"), "called: the weight-transfer backend `weightwire`"),
     # EngineCore
+    PatchPoint(_CORE + "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs"), "wrapped: answers vLLM's weight-transfer calls for that backend"),
     PatchPoint(_CORE + "EngineCore._initialize_kv_caches", ("vllm_config",), "wrapped: model and executor are there, the coordinator starts"),
     PatchPoint(_CORE + "EngineCore.preprocess_add_request", ("request",), "wrapped: notes the prefix root"),
     PatchPoint(_CORE + "EngineCore.add_request", ("request", "request_wave"), "wrapped: hashes a request anew that a commit overtook; a torn replica refuses"),

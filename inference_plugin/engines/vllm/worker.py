@@ -26,6 +26,7 @@ def hook_worker() -> None:
 
     add(WorkerBase, "weightwire_start", _worker_start)
     add(WorkerBase, "weightwire_call", _worker_call)
+    add(WorkerBase, "weightwire_card", _worker_card)
     add(WorkerBase, "weightwire_stop", stop_worker)
 
     @wrap(WorkerWrapperBase, "shutdown")
@@ -60,6 +61,14 @@ def _worker_call(worker: Any, request: bytes) -> bytes:
         return runtime.call(request)
     error = PeerLost("this worker was not started", side="worker")
     return msgspec.msgpack.encode(RankReply(decode_as(request, RankOperation).nonce, -1, error=error.info()))
+
+
+def _worker_card(worker: Any) -> bytes:
+    """What this rank holds; empty where it can't say. Never raises, as `_worker_start`."""
+    runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
+    with contained("asking a worker what it holds", logger):
+        return b"" if runtime is None else msgspec.msgpack.encode(runtime.card())
+    return b""
 
 
 def stop_worker(worker: Any) -> None:

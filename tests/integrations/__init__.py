@@ -1,0 +1,1 @@
+"""Other projects' own interfaces, for real: what `make test-integrations` runs, each in the environment that it needs."""

@@ -1,0 +1,193 @@
+"""vLLM's own weight transfer with our backend: `vllm serve --weight-transfer-config '{"backend": "weightwire"}'`, vLLM's client,
+vLLM's source, vLLM's factory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, WeightwireError
+from tests.engines.conftest import Checkpoint
+from tests.support.engines import ROOT, Server
+from tests.support.greedy import greedy_tokens
+from trainer_adapters import SyncManager
+from trainer_adapters.sources.chosen import source_for
+
+PROMPT = [3, 14, 15, 92, 65]
+BACKEND = '{"backend": "weightwire"}'
+
+
+@pytest.fixture(scope="module")
+def server(runtime: Path, checkpoint: Checkpoint) -> Iterator[Server]:
+    model = checkpoint("llama", tied=False, seed=1)
+    arguments = ["--weight-transfer-config", BACKEND, "--tensor-parallel-size", "2"]
+    with Server(runtime, model, arguments=arguments, VLLM_SERVER_DEV_MODE="1") as server:
+        yield server
+
+
+def loaded(path: Path) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model
+
+
+def trainer_of(server: Server, source: Any, **options: Any) -> Any:
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from trainer_adapters.integrations.vllm import WeightwireInitInfo
+
+    client = HTTPVLLMWeightSyncClient(f"http://127.0.0.1:{server.port}")
+    info = WeightwireInitInfo(rank=0, options={"timeout_s": 120.0, **options})
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+
+def test_vllms_own_trainer_loop_updates_both_ranks_there_and_back(server: Server, checkpoint: Checkpoint) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    one, two = (checkpoint("llama", tied=False, seed=seed) for seed in (1, 2))
+    model = loaded(two)
+    expected = {path: greedy_tokens(path, PROMPT) for path in (one, two)}
+    assert expected[one] != expected[two]
+    assert server.tokens(PROMPT) == expected[one]
+    trainer = trainer_of(server, ModuleSource(model))
+    try:
+        done = threading.Event()
+        answers: list[int] = []
+        asking = threading.Thread(
+            target=lambda: [answers.append(server.complete(PROMPT)[0]) for _ in iter(done.is_set, True)]
+        )
+        asking.start()
+        try:
+            for path in (two, one, two):
+                model.load_state_dict(loaded(path).state_dict())
+                report = trainer.send_weights()
+                assert not report.failed
+                assert server.tokens(PROMPT) == expected[path]
+        finally:
+            done.set()
+            asking.join()
+        assert set(answers) == {200}, "requests went on meanwhile, without a pause"
+        assert report.version == 3
+        status, answer = server.request("GET", "/weight_version")
+        assert (status, answer) == (200, {"weight_version": "3"}) or status == 404
+    finally:
+        trainer.shutdown()
+
+
+def test_a_version_that_the_engine_does_not_serve_is_refused_on_all_ranks_and_the_engine_goes_on(
+    server: Server,
+) -> None:
+    before = server.tokens(PROMPT)
+    for _ in range(2):
+        assert server.request("POST", "/start_weight_update")[0] == 200
+        status, answer = server.request("POST", "/update_weights", {"update_info": {"version": 99}})
+        assert status >= 500, answer
+    assert "version 99 of group 'policy' was announced" in server.log.read_text()
+    assert server.tokens(PROMPT) == before
+
+
+def test_a_client_of_another_job_than_the_managers_is_told_so(
+    server: Server, checkpoint: Checkpoint, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(server, loaded(checkpoint("llama", tied=False, seed=1)), timeout_s=5.0)
+    try:
+        trainer.manager.close()
+        monkeypatch.setenv("WEIGHTWIRE_JOB", "nobody-is-here")
+        trainer.manager = SyncManager(timeout_s=5.0)
+        with pytest.raises(WeightwireError, match="replica"):
+            trainer.send_weights()
+    finally:
+        trainer.shutdown()
+
+
+def test_a_committed_version_that_vllm_does_not_confirm_is_told_as_such(server: Server, checkpoint: Checkpoint) -> None:
+    path = checkpoint("llama", tied=False, seed=1)
+    trainer = trainer_of(server, loaded(path))
+    trainer.client.base_url = "http://127.0.0.1:9"
+    try:
+        with pytest.raises(CommitFailed, match=r"version 4 is committed on 1 replicas, but vLLM did not confirm it"):
+            trainer.send_weights()
+        assert server.tokens(PROMPT) == greedy_tokens(path, PROMPT)
+    finally:
+        trainer.shutdown()
+
+
+def test_the_example_runs_as_it_stands(server: Server) -> None:
+    command = [sys.executable, str(ROOT / "examples/integrations/vllm_backend.py"), str(server.model)]
+    url = f"http://127.0.0.1:{server.port}"
+    done = subprocess.run([*command, url], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"version \d+", done.stdout)) >= 3, done.stdout
+
+
+def newer_source(tensors: dict[str, torch.Tensor]) -> Any:
+    """A source in the dialect of vLLM 0.33, whose base class the installed vLLM does not have."""
+
+    @dataclass
+    class ParamMeta:
+        name: str
+        dtype: torch.dtype
+        shape: tuple[int, ...]
+
+    class WeightSource:
+        @cached_property
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+        def owned_names(self, rank: int) -> list[str]:
+            return list(tensors)
+
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from tensors.items()
+
+    WeightSource.__module__ = "vllm.distributed.weight_transfer.base"
+    return WeightSource()
+
+
+def older_source(tensors: dict[str, torch.Tensor]) -> Any:
+    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    class Held(WeightSource):  # type: ignore[misc]
+        def metadata(self) -> list[Any]:
+            whole = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            return [*whole, ParamMeta("another.stage", torch.float32, (3,))]
+
+        def held_names(self) -> set[str]:
+            return set(tensors)
+
+        def __iter__(self) -> Iterator[tuple[str, Any]]:
+            yield from tensors.items()
+            yield "another.stage", None
+
+    return Held()
+
+
+@pytest.mark.parametrize("make", [newer_source, older_source])
+def test_both_dialects_of_vllms_source_are_sources_and_nothing_is_gathered_to_describe_them(make: Any) -> None:
+    tensors = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4, dtype=torch.bfloat16)}
+    vllms = make(tensors)
+    iterated: list[str] = []
+    source = source_for(vllms)
+    assert [(t.name, t.shape, t.dtype) for t in source.manifest().tensors] == [
+        ("a.weight", (2, 3), "float32"),
+        ("b.weight", (4,), "bfloat16"),
+    ]
+    assert not iterated
+    for _ in range(2):
+        sent = [(source.manifest().tensors[piece.box.tensor].name, piece.tensor) for piece in source.slices()]
+        assert [name for name, _ in sent] == list(tensors)
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in sent)
+    tensors["a.weight"] = torch.zeros(3, 3)
+    with pytest.raises(ManifestMismatch, match=r"a\.weight"):
+        list(source.slices())
