@@ -13,7 +13,7 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron lock model clean distclean
+.PHONY: help demo test test-full smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,9 +23,13 @@ help: ## this list
 demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M for a few RL steps while it is being served, and prove what the engine holds
 	@$(PY) examples/rl_smollm2/run.py --engine $(ENGINE) --model $(MODEL) $(ARGS)
 
-test: ## every test that this machine can run
+test: ## the tests to pass before a merge, on real engines and trainers (about 25 minutes on 2 cores)
 	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
 	@$(PY) -m pytest $(ARGS)
+
+test-full: ## those and all their variants, 100,000 simulated jobs, long storms on real engines (an hour and more)
+	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
+	@WEIGHTWIRE_TEST_FULL=1 $(PY) -m pytest -m "not integration" $(ARGS)
 
 smoke: setup engines ## the tests to run before each push: the main promises, in about 3 minutes
 	@$(PY) -m pytest -m smoke $(ARGS)

@@ -1,4 +1,4 @@
-"""Which tests are the smoke tests: `make smoke`."""
+"""Which tests are the smoke tests (`make smoke`), which only `make test-full` runs, and which come first."""
 
 from __future__ import annotations
 
@@ -23,8 +23,109 @@ SMOKE = (
 """Files, directories and single tests, as pytest names them."""
 
 
+ENGINES = "tests/engines/"
+FULL = (
+    # models: the second layout of a model, and those whose way another model of the list goes as well
+    *(
+        f"{ENGINES}test_vllm_models.py::{test}"
+        for test in (
+            *(
+                f"test_five_updates_in_a_row_are_a_fresh_engine_bit_for_bit[{kind}"
+                for kind in ("llama-padded-plain", "dense-and-moe-plain", "shipped-head-plain")
+            ),
+            *(
+                f"test_five_updates_in_a_row_reach_what_hangs_beside_the_modules[{kind}-plain"
+                for kind in (
+                    "w8a8-int8",
+                    "gpt-oss-bfloat16",
+                    "fp8-kv-scales",
+                    "fp8-kv-scales-whole",
+                    "bloom",
+                    "apertus",
+                )
+            ),
+            "test_a_manifest_that_lacks_anything_is_refused_when_the_group_is_opened[dense-and-moe-plain",
+            "test_a_manifest_that_lacks_anything_is_refused_when_the_group_is_opened[gpt-oss-bfloat16",
+            "test_a_manifest_that_lacks_anything_is_refused_when_the_group_is_opened[apertus",
+            "test_what_a_partial_update_does_not_send_keeps_its_bytes[plain",
+            "test_a_tied_head_stays_right_in_five_updates_in_a_row_where_the_engine_tied_it_while_loading[qwen3-plain",
+        )
+    ),
+    # requests in flight: the policies that differ little from one that stays
+    *(
+        f"{ENGINES}test_sglang_tokens.py::test_requests_in_flight_follow_the_policy_and_their_keys_serve_no_new_request[{kind}"
+        for kind in (
+            "dp-attention-keep",
+            "dp-attention-recompute",
+            "dp-attention-abort",
+            "dp-attention-drain",
+            "tp2-recompute",
+            "tp2-drain",
+        )
+    ),
+    f"{ENGINES}test_sglang_tokens.py::test_a_commit_wakes_ranks_that_sleep_on_idle[dp-attention",
+    *(
+        f"{ENGINES}test_vllm_tokens.py::test_requests_in_flight_follow_the_policy_and_their_blocks_serve_no_new_request[{kind}"
+        for kind in ("pp2-recompute", "pp2-drain")
+    ),
+    # faults: of each family the corners stay
+    *(
+        f"{ENGINES}test_{engine}_faults.py::{test}"
+        for engine in ("vllm", "sglang")
+        for test in (
+            *(
+                f"test_a_manager_killed_before_the_commit_leaves_the_old_version_and_nothing_of_its_own[{point}"
+                for point in ("writing-standby", "wrote-copy", "wrote-standby", "sealed-copy")
+            ),
+            "test_a_manager_killed_after_it_sent_the_commit_leaves_the_old_version_or_the_new_one[drain",
+            *(
+                f"test_an_installation_that_fails_on_one_rank_is_undone_on_all[{case}"
+                for case in ("copy-0", "copy-1-before", "standby-0-after", "standby-1")
+            ),
+        )
+    ),
+    f"{ENGINES}test_vllm_faults.py::test_a_replica_that_dies_is_reported_and_the_others_take_the_update[worker-sealed",
+    f"{ENGINES}test_pause.py::test_a_manager_that_is_killed_leaves_no_engine_standing[sglang-pause",
+    f"{ENGINES}test_vllm_lora.py::test_requests_in_flight_follow_the_policy[tp1-recompute",
+    f"{ENGINES}test_vllm_lora.py::test_requests_in_flight_follow_the_policy[tp1-abort",
+    *(
+        f"{ENGINES}test_vllm_one_version.py::"
+        f"test_every_step_and_every_token_is_of_exactly_one_version_while_updates_alternate_under_load[{kind}"
+        for kind in ("tp2-recompute", "pp2-keep", "in-process-recompute")
+    ),
+    f"{ENGINES}test_sglang_life.py::test_every_token_is_of_exactly_one_version_while_50_updates_alternate_under_load[recompute",
+    f"{ENGINES}test_fan_out.py::test_engines_that_pass_an_update_on_generate_meanwhile_and_end_up_with_the_trainers_tokens[tree",
+    # programs that start several interpreters: each kind of trainer once more, examples
+    *(
+        f"{ENGINES}test_trainers.py::test_the_engines_say_what_the_trained_checkpoint_says[{trainer}"
+        for trainer in ("fsdp1", "hsdp", "fsdp2-2-x-tp-2", "megatron-ep")
+    ),
+    f"{ENGINES}test_pause.py::test_the_colocated_example_pauses_where_the_engine_cannot_sleep",
+    "tests/batch/test_transferqueue.py::test_a_hook_of_ray_registers_the_backend_in_processes_that_know_nothing_of_it",
+    "tests/batch/test_ray_store.py::"
+    "test_a_rollout_actor_that_is_killed_is_restarted_by_ray_and_its_task_is_lost_or_runs_again[fail",
+    f"{ENGINES}test_storm.py",
+)
+"""Left to `make test-full`, which runs everything: variants of tests that stay, and the long random ones."""
+
+FIRST = (
+    ENGINES,
+    "tests/simulation/",
+    "tests/batch/test_ray",
+    "tests/batch/test_tr",
+    "tests/trainers/",
+    "tests/manager/test_cli",
+)
+"""What takes long comes first, so that no process is left with it at the end."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is not marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SMOKE):
             item.add_marker(pytest.mark.smoke)
+        if item.nodeid.startswith(FULL):
+            item.add_marker(pytest.mark.full)
+    items.sort(
+        key=lambda item: next((place for place, one in enumerate(FIRST) if item.nodeid.startswith(one)), len(FIRST))
+    )

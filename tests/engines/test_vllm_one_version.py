@@ -9,6 +9,7 @@ of them from the version of the step.
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "in-process": {},
 }
-UPDATES = {"tp2": 50, "pp2": 12, "in-process": 12}
+UPDATES = {"tp2": 50 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 20, "pp2": 12, "in-process": 12}
 
 
 class Loaded:

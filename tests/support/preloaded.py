@@ -119,6 +119,7 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> None:
     """Imports `modules`, then forks a program for each request until the connection is closed."""
     for module in modules:
         importlib.import_module(module)
+    _inspect_models_here()
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
     while True:
         message, fds, _, _ = socket.recv_fds(connection, 1 << 20, 1)
@@ -133,6 +134,13 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> None:
         socket.send_fds(connection, [str(pid).encode()], [pidfd])
         for fd in (pidfd, *fds):
             os.close(fd)
+
+
+def _inspect_models_here() -> None:
+    """vLLM imports itself in one more interpreter for each architecture that it meets the first time, to look at its class: 25
+    seconds of CPU. What it fears of doing so in its own process is that a GPU would be initialised."""
+    if (registry := sys.modules.get("vllm.model_executor.models.registry")) is not None:
+        registry._run_in_subprocess = lambda look: look()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -234,7 +234,7 @@ def test_a_renewal_that_waits_to_be_read_counts(worker: Worker, trainer: Driver)
         assert go_on.wait(60)
         return card()
 
-    lease_s = 3.0
+    lease_s = 8.0
     trainer.begin("t1", 1, lease_s=lease_s)
     worker.server._card = slow_card
     with worker.channel() as asking:
