@@ -3,7 +3,7 @@
     python -m vllm.entrypoints.openai.api_server --model MODEL --logprobs-mode processed_logprobs
     python examples/trl/train.py --model MODEL --server http://127.0.0.1:8000 [--lora] [--save DIR]
 
-Without --server TRL starts its engine in this process (vllm_mode="colocate"). On several GPUs: `accelerate launch` in the place of
+Without --server TRL starts its engine in this process (vllm_mode="colocate"). For several GPUs say `accelerate launch`, not
 `python`. The one line is that with `through_weightwire`.
 """
 
@@ -25,7 +25,7 @@ def variety(completions: list[str], **_: object) -> list[float]:
     return [float(len(set(completion))) for completion in completions]
 
 
-def main() -> None:
+def main() -> GRPOTrainer:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--server", help="the server's URL; without it the engine is colocated")
@@ -62,10 +62,12 @@ def main() -> None:
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear") if arguments.lora else None,
     )
     trainer.train()
-    if arguments.save:
-        model = trainer.model.merge_and_unload() if arguments.lora else trainer.model
-        model.save_pretrained(arguments.save)
+    if arguments.save and arguments.lora:
+        trainer.model.merge_and_unload().save_pretrained(arguments.save)
         trainer.processing_class.save_pretrained(arguments.save)
+    elif arguments.save:
+        trainer.save_model(arguments.save)
+    return trainer
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@
    What TRL then asks must be among the replicas that took the version.
 3. The end of `train()`: one more update, so that the engine serves what `save_model()` writes; then the manager is closed.
 
-For each trainer that generates by TRL's `VLLMGeneration`: GRPO, RLOO, Distillation, and experimental ones. Every error is raised.
-It was written against TRL 1.16.0; what it touches there is checked when a trainer's class is given.
+For each trainer with TRL's `VLLMGeneration`: GRPO, RLOO, Distillation, experimental ones. Written against TRL 1.16.0; what it
+touches there is checked when a trainer's class is given.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from inference_plugin.wire.errors import (
     EngineUnsupported,
     ManifestMismatch,
     PeerLost,
-    WeightwireError,
 )
 from inference_plugin.wire.reports import UpdateReport
 from trainer_adapters.manager import SyncManager
@@ -53,8 +52,7 @@ TOUCHED = {
 }
 """What is replaced in TRL, by module."""
 
-ANSWER_S = 30.0
-"""Longest wait for a server's answer about its replicas."""
+ANSWER_S = 30.0  # longest wait for a server's answer about its replicas
 
 Trainer = TypeVar("Trainer", bound=type[Any])
 
@@ -65,11 +63,11 @@ def through_weightwire(trainer: Trainer, *, dtype: torch.dtype | str | None = No
     `dtype`: in which all tensors travel, which is that of the engine's parameters; default: a colocated engine's dtype, for a
     server the trainer's own. `settings`: as `SyncManager` takes them. Nothing else changes: the same arguments, the same methods.
 
-    Raises `ArgumentError` for what is no class, and `EngineUnsupported` where TRL is missing or lacks a place that is
-    replaced. The constructor raises `ArgumentError` for a trainer without vLLM, for DeepSpeed's ZeRO-3, and for colocated
-    engines that are sharded or sleep; `EngineUnsupported` for a server without our plug-in. `train()` and whatever else
-    generates raise what `SyncManager.update` raises, the same on every rank, and `CommitFailed` on the rank that asks a
-    replica which took no part. If the last update fails, the model is trained: `save_model()` still writes it.
+    Raises `ArgumentError` for what is no class, `EngineUnsupported` where TRL is missing or another one. The constructor raises
+    `ArgumentError` for a trainer without vLLM, for ZeRO-3, and for colocated engines that are sharded or sleep, and
+    `EngineUnsupported` for a server without our plug-in. `train()`, and whatever else generates, raises what
+    `SyncManager.update` raises, the same on every rank, and `CommitFailed` on a rank whose engine took no part. If the update
+    at the end fails, the model is trained all the same, and `save_model()` writes it.
     """
     if not isinstance(trainer, type):
         raise ArgumentError(
@@ -94,11 +92,7 @@ def through_weightwire(trainer: Trainer, *, dtype: torch.dtype | str | None = No
         def train(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 trained = super().train(*args, **kwargs)
-                try:
-                    self._weightwire()
-                except WeightwireError as error:
-                    error.add_note("The training is over and the model is whole: save_model() writes it.")
-                    raise
+                self._weightwire()
                 return trained
             finally:
                 self._weightwire.close()
@@ -110,9 +104,7 @@ class WeightSync:
     """In the place of `VLLMGeneration.sync_weights`. Every rank calls it; its first call makes the manager, and so does the
     first one after `close`."""
 
-    def __init__(
-        self, trainer: Any, generation: Any, dtype: torch.dtype | str | None, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, trainer: Any, generation: Any, dtype: Any, settings: dict[str, Any]) -> None:
         self._trainer, self._generation, self._settings = trainer, generation, settings
         if dtype is None and generation.mode == "colocate":
             dtype = generation.llm.llm_engine.model_config.dtype
@@ -151,12 +143,12 @@ class WeightSync:
             return
         missing = asked - {one.replica for one in report.replicas if one.status != "failed"}
         if missing or not asked:
-            raise CommitFailed(
+            error = CommitFailed(
                 f"others took it, but {what} ({', '.join(sorted(missing)) or 'no replica'}) did not: TRL would use older weights",
                 hint="trainer and engine need the same WEIGHTWIRE_JOB, and on several hosts WEIGHTWIRE_REGISTRY; "
                 "`weightwire status` shows the replicas of a job",
-                **{"side": "trainer", "group": report.group, "phase": "commit", "version": report.version},
             )
+            raise error.at(side="trainer", group=report.group, phase="commit", version=report.version)
 
 
 @contextlib.contextmanager
@@ -168,16 +160,23 @@ def our_client() -> Iterator[list[Any]]:
 
     def init_vllm(self: Any) -> None:
         refuse(self)
-        with contextlib.ExitStack() as inside:
+        with contextlib.ExitStack() as restored:
             if self.mode == "server":  # it needs a server, no vLLM of its own
-                found, ours = (lambda: True), client_class(client.VLLMClient)
-                inside.enter_context(replaced(client, is_vllm_available=found))
-                inside.enter_context(replaced(generation, is_vllm_available=found, VLLMClient=ours))
+                for module in (client, generation):
+                    replace(restored, module, "is_vllm_available", lambda: True)
+                replace(restored, generation, "VLLMClient", client_class(client.VLLMClient))
             start(self)
         started.append(self)
 
-    with replaced(generation.VLLMGeneration, _init_vllm=init_vllm):
+    with contextlib.ExitStack() as restored:
+        replace(restored, generation.VLLMGeneration, "_init_vllm", init_vllm)
         yield started
+
+
+def replace(restored: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Gives `owner` another attribute, until `restored` is closed."""
+    restored.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 def client_class(base: Any) -> Any:
@@ -193,18 +192,12 @@ def client_class(base: Any) -> Any:
             try:
                 return super().get_server_info()
             except RuntimeError:  # TRL's, for a server without developer mode
-                logger.warning(
-                    "the server at %s doesn't tell how it was started: without --logprobs-mode processed_logprobs the "
-                    "importance sampling correction is biased",
-                    self.base_url,
-                )
+                logger.warning("importance sampling is biased unless the server has --logprobs-mode processed_logprobs")
                 return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
         def update_named_params(self, *_: object, **__: object) -> None:
-            raise EngineUnsupported(
-                "this client has no channel of its own: weights go through Weightwire",
-                hint="call trainer.vllm_generation.sync_weights(), on every rank",
-            )
+            hint = "call trainer.vllm_generation.sync_weights(), on every rank"
+            raise EngineUnsupported("this client has no channel for weights: they go through Weightwire", hint=hint)
 
     return Client
 
@@ -221,10 +214,8 @@ def replicas_behind(url: str) -> set[str]:
         raise PeerLost(f"the server at {url} gave no answer about its replicas: {error!r}", side="trainer") from error
     if not found:
         why = ", ".join(said.get("why", ())) or f"/ready is answered with status {answer.status_code}"
-        raise EngineUnsupported(
-            f"the server at {url} takes no weight updates: {why}",
-            hint="install Weightwire beside its vLLM; where it is, the log says `weightwire: OFF` and the reason",
-        )
+        hint = "install Weightwire beside its vLLM; where it is, the log says `weightwire: OFF` and the reason"
+        raise EngineUnsupported(f"the server at {url} takes no weight updates: {why}", hint=hint)
     return found
 
 
@@ -232,10 +223,7 @@ def refuse(generation: Any) -> None:
     """Raises `ArgumentError`, before anything starts, for what would end in wrong weights."""
     colocated = generation.mode == "colocate"
     if generation._dist.is_zero3:
-        what, hint = (
-            "DeepSpeed's ZeRO-3 keeps the parameters where no source of ours finds them",
-            "use FSDP2, or ZeRO-2",
-        )
+        what, hint = "DeepSpeed's ZeRO-3 keeps parameters where no source finds them", "use FSDP2, or ZeRO-2"
     elif colocated and generation.tensor_parallel_size > 1:
         what = "a colocated engine of several ranks is several engines, and each would commit for itself"
         hint = 'use vllm_tensor_parallel_size=1, or vllm_mode="server"'
@@ -257,16 +245,3 @@ def check_places() -> None:
             f"TRL is missing here, or another one than 1.16.0, to which this is written: {missing}",
             hint="pip install weightwire[trl]",
         ) from missing
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Inside, `owner` has these attributes in place of its own."""
-    before = {name: getattr(owner, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
