@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
@@ -50,6 +51,7 @@ def main() -> GRPOTrainer:
             model_init_kwargs={"dtype": arguments.trainer_dtype},
             beta=0.01,
             bf16=False,
+            use_cpu=not torch.cuda.is_available(),
             gradient_checkpointing=False,
             save_strategy="no",
             report_to="none",

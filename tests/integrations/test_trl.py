@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from tests.support.engines import ENGINE_ARGUMENTS, ROOT, Driver, HttpEngine, se
 from tests.support.greedy import greedy_batch
 from tests.support.models import make_llama
 from tests.support.trl_runner import PROMPTS
-from trainer_adapters.integrations.trl import replicas_behind, through_weightwire
+from trainer_adapters.integrations.trl import refuse, replicas_behind, through_weightwire
 
 PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
 PROGRAM = ROOT / "examples" / "trl" / "train.py"
@@ -99,20 +101,17 @@ def train(engine: HttpEngine, command: Sequence[str | Path], **environment: str)
 
 
 @needs_trl
-@pytest.mark.parametrize("how", ["full", "lora", "fsdp2"])
+@pytest.mark.parametrize("how", ["full", "lora", "ddp"])
 def test_after_training_the_server_says_what_the_saved_model_says(
     server: StockServer, model: Path, tmp_path: Path, how: str
 ) -> None:
     assert not list(PYTHON.parent.parent.glob("lib/python*/site-packages/vllm*")), "no vLLM beside the trainer"
-    command: list[str | Path] = [PYTHON, PROGRAM]
-    if how == "fsdp2":
-        ranks = ["--cpu", "--num_machines=1", "--num_processes=2", "--mixed_precision=no", "--main_process_port=0"]
-        sharded = ["--use_fsdp", "--fsdp_version=2", "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"]
-        launch = ["-m", "accelerate.commands.launch", *ranks, *sharded, "--fsdp_state_dict_type=FULL_STATE_DICT"]
-        command = [PYTHON, *launch, PROGRAM]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if how == "ddp" else []
     before, version = greedy_batch(model, PROMPTS, COUNT), server.version()
     options = ["--lora", "--lr", "5e-2"] if how == "lora" else []
-    ran = train(server, [*command, "--model", model, "--server", server.url, "--save", tmp_path, *options])
+    ran = train(
+        server, [PYTHON, *launch, PROGRAM, "--model", model, "--server", server.url, "--save", tmp_path, *options]
+    )
     assert ran.returncode == 0, ran.stderr[-8000:]
     expected = greedy_batch(tmp_path, PROMPTS, COUNT)
     assert server.tokens() == expected != before
@@ -174,6 +173,23 @@ def test_what_is_no_class_and_a_misspelt_setting_are_refused_before_anything_sta
         through_weightwire(object())  # type: ignore[type-var]
     with pytest.raises(TypeError, match="instal"):
         through_weightwire(object, instal="copy")
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ({"is_zero3": True}, "ZeRO-3 .*FSDP2"),
+        ({"tensor_parallel_size": 2}, "several engines.*vllm_tensor_parallel_size=1"),
+        ({"enable_sleep_mode": True}, "loses its weights.*vllm_enable_sleep_mode=False"),
+        ({"num_processes": 2}, "torch.distributed has 1 ranks and accelerate 2"),
+    ],
+)
+def test_what_would_end_in_wrong_weights_is_refused_before_an_engine_starts(what: dict[str, Any], why: str) -> None:
+    said = {"is_zero3": False, "tensor_parallel_size": 1, "enable_sleep_mode": False, "num_processes": 1} | what
+    everything = SimpleNamespace(mode="colocate", **said)
+    everything._dist = everything.accelerator = everything
+    with pytest.raises(ArgumentError, match=why):
+        refuse(everything)
 
 
 def test_without_trl_the_error_says_what_to_install() -> None:

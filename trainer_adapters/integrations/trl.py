@@ -25,21 +25,15 @@ import operator
 import os
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from inference_plugin.net import addresses
-from inference_plugin.wire.errors import (
-    ArgumentError,
-    CommitFailed,
-    EngineUnsupported,
-    ManifestMismatch,
-    PeerLost,
-)
+from inference_plugin.wire.errors import ArgumentError, CommitFailed, EngineUnsupported, ManifestMismatch, PeerLost
 from inference_plugin.wire.reports import UpdateReport
 from trainer_adapters.manager import SyncManager
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["through_weightwire"]
 
@@ -64,10 +58,10 @@ def through_weightwire(trainer: Trainer, *, dtype: torch.dtype | str | None = No
     server the trainer's own. `settings`: as `SyncManager` takes them. Nothing else changes: the same arguments, the same methods.
 
     Raises `ArgumentError` for what is no class, `EngineUnsupported` where TRL is missing or another one. The constructor raises
-    `ArgumentError` for a trainer without vLLM, for ZeRO-3, and for colocated engines that are sharded or sleep, and
-    `EngineUnsupported` for a server without our plug-in. `train()`, and whatever else generates, raises what
-    `SyncManager.update` raises, the same on every rank, and `CommitFailed` on a rank whose engine took no part. If the update
-    at the end fails, the model is trained all the same, and `save_model()` writes it.
+    `ArgumentError` for a trainer without vLLM and as `refuse` says, and `EngineUnsupported` for a server without our plug-in.
+    `train()`, and whatever else generates, raises what `SyncManager.update` raises, the same on every rank, and `CommitFailed`
+    on a rank whose engine took no part. If the update at the end fails, the model is trained all the same, and `save_model()`
+    writes it.
     """
     if not isinstance(trainer, type):
         raise ArgumentError(
@@ -220,9 +214,14 @@ def replicas_behind(url: str) -> set[str]:
 
 
 def refuse(generation: Any) -> None:
-    """Raises `ArgumentError`, before anything starts, for what would end in wrong weights."""
-    colocated = generation.mode == "colocate"
-    if generation._dist.is_zero3:
+    """Raises `ArgumentError`, before anything starts, for what would end in wrong weights: ZeRO-3, colocated engines that are
+    sharded or sleep, ranks of torch.distributed that accelerate doesn't know of."""
+    colocated, ours = generation.mode == "colocate", generation.accelerator.num_processes
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ours != ranks:  # several trainings, each of a model of its own: the engine would get parts of each
+        what = f"torch.distributed has {ranks} ranks and accelerate {ours}: each would train a model of its own"
+        hint = "on CPUs give the trainer's config use_cpu=True"
+    elif generation._dist.is_zero3:
         what, hint = "DeepSpeed's ZeRO-3 keeps parameters where no source finds them", "use FSDP2, or ZeRO-2"
     elif colocated and generation.tensor_parallel_size > 1:
         what = "a colocated engine of several ranks is several engines, and each would commit for itself"
