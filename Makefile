@@ -13,7 +13,7 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron lock model clean distclean
+.PHONY: help demo test test-full test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron trl lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ test: ## the tests to pass before a merge, on real engines and trainers (about 2
 test-full: ## those and all their variants, 100,000 simulated jobs, long storms on real engines (an hour and more)
 	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
 	@WEIGHTWIRE_TEST_FULL=1 $(PY) -m pytest -m "not integration" $(ARGS)
+
+test-integrations: ## other projects' trainers that sync through us, for real, in environments of their own
+	@$(MAKE) --no-print-directory --jobs 2 setup trl
+	@$(PY) -m pytest -n 0 -m integration tests/integrations $(ARGS)
 
 smoke: setup engines ## the tests to run before each push: the main promises, in about 3 minutes
 	@$(PY) -m pytest -m smoke $(ARGS)
@@ -82,6 +86,10 @@ engines: ## the environment of the tests' second engine as well, .venvs/sglang (
 megatron: ## the environment of the tests' Megatron trainers, .venvs/megatron (under a minute, 60 MB and 1 GB more)
 	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py megatron
+
+trl: ## the environment of the tests' TRL trainers, .venvs/trl, without an engine (a minute or two, 100 MB and 1.2 GB more)
+	@$(FOUND_PYTHON)
+	@$(PYTHON) tools/envs.py trl
 
 lock: ## pin the packages of each environment again, requirements/*.txt; ARGS=--upgrade takes the newest ones
 	@$(FOUND_PYTHON)

@@ -20,7 +20,7 @@ from tests.support.rig import ROOT
 
 PYTHON_BLOCKS = [block for page in PAGES for block in blocks(page, "python")]
 OURS = ("inference_plugin", "trainer_adapters", "weightwire")
-ELSEWHERE = {"megatron", "my_package", "sglang", "verl"}
+ELSEWHERE = {"megatron", "my_package", "sglang", "trl", "verl"}
 """What the pages import that this environment lacks."""
 CODE = [*OURS, "tests", "examples", "benchmarks", "tools"]
 

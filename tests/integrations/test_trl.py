@@ -1,0 +1,232 @@
+"""TRL's GRPOTrainer, for real on a CPU, with its weights going through Weightwire: into a stock vLLM server, and into an engine
+in the trainer's own process. What the engine then says is what `transformers`, or a fresh engine, says of the saved model.
+
+The trainer runs in `.venvs/trl`, which has no vLLM: in server mode none is needed beside it. The server is vLLM's own, found by
+our plug-in's entry point, without developer mode.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inference_plugin.engines.transformers import TransformersEngine
+from inference_plugin.wire.errors import ArgumentError, EngineUnsupported, PeerLost
+from tests.support.engines import ENGINE_ARGUMENTS, ROOT, Driver, HttpEngine, session_directory
+from tests.support.greedy import greedy_batch
+from tests.support.models import make_llama
+from tests.support.trl_runner import PROMPTS
+from trainer_adapters.integrations.trl import refuse, replicas_behind, through_weightwire
+
+PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
+PROGRAM = ROOT / "examples" / "trl" / "train.py"
+COUNT, STEPS = 12, 3
+TIMEOUT_S = 900
+
+pytestmark = [pytest.mark.integration, pytest.mark.engine, pytest.mark.slow]
+needs_trl = pytest.mark.skipif(
+    not PYTHON.exists(), reason="no .venvs/trl: `make test-integrations` makes it and runs this"
+)
+
+
+class StockServer(HttpEngine):
+    """`vllm serve` as a user starts it; its own interpreter, nothing of the tests in it."""
+
+    preloads = ()
+
+    def start(self) -> None:
+        options = ["--model", self.environment["MODEL"], "--logprobs-mode", "processed_logprobs"]
+        self.serve("vllm.entrypoints.openai.api_server", options, ENGINE_ARGUMENTS)
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait(60)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def tokens(self) -> list[list[int]]:
+        asked = {"model": self.environment["MODEL"], "prompt": PROMPTS, "max_tokens": COUNT, "temperature": 0}
+        status, answer = self.request("POST", "/v1/completions", asked | {"ignore_eos": True, "return_token_ids": True})
+        assert status == 200, answer
+        return [choice["token_ids"] for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+
+    def version(self) -> int:
+        (replica,) = self.request("GET", "/ready")[1]["replicas"]
+        return int(replica["versions"].get("policy", 0))
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Path]:
+    with session_directory() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("models") / "llama", seed=1, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def server(runtime: Path, model: Path) -> Iterator[StockServer]:
+    with StockServer(runtime, MODEL=str(model)) as running:
+        yield running
+
+
+def train(engine: HttpEngine, command: Sequence[str | Path], **environment: str) -> subprocess.CompletedProcess[str]:
+    """The example, beside the engine's job; the interpreter of the command decides what else is there."""
+    return subprocess.run(
+        [*map(str, command), "--steps", str(STEPS)],
+        cwd=engine.runtime,
+        env=engine.environment | {"TORCHDYNAMO_DISABLE": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@needs_trl
+@pytest.mark.parametrize("how", ["full", "lora", "ddp"])
+def test_after_training_the_server_says_what_the_saved_model_says(
+    server: StockServer, model: Path, tmp_path: Path, how: str
+) -> None:
+    assert not list(PYTHON.parent.parent.glob("lib/python*/site-packages/vllm*")), "no vLLM beside the trainer"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if how == "ddp" else []
+    before, version = greedy_batch(model, PROMPTS, COUNT), server.version()
+    options = ["--lora", "--lr", "5e-2"] if how == "lora" else []
+    ran = train(
+        server, [PYTHON, *launch, PROGRAM, "--model", model, "--server", server.url, "--save", tmp_path, *options]
+    )
+    assert ran.returncode == 0, ran.stderr[-8000:]
+    expected = greedy_batch(tmp_path, PROMPTS, COUNT)
+    assert server.tokens() == expected != before
+    assert server.version() == version + STEPS + 1, "one update for each step, and one at the end"
+    (drift,) = set(re.findall(r"'sampling/sampling_logp_difference/max': '([^']+)'", ran.stdout))
+    assert float(drift) < 1e-3, "at every step the server's log-probabilities were those of the trainer's model"
+
+
+@needs_trl
+def test_a_sync_that_fails_ends_the_training_with_its_error_and_changes_nothing(
+    server: StockServer, model: Path
+) -> None:
+    before = server.tokens(), server.version()
+    other_dtype = ["--trainer-dtype", "bfloat16"]
+    ran = train(server, [PYTHON, PROGRAM, "--model", model, "--server", server.url, *other_dtype])
+    assert ran.returncode != 0
+    assert re.search(r"ManifestMismatch: dtypes differ: .*\n.*through_weightwire\(\.\.\., dtype=", ran.stderr), (
+        ran.stderr[-8000:]
+    )
+    assert (server.tokens(), server.version()) == before
+
+
+@needs_trl
+def test_a_server_of_another_job_is_noticed_although_a_replica_of_this_job_took_the_update(
+    server: StockServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = server.tokens(), server.version()
+    monkeypatch.setenv("WEIGHTWIRE_JOB", "elsewhere")
+    with TransformersEngine(model):
+        ran = train(server, [PYTHON, PROGRAM, "--model", model, "--server", server.url], WEIGHTWIRE_JOB="elsewhere")
+    assert ran.returncode != 0
+    assert re.search(rf"CommitFailed: .*the server at {server.url} \(vllm-.* did not.*WEIGHTWIRE_JOB", ran.stderr), (
+        ran.stderr[-8000:]
+    )
+    assert (server.tokens(), server.version()) == before
+
+
+@needs_trl
+def test_after_training_a_colocated_engine_holds_what_the_saved_model_holds(
+    runtime: Path, model: Path, tmp_path: Path
+) -> None:
+    """TRL gives its engine no dtype, so vLLM takes bfloat16 for a model in float32: the trainer's weights travel in that."""
+    (packages,) = PYTHON.parent.parent.glob("lib/python*/site-packages")
+    runner = [sys.executable, ROOT / "tests" / "support" / "trl_runner.py", packages, PROGRAM]
+    with Driver(runtime, VLLM_CPU_KVCACHE_SPACE="1") as fresh:
+        ran = train(fresh, [*runner, "--model", model, "--save", tmp_path], WEIGHTWIRE_JOB=f"{fresh.job}-colocated")
+        assert ran.returncode == 0, ran.stderr[-8000:]
+        found = json.loads(ran.stdout.splitlines()[-1])
+        fresh.open(tmp_path, dtype="bfloat16")
+        assert found == {"tokens": fresh.tokens(PROMPTS, COUNT), "verified": True}
+    assert found["tokens"] != greedy_batch(model, PROMPTS, COUNT)
+
+
+# --- without TRL ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_class_and_a_misspelt_setting_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ArgumentError, match=r"object, not a class .*through_weightwire\(GRPOTrainer\)"):
+        through_weightwire(object())  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="instal"):
+        through_weightwire(object, instal="copy")
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ({"is_zero3": True}, "ZeRO-3 .*FSDP2"),
+        ({"tensor_parallel_size": 2}, "several engines.*vllm_tensor_parallel_size=1"),
+        ({"enable_sleep_mode": True}, "loses its weights.*vllm_enable_sleep_mode=False"),
+        ({"num_processes": 2}, "torch.distributed has 1 ranks and accelerate 2"),
+    ],
+)
+def test_what_would_end_in_wrong_weights_is_refused_before_an_engine_starts(what: dict[str, Any], why: str) -> None:
+    said = {"is_zero3": False, "tensor_parallel_size": 1, "enable_sleep_mode": False, "num_processes": 1} | what
+    everything = SimpleNamespace(mode="colocate", **said)
+    everything._dist = everything.accelerator = everything
+    with pytest.raises(ArgumentError, match=why):
+        refuse(everything)
+
+
+def test_without_trl_the_error_says_what_to_install() -> None:
+    with pytest.raises(EngineUnsupported, match=r"No module named 'trl.*weightwire\[trl\]"):
+        through_weightwire(object)
+
+
+def test_a_server_without_our_plugin_or_none_at_all_is_an_error_that_says_so() -> None:
+    with answering(404, b"") as url, pytest.raises(EngineUnsupported, match=rf"{url} takes no weight updates.* 404"):
+        replicas_behind(url)
+    starting = b'{"ready": false, "why": ["no replica of this server takes weight updates"], "replicas": []}'
+    with answering(503, starting) as url, pytest.raises(EngineUnsupported, match="no replica of this server"):
+        replicas_behind(url)
+    for nonsense in (b"<html>", b"[]", b"{}"):
+        with answering(200, nonsense) as url, pytest.raises(PeerLost, match="no answer about its replicas"):
+            replicas_behind(url)
+    with pytest.raises(PeerLost, match="no answer about its replicas"):
+        replicas_behind(url)
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """A server that gives one answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}"
+        finally:
+            listening.shutdown()
