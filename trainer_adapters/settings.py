@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from inference_plugin.transports.spread import FanOut
-from inference_plugin.wire.config import Config
+from inference_plugin.wire.config import Config, misspelt_variables
 from inference_plugin.wire.errors import ConfigError
 from inference_plugin.wire.messages import InFlight, InstallPolicy
 from inference_plugin.wire.messages.common import GROUP_NAME
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from inference_plugin.transports.base import Transport
 
 __all__ = ["BestEffort", "CatchUpPolicy", "OnFailure", "Quorum", "Settings", "Stragglers"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,10 @@ class Settings:
     on_failure: OnFailure = "raise"
     check_finite: bool = False
 
+    def __post_init__(self) -> None:
+        for text in misspelt_variables():
+            _warn_once(text)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `ConfigError`, a ValueError, for a value that the setting does not allow."""
         if name in CHOICES and value not in CHOICES[name]:
@@ -118,3 +126,8 @@ class Settings:
         """How long an operation of `timeout_s` (default: the manager's) waits for a sign of life of one process."""
         whole_s = self.timeout_s if timeout_s is None else timeout_s
         return min(self.config.control_timeout_s, SILENCE_SHARE * whole_s)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("weightwire: %s", text)

@@ -161,6 +161,16 @@ def test_rank_0_decides_the_next_version_for_all_trainer_ranks(start: Start, tra
 # --- other mistakes ---------------------------------------------------------------------------------------------------
 
 
+def test_a_misspelt_variable_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_TIMEOUTS_S", "3")
+    for _ in range(2):
+        SyncManager(timeout_s=60).close()
+    said = [record.message for record in caplog.records if "WEIGHTWIRE_TIMEOUTS_S" in record.message]
+    assert len(said) == 1 and "did you mean WEIGHTWIRE_TIMEOUT_S?" in said[0]
+
+
 @pytest.mark.parametrize("group", ["my policy", "a/b", "", "../up", "x" * 65, 3])
 def test_a_group_name_that_cannot_be_one_is_refused_by_name(group: Any) -> None:
     with pytest.raises(ConfigError, match="group") as raised:
