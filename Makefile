@@ -5,6 +5,7 @@ MODEL := .models/smollm2-135m-instruct
 ENGINE ?= vllm
 ARGS ?=
 SEEDS ?= 10000
+INTEGRATIONS := verl
 
 FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 	{ echo "$(PYTHON) is not on the PATH: install Python 3.11, or name it: make PYTHON=..." >&2; exit 1; }
@@ -13,7 +14,7 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron lock model clean distclean
+.PHONY: help demo test test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +27,10 @@ demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M
 test: ## every test that this machine can run
 	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
 	@$(PY) -m pytest $(ARGS)
+
+test-integrations: setup ## other projects' trainers, each in an environment of its own, into our engines (a few minutes, 1 GB for each)
+	@$(PYTHON) tools/envs.py $(INTEGRATIONS)
+	@$(PY) -m pytest -n 0 -m integration $(ARGS)
 
 smoke: setup engines ## the tests to run before each push: the main promises, in about 3 minutes
 	@$(PY) -m pytest -m smoke $(ARGS)

@@ -3,6 +3,7 @@
     python3.11 tools/envs.py vllm     # vLLM on CPU, the development tools, and Weightwire itself (editable)
     python3.11 tools/envs.py sglang   # SGLang on CPU and Weightwire itself, for engines in processes of their own
     python3.11 tools/envs.py megatron # Megatron-Core and Megatron-Bridge on CPU, for trainers in processes of their own
+    python3.11 tools/envs.py verl     # verl's trainers and Ray on CPU, without an engine beside them
     python3.11 tools/envs.py docs     # what builds the documentation's site; without Weightwire, torch or an engine
 
 An environment holds exactly the packages of its lock, ``requirements/NAME.txt`` (``tools/lock.py`` makes the locks).
@@ -73,6 +74,7 @@ ENVIRONMENTS = {
         settings=(("SGLANG_USE_CPU_ENGINE", "1"),),
     ),
     "megatron": Environment("Megatron-Core and Megatron-Bridge on CPU, for tests", free_gb=3, provides="megatron.core"),
+    "verl": Environment("verl's trainers and Ray on CPU, for tests", free_gb=3, provides="verl.checkpoint_engine"),
     "docs": Environment("the documentation's site", free_gb=0.2, provides="mkdocs_autorefs", package=False),
 }
 

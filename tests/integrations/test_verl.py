@@ -54,6 +54,7 @@ class VerlJob:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_agent_register_timeout_ms": "300000",
             "RAY_raylet_start_wait_time_s": "300",
+            "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for this
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": "tests.support.verl_cpu",
         }

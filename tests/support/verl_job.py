@@ -43,9 +43,10 @@ TRAINER = [
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
     "+actor_rollout_ref.model.override_config.attn_implementation=eager",
     f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
     "trainer.device=cpu",
 ]
-SETTINGS = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "PYTHONPATH", "VERL_PLATFORM", "VERL_USE_EXTERNAL_MODULES")
+SETTINGS = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "PYTHONPATH", "VERL_ENGINE_DEVICE", "VERL_PLATFORM", "VERL_USE_EXTERNAL_MODULES")
 SETTINGS += ("WEIGHTWIRE_JOB", "WEIGHTWIRE_RUNTIME_DIR")
 
 

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 
 class TrainerWorker(ActorRolloutRefWorker):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        initialize_global_process_group_ray(backend="gloo")  # verl asks for "cpu:gloo,DEVICE:BACKEND", here cpu twice
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @torch.no_grad()
     def change(self, seed: int) -> None:
