@@ -32,7 +32,8 @@ pytestmark = [
 ]
 
 JOB_S = 600
-LONG = 200
+LONG = 960
+RAY_STARTS = 5
 
 
 class VerlError(RuntimeError):
@@ -48,26 +49,32 @@ class VerlJob:
 
     def __init__(self, model: Path, engine: Driver) -> None:
         self.log = engine.runtime / "verl.log"
-        variables = {
+        self.command = [str(PYTHON), "-m", "tests.support.verl_job", str(model)]
+        self.variables = {
             **engine.environment,
             "PYTHONPATH": str(ROOT),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_agent_register_timeout_ms": "300000",
-            "RAY_raylet_start_wait_time_s": "300",
+            "RAY_raylet_start_wait_time_s": "40",
             "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for this
+            "VERL_LOGGING_LEVEL": "WARN",
             "VERL_PLATFORM": "cpu",
             "VERL_USE_EXTERNAL_MODULES": "tests.support.verl_cpu",
         }
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [PYTHON, "-m", "tests.support.verl_job", str(model)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,  # type: ignore[call-overload]
-                cwd=ROOT,
-                env=variables,
+        for _ in range(RAY_STARTS):
+            if self._start():
+                return
+            self.close()
+        raise AssertionError(f"Ray did not start\n{self.tail()}")
+
+    def _start(self) -> bool:
+        """False if Ray did not start: its raylet gives up where its agent isn't imported within 15 seconds, as on a busy
+        machine."""
+        pipe = subprocess.PIPE
+        with self.log.open("a") as log:
+            self.process: Any = subprocess.Popen(
+                self.command, stdin=pipe, stdout=pipe, stderr=log, text=True, cwd=ROOT, env=self.variables
             )
+        return bool(self.process.stdout.readline())
 
     def __call__(self, do: str, **arguments: Any) -> Any:
         """One command. Raises `VerlError`."""
@@ -104,7 +111,7 @@ def model(checkpoint: Checkpoint) -> Path:  # noqa: F811
 @pytest.fixture(scope="module")
 def engine(runtime: Path, model: Path) -> Iterator[Driver]:  # noqa: F811
     with Driver(runtime) as driver:
-        driver.open(model)
+        driver.open(model, max_model_len=1024)
         yield driver
 
 
@@ -132,14 +139,14 @@ def test_two_updates_through_verls_manager_keep_what_is_generated_and_say_what_a
     assert (figures["weightwire/version"], figures["weightwire/replicas"]) == (0, 1)
     assert engine.tokens(PROMPTS) == before
 
+    verl("change", seed=7)
     running = engine.submit(PROMPTS[:1], LONG)
     engine.wait_for_tokens(running, 4)
-    verl("change", seed=7)
     figures = verl("update", step=1)
     assert figures["weightwire/version"] == 1
     request = engine.wait(running)[0]
     assert (request["finish_reason"], len(request["tokens"])) == ("length", LONG)  # neither aborted nor begun again
-    assert sorted(set(request["versions"])) == [0, 1]
+    assert list(dict.fromkeys(request["versions"])) == ["0", "1"]
 
     verl("export", directory=str(tmp_path))
     assert engine.tokens(PROMPTS) == expected(tmp_path) != before

@@ -46,8 +46,14 @@ TRAINER = [
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
     "trainer.device=cpu",
 ]
-SETTINGS = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "PYTHONPATH", "VERL_ENGINE_DEVICE", "VERL_PLATFORM", "VERL_USE_EXTERNAL_MODULES")
-SETTINGS += ("WEIGHTWIRE_JOB", "WEIGHTWIRE_RUNTIME_DIR")
+SETTINGS: tuple[str, ...] = (
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+    "PYTHONPATH",
+    "VERL_PLATFORM",
+    "VERL_USE_EXTERNAL_MODULES",
+)
+SETTINGS += ("VERL_ENGINE_DEVICE", "VERL_LOGGING_LEVEL", "WEIGHTWIRE_JOB", "WEIGHTWIRE_RUNTIME_DIR")
 
 
 @ray.remote
@@ -141,6 +147,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what verl and Ray print is for the log
     job = Job(sys.argv[1])
+    print("ready", file=answers, flush=True)
     try:
         for line in sys.stdin:
             command = json.loads(line)
