@@ -119,7 +119,7 @@ def engine(runtime: Path, model: Path) -> Iterator[Driver]:  # noqa: F811
 def verl(engine: Driver, model: Path) -> Iterator[VerlJob]:
     job = VerlJob(model, engine)
     try:
-        job("start", timeout_s=60)
+        job("start", timeout_s=30)
         yield job
     finally:
         job.close()
@@ -200,7 +200,7 @@ def test_the_backend_alone_takes_the_generator_that_verls_own_manager_hands_over
 def test_the_modules_own_shards_travel_where_the_config_says_so(
     verl: VerlJob, engine: Driver, model: Path, tmp_path: Path
 ) -> None:
-    verl("start", timeout_s=60, weights="module")
+    verl("start", timeout_s=30, weights="module")
     verl("change", seed=12)
     assert verl("update", step=20)["weightwire/version"] == 20
     verl("export", directory=str(tmp_path))

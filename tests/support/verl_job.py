@@ -95,11 +95,18 @@ class Replica(RolloutReplica):  # type: ignore[misc]
 class Job:
     def __init__(self, model: str) -> None:
         self.model = model
+        self.group: Any = None
         variables = {name: os.environ[name] for name in SETTINGS if name in os.environ}
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+        ray.init(
+            num_cpus=2 * RANKS + 1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables}
+        )
 
     def do_start(self, **options: Any) -> None:
-        """verl's trainer, and the manager: these lines are those of its trainers."""
+        """verl's trainer, and the manager: these lines are those of its trainers. A trainer that is there already ends."""
+        if self.group is not None:
+            ray.get(self.group.execute_checkpoint_engine(["close"] * RANKS))
+            for each in self.group.workers:
+                ray.kill(each)
         path = f"{ROLLOUT}.checkpoint_engine.engine_kwargs"
         ours = [f"+{path}.weightwire.{name}={value}" for name, value in options.items()]
         with initialize_config_module("verl.trainer.config", version_base=None):
