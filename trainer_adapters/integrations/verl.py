@@ -25,7 +25,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import ray
@@ -135,7 +135,7 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _source_of(self, weights: Any) -> ExportAdapter:
         """The source is kept: only the first update has to find out names, shapes and dtypes."""
-        export = functools.partial(exported, weights)
+        export: Callable[[], Named] = functools.partial(exported, weights)
         if not is_engine(weights):
             assert self._manager is not None
             self._once = self._once or ReadOnce(is_sender=self._manager.rank == 0)
@@ -201,7 +201,7 @@ class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
                 )
         super().add_replicas(replicas)
 
-    @auto_await
+    @auto_await  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int | None = None) -> Figures:
         """Brings the trainer's weights into every replica, as version `global_steps`; figures for verl's log.
 
