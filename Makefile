@@ -5,7 +5,6 @@ MODEL := .models/smollm2-135m-instruct
 ENGINE ?= vllm
 ARGS ?=
 SEEDS ?= 10000
-INTEGRATIONS := verl
 
 FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 	{ echo "$(PYTHON) is not on the PATH: install Python 3.11, or name it: make PYTHON=..." >&2; exit 1; }
@@ -14,7 +13,7 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron lock model clean distclean
+.PHONY: help demo test test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron verl lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,9 +27,9 @@ test: ## every test that this machine can run
 	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
 	@$(PY) -m pytest $(ARGS)
 
-test-integrations: setup ## other projects' trainers, each in an environment of its own, into our engines (a few minutes, 1 GB for each)
-	@$(PYTHON) tools/envs.py $(INTEGRATIONS)
-	@$(PY) -m pytest -n 0 -m integration $(ARGS)
+test-integrations: ## other projects' trainers that sync through us, for real, in environments of their own
+	@$(MAKE) --no-print-directory --jobs 2 setup verl
+	@$(PY) -m pytest -n 0 -m integration tests/integrations $(ARGS)
 
 smoke: setup engines ## the tests to run before each push: the main promises, in about 3 minutes
 	@$(PY) -m pytest -m smoke $(ARGS)
@@ -83,6 +82,10 @@ engines: ## the environment of the tests' second engine as well, .venvs/sglang (
 megatron: ## the environment of the tests' Megatron trainers, .venvs/megatron (under a minute, 60 MB and 1 GB more)
 	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py megatron
+
+verl: ## the environment of the tests' verl trainers, .venvs/verl, without an engine (a minute or two, 250 MB and 1.6 GB more)
+	@$(FOUND_PYTHON)
+	@$(PYTHON) tools/envs.py verl
 
 lock: ## pin the packages of each environment again, requirements/*.txt; ARGS=--upgrade takes the newest ones
 	@$(FOUND_PYTHON)

@@ -21,7 +21,7 @@ from tests.support.rig import ROOT
 PYTHON_BLOCKS = [block for page in PAGES for block in blocks(page, "python")]
 OURS = ("inference_plugin", "trainer_adapters", "weightwire")
 INTEGRATIONS = "trainer_adapters.integrations."
-ELSEWHERE = {"megatron", "my_package", "sglang", "verl"}
+ELSEWHERE = {"deepspeed", "megatron", "my_package", "sglang", "verl"}
 """What the pages import that this environment lacks."""
 CODE = [*OURS, "tests", "examples", "benchmarks", "tools"]
 

@@ -81,10 +81,12 @@ class WeightwireEngine:
         try:
             if self._source is None:
                 self._source = ExportAdapter(self._once, dtype_rules=self._dtype)
-            self._manager.update(self._source).raise_failed()
+            report = self._manager.update(self._source)
         except BaseException:
             self._source = self._once = None  # on all ranks, as the error is
             raise
+        if self._options.keys().isdisjoint(("on_failure", "stragglers")):
+            report.raise_failed()  # a lost replica too
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
         """Yields nothing: the engine around this worker has the weights by the update."""

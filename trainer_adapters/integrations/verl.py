@@ -108,7 +108,7 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         that is higher than the last one, else as the next version. `weights`: verl's training engine, or a generator.
 
         It keeps this actor's event loop: nothing else may train while the weights are read. Raises what `SyncManager.update`
-        raises, on all ranks.
+        raises, on all ranks, and for a replica that was lost, unless `on_failure` or `stragglers` say what is to be done.
         """
         if self._manager is None:
             self.join(1)
@@ -125,6 +125,8 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
                 self._source = self._once = None  # on all ranks, as the error is: what is sent may be another model now
                 raise
         self._version = report.version
+        if self._options.keys().isdisjoint(("on_failure", "stragglers")):
+            report.raise_failed()  # a lost replica too: verl does not start it again, and would go on asking it
         return {
             "weightwire/version": report.version,
             "weightwire/replicas": len(report.replicas) - len(report.failed),
