@@ -184,6 +184,22 @@ def test_a_replica_of_verls_that_never_registered_is_an_error_before_anything_is
         verl("expect", replicas=1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("backend", "ConfigError", "checkpoint_engine.backend is 'naive'"),
+        ("replica", "ArgumentError", "on the trainer's own devices"),
+        ("option", "ConfigError", "time_out_s"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_verl_makes_its_manager(
+    verl: VerlJob, kind: str, error: str, text: str
+) -> None:
+    with pytest.raises(VerlError, match=text) as caught:
+        verl("misuse", kind=kind)
+    assert error in caught.value.types
+
+
 def test_the_same_step_again_is_sent_again_as_the_next_version(verl: VerlJob, engine: Driver, tmp_path: Path) -> None:
     verl("change", seed=9)
     assert verl("update", step=2)["weightwire/version"] == 3

@@ -8,6 +8,7 @@ Usage: verl_job.py MODEL. Commands are JSON lines on stdin, `{"do", ...}`; each 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 import ray
 from hydra import compose, initialize_config_module
-from verl.checkpoint_engine import CheckpointEngineManager
+from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_class_from_fqn
@@ -145,6 +146,18 @@ class Job:
     def do_expect(self, replicas: int) -> None:
         """As if verl had so many."""
         self.manager.replicas = [self.replica] * replicas
+
+    def do_misuse(self, kind: str) -> None:
+        """What the manager and the backend refuse."""
+        if kind == "option":
+            CheckpointEngineRegistry.new("weightwire", bucket_size=1 << 20, time_out_s=3)
+        settings = copy.copy(self.manager.config)
+        replica = copy.copy(self.replica)
+        if kind == "backend":
+            settings.backend = "naive"
+        if kind == "replica":
+            replica.rollout_mode = RolloutMode.HYBRID
+        type(self.manager)(config=settings, actor_wg=self.group, replicas=[replica])
 
     def do_look(self) -> dict[str, Any]:
         return {"disturbed": Replica.disturbed, "steps": ray.get(self.replica.servers[0].get_steps.remote())}

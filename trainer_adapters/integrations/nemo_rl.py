@@ -90,8 +90,9 @@ class WeightwireEngine:
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
         """Yields nothing: the engine around this worker has the weights by the update."""
-        return
-        yield []
+        nothing: list[list[tuple[str, torch.Tensor]]] = []
+        for batch in nothing:
+            yield batch
 
     def finalize(self) -> None:
         """Closes the `SyncManager`; NeMo-RL calls it at the end, and with `release_after_refit` after each refit."""
