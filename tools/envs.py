@@ -74,7 +74,7 @@ ENVIRONMENTS = {
         settings=(("SGLANG_USE_CPU_ENGINE", "1"),),
     ),
     "megatron": Environment("Megatron-Core and Megatron-Bridge on CPU, for tests", free_gb=3, provides="megatron.core"),
-    "verl": Environment("verl's trainers and Ray on CPU, for tests", free_gb=3, provides="verl.checkpoint_engine"),
+    "verl": Environment("verl's trainers and Ray on CPU, for tests", free_gb=3, provides="verl.workers.engine_workers"),
     "docs": Environment("the documentation's site", free_gb=0.2, provides="mkdocs_autorefs", package=False),
 }
 

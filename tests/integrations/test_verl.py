@@ -65,7 +65,9 @@ class VerlJob:
             if self._start():
                 return
             self.close()
-        raise AssertionError(f"Ray did not start\n{self.tail()}")
+            if "timed out during startup" not in self.tail():
+                break
+        raise AssertionError(f"verl's process did not start\n{self.tail()}")
 
     def _start(self) -> bool:
         """False if Ray did not start: its raylet gives up where its agent isn't imported within 15 seconds, as on a busy
