@@ -13,7 +13,7 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron trl lock model clean distclean
+.PHONY: help demo test test-full test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron trl verl lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ test-full: ## those and all their variants, 100,000 simulated jobs, long storms 
 	@WEIGHTWIRE_TEST_FULL=1 $(PY) -m pytest -m "not integration" $(ARGS)
 
 test-integrations: ## other projects' trainers that sync through us, for real, in environments of their own
-	@$(MAKE) --no-print-directory --jobs 2 setup trl
+	@$(MAKE) --no-print-directory --jobs 3 setup trl verl
 	@$(PY) -m pytest -n 0 -m integration tests/integrations $(ARGS)
 
 smoke: setup engines ## the tests to run before each push: the main promises, in about 3 minutes
@@ -90,6 +90,10 @@ megatron: ## the environment of the tests' Megatron trainers, .venvs/megatron (u
 trl: ## the environment of the tests' TRL trainers, .venvs/trl, without an engine (a minute or two, 100 MB and 1.2 GB more)
 	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py trl
+
+verl: ## the environment of the tests' verl trainers, .venvs/verl, without an engine (a minute or two, 250 MB and 1.6 GB more)
+	@$(FOUND_PYTHON)
+	@$(PYTHON) tools/envs.py verl
 
 lock: ## pin the packages of each environment again, requirements/*.txt; ARGS=--upgrade takes the newest ones
 	@$(FOUND_PYTHON)

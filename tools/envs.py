@@ -4,6 +4,7 @@
     python3.11 tools/envs.py sglang   # SGLang on CPU and Weightwire itself, for engines in processes of their own
     python3.11 tools/envs.py megatron # Megatron-Core and Megatron-Bridge on CPU, for trainers in processes of their own
     python3.11 tools/envs.py trl      # TRL's trainers on CPU, without an engine beside them
+    python3.11 tools/envs.py verl     # verl's trainers and Ray on CPU, without an engine beside them
     python3.11 tools/envs.py docs     # what builds the documentation's site; without Weightwire, torch or an engine
 
 An environment holds exactly the packages of its lock, ``requirements/NAME.txt`` (``tools/lock.py`` makes the locks).
@@ -75,6 +76,7 @@ ENVIRONMENTS = {
     ),
     "megatron": Environment("Megatron-Core and Megatron-Bridge on CPU, for tests", free_gb=3, provides="megatron.core"),
     "trl": Environment("TRL's trainers on CPU, for tests", free_gb=3, provides="trl"),
+    "verl": Environment("verl's trainers and Ray on CPU, for tests", free_gb=3, provides="verl.workers.engine_workers"),
     "docs": Environment("the documentation's site", free_gb=0.2, provides="mkdocs_autorefs", package=False),
 }
 

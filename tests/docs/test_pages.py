@@ -20,7 +20,8 @@ from tests.support.rig import ROOT
 
 PYTHON_BLOCKS = [block for page in PAGES for block in blocks(page, "python")]
 OURS = ("inference_plugin", "trainer_adapters", "weightwire")
-ELSEWHERE = {"megatron", "my_package", "sglang", "trl", "verl"}
+INTEGRATIONS = "trainer_adapters.integrations."
+ELSEWHERE = {"deepspeed", "megatron", "my_package", "sglang", "trl", "verl"}
 """What the pages import that this environment lacks."""
 CODE = [*OURS, "tests", "examples", "benchmarks", "tools"]
 
@@ -43,6 +44,9 @@ def exists(module: str, attribute: str = "") -> bool:
         return True
     if module.partition(".")[0] not in OURS and importlib.util.find_spec(module.partition(".")[0]) is None:
         return False
+    if module.startswith(INTEGRATIONS) and importlib.util.find_spec(module.removeprefix(INTEGRATIONS)) is None:
+        text = (ROOT / f"{module.replace('.', '/')}.py").read_text()  # it imports its project, which isn't here
+        return not attribute or f"class {attribute}(" in text or f"def {attribute}(" in text
     found = importlib.import_module(module)
     return not attribute or hasattr(found, attribute) or importlib.util.find_spec(f"{module}.{attribute}") is not None
 

@@ -1,0 +1,109 @@
+"""The calls that NeMo-RL's `CheckpointEngineWeightSynchronizer` makes, in its order, into a real vLLM. NeMo-RL itself is not on
+a package index; where it can be imported, its own factory makes the engine and its own class says what is abstract."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from inference_plugin.wire.errors import ConfigError, ProtocolError, WeightwireError
+from tests.engines.conftest import Checkpoint, checkpoint, runtime  # noqa: F401 -- fixtures
+from tests.engines.test_vllm_tokens import PROMPTS
+from tests.support.engines import Driver
+from tests.support.greedy import greedy_batch
+
+BACKEND = "trainer_adapters.integrations.nemo_rl:WeightwireEngine"
+BASE = "nemo_rl.utils.checkpoint_engines.base"
+
+pytestmark = [pytest.mark.engine, pytest.mark.integration, pytest.mark.slow]
+
+
+def is_there() -> bool:
+    try:
+        return importlib.util.find_spec(BASE) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def made(**options: Any) -> Any:
+    """As `create_checkpoint_engine` makes it: "module:Class", `bucket_size` and the entries of `refit_cfg`."""
+    keywords = {"release_after_refit": False, **options}
+    if is_there():
+        base = importlib.import_module(BASE)
+        return base.create_checkpoint_engine(BACKEND, bucket_size_bytes=1 << 20, engine_kwargs=keywords)
+    module, _, name = BACKEND.partition(":")
+    return getattr(importlib.import_module(module), name)(bucket_size=1 << 20, **keywords)
+
+
+def weights_of(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from load_file(model / "model.safetensors").items()
+
+
+async def received(engine: Any) -> list[Any]:
+    return [batch async for batch in engine.receive_weight_batches()]
+
+
+def refit(policy: Any, rollout: Any, model: Path) -> None:
+    """One `sync_weights`; both halves run at once there."""
+
+    async def both() -> None:
+        _, batches = await asyncio.gather(policy.send_weights(weights_of(model)), received(rollout))
+        assert batches == []
+
+    asyncio.run(both())
+
+
+def test_two_refits_by_generators_that_can_be_read_once(
+    runtime: Path,  # noqa: F811
+    checkpoint: Checkpoint,  # noqa: F811
+) -> None:
+    models = [checkpoint("llama", tied=False, seed=seed) for seed in (1, 2, 3)]
+    with Driver(runtime) as engine:
+        engine.open(models[0])
+        policy, rollout = made(timeout_s=300), made(timeout_s=300)
+        metadata = [policy.prepare(), rollout.prepare()]
+        sizes = {"train_world_size": 1, "rollout_world_size": 1, "metadata": metadata}
+        policy.init_policy_process_group(worker_rank=0, **sizes)
+        rollout.init_rollout_process_group(rollout_rank=0, **sizes)
+        assert policy.get_target_weight_layout() is None
+        try:
+            for model in models[1:]:
+                refit(policy, rollout, model)
+                assert engine.tokens(PROMPTS) == greedy_batch(model, PROMPTS, 16)
+            with pytest.raises(WeightwireError, match="of the test"):
+                asyncio.run(policy.send_weights(failing()))
+            assert engine.tokens(PROMPTS) == greedy_batch(models[2], PROMPTS, 16)
+            policy.finalize()  # as with release_after_refit
+            policy.init_policy_process_group(worker_rank=0, **sizes)
+            refit(policy, rollout, models[0])
+            assert engine.tokens(PROMPTS) == greedy_batch(models[0], PROMPTS, 16)
+        finally:
+            policy.finalize()
+            rollout.finalize()
+
+
+def failing() -> Iterator[tuple[str, torch.Tensor]]:
+    raise RuntimeError("of the test")
+    yield
+
+
+def test_wrong_options_and_a_wrong_order_are_typed_errors() -> None:
+    with pytest.raises(ConfigError, match="time_out"):
+        made(time_out=3)
+    with pytest.raises(ProtocolError, match="init_policy_process_group"):
+        asyncio.run(made().send_weights(iter(())))
+
+
+@pytest.mark.skipif(not is_there(), reason="NeMo-RL is not installed")
+def test_every_method_of_its_base_class_is_there() -> None:
+    base = importlib.import_module(BASE).CheckpointEngine
+    missing = [name for name in vars(base) if not name.startswith("_") and not hasattr(type(made()), name)]
+    assert missing == []

@@ -1,0 +1,229 @@
+"""verl's own trainer (FSDP2 on gloo, two Ray actors) into a real vLLM, by the checkpoint manager that verl's config names.
+
+verl runs in `.venvs/verl`, without an engine beside it (`tests/support/verl_job.py`); vLLM runs here. verl 0.9.1 pins vLLM
+0.24.0; this is the version of `.venvs/vllm`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.conftest import Checkpoint, checkpoint, runtime  # noqa: F401 -- fixtures
+from tests.engines.test_vllm_tokens import PROMPTS
+from tests.support.engines import ROOT, Driver
+from tests.support.greedy import greedy_batch
+
+PYTHON = Path(os.environ.get("WEIGHTWIRE_TEST_VERL", ROOT / ".venvs" / "verl" / "bin" / "python"))
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason="no .venvs/verl: `make test-integrations` makes it"),
+]
+
+JOB_S = 600
+LONG = 960
+RAY_STARTS = 5
+
+
+class VerlError(RuntimeError):
+    """What verl's process raised: the names of its classes, its text and its rank."""
+
+    def __init__(self, types: list[str], text: str, rank: int | None) -> None:
+        super().__init__(text)
+        self.types, self.rank = types, rank
+
+
+class VerlJob:
+    """The process of `verl_job.py`."""
+
+    def __init__(self, model: Path, engine: Driver) -> None:
+        self.log = engine.runtime / "verl.log"
+        self.command = [str(PYTHON), "-m", "tests.support.verl_job", str(model)]
+        self.variables = {
+            **engine.environment,
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "40",
+            "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for this
+            "VERL_LOGGING_LEVEL": "WARN",
+            "VERL_PLATFORM": "cpu",
+            "VERL_USE_EXTERNAL_MODULES": "tests.support.verl_cpu",
+        }
+        for _ in range(RAY_STARTS):
+            if self._start():
+                return
+            self.close()
+            if "timed out during startup" not in self.tail():
+                break
+        raise AssertionError(f"verl's process did not start\n{self.tail()}")
+
+    def _start(self) -> bool:
+        """False if Ray did not start: its raylet gives up where its agent isn't imported within 15 seconds, as on a busy
+        machine."""
+        pipe = subprocess.PIPE
+        with self.log.open("a") as log:
+            self.process: Any = subprocess.Popen(
+                self.command, stdin=pipe, stdout=pipe, stderr=log, text=True, cwd=ROOT, env=self.variables
+            )
+        return bool(self.process.stdout.readline())
+
+    def __call__(self, do: str, **arguments: Any) -> Any:
+        """One command. Raises `VerlError`."""
+        alarm = threading.Timer(JOB_S, self.process.kill)
+        alarm.start()
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        finally:
+            alarm.cancel()
+        assert line, f"verl's process ended in {do!r}\n{self.tail()}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise VerlError(**answer["error"])
+        return answer["result"]
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoint) -> Path:  # noqa: F811
+    return checkpoint("llama", tied=False, seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine(runtime: Path, model: Path) -> Iterator[Driver]:  # noqa: F811
+    with Driver(runtime) as driver:
+        driver.open(model, max_model_len=1024)
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def verl(engine: Driver, model: Path) -> Iterator[VerlJob]:
+    job = VerlJob(model, engine)
+    try:
+        job("start", timeout_s=20)
+        yield job
+    finally:
+        job.close()
+        print(job.tail())
+
+
+def expected(model: Path) -> list[list[int]]:
+    return greedy_batch(model, PROMPTS, 16)
+
+
+def test_two_updates_through_verls_manager_keep_what_is_generated_and_say_what_a_fresh_engine_says(
+    verl: VerlJob, engine: Driver, model: Path, tmp_path: Path
+) -> None:
+    before = engine.tokens(PROMPTS)
+    assert before == expected(model)
+    figures = verl("update", step=0)
+    assert (figures["weightwire/version"], figures["weightwire/replicas"]) == (0, 1)
+    assert engine.tokens(PROMPTS) == before
+
+    verl("change", seed=7)
+    with ThreadPoolExecutor(1) as thread:
+        update = thread.submit(verl, "update", step=1)
+        running = engine.submit(PROMPTS[:1], LONG)
+        while not update.done():  # there is always one that is less than half done
+            if len(engine.look(running[-1:])[0]["tokens"]) > LONG // 2:
+                running += engine.submit(PROMPTS[:1], LONG)
+        assert update.result()["weightwire/version"] == 1
+    requests = engine.wait(running)
+    assert {(one["finish_reason"], len(one["tokens"])) for one in requests} == {("length", LONG)}  # none was aborted
+    assert ["0", "1"] in [list(dict.fromkeys(one["versions"])) for one in requests]  # and one went on across the update
+
+    verl("export", directory=str(tmp_path))
+    assert engine.tokens(PROMPTS) == expected(tmp_path) != before
+    assert verl("look") == {"disturbed": [], "steps": [0, 1]}
+
+
+def test_a_rank_that_fails_raises_out_of_update_weights_and_the_engine_keeps_its_version(
+    verl: VerlJob, engine: Driver
+) -> None:
+    before = engine.tokens(PROMPTS)
+    verl("change", seed=8)
+    verl("fail", rank=1)
+    with pytest.raises(VerlError, match="fails for the test") as caught:
+        verl("update", step=2)
+    assert "WeightwireError" in caught.value.types and caught.value.rank == 1
+    assert engine.tokens(PROMPTS) == before
+    assert verl("look")["steps"] == [0, 1]
+
+    verl("fail", rank=-1)
+    assert verl("update", step=2)["weightwire/version"] == 2
+    assert engine.tokens(PROMPTS) != before
+
+
+def test_a_replica_of_verls_that_never_registered_is_an_error_before_anything_is_sent(verl: VerlJob) -> None:
+    verl("expect", replicas=2)
+    try:
+        with pytest.raises(VerlError) as caught:
+            verl("update", step=3)
+        assert "SyncTimeout" in caught.value.types
+    finally:
+        verl("expect", replicas=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("backend", "ConfigError", "checkpoint_engine.backend is 'naive'"),
+        ("replica", "ArgumentError", "on the trainer's own devices"),
+        ("option", "ConfigError", "time_out_s"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_verl_makes_its_manager(
+    verl: VerlJob, kind: str, error: str, text: str
+) -> None:
+    with pytest.raises(VerlError, match=text) as caught:
+        verl("misuse", kind=kind)
+    assert error in caught.value.types
+
+
+def test_the_same_step_again_is_sent_again_as_the_next_version(verl: VerlJob, engine: Driver, tmp_path: Path) -> None:
+    verl("change", seed=9)
+    assert verl("update", step=2)["weightwire/version"] == 3
+    verl("export", directory=str(tmp_path))
+    assert engine.tokens(PROMPTS) == expected(tmp_path)
+
+
+def test_the_backend_alone_takes_the_generator_that_verls_own_manager_hands_over(
+    verl: VerlJob, engine: Driver, tmp_path: Path
+) -> None:
+    for step, seed in ((4, 10), (5, 11)):
+        verl("change", seed=seed)
+        assert verl("update_alone", step=step)["weightwire/version"] == step
+    verl("export", directory=str(tmp_path))
+    assert engine.tokens(PROMPTS) == expected(tmp_path)
+
+
+def test_the_modules_own_shards_travel_where_the_config_says_so(
+    verl: VerlJob, engine: Driver, model: Path, tmp_path: Path
+) -> None:
+    verl("start", timeout_s=20, weights="module")
+    verl("change", seed=12)
+    assert verl("update", step=20)["weightwire/version"] == 20
+    verl("export", directory=str(tmp_path))
+    assert engine.tokens(PROMPTS) == expected(tmp_path)

@@ -1,0 +1,188 @@
+"""Runs in verl's environment: a Ray of its own, verl's own trainer in two Ray actors, and the checkpoint manager that the config
+names, made as verl's trainers make it.
+
+Usage: verl_job.py MODEL. Commands are JSON lines on stdin, `{"do", ...}`; each is answered by one on stdout, `{"result"}` or
+`{"error": {"type", "text", ...}}`. The engines are the test's; a replica here is verl's class with the Ray handle of a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+import ray
+from hydra import compose, initialize_config_module
+from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+
+from inference_plugin.wire.errors import WeightwireError
+from tests.support.verl_worker import TrainerWorker
+
+RANKS = 2
+ROLLOUT = "actor_rollout_ref.rollout"
+BACKEND = [
+    f"+{ROLLOUT}.checkpoint_manager_class=trainer_adapters.integrations.verl.WeightwireManager",
+    f"{ROLLOUT}.checkpoint_engine.backend=weightwire",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=trainer_adapters.integrations.verl",
+]
+TRAINER = [
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.use_torch_compile=False",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+    f"{ROLLOUT}.name=vllm",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+    "trainer.device=cpu",
+]
+SETTINGS: tuple[str, ...] = (
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+    "PYTHONPATH",
+    "VERL_PLATFORM",
+    "VERL_USE_EXTERNAL_MODULES",
+)
+SETTINGS += ("VERL_ENGINE_DEVICE", "VERL_LOGGING_LEVEL", "WEIGHTWIRE_JOB", "WEIGHTWIRE_RUNTIME_DIR")
+
+
+@ray.remote
+class Server:
+    """What verl's server knows of an update: the step that its answers are stamped with. It would also note a disturbance."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def set_global_steps(self, global_steps: int) -> None:
+        self.steps.append(global_steps)
+
+    def get_steps(self) -> list[int]:
+        return self.steps
+
+
+class Replica(RolloutReplica):  # type: ignore[misc]
+    """verl's replica of an engine that runs already. Methods that would disturb generation are noted."""
+
+    disturbed: list[str] = []  # noqa: RUF012 -- one for all replicas
+
+    async def launch_servers(self) -> None:
+        self.rollout_mode = RolloutMode.STANDALONE
+        self.servers = [Server.remote()]  # type: ignore[attr-defined]
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        self.disturbed.append("abort_all_requests")
+
+    async def release_kv_cache(self) -> None:
+        self.disturbed.append("release_kv_cache")
+
+    async def resume_kv_cache(self) -> None:
+        self.disturbed.append("resume_kv_cache")
+
+    async def resume_generation(self) -> None:
+        self.disturbed.append("resume_generation")
+
+
+class Job:
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.group: Any = None
+        variables = {name: os.environ[name] for name in SETTINGS if name in os.environ}
+        ray.init(
+            num_cpus=2 * RANKS + 1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables}
+        )
+
+    def do_start(self, **options: Any) -> None:
+        """verl's trainer, and the manager: these lines are those of its trainers. A trainer that is there already ends."""
+        if self.group is not None:
+            ray.get(self.group.execute_checkpoint_engine(["close"] * RANKS))
+            for each in self.group.workers:
+                ray.kill(each)
+        path = f"{ROLLOUT}.checkpoint_engine.engine_kwargs"
+        ours = [f"+{path}.weightwire.{name}={value}" for name, value in options.items()]
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            model = f"actor_rollout_ref.model.path={self.model}"
+            config = compose("ppo_trainer", overrides=[model, *TRAINER, *BACKEND, *ours]).actor_rollout_ref
+        worker = RayClassWithInitArgs(ray.remote(TrainerWorker), config=config, role="actor")
+        self.group = RayWorkerGroup(
+            RayResourcePool([RANKS], use_gpu=False, max_colocate_count=1), worker, device_name="cpu"
+        )
+        self.group.init_model()
+        self.replica = Replica(0, config.rollout, config.model)
+        asyncio.run(self.replica.launch_servers())
+        manager = load_class_from_fqn(config.rollout.checkpoint_manager_class, "CheckpointEngineManager")
+        settings = omega_conf_to_dataclass(config.rollout.checkpoint_engine)
+        self.manager = manager(config=settings, actor_wg=self.group, replicas=[self.replica])
+        assert isinstance(self.manager, CheckpointEngineManager)
+
+    def do_change(self, seed: int) -> None:
+        self.group.change(seed)
+
+    def do_export(self, directory: str) -> None:
+        self.group.export(directory)
+
+    def do_fail(self, rank: int) -> None:
+        self.group.fail(rank)
+
+    def do_update(self, step: int | None) -> dict[str, float]:
+        figures: dict[str, float] = self.manager.update_weights(step)
+        return figures
+
+    def do_update_alone(self, step: int) -> dict[str, float]:
+        """As verl's own manager has a trainer rank call its backend: with a generator."""
+        figures: dict[str, float] = ray.get(self.group.update_weights(global_steps=step, mode="weightwire"))[0]
+        return figures
+
+    def do_expect(self, replicas: int) -> None:
+        """As if verl had so many."""
+        self.manager.replicas = [self.replica] * replicas
+
+    def do_misuse(self, kind: str) -> None:
+        """What the manager and the backend refuse."""
+        if kind == "option":
+            CheckpointEngineRegistry.new("weightwire", bucket_size=1 << 20, time_out_s=3)
+        settings = copy.copy(self.manager.config)
+        replica = copy.copy(self.replica)
+        if kind == "backend":
+            settings.backend = "naive"
+        if kind == "replica":
+            replica.rollout_mode = RolloutMode.HYBRID
+        type(self.manager)(config=settings, actor_wg=self.group, replicas=[replica])
+
+    def do_look(self) -> dict[str, Any]:
+        return {"disturbed": Replica.disturbed, "steps": ray.get(self.replica.servers[0].get_steps.remote())}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what verl and Ray print is for the log
+    job = Job(sys.argv[1])
+    print("ready", file=answers, flush=True)
+    try:
+        for line in sys.stdin:
+            command = json.loads(line)
+            try:
+                answer = {"result": getattr(job, "do_" + command.pop("do"))(**command)}
+            except Exception as error:  # noqa: BLE001 -- whatever it is, the test gets it
+                traceback.print_exc()
+                names = [kind.__name__ for kind in type(error).__mro__]
+                rank = error.rank if isinstance(error, WeightwireError) else None
+                answer = {"error": {"types": names, "text": str(error), "rank": rank}}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

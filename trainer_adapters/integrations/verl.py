@@ -1,0 +1,275 @@
+"""verl (extra `verl`): a checkpoint manager whose `update_weights` is a Weightwire update, and the backend that it needs.
+
+    actor_rollout_ref:
+      rollout:
+        checkpoint_manager_class: trainer_adapters.integrations.verl.WeightwireManager
+        checkpoint_engine:
+          backend: weightwire
+          custom_backend_module: trainer_adapters.integrations.verl
+          engine_kwargs: {weightwire: {dtype: bfloat16}}
+
+1. Each trainer rank has a `WeightwireEngine`, verl's name for its end of a transfer, and in it a `SyncManager`;
+2. `WeightwireManager.update_weights`, on the driver, has rank 0 wait until verl's replicas have registered;
+3. all ranks update: each asks its training engine for its tensors, and they go straight into the inference engines;
+4. once the version is committed, the replicas' servers are told, by their Ray handles, which step they answer for.
+
+Generation goes on: no request is aborted, no KV cache is released, no worker group is built. An error of any rank is raised.
+Where verl makes its own manager, the backend works alone; docs/integrations/verl.md says what that cannot promise.
+Written against verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import ray
+import torch
+
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ArgumentError, ConfigError, SyncTimeout, TransportUnavailable
+from trainer_adapters.manager import SyncManager
+from trainer_adapters.sources.export import ExportAdapter
+from trainer_adapters.sources.read_once import ReadOnce
+
+try:
+    from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
+    from verl.utils.ray_utils import auto_await
+    from verl.workers.rollout.replica import RolloutMode
+except ImportError as missing:
+    raise TransportUnavailable(
+        f"verl can't be imported: {missing}", hint="pip install weightwire[verl] into verl's environment"
+    ) from missing
+
+__all__ = ["BACKEND", "WeightwireEngine", "WeightwireManager"]
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "weightwire"
+HANDS_OVER_ENGINE = "delta_sharded"
+"""The mode in which verl's worker gives its backend the training engine, which can be asked again and again, in place of a
+generator of tensors, which can be read once."""
+GRACE_S = 30.0
+"""After one rank's error the other ranks have so long to say theirs."""
+TOLD_S = 10.0
+Named: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+Figures: TypeAlias = dict[str, float]
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
+    """A trainer rank's end of an update; verl makes one in each rank, and an idle one beside each inference engine.
+
+    `weights`: "export" sends what the training engine's `get_per_tensor_param` yields (verl's names, gathered by verl, twice
+    in the first update: once for names, shapes and dtypes); "module" sends the module's own shards and gathers nothing.
+    `dtype`: in which all tensors travel; default: as the trainer holds them. `options`: `SyncManager`'s arguments. verl's
+    `bucket_size` is not used. Raises `ConfigError` for arguments that `SyncManager` does not take.
+    """
+
+    wire_format = "delta_flush"
+    """Of verl's formats the one whose empty stream means: nothing to load, tell the server its step."""
+
+    def __init__(
+        self,
+        bucket_size: int = 0,
+        is_master: bool = False,
+        *,
+        weights: Literal["export", "module"] = "export",
+        dtype: str | None = None,
+        **options: Any,
+    ) -> None:
+        try:
+            inspect.signature(SyncManager).bind(**options)
+        except TypeError as error:
+            raise ConfigError(f"checkpoint_engine.engine_kwargs.{BACKEND}: {error}") from None
+        if weights not in ("export", "module"):
+            raise ConfigError(f"checkpoint_engine.engine_kwargs.{BACKEND}: weights={weights!r}: 'export' or 'module'")
+        self._weights, self._dtype, self._options = weights, dtype, options
+        self._manager: SyncManager | None = None
+        self._source: ExportAdapter | None = None
+        self._once: ReadOnce | None = None
+        self._version: int | None = None
+
+    def join(self, replicas: int) -> None:
+        """Makes the `SyncManager`, together with the other ranks; rank 0 waits until `replicas` have registered. Raises
+        `SyncTimeout`."""
+        if self._manager is None:
+            self._manager = SyncManager(**self._options)
+        if self._manager.rank == 0:
+            self._manager.wait_for_replicas(replicas, timeout_s=self._manager.settings.timeout_s)
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> Figures:
+        """Collective over the trainer's ranks: every replica serves `weights` when this returns, as version `global_steps` if
+        that is higher than the last one, else as the next version. `weights`: verl's training engine, or a generator.
+
+        It keeps this actor's event loop: nothing else may train while the weights are read. Raises what `SyncManager.update`
+        raises, on all ranks, and for a replica that was lost, unless `on_failure` or `stragglers` say what is to be done.
+        """
+        if self._manager is None:
+            self.join(1)
+        assert self._manager is not None
+        last = self._version
+        version = global_steps if global_steps is None or last is None or global_steps > last else None
+        if self._weights == "module" and is_engine(weights):
+            config = getattr(weights.model_config, "hf_config", None)
+            report = self._manager.update(weights.module, version, dtype=self._dtype, hf_config=config)
+        else:
+            try:
+                report = self._manager.update(self._source_of(weights), version)
+            except BaseException:
+                self._source = self._once = None  # on all ranks, as the error is: what is sent may be another model now
+                raise
+        self._version = report.version
+        if self._options.keys().isdisjoint(("on_failure", "stragglers")):
+            report.raise_failed()  # a lost replica too: verl does not start it again, and would go on asking it
+        return {
+            "weightwire/version": report.version,
+            "weightwire/replicas": len(report.replicas) - len(report.failed),
+            "weightwire/bytes": report.bytes,
+            "weightwire/seconds": report.seconds,
+            "weightwire/stopped_s": max(replica.stopped_s for replica in report.replicas),
+        }
+
+    def _source_of(self, weights: Any) -> ExportAdapter:
+        """The source is kept: only the first update has to find out names, shapes and dtypes."""
+        export: Callable[[], Named] = functools.partial(exported, weights)
+        if not is_engine(weights):
+            assert self._manager is not None
+            self._once = self._once or ReadOnce(is_sender=self._manager.rank == 0)
+            self._once.given = weights
+            export = self._once
+        if self._source is None:
+            self._source = ExportAdapter(export, dtype_rules=self._dtype)
+        return self._source
+
+    def close(self) -> None:
+        """Closes this rank's `SyncManager`."""
+        if self._manager is not None:
+            self._manager.close()
+
+    # --- what verl's own manager calls, on trainer ranks and beside inference engines ---------------------------------
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[Any]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Who takes part: the trainer's ranks. The replicas are found by their registration."""
+        return {"is_trainer": [True] * actor_wg_world_size}, {"is_trainer": [False] * rollout_world_size}
+
+    def init_process_group(self, is_trainer: bool) -> None:
+        if is_trainer:
+            self.join(1)
+
+    def finalize(self) -> None:
+        """Nothing: the manager lives on, and with it what the replicas know of the model."""
+
+    def receive_weights(self, global_steps: int | None = None) -> Iterator[Any]:
+        """Nothing comes this way: the inference engine beside this process has the weights already."""
+        return iter(())
+
+
+class WeightwireManager(CheckpointEngineManager):  # type: ignore[misc]
+    """verl's `checkpoint_manager_class`: `update_weights` is one Weightwire update into all standalone replicas.
+
+    Raises `ConfigError` for another backend, and `ArgumentError` for replicas that share devices with the trainer.
+    """
+
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
+        if config.backend != BACKEND:
+            raise ConfigError(
+                f"checkpoint_engine.backend is {config.backend!r}, and checkpoint_manager_class is Weightwire's",
+                hint=f"set checkpoint_engine.backend={BACKEND} and checkpoint_engine.custom_backend_module={__name__}",
+            )
+        super().__init__(config, actor_wg, [])
+        self.add_replicas(replicas)
+        timeout_s = config.engine_kwargs.get(BACKEND, {}).get("timeout_s")
+        self._timeout_s = Config.from_environment().but(timeout_s=timeout_s).timeout_s
+
+    def add_replicas(self, replicas: list[Any]) -> None:
+        """Replicas that the next update has to reach as well."""
+        for replica in replicas:
+            if replica.rollout_mode is not RolloutMode.STANDALONE:
+                raise ArgumentError(
+                    f"replica {replica.replica_rank} is {replica.rollout_mode}, on the trainer's own devices",
+                    hint="leave replicas that sleep while the trainer works to verl's own manager (backend naive)",
+                )
+        super().add_replicas(replicas)
+
+    @auto_await  # type: ignore[untyped-decorator]
+    async def update_weights(self, global_steps: int | None = None) -> Figures:
+        """Brings the trainer's weights into every replica, as version `global_steps`; figures for verl's log.
+
+        Raises `SyncTimeout` if fewer replicas have registered than verl has, and what any trainer rank raises. Replicas that
+        took the version keep it; the others serve the one before.
+        """
+        return await asyncio.to_thread(self._update, global_steps)
+
+    def _update(self, global_steps: int | None) -> Figures:
+        ranks = self.actor_wg.world_size
+        limit_s = 2 * self._timeout_s + GRACE_S  # the ranks have deadlines of their own; this is for one that hangs
+        joined = self.actor_wg.execute_checkpoint_engine(["join"] * ranks, [len(self.replicas)] * ranks)
+        _results(joined, limit_s)
+        sent = self.actor_wg.update_weights(global_steps=global_steps, mode=HANDS_OVER_ENGINE)
+        figures: Figures = _results(sent, limit_s)[0]
+        if global_steps is not None:
+            self._tell(global_steps)
+        return figures
+
+    def _tell(self, global_steps: int) -> None:
+        """Has the servers stamp their answers with the step. The version is committed: a server that can't be told, because
+        it died meanwhile, does not change that."""
+        servers = [server for replica in self.replicas for server in replica.servers]
+        answers = [server.set_global_steps.remote(global_steps) for server in servers]
+        if answers:
+            ray.wait(answers, num_returns=len(answers), timeout=TOLD_S)
+        for server, answer in zip(servers, answers, strict=True):
+            try:
+                ray.get(answer, timeout=0)
+            except ray.exceptions.RayError as error:  # GetTimeoutError is one of them
+                logger.warning("weightwire: %s has step %d, but could not be told: %s", server, global_steps, error)
+
+
+def is_engine(weights: object) -> bool:
+    """Whether this is verl's training engine rather than a generator of tensors."""
+    return hasattr(weights, "get_per_tensor_param")
+
+
+def exported(engine: Any) -> Named:
+    """What verl's training engine hands over, anew at each call. Raises `ArgumentError` for LoRA that is not merged."""
+    weights, adapter = engine.get_per_tensor_param()
+    if adapter is not None:
+        raise ArgumentError(
+            "verl's training engine keeps its LoRA adapter apart from the weights",
+            hint="set actor_rollout_ref.model.lora.merge=True, or use the backend naive",
+        )
+    return weights  # type: ignore[no-any-return]
+
+
+def _results(asked: Sequence[Any], limit_s: float) -> list[Any]:
+    """What the trainer's ranks answer. Raises rank 0's error, which knows most, else the first one of another rank; a rank that
+    neither answers nor fails is a `SyncTimeout`."""
+    deadline_s = time.monotonic() + limit_s
+    waiting, errors = list(asked), {}
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
+        if not done:
+            break
+        try:
+            ray.get(done[0])
+        except Exception as error:  # noqa: BLE001 -- raised below, when the other ranks have said theirs
+            errors[asked.index(done[0])] = error
+            deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+    if errors:
+        raise errors[min(errors)]
+    if waiting:
+        silent = ", ".join(str(asked.index(one)) for one in waiting)
+        raise SyncTimeout(f"trainer rank {silent} did not answer within {limit_s:g} s", side="trainer")
+    return list(ray.get(list(asked)))
