@@ -104,9 +104,14 @@ FULL = (
     "tests/batch/test_transferqueue.py::test_a_hook_of_ray_registers_the_backend_in_processes_that_know_nothing_of_it",
     "tests/batch/test_ray_store.py::"
     "test_a_rollout_actor_that_is_killed_is_restarted_by_ray_and_its_task_is_lost_or_runs_again[fail",
+    # whole programs, which take minutes each
     f"{ENGINES}test_storm.py",
+    f"{ENGINES}test_ray.py",
+    f"{ENGINES}test_fleet.py",
+    f"{ENGINES}test_async_rl.py::test_a_rollout_worker_that_is_killed_loses_its_samples_and_the_loop_goes_on",
+    f"{ENGINES}test_async_rl.py::test_a_controller_that_is_killed_leaks_nothing_and_a_new_one_goes_on",
 )
-"""Left to `make test-full`, which runs everything: variants of tests that stay, and the long random ones."""
+"""Left to `make test-full`, which runs everything: variants of tests that stay, whole programs, and the long random ones."""
 
 FIRST = (
     ENGINES,
