@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 SMOKE = (
@@ -113,9 +115,19 @@ FULL = (
 )
 """Left to `make test-full`, which runs everything: variants of tests that stay, whole programs, and the long random ones."""
 
+GANGS = tuple(
+    f"{ENGINES}test_{name}.py"
+    for name in ("vllm_faults", "vllm_tokens", "vllm_one_version", "vllm_lora", "pause", "groups")
+)
+"""vLLM engines of several ranks. On a CPU a rank spins until the other one has come as far: beside other busy processes the two
+are seldom on a core at once, and burn ten times the CPU. So one process runs all of these, and what the other processes run is
+nice to them."""
+NICE = 10
+
 FIRST = (
-    ENGINES,
+    *GANGS,
     "tests/simulation/",
+    ENGINES,
     "tests/batch/test_ray",
     "tests/batch/test_tr",
     "tests/trainers/",
@@ -131,6 +143,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.smoke)
         if item.nodeid.startswith(FULL):
             item.add_marker(pytest.mark.full)
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("gangs" if file in GANGS else file))
     items.sort(
         key=lambda item: next((place for place, one in enumerate(FIRST) if item.nodeid.startswith(one)), len(FIRST))
     )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(GANGS):
+        os.nice(NICE - os.nice(0))
