@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,19 @@ FIRST = (
 """What takes long comes first, so that no process is left with it at the end."""
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, with all gangs in one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "gangs" if file in GANGS else file
+
+    return Scheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is not marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -143,8 +157,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.smoke)
         if item.nodeid.startswith(FULL):
             item.add_marker(pytest.mark.full)
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("gangs" if file in GANGS else file))
     items.sort(
         key=lambda item: next((place for place, one in enumerate(FIRST) if item.nodeid.startswith(one)), len(FIRST))
     )
