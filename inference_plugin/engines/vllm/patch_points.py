@@ -36,6 +36,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.config:CompilationConfig.static_forward_context", why="replaced in the skeleton's copy of the configuration"),
     PatchPoint("vllm.config:CompilationMode.NONE", why="set in that copy"),
     PatchPoint("vllm.utils.torch_utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
+    PatchPoint("vllm.distributed.weight_transfer.base:WeightTransferEngine", why="subclassed: what vLLM makes on each rank for that backend"),
     PatchPoint("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls", "class_name"), "called: the weight-transfer backend `weightwire`"),
     # EngineCore
     PatchPoint(_CORE + "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs"), "wrapped: answers vLLM's weight-transfer calls for that backend"),
