@@ -32,11 +32,10 @@ ASK_TIMEOUT_S = 5.0
 
 class Registration:
     """Keeps `card` registered from construction to `close`. `address`: a registry besides those of this host, or None.
-    `publish(again)` writes the card if it is not written yet, or in any case if `again`; it is called until it succeeds."""
+    `publish(again)` writes the card if it is not written yet, or in any case if `again`; it is called until it succeeds. The card
+    has been written once; without `publish` there is none on this host."""
 
-    def __init__(
-        self, address: str | None, card: ReplicaCard, publish: Callable[[bool], None] = lambda again: None
-    ) -> None:
+    def __init__(self, address: str | None, card: ReplicaCard, publish: Callable[[bool], None] | None = None) -> None:
         self._address = address
         self._silence_s = Config.from_environment().silence_s
         self._card = card
@@ -46,7 +45,6 @@ class Registration:
         self._closing = False
         self._channels: dict[str, Channel] = {}
         self._told: dict[str, ReplicaCard] = {}
-        self._was_there = False
         self._silent: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="weightwire-registration", daemon=True)
         self._thread.start()
@@ -80,9 +78,9 @@ class Registration:
 
     def _publish_again(self) -> bool:
         """Writes the card if it is not written yet or was removed. Returns whether it was removed."""
-        there = addresses.is_published(self._card)
-        removed = self._was_there and not there
-        self._was_there |= there
+        if self._publish is None:
+            return False
+        removed = not addresses.is_published(self._card)
         try:
             self._publish(removed)
         except Exception as error:  # noqa: BLE001 -- a full disk, say; it is logged once, and tried again

@@ -128,6 +128,20 @@ def test_a_replica_that_leaves_is_missed_by_a_manager_that_started_after_it_too(
     later.close()
 
 
+def test_a_card_that_is_removed_before_the_first_look_at_it_is_written_again(directory: Path) -> None:
+    mine = card(boot_id=addresses.boot_id(), pid=os.getpid())
+
+    def publish(again: bool) -> None:
+        if again:
+            addresses.write_card(mine)
+
+    kept = Registration(None, mine, publish)
+    try:
+        eventually(lambda: addresses.is_published(mine), "the card")
+    finally:
+        kept.close()
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [

@@ -11,13 +11,12 @@ import runpy
 import site
 import sys
 
-site.addsitedir(sys.argv[1])
-sys.argv[:] = sys.argv[2:]
-
 PROMPTS = [[1, 5, 9], [11, 23, 42, 99, 100, 7, 8, 250, 251, 300]]
 
 
 def main() -> None:
+    site.addsitedir(sys.argv[1])
+    sys.argv[:] = sys.argv[2:]
     from vllm import SamplingParams
 
     from trainer_adapters import SyncManager

@@ -20,4 +20,4 @@ def test_the_time_of_day_is_read_for_people_only_and_no_wait_goes_by_it() -> Non
         "recorder.py",
         "top.py",
     }  # when a replica started and committed, and how long ago that is
-    assert {name: uses for name, uses in found.items() if uses} == dict.fromkeys(told, ["time.time("])
+    assert {name: uses for name, uses in found.items() if uses} == {name: ["time.time("] for name in told}

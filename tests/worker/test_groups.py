@@ -377,7 +377,7 @@ def test_a_killed_trainers_update_ends_at_once_and_leaves_no_memory_mapped(worke
     before = maps()
     pid = fork("tests.worker.test_groups:trainer_that_hangs", address=worker.address, seal=state == "sealed")
     eventually(lambda: worker.table.statuses() and worker.status().state == state, f"the state {state}")
-    assert maps() > before
+    eventually(lambda: maps() > before, "the update's memory")
     kill(pid)
     eventually(lambda: worker.status().state == "idle", "the end of the update, an hour before its lease ends")
     eventually(lambda: maps() <= before, "the memory given back")
