@@ -66,9 +66,11 @@ def _worker_call(worker: Any, request: bytes) -> bytes:
 def _worker_card(worker: Any) -> bytes:
     """What this rank holds; empty where it can't say. Never raises, as `_worker_start`."""
     runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
-    with contained("asking a worker what it holds", logger):
-        return b"" if runtime is None else msgspec.msgpack.encode(runtime.card())
-    return b""
+    told = b""
+    if runtime is not None:
+        with contained("asking a worker what it holds", logger):
+            told = msgspec.msgpack.encode(runtime.card())
+    return told
 
 
 def stop_worker(worker: Any) -> None:
