@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.yielding import make_yielding_fair
+
 SMOKE = (
     "tests/wire/",
     "tests/test_face.py",
@@ -135,6 +137,11 @@ FIRST = (
     "tests/manager/test_cli",
 )
 """What takes long comes first, so that no process is left with it at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker inherits it
+        make_yielding_fair(config.rootpath / "build")
 
 
 @pytest.hookimpl(optionalhook=True)
