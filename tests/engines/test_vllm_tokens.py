@@ -236,7 +236,7 @@ def check_requests_in_flight(live: Live, in_flight: str) -> None:
     driver = live.driver
     with SyncManager(in_flight=in_flight, timeout_s=180) as manager:  # type: ignore[arg-type]
         live.update("A", manager)
-        for _ in range(10):
+        for _ in range(40):
             before, old = live.serves, str(live.version)
             running = driver.submit([LONG, PROMPTS[1]], max_tokens=800)
             driver.wait_for_tokens(running, 3)
