@@ -22,7 +22,7 @@ def make_yielding_fair(directory: Path) -> None:
     """Processes that are started from now on yield fairly. The library is built in `directory`, if it is not there. Does nothing
     without a C compiler."""
     directory.mkdir(exist_ok=True)
-    library = directory / f"yielding-{os.stat(SOURCE).st_mtime_ns}.so"
+    library = directory / f"yielding-{SOURCE.stat().st_mtime_ns}.so"
     compiler = shutil.which("cc")
     if not library.exists() and compiler is not None:
         temporary = library.with_suffix(f".{os.getpid()}")
