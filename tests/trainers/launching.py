@@ -80,7 +80,7 @@ def written(seen: list[dict[str, Any]], collectives: int = 0) -> tuple[Manifest,
     """The manifest, what the ranks wrote into one segment, and how many bytes each wrote.
 
     Checks what holds for every source: one manifest, slices as claimed, an exact cover, no empty slice, no collective
-    (but for a way that gathers).
+    (but for a way that gathers), and that what training keeps equal is what another rank sends.
     """
     assert len({rank["manifest"] for rank in seen}) == 1, "ranks disagree about the manifest"
     assert [rank["collectives"] for rank in seen] == [collectives] * len(seen)
@@ -98,6 +98,13 @@ def written(seen: list[dict[str, Any]], collectives: int = 0) -> tuple[Manifest,
             boxes.append((box, f"rank {rank}"))
             sent[rank] += manifest.box_nbytes(box)
     check_exact_cover(manifest, boxes)
+    owners = dict(boxes)
+    for rank, result in enumerate(seen):
+        for raw, tensor in result.get("kept_equal", ()):
+            box = msgspec.convert(raw, Box)
+            assert owners[box] != f"rank {rank}", f"{manifest.describe(box)} is compared with another rank's"
+            sent_values = box_view(segment, manifest, box)
+            assert torch.equal(sent_values, tensor.to(sent_values.dtype)), manifest.describe(box)
     values = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
     return manifest, values, sent
 

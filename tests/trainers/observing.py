@@ -37,11 +37,13 @@ def observe(source: WeightSource, gold: dict[str, torch.Tensor] | None = None) -
         manifest = source.manifest()
         slices = [(msgspec.to_builtins(piece.box), piece.tensor.clone()) for piece in source.slices()]
         copies = [(msgspec.to_builtins(piece.box), piece.tensor.clone()) for piece in source.copies()]
+        equal = [(msgspec.to_builtins(piece.box), piece.tensor.clone()) for piece in source.kept_equal()]
     return {
         "manifest": msgspec.msgpack.encode(manifest),
         "slices": slices,
         "claims": msgspec.to_builtins(source.claims()),
         "copies": copies,
+        "kept_equal": equal,
         "collectives": communication.get_total_counts(),
         "gold": gold if dist.get_rank() == 0 else None,
     }

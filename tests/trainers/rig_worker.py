@@ -26,7 +26,15 @@ from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from tests.support.leaving import leave_process_groups
 from tests.support.plain_engine import VOCABULARY, WIDTH, checkpoint
-from trainer_adapters import DTensorAdapter, ExportAdapter, FSDPAdapter, LocalSlice, SyncManager, WeightSource
+from trainer_adapters import (
+    DTensorAdapter,
+    ExportAdapter,
+    FSDPAdapter,
+    LocalSlice,
+    ModuleAdapter,
+    SyncManager,
+    WeightSource,
+)
 
 RULES = {"*norm.weight": torch.float32, "*": torch.bfloat16}
 
@@ -200,6 +208,45 @@ def copies_that_come_apart(manager: SyncManager, version: int) -> dict[str, Any]
     return {"seed": version, "warned": warned, "by verify": len(heard.lines) - before, "ok": ok, "lines": heard.lines}
 
 
+def plain(seed: int) -> tuple[nn.Module, WeightSource]:
+    """Data parallel without a wrapper: whoever builds the model has to see to it that it is the same everywhere."""
+    model = Policy(seed)
+    return model, ModuleAdapter(model, dtype_rules=RULES)
+
+
+def hybrid(seed: int) -> tuple[nn.Module, WeightSource]:
+    """HSDP with one copy on each rank."""
+    model = Policy(seed)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
+    return model, FSDPAdapter(model, dtype_rules=RULES)
+
+
+def several_models(build: Callable[[int], tuple[nn.Module, WeightSource]], version: int) -> dict[str, Any]:
+    """Rank 1 trains a model of its own: from a manager's first update on, or from its second."""
+    seen: dict[str, Any] = {}
+    for turn in ("first", "second"):
+        version += 2
+        _, good = build(version)
+        model, bad = build(version + 1)
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.5)
+        if turn == "first":
+            with SyncManager(timeout_s=60) as manager:
+                manager.update(good, version)
+        with SyncManager(timeout_s=60) as manager:
+            if turn == "second":
+                manager.update(good, version)
+            try:
+                manager.update(bad, version + 1)
+                seen[turn] = {"error": None}
+            except WeightwireError as error:
+                seen[turn] = {"error": type(error).__name__, "text": str(error), "phase": error.phase}
+            seen[turn]["old version is there"] = manager.verify(good).ok
+    return seen
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -208,8 +255,12 @@ def main(out: Path) -> None:
     with SyncManager(timeout_s=60) as manager:
         for kind in KINDS:
             seen[kind], version = run(kind, manager, version)
+    seen["several models"] = {
+        "plain": several_models(plain, version + 10),
+        "hybrid": several_models(hybrid, version + 20),
+    }
     with SyncManager(timeout_s=60) as manager:
-        seen["copies"] = copies_that_come_apart(manager, version + 1)
+        seen["copies"] = copies_that_come_apart(manager, version + 31)
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 

@@ -81,5 +81,15 @@ def test_copies_that_come_apart_are_warned_about_ever_more_seldom_and_by_verify(
     assert first["ok"] and second["ok"]
 
 
+@pytest.mark.parametrize("kind", ["plain", "hybrid"])
+def test_ranks_that_train_several_models_instead_of_one_are_told_so_and_nothing_is_mixed(seen: Seen, kind: str) -> None:
+    for rank in seen:
+        for turn in ("first", "second"):
+            found = rank["several models"][kind][turn]
+            assert (found["error"], found["phase"]) == ("ManifestMismatch", "stage"), found
+            assert "ranks hold different weights" in found["text"] and "broadcast it from one rank" in found["text"]
+            assert found["old version is there"]
+
+
 def test_the_engine_holds_the_lowest_ranks_copies_and_an_embedding_that_was_not_contiguous(seen: Seen) -> None:
     assert seen[0]["peeked"] == digests_expected(checkpoint(seen[0]["copies"]["seed"]), 2)

@@ -19,10 +19,13 @@ from inference_plugin.wire.geometry import Box, PiecePlace
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import torch_dtype
 
-__all__ = ["DtypeRules", "LocalSlice", "NameFilter", "WeightSource", "narrowed", "share_boxes"]
+__all__ = ["DtypeRules", "LocalSlice", "NameFilter", "WeightSource", "narrowed", "share_boxes", "some_of"]
 
 MIN_CUT_BYTES = 1 << 20
 """Smaller boxes are never divided between ranks that hold the same copy."""
+
+COMPARED = 16
+"""Of what another rank sends and training keeps equal, as many boxes are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,15 @@ class WeightSource(ABC):
         """Slices that another rank sends and this one holds too, where nothing keeps the two equal.
 
         They don't travel. Their digests are compared with the sender's now and then; a difference is logged as a warning.
+        """
+        return iter(())
+
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        """A few slices that another rank sends and this one holds too, where training keeps the two equal (data parallelism)
+        and each rank sends a part.
+
+        They don't travel. Their digests are compared with the sender's now and then. A difference is an error: the engines
+        would get one part of each of several models.
         """
         return iter(())
 
@@ -232,6 +244,14 @@ def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size:
             shares[position] = share
         start += nbytes
     return shares
+
+
+def some_of(shares: dict[int, Box]) -> dict[int, Box]:
+    """Up to `COMPARED` boxes of what another rank sends, evenly out of all that have two dimensions or more. The others may
+    differ rightly: statistics that each rank keeps of its own batches."""
+    matrices = [(position, box) for position, box in shares.items() if len(box.sizes) > 1]
+    step = -(-len(matrices) // COMPARED) or 1
+    return dict(matrices[step // 2 :: step])
 
 
 def _rows_that_begin_in(box: Box, nbytes: int, low: int, high: int) -> Box | None:

@@ -81,6 +81,9 @@ class FSDPAdapter(WeightSource):
     def slices(self) -> Iterator[LocalSlice]:
         return self._source.slices()
 
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        return self._source.kept_equal()
+
     def claims(self) -> tuple[Box, ...] | None:
         return self._source.claims()
 

@@ -20,7 +20,7 @@ from inference_plugin.wire.errors import ErrorInfo, ManifestMismatch, Weightwire
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
-from trainer_adapters.sources.base import DtypeRules, NameFilter, WeightSource, share_boxes
+from trainer_adapters.sources.base import DtypeRules, NameFilter, WeightSource, share_boxes, some_of
 from trainer_adapters.sources.exchange import exchange_bytes
 
 __all__ = ["ExchangedSource", "HeldBox", "Inventory", "SendAssignment", "divide", "merge"]
@@ -73,7 +73,7 @@ class ExchangedSource(WeightSource):
         """Derives the manifest and who sends what, by `merge` and `divide`. A subclass calls it once, when it has made its own
         checks of `_everybody`."""
         self._manifest = merge(self._everybody, tied=ties, rules=rules, names=names, in_natural_order=in_natural_order)
-        self._sent, self._left = divide(self._manifest, self._everybody, self._own_rank)
+        self._sent, self._left, self._equal = divide(self._manifest, self._everybody, self._own_rank)
         self._claims = tuple(assignment.box for assignment in self._sent)
         self._everybody = []  # as large as the model's list of tensors, for each rank
 
@@ -165,8 +165,9 @@ def merge(
 
 def divide(
     manifest: Manifest, inventories: Sequence[Inventory], rank: int
-) -> tuple[list[SendAssignment], list[SendAssignment]]:
-    """What `rank` sends, and what it holds too and leaves to ranks whose turn is lower, both in the manifest's order.
+) -> tuple[list[SendAssignment], list[SendAssignment], list[SendAssignment]]:
+    """What `rank` sends; what it holds too and leaves to ranks whose turn is lower; and a few of the parts that the next rank
+    sends of what both divide. All in the manifest's order.
 
     Copies of the lowest turn are divided by bytes: each rank about as much, large tensors cut between rows. What is left
     to others is cut as they send it, so that digests of the two can be compared.
@@ -185,14 +186,18 @@ def divide(
     mine = _boxes(manifest, inventories[rank])
     sent: list[SendAssignment] = []
     left: list[SendAssignment] = []
+    equal: list[SendAssignment] = []
     for senders, boxes in copies.items():
+        next_one = senders[(senders.index(rank) + 1) % len(senders)] if rank in senders else None
         for place, sender in enumerate(senders):
-            if sender != rank and (rank in senders or mine.keys().isdisjoint(boxes)):
+            if sender not in (rank, next_one) and (rank in senders or mine.keys().isdisjoint(boxes)):
                 continue
-            for position, part in share_boxes(manifest, boxes, place, len(senders)).items():
+            shares = share_boxes(manifest, boxes, place, len(senders))
+            found = sent if sender == rank else equal if sender == next_one else left
+            for position, part in (some_of(shares) if found is equal else shares).items():
                 if boxes[position] in mine:
-                    (sent if sender == rank else left).append(SendAssignment(mine[boxes[position]], part))
-    return sorted(sent, key=_box_of), sorted(left, key=_box_of)
+                    found.append(SendAssignment(mine[boxes[position]], part))
+    return sorted(sent, key=_box_of), sorted(left, key=_box_of), sorted(equal, key=_box_of)
 
 
 def _boxes(manifest: Manifest, inventory: Inventory) -> dict[Box, int]:

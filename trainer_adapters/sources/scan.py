@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import MAX_DIMS, Box
 from inference_plugin.wire.manifest import Manifest
-from trainer_adapters.sources.base import DtypeRules, LocalSlice, NameFilter, WeightSource, share_boxes
+from trainer_adapters.sources.base import DtypeRules, LocalSlice, NameFilter, WeightSource, share_boxes, some_of
 from trainer_adapters.sources.plan import (
     CheckpointLayout,
     Dims,
@@ -73,12 +73,13 @@ class LocalShards:
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """The slices of this rank, by position in the plan's `infos`: those that it sends, and its copies of what others send.
-    `claims` are the boxes of the former."""
+    """The slices of this rank, by position in the plan's `infos`: those that it sends, its copies of what others send, and a
+    few of those that training keeps equal. `claims` are the boxes of the first."""
 
     plan: Plan
     sent: dict[int, list[PlannedSlice]]
     copied: dict[int, list[PlannedSlice]]
+    kept_equal: dict[int, list[PlannedSlice]]
     claims: tuple[Box, ...]
 
 
@@ -139,6 +140,11 @@ class ScannedSource(WeightSource):
         copied = self._slice_plan().copied
         return self._pass(copied) if copied else iter(())
 
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        """Of tensors in memory; a stream that makes them one by one is not run through for this."""
+        equal = self._slice_plan().kept_equal
+        return self._pass(equal) if equal and self._rescan and not self.made_together() else iter(())
+
     def claims(self) -> tuple[Box, ...] | None:
         return self._slice_plan().claims
 
@@ -189,13 +195,17 @@ class ScannedSource(WeightSource):
             else:
                 shared.setdefault(local_shards.ranks, []).extend((position, one) for one in planned)
                 places[local_shards.ranks] = local_shards.place
+        kept_equal: dict[int, list[PlannedSlice]] = {}
         for ranks, entries in shared.items():
-            boxes = share_boxes(plan.manifest, [one.box for _, one in entries], places[ranks], len(ranks))
-            for i, box in boxes.items():
-                position, one = entries[i]
-                sent.setdefault(position, []).append(one if box == one.box else one.narrowed(box))
+            all_boxes = [one.box for _, one in entries]
+            boxes = share_boxes(plan.manifest, all_boxes, places[ranks], len(ranks))
+            others = share_boxes(plan.manifest, all_boxes, (places[ranks] + 1) % len(ranks), len(ranks))
+            for shares, found in ((boxes, sent), (some_of(others), kept_equal)):
+                for i, box in shares.items():
+                    position, one = entries[i]
+                    found.setdefault(position, []).append(one if box == one.box else one.narrowed(box))
         claims = tuple(one.box for position in sorted(sent) for one in sent[position])
-        return SlicePlan(plan, sent, copied, claims)
+        return SlicePlan(plan, sent, copied, kept_equal, claims)
 
     def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
         """What the stream yields now; the things themselves are appended to `keep`."""

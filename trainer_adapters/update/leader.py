@@ -95,6 +95,13 @@ def write(context: RankContext, go: Go, source: WeightSource, manifest: Manifest
     copies = {wrote.rank: wrote.copies for wrote in everyone}
     if any(copies.values()) and (apart := what_differs(manifest, pieces, copies)):
         logger.warning("weightwire: trainer ranks hold copies that have come apart; one of each was sent: %s", apart)
+    if mixed := what_differs(manifest, pieces, {wrote.rank: wrote.kept_equal for wrote in everyone}):
+        raise ManifestMismatch(
+            f"the trainer's ranks hold different weights, and each would send a part of its own: {mixed}",
+            hint="data-parallel ranks must hold one model: broadcast it from one rank (DistributedDataParallel does), or send "
+            "one rank's with ModuleAdapter(model, only_rank_0=True)",
+            side="trainer",
+        )
     return everyone
 
 

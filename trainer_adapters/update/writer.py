@@ -88,7 +88,7 @@ class Writer:
                     total.add(*self._write_over(way, go, manifest, watched, deadline_s))
             if finite is not None:
                 finite.raise_found()
-            copies = _copies(manifest, source, edges) if go.copies else ()
+            copies, kept_equal = _compared(manifest, source, edges) if go.copies else ((), ())
         except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all ranks
             failed = WeightwireError.wrap(error)
             failed.at(side="trainer", rank=self._rank, group=self._settings.group, phase="stage")
@@ -109,6 +109,7 @@ class Writer:
             {replica: error.info() for replica, error in stats.lost.items()},
             sent_bytes=stats.sent_bytes,
             copies=copies,
+            kept_equal=kept_equal,
             secret=self._secret,
         )
 
@@ -197,6 +198,10 @@ def as_target(target: GoTarget) -> Target:
     )
 
 
-def _copies(manifest: Manifest, source: WeightSource, edges: Edges) -> tuple[Piece, ...]:
+def _compared(manifest: Manifest, source: WeightSource, edges: Edges) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """Digests of what other ranks send and this one holds too: its copies, and of what training keeps equal each slice's first
+    piece."""
     with span("compare copies"):
-        return tuple(digests_of(manifest, cut_slices(source.copies(), edges)))
+        copies = tuple(digests_of(manifest, cut_slices(source.copies(), edges)))
+        each = (digests_of(manifest, [item]) for item in cut_slices(source.kept_equal(), edges))
+        return copies, tuple(next(digests) for digests in each)

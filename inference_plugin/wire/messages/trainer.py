@@ -86,7 +86,7 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     """A trainer rank wrote its slices, or failed to; it waits for `Outcome`.
 
     `lost`: replicas that it couldn't reach. `copies`: digests of slices that it holds and another rank sends, where `Go`
-    asked for them.
+    asked for them; `kept_equal`: those of which training keeps both the same.
     """
 
     txn: Txn
@@ -101,6 +101,7 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     error: ErrorInfo | None = None
     sent_bytes: Count = 0
     copies: Pieces = ()
+    kept_equal: Pieces = ()
     secret: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 

@@ -73,6 +73,9 @@ class LoRAAdapter(WeightSource):
     def copies(self) -> Iterator[LocalSlice]:
         return self._scaled(self._ready().copies())
 
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        return self._scaled(self._ready().kept_equal())
+
     def claims(self) -> tuple[Box, ...] | None:
         return self._ready().claims()
 

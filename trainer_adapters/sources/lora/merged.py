@@ -107,6 +107,9 @@ class MergedLoRAAdapter(WeightSource):
     def copies(self) -> Iterator[LocalSlice]:
         return self._merging(self._ready().copies(), anew=False)
 
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        return self._merging(self._ready().kept_equal(), anew=False)
+
     def claims(self) -> tuple[Box, ...] | None:
         return self._ready().claims()
 

@@ -85,6 +85,9 @@ class MegatronLoRAAdapter(MegatronSource):
     def copies(self) -> Iterator[LocalSlice]:
         return (self._slice(one) for one in self._left)
 
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        return (self._slice(one) for one in self._equal)
+
     def made_together(self) -> frozenset[int]:
         divided = self._factors is not None and self._factors.are_divided
         return frozenset(range(len(self._manifest.tensors))) if divided else frozenset()

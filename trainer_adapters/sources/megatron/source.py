@@ -145,6 +145,10 @@ class MegatronAdapter(MegatronSource):
         tensors = self._tensors()
         return (self._slice(one, tensors) for one in self._left)
 
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        tensors = self._tensors()
+        return (self._slice(one, tensors) for one in self._equal)
+
     def _slice(self, assignment: SendAssignment, tensors: Mapping[ParameterKey, torch.Tensor]) -> LocalSlice:
         held, box = self._boxes[assignment.held], assignment.box
         starts = tuple(s + o - h for s, o, h in zip(held.starts, box.offsets, held.box.offsets, strict=True))
