@@ -130,11 +130,8 @@ class TransactionMachine:
             return
         for joining in event.replicas:
             one = self.participants[joining.replica] = Participant(joining.replica, joining.workers)
-            if (
-                (agreed := joining.agreed) is not None
-                and agreed.key == terms.key
-                and agreed.transport in terms.transports
-            ):
+            agreed = joining.agreed
+            if agreed is not None and agreed.key == terms.key and agreed.transport in terms.transports:
                 one.state, one.agreed = "open", agreed
         for name, error in event.unreached.items():
             self.participants[name] = Participant(name, 0, "failed", error=error)
