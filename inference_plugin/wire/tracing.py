@@ -1,8 +1,9 @@
-"""Spans of one update in one process, written to a file that Perfetto and chrome://tracing open (Trace Event Format).
+"""Spans of one update in one process, written to a file that Perfetto and chrome://tracing open (Trace Event Format), and
+handed to OpenTelemetry.
 
-Tracing is off unless `profile_dir` is set: a span then costs reading one variable. When it is on, a `Trace` collects spans
-of all threads that work for its update, and a thread of its own writes the file. A failure here is logged once and never
-reaches the update.
+Tracing is off unless `profile_dir` is set or the process has an OpenTelemetry tracer provider: a span then costs reading one
+variable. When it is on, a `Trace` collects spans of all threads that work for its update, and a thread of its own writes the
+file. A failure here is logged once and never reaches the update.
 
 The clock is CLOCK_MONOTONIC: files of one host share one time line.
 """
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
+
+from inference_plugin.wire import telemetry
 
 __all__ = ["Trace", "carried", "flush", "save", "span", "span_since", "under"]
 
@@ -100,10 +103,10 @@ class Trace:
 
     @staticmethod
     def begun(directory: str | None, **named: Any) -> Trace | None:
-        """A trace, if there is a directory to write it to; see `__init__`."""
-        return None if directory is None else Trace(directory, **named)
+        """A trace, if there is a directory to write it to, or OpenTelemetry to hand it to; see `__init__`."""
+        return Trace(directory, **named) if directory is not None or telemetry.is_wanted() else None
 
-    def __init__(self, directory: str, *, role: str, txn: str = "", **named: Any) -> None:
+    def __init__(self, directory: str | None, *, role: str, txn: str = "", **named: Any) -> None:
         """`named`: group and version, and the role's rank and replica where it has them."""
         self.txn = txn
         self._directory = directory
@@ -155,12 +158,23 @@ class Trace:
         )
 
     def write(self) -> None:
-        """Writes the file, whole or not at all. Raises OSError."""
+        """Writes the file, whole or not at all, and hands the spans to OpenTelemetry, where each is wanted. Raises OSError."""
+        if telemetry.is_wanted():
+            since_ns = time.time_ns() - time.perf_counter_ns()
+            starts_ns = [since_ns + int(event["ts"] * 1000) for event in self._events]
+            spans = [
+                telemetry.TimedSpan(event["name"], start_ns, start_ns + int(event["dur"] * 1000), event["args"])
+                for start_ns, event in zip(starts_ns, self._events, strict=True)
+            ]
+            telemetry.export(self._role, self.txn, self._named, spans)
+        if self._directory is not None:
+            self._write_file(Path(self._directory).expanduser())
+
+    def _write_file(self, directory: Path) -> None:
         named = self._named
         who = f"{self._role}{named.get('rank', '')}"
         parts = (named["group"], f"v{named['version']}", self.txn[:8], who, named.get("replica", ""))
         stem = ".".join(filter(None, parts)).replace("/", "_")
-        directory = Path(self._directory).expanduser()
         directory.mkdir(parents=True, exist_ok=True)
         path, temporary = directory / f"{stem}.json", directory / f".{stem}.{os.getpid()}"
         about = {

@@ -172,3 +172,29 @@ def test_spans_are_seen_by_the_users_own_torch_profiler(tmp_path: Path) -> None:
         with tracing.under(trace), tracing.span("install"):
             torch.ones(3).sum()
     assert "weightwire.install" in {event.key for event in profiler.key_averages()}
+
+
+def test_where_the_process_has_a_tracer_provider_the_spans_of_an_update_are_one_opentelemetry_trace(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    otel = pytest.importorskip("opentelemetry.trace")
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    start(tp=1)
+    exporter = InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(otel, "_TRACER_PROVIDER", provider)
+    with SyncManager(timeout_s=60) as manager:
+        report = manager.update(ShardSource(checkpoint(1)), 1)
+    tracing.flush()
+    found = {span.name: span for span in exporter.get_finished_spans()}
+    root = found["weightwire trainer"]
+    assert root.attributes["weightwire.txn"] == report.txn and root.attributes["weightwire.version"] == 1
+    assert {span.context.trace_id for span in found.values()} == {int(report.txn, 16)}
+    assert {"scan", "agree", "stage", "write", "seal", "commit"} <= set(found)
+    for name, span in found.items():
+        assert root.start_time <= span.start_time <= span.end_time <= root.end_time, name
+        assert span is root or span.parent.span_id == root.context.span_id
