@@ -11,6 +11,7 @@ import typer
 from inference_plugin.cli.app import AsJson, Job, app, coordinator_of
 from inference_plugin.cli.checkpoints import Checkpoint
 from inference_plugin.cli.output import line, print_json, stop
+from inference_plugin.cli.probe import probe
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import ReplicaCard, Verified, Verify
@@ -35,19 +36,25 @@ def verify(
     job: Job = None,
     timeout_s: Annotated[float, typer.Option(help="For each replica.")] = 120.0,
     show_all: Annotated[bool, typer.Option("--all", help="Every difference, not the first 20 of a replica.")] = False,
+    probe_url: Annotated[
+        str | None,
+        typer.Option("--probe", help="Also ask the server at this URL, and transformers, for log-probabilities."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compares what live engines hold with a checkpoint, byte for byte. Exit status 1: they differ.
 
-    The engine must have taken an update of the group: only then is it known which parameter holds which tensor.
+    The engine must have taken an update of the group: only then is it known which parameter holds which tensor. With
+    --probe it also shows how far engine and transformers lie apart on fixed prompts: is it the weights, or something else?
     """
     tensor_named = Checkpoint(checkpoint).tensor
     cards = [card for card in addresses.discover(job) if replica in (None, card.replica)]
     if not cards:
         raise stop(f"no such replica runs; looked in {addresses.runtime_dir(job)}")
     results = [_verified(card, group, timeout_s, tensor_named) for card in cards]
+    probed = None if probe_url is None else probe(probe_url, checkpoint, timeout_s)
     if as_json:
-        print_json(group=group, replicas=results)
+        print_json(group=group, replicas=results, probe=probed)
     else:
         for result in results:
             verdict = "equal" if result["ok"] else "DIFFERENT"
@@ -58,6 +65,10 @@ def verify(
                 line(f"  {problem}")
             if len(shown) < len(problems):
                 line(f"  and {len(problems) - len(shown)} more; --all shows all {len(problems)}")
+        if probed is not None:
+            line(str(probed))
+            if all(result["ok"] for result in results):
+                line("  It is not the weights: what is left comes from dtypes, kernels, attention or quantisation.")
     raise typer.Exit(0 if all(result["ok"] for result in results) else 1)
 
 

@@ -21,7 +21,7 @@ from tests.engines.test_vllm_tokens import COUNT, PROMPTS, check_life, reference
 from tests.support.engines import Driver
 from tests.support.managers import SyncManager
 from tests.support.sglang_engines import SglangDriver, SglangServer
-from tests.support.visible import check_visible_on_sglang
+from tests.support.visible import check_probe, check_visible_on_sglang
 from trainer_adapters import LocalSlice, ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -85,6 +85,7 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
         assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
         assert server.generate(PROMPTS[0], COUNT)[1]["meta_info"]["weight_version"] == "100"
         check_visible_on_sglang(server, PROMPTS[1])
+        check_probe(server, pair[1], pair[0])
         with SyncManager(timeout_s=180) as manager, manager.paused():
             assert server.request("GET", "/health")[0] == 200  # SGLang's own answer would be a token
         narrow = weights(pair[0])

@@ -35,7 +35,7 @@ from tests.support.engines import Driver, Engine, Server, eventually, segments_o
 from tests.support.managers import SyncManager
 from tests.support.phases import AtPhase, fall_silent
 from tests.support.preloaded import nursery
-from tests.support.visible import CHAT, check_visible_on_vllm
+from tests.support.visible import CHAT, check_probe, check_visible_on_vllm
 from trainer_adapters import LocalSlice, ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -710,4 +710,5 @@ def test_a_failed_first_update_is_undone_under_standby_and_torn_under_copy_where
             (card,) = server.cards
             assert card.state == "serving"
             check_visible_on_vllm(server, card.replica, PROMPTS[1], source(model_a), sync)
+            check_probe(server, model_a, model_b)
     assert server.leftovers() == [] and server.family() == []

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from tests.support.engines import Server, eventually
+from tests.support.engines import HttpEngine, Server, eventually
 from tests.support.sglang_engines import SglangServer
 from trainer_adapters import SyncManager, WeightSource
 
-__all__ = ["CHAT", "Samples", "check_visible_on_sglang", "check_visible_on_vllm", "samples", "value"]
+__all__ = ["CHAT", "Samples", "check_probe", "check_visible_on_sglang", "check_visible_on_vllm", "samples", "value"]
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 """A chat template, for a server of a model that has none."""
@@ -81,3 +85,17 @@ def check_visible_on_sglang(server: SglangServer, prompt: Sequence[int]) -> None
     log = server.log.read_text(errors="replace")
     assert log.count(f"replica {card.replica} is ready for weight updates") == 1
     assert log.count(f"replica {card.replica} serves version 100 of policy") == 1
+
+
+def check_probe(server: HttpEngine, served: Path, other: Path) -> None:
+    """`weightwire verify --probe` tells the served checkpoint from the other one."""
+    for model, ok in ((served, True), (other, False)):
+        command = [sys.executable, "-m", "weightwire", "verify", "--checkpoint", str(model), "--json"]
+        ran = subprocess.run(
+            [*command, "--probe", f"http://127.0.0.1:{server.port}"], capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == (0 if ok else 1), ran.stderr
+        told = json.loads(ran.stdout)
+        assert [replica["ok"] for replica in told["replicas"]] == [ok]
+        assert told["probe"]["tokens"] == 4 * 31
+        assert (told["probe"]["largest_difference"] < 0.01) is ok, told["probe"]
