@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import urllib.error
 import urllib.request
@@ -58,7 +59,7 @@ def _prompts(vocabulary: int) -> list[list[int]]:
 
 def _model_of(directory: Path) -> Any:
     try:
-        import transformers
+        transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise stop("--probe needs transformers: pip install transformers") from None
     transformers.utils.logging.disable_progress_bar()
