@@ -315,7 +315,7 @@ static PyObject *digest_rows(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*nnO!", &source, &stride, &rows, &PyList_Type, &given))
         return NULL;
     PyObject *result = NULL;
-    const Py_ssize_t count = PyList_GET_SIZE(given);
+    const Py_ssize_t count = PyList_Size(given);
     int fast = 0;
 #ifdef WITH_AVX2
     Span spans[MOST_SPANS];
@@ -323,7 +323,7 @@ static PyObject *digest_rows(PyObject *self, PyObject *args)
 #endif
     for (Py_ssize_t i = 0; i < count; i++) {
         Py_ssize_t start, row_bytes;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(given, i), "nn", &start, &row_bytes))
+        if (!PyArg_ParseTuple(PyList_GetItem(given, i), "nn", &start, &row_bytes))
             goto done;
         if (rows < 1 || row_bytes < 1 || !lies_within(start, stride, rows, row_bytes, source.len)) {
             PyErr_Format(PyExc_ValueError, "%zd rows of %zd bytes don't lie within the buffer", rows, row_bytes);
@@ -347,7 +347,7 @@ static PyObject *digest_rows(PyObject *self, PyObject *args)
     for (Py_ssize_t i = 0; result && i < count; i++) {
         PyObject *digest = PyLong_FromUnsignedLongLong(spans[i].digest);
         if (digest)
-            PyList_SET_ITEM(result, i, digest);
+            PyList_SetItem(result, i, digest);
         else
             Py_CLEAR(result);
     }
