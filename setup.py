@@ -31,4 +31,8 @@ class TaggedWheel(bdist_wheel):
         super().run()
 
 
-setup(ext_modules=[COPYING], cmdclass={"bdist_wheel": TaggedWheel}, options={"bdist_wheel": {"py_limited_api": FIRST_PYTHON}})
+setup(
+    ext_modules=[COPYING],
+    cmdclass={"bdist_wheel": TaggedWheel},
+    options={"bdist_wheel": {"py_limited_api": FIRST_PYTHON}},
+)

@@ -105,7 +105,8 @@ def run_rank(
 
 
 def used(pid: int) -> dict[str, int]:
-    """Bytes of its own, mapped shared bytes, bytes of the shared segments that it has open, and its descriptors and threads."""
+    """Bytes of its own, bytes of its address space that are shared segments, bytes of the shared segments that it has open, and its
+    descriptors and threads. How much of what is mapped is resident says nothing: the kernel reclaims pages that rest."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     segments, descriptors = {}, list(Path(f"/proc/{pid}/fd").iterdir())
     for descriptor in descriptors:
@@ -115,10 +116,12 @@ def used(pid: int) -> dict[str, int]:
                 segments[found.st_ino] = found.st_blocks * 512
         except FileNotFoundError:  # closed meanwhile
             continue
-    own, shared = (int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+    spans = [
+        line.split()[0].split("-") for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:" in line
+    ]
     return {
-        "own": own,
-        "mapped": shared,
+        "own": int(fields["RssAnon"].split()[0]) * 1024,
+        "mapped": sum(int(end, 16) - int(start, 16) for start, end in spans),
         "segments": sum(segments.values()),
         "descriptors": len(descriptors),
         "threads": int(fields["Threads"]),

@@ -78,6 +78,14 @@ def test_a_function_that_ends_the_workers_event_loop_ends_nothing(directory: Pat
 
 
 def test_a_user_who_interrupts_next_batch_loses_no_rollouts(directory: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        check_an_interrupt()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def check_an_interrupt() -> None:
     with RolloutPool() as pool, LocalWorker(hostile):
         waits = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         waits.start()
