@@ -105,8 +105,10 @@ def run_rank(
 
 
 def used(pid: int) -> dict[str, int]:
-    """Bytes of its own, bytes of its address space that are shared segments, bytes of the shared segments that it has open, and its
-    descriptors and threads. How much of what is mapped is resident says nothing: the kernel reclaims pages that rest."""
+    """Bytes of its own, bytes of shared segments that it maps, bytes of those that it has open, and its descriptors and threads.
+
+    How much of what is mapped is resident says nothing: the kernel reclaims pages that rest.
+    """
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     segments, descriptors = {}, list(Path(f"/proc/{pid}/fd").iterdir())
     for descriptor in descriptors:
