@@ -6,7 +6,7 @@ From torch's private side: a DTensor's `_spec` and `_local_tensor` (`to_local()`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
+from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.lora.found import refuse_lora_layers
 from trainer_adapters.sources.module import Buffers, module_stream, module_ties
@@ -119,7 +120,7 @@ class DTensorAdapter(ShardedSource):
 
     Every rank makes one, and contributes its own shards: views of the parameters' memory. Meshes and placements may
     differ from one parameter to the next; `_StridedShard` and uneven shards are fine. Copies that a mesh describes
-    (`Replicate`) are divided between their ranks by bytes.
+    (`Replicate`) are divided between their ranks by bytes, and a few of them compared as the following are.
 
     Copies that no mesh describes may have come apart in training: parameters on the data-parallel submesh only, and plain
     tensors, are held by each tensor-parallel rank, and nothing sums the gradients that each sees. The copy of the lowest
@@ -153,6 +154,15 @@ class DTensorAdapter(ShardedSource):
             exclude=exclude,
         )
         self._ranks = tuple(sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
+
+    def copies(self) -> Iterator[LocalSlice]:
+        """Those that no mesh describes, and a few of those that one does: tensor-parallel ranks may compute a gradient each for
+        itself, and then the last bits may come apart."""
+        yield from super().copies()
+        yield from super().kept_equal()
+
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        return iter(())
 
     def _local_shards(self, info: TensorInfo) -> LocalShards:
         if not isinstance(info.spread, Spread):
