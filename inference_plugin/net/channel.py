@@ -13,7 +13,7 @@ import zmq
 
 from inference_plugin.net import curve
 from inference_plugin.net.addresses import boot_id
-from inference_plugin.net.link import Link
+from inference_plugin.net.link import LastWords, Link
 from inference_plugin.net.processes import ProcessWatch
 from inference_plugin.wire import codec
 from inference_plugin.wire.config import Config
@@ -62,6 +62,7 @@ class Channel:
         self._process: ProcessWatch | None = None
         self._socket = (context or zmq.Context.instance()).socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._last_words: LastWords | None = None
         self._link: Link | None = None
         if address.startswith("tcp://"):
             self._link = Link(self._socket, address, silence_s or Config.from_environment().silence_s)
@@ -101,7 +102,7 @@ class Channel:
             if ready and (reply := self._take()) is not None:
                 self._pending = None
                 return self._checked(reply, kind)
-            if not ready and self.peer_is_gone():
+            if not ready and self.peer_is_gone() and self._has_said_all():
                 raise PeerLost(f"the process behind {self.address} is gone", **self.where)
             if self._link is not None:
                 self._look_at(self._link)
@@ -113,7 +114,7 @@ class Channel:
     @property
     def sources(self) -> list[Any]:
         """Sockets and descriptors to poll for news of the open request."""
-        monitor = [self._link.monitor] if self._link is not None else []
+        monitor = [watching.monitor for watching in (self._link, self._last_words) if watching is not None]
         process = [self._process.fd] if self._process is not None and self._process.fd is not None else []
         return [self._socket, *monitor, *process]
 
@@ -121,6 +122,8 @@ class Channel:
     def look_at_s(self) -> float:
         """When `receive` should be called even without news, on `time.monotonic()`'s clock."""
         process_s = self._process.look_at_s if self._process is not None else math.inf
+        if self._last_words is not None:
+            process_s = self._last_words.until_s
         return min(self._resend_at_s, process_s, self._link.lost_at_s if self._link is not None else math.inf)
 
     @property
@@ -140,6 +143,8 @@ class Channel:
         """Closes the socket; may be called twice."""
         if self._link is not None:
             self._link.close()
+        if self._last_words is not None:
+            self._last_words.close()
         self._socket.close(linger=0)
         if self._process is not None:
             self._process.close()
@@ -152,6 +157,14 @@ class Channel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _has_said_all(self) -> bool:
+        """Whether no reply can come any more from a peer whose process has ended."""
+        if self._link is not None:
+            return self._link.is_down and not self._poll(0.0)
+        if self._last_words is None:
+            self._last_words = LastWords(self._socket)
+        return self._last_words.all_read() and not self._poll(0.0)
 
     def _look_at(self, link: Link) -> None:
         """Raises for a peer that refuses us or is lost; sends the request again if a lost connection may have lost it."""

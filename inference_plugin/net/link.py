@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from inference_plugin.net.curve import secure_client
 
-__all__ = ["Link"]
+__all__ = ["LastWords", "Link"]
 
 HEARTBEATS = 5
 """Sent within the time after which a silent peer counts as lost."""
@@ -27,6 +27,10 @@ EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+
+
+LAST_WORDS_S = 5.0
+"""Longest wait for libzmq's thread, which may get no processor time, to read what a dead peer left."""
 
 
 class Link:
@@ -66,9 +70,40 @@ class Link:
         return again
 
     @property
+    def is_down(self) -> bool:
+        """Whether it is not connected, as far as `look` has seen."""
+        return self.down_since_s < math.inf
+
+    @property
     def lost_at_s(self) -> float:
         """When the peer counts as lost, on `time.monotonic()`'s clock; infinity while it is connected."""
         return self.down_since_s + self.silence_s
+
+    def close(self) -> None:
+        """To be called before the socket closes; may be called twice."""
+        if not self.monitor.closed:
+            self._socket.disable_monitor()
+            self.monitor.close(linger=0)
+
+
+class LastWords:
+    """What a peer sent before its process ended may still lie unread in the kernel: libzmq's own thread reads it, and then finds
+    the end of the connection. Made when the process is known to have ended; belongs to the socket's thread.
+
+    `monitor` is readable when there is news; `until_s`: nothing is waited for after that, on `time.monotonic()`'s clock.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self._socket = socket
+        # Any of them tells that the connection is over: the latter ones come where it ended before this was made.
+        self.monitor = socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CONNECT_DELAYED
+        )
+        self.until_s = time.monotonic() + LAST_WORDS_S
+
+    def all_read(self) -> bool:
+        """Whether everything that the peer sent can be received by now."""
+        return bool(self.monitor.poll(0)) or time.monotonic() >= self.until_s
 
     def close(self) -> None:
         """To be called before the socket closes; may be called twice."""

@@ -214,8 +214,8 @@ def test_the_leases_of_a_consumer_that_is_killed_end(store: Store, directory: Pa
     eventually(lambda: (directory / "told").exists(), "the consumer has fetched")
     held = store.stats().nbytes
     store.clear([f"t{i}" for i in range(50)])
-    leased = store.stats().leased_bytes
-    assert held > leased > held * 0.9  # plain values are decoded, not mapped
+    # Tensors stay mapped. Plain values are decoded, and their lease goes back in its own time.
+    eventually(lambda: held > store.stats().leased_bytes > held * 0.9, "tensors alone to be leased")
     kill(pid)
     eventually(lambda: store.stats().leased_bytes == 0, "the end of the dead consumer's leases")
     assert not store.consumers()

@@ -306,7 +306,8 @@ def test_a_trainer_rank_killed_inside_a_broadcast_is_a_lost_peer_and_the_next_up
     (tmp_path / "next").mkdir()
     with trainer(tp2, tmp_path / "next", 2, 0, "never", transport="collective") as ranks:
         tp2.version += 1
-        assert [ranks.result(rank)["replicas"] for rank in range(2)] == [[["committed", tp2.version]]] * 2
+        results = [ranks.result(rank) for rank in range(2)]
+        assert [result.get("replicas") for result in results] == [[["committed", tp2.version]]] * 2, results
     tp2.serves = tp2.other
     tp2.assert_recovered()
     assert not list((tp2.engine.runtime / tp2.engine.job).glob("collective-*"))

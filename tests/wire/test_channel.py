@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from inference_plugin.net.listening import check_listen_address
 from inference_plugin.wire import codec
 from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, VersionConflict
 from inference_plugin.wire.messages import Begun, Body, Describe, Done, Envelope, Failed
-from tests.support.rig import eventually, fork, kill
+from tests.support.rig import eventually, fork, gone, kill
 
 
 class Peer:
@@ -209,22 +210,42 @@ def test_a_pid_of_another_boot_is_not_watched(peer: Peer) -> None:
 
 
 def test_what_a_peer_said_before_it_died_counts(directory: Path) -> None:
-    address, ready = f"ipc://{directory}/p", str(directory / "ready")
-    pid = fork("tests.wire.test_channel:answers_then_dies", address=address, ready=ready)
-    eventually(Path(ready).exists, "the peer's socket")
-    with Channel(address, pid=pid, peer_boot_id=addresses.boot_id()) as asking:
-        asking.send(Describe())
-        assert asking.receive(Done, timeout_s=60) == Done()
+    """Also where the asker sees the peer's end before its socket's own thread has read the reply: here both wait for it when it
+    wakes."""
+    for turn in range(20):
+        said = directory / f"said{turn}"
+        address = f"ipc://{directory}/p{turn}"
+        answering = fork("tests.wire.test_channel:answers_then_dies", address=address, said=str(said))
+        asking = fork("tests.wire.test_channel:asks", address=address, pid=answering, said=str(said))
+        eventually(Path(f"{said}.asked").exists, "the request")
+        os.kill(asking, signal.SIGSTOP)
+        Path(f"{said}.go").touch()
+        eventually(lambda pid=answering: gone(pid), "the end of the peer")
+        os.kill(asking, signal.SIGCONT)
+        eventually(said.exists, "the end of the question")
+        assert said.read_text() == "Done()"
 
 
-def answers_then_dies(address: str, ready: str) -> None:
+def answers_then_dies(address: str, said: str) -> None:
     context = zmq.Context()
     socket: Any = context.socket(zmq.REP)
     socket.bind(address)
-    Path(ready).touch()
     envelope = codec.decode(socket.recv())
+    Path(f"{said}.asked").touch()
+    eventually(Path(f"{said}.go").exists, "the word to go on")
     socket.send(codec.encode(Done(), envelope.seq))
     context.destroy(linger=10_000)
+
+
+def asks(address: str, pid: int, said: str) -> None:
+    with Channel(address, pid=pid, peer_boot_id=addresses.boot_id()) as asking:
+        asking.send(Describe())
+        try:
+            heard = repr(asking.receive(Done, timeout_s=3600))
+        except PeerLost as lost:
+            heard = str(lost)
+    Path(f"{said}.tmp").write_text(heard)
+    Path(f"{said}.tmp").rename(said)
 
 
 def test_a_fan_out_waits_once_for_all_and_puts_errors_in_their_places(directory: Path, peer: Peer) -> None:
