@@ -57,6 +57,7 @@ class Channel:
         self._resends = resends
         self._seq = 0
         self._pending: list[Any] | None = None
+        self._sent_in_vain = False
         self._resend_in_s = math.inf
         self._resend_at_s = math.inf
         self._process: ProcessWatch | None = None
@@ -88,6 +89,7 @@ class Channel:
         if payload is not None:
             frames.append(payload)
         self._pending = frames
+        self._sent_in_vain = self.peer_is_gone()
         self._resend_in_s = RESEND_S if self._resends else math.inf
         self._transmit(type(body).__name__)
 
@@ -160,6 +162,8 @@ class Channel:
 
     def _has_said_all(self) -> bool:
         """Whether no reply can come any more from a peer whose process has ended."""
+        if self._sent_in_vain:
+            return True
         if self._link is not None:
             return self._link.is_down and not self._poll(0.0)
         if self._last_words is None:

@@ -242,7 +242,7 @@ def test_more_rows_than_one_write_takes_arrive_in_order() -> None:
         assert fetched([entry], store.owner)[entry.shard].lengths == part.lengths  # its digest was checked
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3 * PAGE), st.sampled_from(["", "free", "free two", "trim"])), max_size=60),
     st.randoms(),

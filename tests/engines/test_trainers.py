@@ -1,14 +1,11 @@
 """Every trainer's example, into a real vLLM: what it then says is what its exported checkpoint says.
 
-The examples run as a user runs them, under torchrun; `transformers` on the exported checkpoint is the reference, and the
-engines' parameters are compared with it byte for byte. Megatron-Bridge exports Megatron's checkpoint.
+The examples run under torchrun, without their interpreters' start; `transformers` on the exported checkpoint is the reference,
+and the engines' parameters are compared with it byte for byte. Megatron-Bridge exports Megatron's checkpoint.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ from tests.engines.test_vllm_tokens import COUNT, PROMPTS, source
 from tests.support.engines import ROOT, Driver
 from tests.support.greedy import greedy_batch
 from tests.support.managers import SyncManager
+from tests.trainers.launching import run_ranks
 from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -40,12 +38,12 @@ class Trainer:
     model: str = "llama"
     arguments: tuple[str, ...] = ()
 
-    def command(self) -> list[str]:
-        """As torchrun takes it; the Megatron one is written for GPUs, which are stood in for."""
-        python, scripts = sys.executable, [str(EXAMPLES / self.script)]
+    def run(self, out: Path, *arguments: str) -> str:
+        """What it prints. The Megatron one is written for GPUs, which are stood in for."""
+        script = EXAMPLES / self.script
         if self.script == "megatron.py":
-            python, scripts = str(MEGATRON), [str(ON_CPU), *scripts]
-        return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", *scripts]
+            return run_ranks(ON_CPU, self.ranks, out, str(script), *arguments, *self.arguments, python=str(MEGATRON))
+        return run_ranks(script, self.ranks, out, *arguments, *self.arguments)
 
 
 TRAINERS = {
@@ -108,16 +106,8 @@ def test_the_engines_say_what_the_trained_checkpoint_says(opened: Open, tmp_path
     trainer, exported = TRAINERS[name], tmp_path / "exported"
     model, engines = opened(trainer.model)
     before = engines[0].tokens(PROMPTS, COUNT)
-    ran = subprocess.run(
-        [*trainer.command(), str(model), *trainer.arguments, "--steps", "2", "--export", str(exported)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-8000:]
-    assert ran.stdout.count("committed") == 2 * len(engines)
+    printed = trainer.run(tmp_path, str(model), "--steps", "2", "--export", str(exported))
+    assert printed.count("committed") == 2 * len(engines)
     expected = greedy_batch(exported, PROMPTS, COUNT)
     assert expected != before
     for engine in engines:

@@ -86,11 +86,11 @@ class SglangDriver(Driver):
 
 
 class SglangServer(HttpEngine):
-    """SGLang's HTTP server on a port of its own; `explicit` starts it by our launcher. Its processes are started as a user
-    starts them."""
+    """SGLang's HTTP server on a port of its own; `explicit` starts it by our launcher, each process anew."""
 
     python = str(PYTHON)
-    preloads = ()
+    preloads = PRELOADED
+    constants = SglangDriver.constants
 
     def __init__(
         self,
@@ -104,6 +104,8 @@ class SglangServer(HttpEngine):
     ) -> None:
         super().__init__(runtime, **{**environment(tp), **variables})
         self.model, self.tp, self.explicit, self.log_level = model, tp, explicit, log_level
+        if explicit:
+            self.preloads = ()
 
     def start(self) -> None:
         module = "inference_plugin.engines.sglang" if self.explicit else "sglang.launch_server"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families as parse
+from typer.testing import CliRunner
 
+from inference_plugin.cli import app
 from tests.support.engines import HttpEngine, Server, eventually
 from tests.support.sglang_engines import SglangServer
 from trainer_adapters import SyncManager, WeightSource
@@ -90,11 +90,9 @@ def check_visible_on_sglang(server: SglangServer, prompt: Sequence[int]) -> None
 def check_probe(server: HttpEngine, served: Path, other: Path) -> None:
     """`weightwire verify --probe` tells the served checkpoint from the other one."""
     for model, ok in ((served, True), (other, False)):
-        command = [sys.executable, "-m", "weightwire", "verify", "--checkpoint", str(model), "--json"]
-        ran = subprocess.run(
-            [*command, "--probe", f"http://127.0.0.1:{server.port}"], capture_output=True, text=True, check=False
-        )
-        assert ran.returncode == (0 if ok else 1), ran.stderr
+        probe = ["--probe", f"http://127.0.0.1:{server.port}"]
+        ran = CliRunner().invoke(app, ["verify", "--checkpoint", str(model), "--json", *probe])
+        assert ran.exit_code == (0 if ok else 1), ran.output
         told = json.loads(ran.stdout)
         assert [replica["ok"] for replica in told["replicas"]] == [ok]
         assert told["probe"]["tokens"] == 4 * 31

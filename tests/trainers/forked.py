@@ -1,6 +1,6 @@
 """`torchrun` whose ranks are forked from a process that has imported torch already.
 
-Usage: forked.py RANKS WORKER OUT_DIRECTORY [ARGUMENTS]. When all ranks have ended well, there is a file `WELL` in the directory.
+Usage: forked.py RANKS OUT_DIRECTORY PROGRAM [ARGUMENTS]. When all ranks have ended well, there is a file `WELL` in the directory.
 
 `tests.support.preloaded` runs it. It is torchrun's own agent and rendezvous (`torchrun --standalone`); only the interpreters
 of the ranks are not started anew, which takes ten seconds of CPU each.
@@ -16,7 +16,7 @@ from pathlib import Path
 WELL = "all-ranks-ended-well"
 
 
-def main(ranks: int, worker: str, arguments: list[str]) -> None:
+def main(ranks: int, out: Path, program: str, arguments: list[str]) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
@@ -29,15 +29,16 @@ def main(ranks: int, worker: str, arguments: list[str]) -> None:
         max_restarts=0,
         start_method="fork",
     )
-    elastic_launch(config, run)(worker, arguments)  # raises if a rank fails
-    (Path(arguments[0]) / WELL).touch()
+    elastic_launch(config, run)(program, arguments)  # raises if a rank fails
+    (out / WELL).touch()
 
 
-def run(worker: str, arguments: list[str]) -> None:
+def run(program: str, arguments: list[str]) -> None:
     """One rank."""
-    sys.argv = [worker, *arguments]
-    runpy.run_path(worker, run_name="__main__")
+    sys.argv = [program, *arguments]
+    sys.path.insert(0, str(Path(program).parent))
+    runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -46,18 +46,26 @@ def launch(worker: str, ranks: int, out: Path, *arguments: Path, python: str = s
 
 def torchrun(worker: str, ranks: int, out: Path, *arguments: Path, python: str = sys.executable) -> None:
     """Runs a worker of this directory to its end, in this environment or that of another `python`."""
+    run_ranks(Path(__file__).with_name(worker), ranks, out, str(out), *map(str, arguments), python=python)
+
+
+def run_ranks(program: Path, ranks: int, out: Path, *arguments: str, python: str = sys.executable) -> str:
+    """What `torchrun --standalone --nproc-per-node=RANKS PROGRAM ARGUMENTS` prints, if all ranks end well."""
     log = out / "torchrun.log"
-    program = nursery(python, PRELOADED, tuple(ENVIRONMENT.items())).start(
+    modules = PRELOADED if python == sys.executable else (*PRELOADED, "tests.support.megatron_loaded")
+    ran = nursery(python, modules, tuple(ENVIRONMENT.items())).start(
         "tests.trainers.forked",
-        [str(ranks), str(Path(__file__).with_name(worker)), str(out), *map(str, arguments)],
+        [str(ranks), str(out), str(program), *arguments],
         os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
         log,
     )
     try:
-        program.wait(END_S)
+        ran.wait(END_S)
     finally:
-        program.terminate()  # the agent ends its ranks
-    assert (out / WELL).exists(), log.read_text(errors="replace")[-8000:]
+        ran.terminate()  # the agent ends its ranks
+    printed = log.read_text(errors="replace")
+    assert (out / WELL).exists(), printed[-8000:]
+    return printed
 
 
 def on(names: str, both: Sequence[Any] = (), four: Sequence[Any] = ()) -> pytest.MarkDecorator:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.base import DtypeRules, WeightSource
 from trainer_adapters.sources.lora.found import has_lora_layers
+from trainer_adapters.sources.sharded import is_dtensor, is_fully_sharded, is_wrapped_by_fsdp1
 from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
 
 if TYPE_CHECKING:
@@ -127,18 +128,15 @@ def kind_of(model: object) -> Kind:
 
 
 def _kind_of_module(model: torch.nn.Module) -> Kind:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
     if _is_megatron(model):
         return "megatron"
     if has_lora_layers(model):
         return "lora"
     parts = list(model.modules())
-    if any(isinstance(part, FullyShardedDataParallel) for part in parts):
+    if any(is_wrapped_by_fsdp1(part) for part in parts):
         return "fsdp"
-    spread = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    if any(isinstance(part, FSDPModule) for part in parts):
+    spread = [parameter for parameter in model.parameters() if is_dtensor(parameter)]
+    if any(is_fully_sharded(part) for part in parts):
         return "fsdp" if _is_fsdp_alone(spread) else "dtensor"
     return "dtensor" if spread else "module"
 

@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
@@ -15,16 +14,11 @@ from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.lora.found import refuse_lora_layers
 from trainer_adapters.sources.plan import Rename, Rules, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards, Pairs, ScannedSource, Stream
+from trainer_adapters.sources.sharded import is_fully_sharded, is_wrapped_by_fsdp1
 
 __all__ = ["Buffers", "ModuleAdapter", "module_stream", "module_ties", "walk"]
 
 Buffers: TypeAlias = Literal["persistent", "all", "none"]
-
-WRAPPERS = (
-    ((DataParallel, DistributedDataParallel), "module"),
-    ((FullyShardedDataParallel,), "_fsdp_wrapped_module"),
-)
-"""Wrappers, and the attribute that holds the wrapped module; a checkpoint's names don't contain it."""
 
 
 class ModuleAdapter(ScannedSource):
@@ -146,7 +140,7 @@ def module_ties(module: torch.nn.Module) -> dict[str, str]:
 
 
 def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each submodule with the prefix of its names, once for every place where it is used, without what `WRAPPERS` add.
+    """Each submodule with the prefix of its names, once for every place where it is used, without what wrappers add.
 
     Raises `ManifestMismatch` for a module that contains itself."""
     above: set[int] = set()
@@ -160,7 +154,7 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             raise ManifestMismatch(f"{prefix}: the module contains itself", side="trainer")
         yield prefix, part
         if part._modules:
-            inner = next((name for kinds, name in WRAPPERS if isinstance(part, kinds)), None)
+            inner = _wrapped(part)
             above.add(id(part))
             left.append((prefix, id(part)))
             left.extend(
@@ -170,11 +164,18 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             )
 
 
+def _wrapped(part: torch.nn.Module) -> str:
+    """Which attribute of a wrapper holds the module that it wraps: a checkpoint's names don't contain it. "" if it is none."""
+    if isinstance(part, DataParallel | DistributedDataParallel):
+        return "module"
+    return "_fsdp_wrapped_module" if is_wrapped_by_fsdp1(part) else ""
+
+
 def _refuse_sharded(module: torch.nn.Module) -> None:
     for part in module.modules():
-        if isinstance(part, FSDPModule):
+        if is_fully_sharded(part):
             raise ArgumentError("this module is sharded by fully_shard: use FSDPAdapter")
-        if isinstance(part, FullyShardedDataParallel):
+        if is_wrapped_by_fsdp1(part):
             raise ArgumentError("this module is sharded by FullyShardedDataParallel: use FSDPAdapter")
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -38,6 +37,7 @@ from trainer_adapters.sources.plan import (
     make_plan,
     planned_slices,
 )
+from trainer_adapters.sources.sharded import is_dtensor
 
 __all__ = ["LocalShards", "Inspection", "Pairs", "ScannedSource", "Stream", "memory_of", "why_not_plain"]
 
@@ -268,7 +268,7 @@ class ScannedSource(WeightSource):
 
 def why_not_plain(tensor: torch.Tensor) -> str:
     """Why a tensor's values can't be read where they are; "" if they can."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return "is a DTensor: ModuleAdapter takes whole tensors, use FSDPAdapter or DTensorAdapter"
     if tensor.is_meta:
         return "is on the meta device: it has no values"
@@ -285,7 +285,7 @@ def why_not_plain(tensor: torch.Tensor) -> str:
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors that are the same elements of the same memory, on all ranks alike."""
-    if isinstance(tensor, DTensor) or not tensor.numel():
+    if is_dtensor(tensor) or not tensor.numel():
         return id(tensor)
     reading = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
     return tensor.device, tensor.data_ptr(), reading

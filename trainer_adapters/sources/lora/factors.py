@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ArgumentError
@@ -18,19 +16,20 @@ from trainer_adapters.sources.gather import gathered
 from trainer_adapters.sources.lora.peft_model import check_has_layers
 from trainer_adapters.sources.module import ModuleAdapter
 from trainer_adapters.sources.plan import Rename
+from trainer_adapters.sources.sharded import is_dtensor, is_wrapped_by_fsdp1
 
 __all__ = ["PeftFactors", "check_kind", "source_of"]
 
 
 def check_kind(model: torch.nn.Module) -> None:
     """Raises TypeError for a model without LoRA layers, or wrapped by FSDP1."""
-    if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+    if any(is_wrapped_by_fsdp1(part) for part in model.modules()):
         raise ArgumentError("LoRA under FullyShardedDataParallel has no rule here: shard with fully_shard")
     check_has_layers(model)
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def source_of(
