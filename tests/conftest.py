@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 
@@ -89,6 +88,16 @@ FULL = (
             ),
         )
     ),
+    # what happens in the trainer, whichever engine is on the other side
+    *(
+        f"{ENGINES}test_sglang_faults.py::{test}"
+        for test in (
+            "test_a_killed_trainer_rank_fails_the_update_on_its_manager_at_once[wrote",
+            "test_a_silent_manager_loses_its_lease_and_is_told_so_when_it_wakes[sealed",
+            "test_a_silent_trainer_rank_fails_the_update_on_its_manager_by_the_deadline",
+            "test_a_trainer_rank_that_learns_of_its_manager_s_death_fails_with_a_typed_error",
+        )
+    ),
     f"{ENGINES}test_vllm_faults.py::test_a_replica_that_dies_is_reported_and_the_others_take_the_update[worker-sealed",
     f"{ENGINES}test_pause.py::test_a_manager_that_is_killed_leaves_no_engine_standing[sglang-pause",
     f"{ENGINES}test_vllm_lora.py::test_requests_in_flight_follow_the_policy[tp1-recompute",
@@ -118,17 +127,7 @@ FULL = (
 )
 """Left to `make test-full`, which runs everything: variants of tests that stay, whole programs, and the long random ones."""
 
-GANGS = tuple(
-    f"{ENGINES}test_{name}.py"
-    for name in ("vllm_faults", "vllm_tokens", "vllm_one_version", "vllm_lora", "pause", "groups")
-)
-"""vLLM engines of several ranks. On a CPU a rank spins until the other one has come as far: beside other busy processes the two
-are seldom on a core at once, and burn ten times the CPU. So one process runs all of these, and what the other processes run is
-nice to them."""
-NICE = 10
-
 FIRST = (
-    *GANGS,
     "tests/simulation/",
     ENGINES,
     "tests/batch/test_ray",
@@ -144,19 +143,6 @@ def pytest_configure(config: pytest.Config) -> None:
         make_yielding_fair(config.rootpath / "build")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As `--dist loadfile`, with all gangs in one process."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return "gangs" if file in GANGS else file
-
-    return Scheduling(config, log)
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is not marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -167,8 +153,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next((place for place, one in enumerate(FIRST) if item.nodeid.startswith(one)), len(FIRST))
     )
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(GANGS):
-        os.nice(NICE - os.nice(0))

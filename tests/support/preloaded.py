@@ -11,9 +11,10 @@ No module of Weightwire is preloaded: programs import those themselves, with the
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import fcntl
 import functools
+import hashlib
 import importlib
 import json
 import multiprocessing.context
@@ -24,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +35,6 @@ __all__ = ["ForkedProgram", "nursery"]
 
 ROOT = Path(__file__).parents[2]
 START_S = 300.0
-STOP_S = 30.0
 
 
 class ForkedProgram:
@@ -72,21 +73,31 @@ class ForkedProgram:
 
 
 class Nursery:
-    """The client side of one preloaded process."""
+    """The client side of one preloaded process, which all processes of a test run share. It ends with the run."""
 
     def __init__(self, python: str, modules: Sequence[str], variables: Sequence[tuple[str, str]]) -> None:
-        ours, theirs = socket.socketpair()
-        self._socket = ours
-        with theirs:
-            self._process = subprocess.Popen(
-                [python, "-m", __name__, str(theirs.fileno()), *modules],
-                cwd=ROOT,
-                env={**os.environ, **dict(variables), "PYTHONPATH": str(ROOT)},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        ours.settimeout(START_S)
+        command = [python, "-m", __name__]
+        run, whose = _run()
+        name = hashlib.sha256(json.dumps([command, modules, variables]).encode()).hexdigest()[:16]
+        self._address = str(run / name)
+        self._what = f"the preloaded process of {python}"
+        lock = os.open(run, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not Path(self._address).exists():
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                    listener.bind(self._address)
+                    listener.listen()
+                    subprocess.Popen(
+                        [*command, str(listener.fileno()), str(whose), *modules],
+                        cwd=ROOT,
+                        env={**os.environ, **dict(variables), "PYTHONPATH": str(ROOT)},
+                        pass_fds=(listener.fileno(),),
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+        finally:
+            os.close(lock)
 
     def start(
         self, module: str, arguments: Sequence[str], environment: dict[str, str], log: Path, fd: int | None = None
@@ -94,46 +105,73 @@ class Nursery:
         """Runs `python -m module ARGUMENTS`; with `fd`, a copy of it is the last argument. Raises AssertionError if the
         nursery has died."""
         request = {"module": module, "arguments": list(arguments), "environment": environment, "log": str(log)}
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [] if fd is None else [fd])
-        answer, fds, _, _ = socket.recv_fds(self._socket, 64, 1)
-        assert fds, f"the preloaded process of {self._process.args} has died"
+        fds: list[int] = []
+        answer = b""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            asking.settimeout(START_S)
+            with contextlib.suppress(ConnectionError):
+                asking.connect(self._address)
+                socket.send_fds(asking, [json.dumps(request).encode()], [] if fd is None else [fd])
+                answer, fds, _, _ = socket.recv_fds(asking, 64, 1)
+        assert fds, f"{self._what} has died"
         return ForkedProgram(int(answer), fds[0])
-
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait(STOP_S)
 
 
 @functools.cache
 def nursery(python: str, modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> Nursery:
-    """The nursery of these modules: one for this process, until it ends."""
-    one = Nursery(python, modules, variables)
-    atexit.register(one.close)
-    return one
+    """The nursery of these modules."""
+    return Nursery(python, modules, variables)
+
+
+@functools.cache
+def _run() -> tuple[Path, int]:
+    """This test run's directory of sockets, and the process that it ends with: of several pytest processes the one that
+    started them."""
+    run, whose = f"{os.getpid()}", os.getpid()
+    if "PYTEST_XDIST_TESTRUNUID" in os.environ:
+        run, whose = os.environ["PYTEST_XDIST_TESTRUNUID"], os.getppid()
+    directory = Path(tempfile.gettempdir()) / f"nurseries-{run}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory, whose
 
 
 # --- inside the preloaded process --------------------------------------------------------------------------------------------
 
 
-def serve(connection: socket.socket, modules: Sequence[str]) -> None:
-    """Imports `modules`, then forks a program for each request until the connection is closed."""
-    for module in modules:
-        importlib.import_module(module)
-    _inspect_models_here()
-    signal.signal(signal.SIGCHLD, lambda *_: _reap())
-    while True:
+def serve(listener: socket.socket, whose: int, modules: Sequence[str]) -> None:
+    """Imports `modules`, then forks a program for each connection, until process `whose` has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        ends = os.pidfd_open(whose)
+        for module in modules:
+            importlib.import_module(module)
+        _inspect_models_here()
+        signal.signal(signal.SIGCHLD, lambda *_: _reap())
+        watch = select.poll()
+        for source in (ends, listener.fileno()):
+            watch.register(source, select.POLLIN)
+        while not any(source == ends for source, _ in watch.poll()):
+            _fork(listener, ends)
+    address = Path(listener.getsockname())
+    address.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others are still there
+        address.parent.rmdir()
+
+
+def _fork(listener: socket.socket, ends: int) -> None:
+    connection, _ = listener.accept()
+    with connection:
         message, fds, _, _ = socket.recv_fds(connection, 1 << 20, 1)
-        if not message:
-            return
         with _masked():  # a program that ends at once must not be reaped before its pidfd is open
             pid = os.fork()
             if pid == 0:
-                connection.close()
+                for inherited in (connection, listener):
+                    inherited.close()
+                os.close(ends)
                 _become(json.loads(message), list(fds))
             pidfd = os.pidfd_open(pid)
         socket.send_fds(connection, [str(pid).encode()], [pidfd])
-        for fd in (pidfd, *fds):
-            os.close(fd)
+    for fd in (pidfd, *fds):
+        os.close(fd)
 
 
 def _inspect_models_here() -> None:
@@ -185,6 +223,6 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as the_connection:
-        serve(the_connection, sys.argv[2:])
+    with socket.socket(fileno=int(sys.argv[1])) as the_listener:
+        serve(the_listener, int(sys.argv[2]), sys.argv[3:])
     os._exit(0)
