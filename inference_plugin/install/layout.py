@@ -16,6 +16,7 @@ from inference_plugin.install.references import LiveReferences
 from inference_plugin.install.standby import Move, StandbyWeights
 from inference_plugin.install.storages import equal_bytes, held_tensors, named_tensors
 from inference_plugin.install.trials import makes_default, run_trials
+from inference_plugin.install.unpacking import Unpacking
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["LiveLayout"]
@@ -223,14 +224,19 @@ class LiveLayout:
 
     # --- reading back ------------------------------------------------------------------------------------------------
 
-    def read_rebuilt(self, module: str) -> dict[str, torch.Tensor] | str:
+    def unpacking(self) -> Unpacking:
+        """For `read_rebuilt`, by whoever reads one module after the other."""
+        return Unpacking(self._post, self._trials)
+
+    def read_rebuilt(self, module: str, unpacking: Unpacking) -> dict[str, torch.Tensor] | str:
         """The plain parameters that a rebuilt live module computes with; a reason if they can't be read."""
         found: dict[str, torch.Tensor] = {}
         for parameter in self.rebuilt[module]:
             key = self._key_of[f"{module}.{parameter}"]
             if key in self._plain:
                 continue
-            if (read := self._read(module, parameter)) is None:
+            read = self._read(module, parameter)
+            if read is None and (read := unpacking.read(module, parameter)) is None:
                 return f"the engine's form of {parameter} can't be read back"
             found[key] = read
         return found

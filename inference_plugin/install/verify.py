@@ -23,8 +23,9 @@ def live_digests(manifest: Manifest, layout: LiveLayout) -> Iterator[BoxDigest |
     yield from _digests(manifest, plain, layout.live_storages(), exact=True)
     computed = layout.read_computed()
     yield from _digests(manifest, [p for p in plain if p.dest.tensor in computed], computed, exact=False)
+    unpacking = layout.unpacking()
     for name in layout.rebuilt:
-        storages = layout.read_rebuilt(name)
+        storages = layout.read_rebuilt(name, unpacking)
         if isinstance(storages, str):
             yield name, storages
         else:

@@ -115,7 +115,4 @@ def test_the_engines_say_what_the_trained_checkpoint_says(opened: Open, tmp_path
     with SyncManager() as manager:
         replicas = manager.verify(source(exported)).replicas
     assert len(replicas) == len(engines)
-    for replica in replicas:
-        assert replica.error is None and not [words for words in replica.differ if "differs" in words]
-        assert replica.unreadable or not replica.differ, "what can be read back is all there"
-        assert bool(replica.unreadable) == (trainer.model == "qwen3_moe"), "vLLM packs experts for the CPU"
+    assert all(replica.ok for replica in replicas), replicas

@@ -172,8 +172,10 @@ def trial(
             if (said := house.say()) != fresh[serves]:
                 return Outcome("WRONG", _difference(said, fresh, target), right)
             right += 1
+        read = manager.verify(source(serves)).replicas
+        assert not [words for one in read for words in one.differ if "differs" in words], read
     house.serves = serves
-    return Outcome("right", after=right)
+    return Outcome("right", "; ".join(why for one in read for why in one.unreadable), after=right)
 
 
 Case = tuple[str, dict[str, torch.Tensor]]
