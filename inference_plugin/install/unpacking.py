@@ -55,7 +55,9 @@ class Unpacking:
                 return None
             found |= _numbers(packed.detach().to(live.device), bits) << shift
         places = found.nonzero().flatten()
-        order = torch.full((count,), -1, dtype=torch.int32 if live.numel() < 1 << 31 else torch.int64, device=live.device)
+        order = torch.full(
+            (count,), -1, dtype=torch.int32 if live.numel() < 1 << 31 else torch.int64, device=live.device
+        )
         if len(places) != count or int(found.max()) > count:
             return None
         order[found[places] - 1] = places.to(order.dtype)
