@@ -79,9 +79,9 @@ setup: ## the development environment .venvs/vllm (the first time about 2 minute
 	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py vllm
 
-engines: ## the environment of the tests' second engine as well, .venvs/sglang (a minute and a half, 470 MB and 2.5 GB more)
+engines: ## the environments of the tests' other engines, .venvs/sglang and .venvs/vllm-old (two minutes, 600 MB and 3 GB more)
 	@$(FOUND_PYTHON)
-	@$(PYTHON) tools/envs.py sglang
+	@$(PYTHON) tools/envs.py sglang vllm-old
 
 megatron: ## the environment of the tests' Megatron trainers, .venvs/megatron (under a minute, 60 MB and 1 GB more)
 	@$(FOUND_PYTHON)

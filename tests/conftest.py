@@ -74,8 +74,8 @@ FULL = (
     ),
     # faults: of each family the corners stay
     *(
-        f"{ENGINES}test_{engine}_faults.py::{test}"
-        for engine in ("vllm", "sglang")
+        f"{ENGINES}test_{file}.py::{test}"
+        for file in ("vllm_faults", "sglang_faults", "vllm_old")
         for test in (
             *(
                 f"test_a_manager_killed_before_the_commit_leaves_the_old_version_and_nothing_of_its_own[{point}"

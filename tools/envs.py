@@ -2,6 +2,7 @@
 
     python3.11 tools/envs.py vllm     # vLLM on CPU, the development tools, and Weightwire itself (editable)
     python3.11 tools/envs.py sglang   # SGLang on CPU and Weightwire itself, for engines in processes of their own
+    python3.11 tools/envs.py vllm-old # an older vLLM and what it needs beside the packages of .venvs/vllm, for engines
     python3.11 tools/envs.py megatron # Megatron-Core and Megatron-Bridge on CPU, for trainers in processes of their own
     python3.11 tools/envs.py trl      # TRL's trainers on CPU, without an engine beside them
     python3.11 tools/envs.py verl     # verl's trainers and Ray on CPU, without an engine beside them
@@ -63,6 +64,10 @@ class Environment:
     """Directory of a distribution of ours that stands in for packages without a CPU build."""
     settings: tuple[tuple[str, str], ...] = ()
     """Environment variables without which `provides` can't be imported."""
+    lock: str = ""
+    """Its lock, where that is not of its own name."""
+    over: str = ""
+    """The environment whose packages it sees as well. It holds only those that its lock wants in another version."""
 
 
 ENVIRONMENTS = {
@@ -73,6 +78,9 @@ ENVIRONMENTS = {
         provides="sglang",
         stand_ins="tests/stand_ins",
         settings=(("SGLANG_USE_CPU_ENGINE", "1"),),
+    ),
+    "vllm-old": Environment(
+        "an older vLLM on CPU, for tests", free_gb=1, provides="vllm", lock="versions/vllm-0.27.1.txt", over="vllm"
     ),
     "megatron": Environment("Megatron-Core and Megatron-Bridge on CPU, for tests", free_gb=3, provides="megatron.core"),
     "trl": Environment("TRL's trainers on CPU, for tests", free_gb=3, provides="trl"),
@@ -85,6 +93,8 @@ def ensure(name: str) -> Path:
     """Return the interpreter of environment ``name``, made or completed first. Raises :class:`SetupError`."""
     environment = ENVIRONMENTS[name]
     check_machine()
+    if environment.over:
+        ensure(environment.over)
     directory = VENVS / name
     python = directory / "bin" / "python"
     stamp = directory / ".weightwire-stamp"
@@ -97,9 +107,11 @@ def ensure(name: str) -> Path:
             return python
         stamp.unlink(missing_ok=True)
         started = time.monotonic()
+        if environment.over:
+            shutil.rmtree(directory, ignore_errors=True)  # what pip would remove, it might remove below
         make_venv(directory, environment.purpose)
         pip = Pip(python, VENVS / f"{name}-pip.log")
-        install_lock(pip, LOCKS / f"{name}.txt", environment.free_gb)
+        install_lock(pip, _lock(environment, name), environment.free_gb, _lock_below(environment))
         if environment.stand_ins:
             with tempfile.TemporaryDirectory() as scratch:  # building leaves files behind, and not in our tree
                 copy = shutil.copytree(ROOT / environment.stand_ins, Path(scratch) / "copy")
@@ -107,17 +119,21 @@ def ensure(name: str) -> Path:
         if environment.package:
             with _one_at_a_time(VENVS / ".weightwire.lock"):  # it is built in our tree, which all environments share
                 pip.install("Weightwire itself", ["--editable", str(ROOT)])
+        if environment.over:  # last: pip leaves alone what it does not see
+            below = site_packages(VENVS / environment.over)
+            (site_packages(directory) / "below.pth").write_text(f"{below}\n")
         _check_import(python, environment)
         stamp.write_text(wanted)
         say(f"{directory.relative_to(ROOT)} is ready ({time.monotonic() - started:.0f} s)")
     return python
 
 
-def install_lock(pip: Pip, lock: Path, free_gb: float = 0) -> None:
-    """Make the environment hold exactly the packages of ``lock``, beside pip and the packages of this repository."""
+def install_lock(pip: Pip, lock: Path, free_gb: float = 0, below: Path | None = None) -> None:
+    """Make the environment hold exactly the packages of ``lock``, beside pip and the packages of this repository; without
+    those that the lock ``below`` has in the same version."""
     _forget_half_installed(pip.python)
     present = _distributions(pip.python) or set()
-    wanted = locked(lock)
+    wanted = dict(locked(lock).items() - (locked(below).items() if below else set()))
     if "torch" not in present:
         _check_disk(free_gb)
     left_over = sorted(name for name in present - wanted.keys() if name != "pip" and not name.startswith("weightwire"))
@@ -125,7 +141,25 @@ def install_lock(pip: Pip, lock: Path, free_gb: float = 0) -> None:
         pip.run(f"removing {len(left_over)} packages that are not in the lock", ["uninstall", "--yes", *left_over])
     if builder := wanted.get("setuptools"):  # a package that comes as source only is built with it
         pip.install("what builds packages", [f"setuptools=={builder}"])
-    pip.install(f"the {len(wanted)} packages of {lock.parent.name}/{lock.name}", ["--requirement", str(lock)])
+    packages = [f"{name}=={version}" for name, version in sorted(wanted.items())]
+    named = f"{lock.parent.name}/{lock.name}"
+    if below:
+        pip.install(f"{len(packages)} packages of {named}, which {below.name} has not", packages)
+    else:
+        pip.install(f"the {len(packages)} packages of {named}", ["--requirement", str(lock)])
+
+
+def site_packages(directory: Path) -> Path:
+    """Where an environment has its packages."""
+    return directory / "lib" / f"python{PYTHON}" / "site-packages"
+
+
+def _lock(environment: Environment, name: str) -> Path:
+    return LOCKS / (environment.lock or f"{name}.txt")
+
+
+def _lock_below(environment: Environment) -> Path | None:
+    return _lock(ENVIRONMENTS[environment.over], environment.over) if environment.over else None
 
 
 def locked(lock: Path) -> dict[str, str]:
@@ -282,7 +316,9 @@ def _fingerprint(name: str, environment: Environment) -> str:
 
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     stand_ins = sorted((ROOT / environment.stand_ins).rglob("*.py")) if environment.stand_ins else []
-    files = [LOCKS / f"{name}.txt", ROOT / "setup.py", ROOT / "inference_plugin/wire/_copying.c", *stand_ins]
+    below = _lock_below(environment)
+    locks = [_lock(environment, name), *([below] if below else [])]
+    files = [*locks, ROOT / "setup.py", ROOT / "inference_plugin/wire/_copying.c", *stand_ins]
     inputs = {
         "environment": asdict(environment),
         "project": pyproject["project"],

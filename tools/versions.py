@@ -139,7 +139,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "<!-- Written by `make versions`; changes made here are lost. -->\n",
         "Which versions of vLLM and SGLang the plug-in serves, and how that is known. Two kinds of evidence:\n",
         "- **run**: the core of the engine suite ran with the CPU build of that version, in an environment of its own;\n"
-        "  the newest versions run the whole suite in `make test`;\n"
+        "  the newest versions run the whole suite in `make test`, and vLLM 0.27.1 some of the core as well;\n"
         "- **source**: every place that the plug-in calls, wraps or reads is in the released source, with its parameters\n"
         "  (`weightwire check-engine`). That says nothing about behaviour.\n",
         "## vLLM\n",

@@ -218,7 +218,8 @@ AVX2 static void digest_spans(Span *spans, int count, size_t stride, size_t rows
             spans[i].source += stride;
         }
     for (int i = 0; i < count; i++) {
-        take_stripes(&digests[i], NULL, spans[i].source, stripes_before_last(spans[i].row_bytes), 0);
+        const size_t ahead_in_row = spans[i].row_bytes > AHEAD_BYTES ? AHEAD_BYTES : 0; /* past its end: read by nobody */
+        take_stripes(&digests[i], NULL, spans[i].source, stripes_before_last(spans[i].row_bytes), ahead_in_row);
         spans[i].digest = ended(&digests[i], spans[i].source, rows, spans[i].row_bytes);
     }
 }

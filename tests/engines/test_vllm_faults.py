@@ -700,7 +700,7 @@ def test_a_failed_first_update_is_undone_under_standby_and_torn_under_copy_where
                 assert status == 503, answer
                 assert "planned fault" in answer["error"]["message"] and card.replica in answer["error"]["message"]
                 assert answer["error"]["type"] == "TornReplica"
-            streamed = server.stream(PROMPTS[1], COUNT)
+            streamed = server.stream("/v1/completions", prompt=list(PROMPTS[1]), max_tokens=COUNT)
             assert (
                 "planned fault" in streamed and card.replica in streamed and "Internal server error" not in streamed
             ), streamed

@@ -434,12 +434,11 @@ class Server(HttpEngine):
         headers = {} if dp_rank is None else {"X-data-parallel-rank": str(dp_rank)}
         return self.request("POST", "/v1/completions", body, headers)
 
-    def stream(self, prompt: Sequence[int], max_tokens: int = 16) -> str:
-        """Everything that a streamed completion sent."""
-        body = {"model": str(self.model), "prompt": list(prompt), "max_tokens": max_tokens, "stream": True}
+    def stream(self, path: str, **body: Any) -> str:
+        """Everything that a streamed answer sent."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            data=json.dumps(body).encode(),
+            f"http://127.0.0.1:{self.port}{path}",
+            data=json.dumps({"model": str(self.model), "stream": True, **body}).encode(),
             headers={"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:

@@ -56,7 +56,16 @@ def check_visible_on_vllm(
             "POST", path, {"model": str(server.model), "max_tokens": 4, "ignore_eos": True, **body}
         )
         spans = [{"version": "2", "start": 0, "end": 4}]
-        assert status == 200 and answer["metadata"] == {"weight_version": "2", "weight_versions": spans}, answer
+        metadata = {"weight_version": "2", "weight_versions": spans}
+        assert status == 200 and answer["metadata"] == metadata, answer
+        streamed = server.stream(path, max_tokens=4, ignore_eos=True, n=2, **body)
+        *chunks, last = streamed.removesuffix("\n\n").split("\n\n")
+        assert last == "data: [DONE]" and "error" not in streamed, streamed
+        told = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+        ends = [chunk for chunk in told if chunk["choices"][0]["finish_reason"]]
+        assert sorted(chunk["choices"][0]["index"] for chunk in ends) == [0, 1]
+        assert [chunk["metadata"] for chunk in told if "metadata" in chunk] == [metadata] * 2
+        assert all("metadata" in chunk for chunk in ends)
     scraped = []
     for version in (3, 4):
         pending = sync.update_async(source, version)

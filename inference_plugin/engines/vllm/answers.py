@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 from inference_plugin.engines.monkeypatch import contained, wrap
@@ -14,8 +17,8 @@ logger = logging.getLogger("vllm.weightwire")
 
 
 def hook_answers() -> None:
-    """Wraps what makes the answers to completions and chat completions that are not streamed. Called once the server's routes
-    are there, in its process: importing these modules takes long. Before 0.32 vLLM doesn't know the versions of an answer."""
+    """Wraps what makes the answers to completions and chat completions. Called once the server's routes are there, in its
+    process: importing these modules takes long. Before 0.32 vLLM doesn't know the versions of an answer."""
     from vllm.outputs import CompletionOutput
 
     if "weight_versions" not in CompletionOutput.__dataclass_fields__:
@@ -47,6 +50,14 @@ def hook_answers() -> None:
                 _add(response, last[0])
         return response
 
+    @wrap(OpenAIServingCompletion, "completion_stream_generator")
+    def completion_stream(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        return _streamed(functools.partial(original, self, request), request.n or 1, args, kwargs)
+
+    @wrap(OpenAIServingChat, "chat_completion_stream_generator")
+    def chat_stream(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        return _streamed(functools.partial(original, self, request), 0, args, kwargs)
+
 
 def version_metadata(output: Any) -> dict[str, Any] | None:
     """`weight_version`, the last one, and `weight_versions`, the spans over the tokens of a vLLM `CompletionOutput`."""
@@ -57,3 +68,39 @@ def version_metadata(output: Any) -> dict[str, Any] | None:
 def _add(response: Any, result: Any) -> None:
     if (metadata := version_metadata(result.outputs[0])) is not None:
         response.metadata = metadata
+
+
+async def _streamed(
+    stream: Callable[..., Any], choices: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AsyncIterator[str]:
+    """vLLM's stream of an answer: the chunk that ends a choice has the `metadata` of that choice. `choices`: how many each
+    prompt of a completion has; 0 for a chat."""
+    ended: dict[int, dict[str, Any]] = {}
+
+    async def noted(results: Any) -> AsyncIterator[Any]:
+        async with aclosing(results) if hasattr(results, "aclose") else nullcontext():
+            async for item in results:
+                with contained("telling the weights' version", logger):
+                    prompt, result = item if choices else (0, item)
+                    for output in result.outputs:
+                        if (metadata := version_metadata(output)) is not None:
+                            ended[output.index + prompt * choices] = metadata
+                yield item
+
+    given = [noted(value) if hasattr(value, "__aiter__") else value for value in args]
+    async with aclosing(stream(*given, **kwargs)) as chunks:
+        async for chunk in chunks:
+            yield _with_versions(chunk, ended) if ended else chunk
+
+
+def _with_versions(chunk: str, ended: dict[int, dict[str, Any]]) -> str:
+    """The chunk, with the metadata of the choice that it ends."""
+    with contained("telling the weights' version", logger):
+        if '"finish_reason":"' in chunk:
+            told = json.loads(chunk.removeprefix("data: "))
+            metadata = ended.pop(told["choices"][0]["index"], None)
+            if metadata is not None:
+                return (
+                    f"data: {json.dumps(told | {'metadata': metadata}, ensure_ascii=False, separators=(',', ':'))}\n\n"
+                )
+    return chunk
