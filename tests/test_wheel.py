@@ -83,7 +83,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subproc
     subprocess.run([*pip, "--ignore-installed", str(wheel.filename)], capture_output=True, check=True, text=True)
 
     def run(program: str, *arguments: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        ours = ("PYTHONPATH", "WEIGHTWIRE_TEST_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         ran = subprocess.run(
             [home / "bin" / program, *arguments],
             cwd=directory,

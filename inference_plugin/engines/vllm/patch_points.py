@@ -84,6 +84,8 @@ PATCH_POINTS = (
     PatchPoint("vllm.entrypoints.launchers.app:init_entrypoints_middleware", why="wrapped: adds the middleware for torn replicas", since="0.29"),
     PatchPoint("vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response", ("final_res_batch",), "wrapped: answers say their version", since="0.32", without="answers over HTTP don't say which version made them"),
     PatchPoint("vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator", ("result_generator",), "wrapped: answers say their version", since="0.32", without="answers over HTTP don't say which version made them"),
+    PatchPoint("vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator", ("result_generator",), "wrapped: answers say their version", since="0.32", without="answers over HTTP don't say which version made them"),
+    PatchPoint("vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator", ("result_generator",), "wrapped: answers say their version", since="0.32", without="answers over HTTP don't say which version made them"),
     # LoRA slots
     PatchPoint("vllm.lora.worker_manager:WorkerLoRAManager._load_adapter", ("self", "lora_request"), "wrapped: an adapter that an update brought is not read from disk"),
     PatchPoint("vllm.lora.worker_manager:WorkerLoRAManager.list_adapters", ("self",), "called: the numbers that are held"),
