@@ -32,7 +32,7 @@ test-full: ## those and all their variants, 100,000 simulated jobs, long storms 
 	@WEIGHTWIRE_TEST_FULL=1 $(PY) -m pytest -m "not integration" $(ARGS)
 
 test-integrations: ## other projects' trainers that sync through us, for real, in environments of their own
-	@$(MAKE) --no-print-directory --jobs 3 setup trl verl
+	@$(MAKE) --no-print-directory --jobs 3 setup engines trl verl
 	@$(PY) -m pytest -n 0 -m integration tests/integrations $(ARGS)
 
 smoke: setup engines ## the tests to run before each push: the main promises, in about 3 minutes

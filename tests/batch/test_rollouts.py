@@ -149,12 +149,12 @@ def test_a_pool_that_stands_still_for_longer_than_the_silence_limit_loses_nothin
     worker = workers()
     began = [directory / f"began{i}" for i in range(4)]
     payloads = {f"t{i}": {"gate": str(gate), "began": str(began[i])} for i in range(4)}
-    pid = start("run_pool", path=str(path), payloads=payloads, silence_s=1.0, take=0)
+    pid = start("run_pool", path=str(path), payloads=payloads, silence_s=3.0, take=0)
     eventually(lambda: all(path.exists() for path in began), "the functions")
     os.kill(pid, signal.SIGSTOP)
     gate.touch()
     eventually(lambda: worker.stats["tasks"] == 4, "four tasks in the store")
-    time.sleep(1.5)  # longer than the silence that it allows
+    time.sleep(4.5)  # longer than the silence that it allows
     os.kill(pid, signal.SIGCONT)
     eventually(lambda: path.exists() and len(path.read_text().split("done")) == 5, "all four")
     assert worker.stats["tasks"] == 4
@@ -243,14 +243,14 @@ def test_a_killed_workers_tasks_run_elsewhere_and_complete_exactly_once(
 def test_a_worker_that_stands_still_is_lost_and_what_it_announces_later_is_ignored_and_cleared(
     pools: Any, workers: Any, directory: Path
 ) -> None:
-    pool = pools(silence_s=1.0)
+    pool = pools(silence_s=2.0)
     worker = workers()
     assert pool.submit("done", {}).result(LONG_S)
     began, gate = directory / "began", directory / "gate"
     future = pool.submit("late", {"began": str(began), "gate": str(gate)})
     eventually(began.exists, "the function")
     os.kill(worker.pid, signal.SIGSTOP)
-    with pytest.raises(PeerLost, match="silent for 1 s"):
+    with pytest.raises(PeerLost, match="silent for 2 s"):
         future.result(LONG_S)
     assert pool.stats().workers == 0
     gate.touch()
@@ -373,7 +373,7 @@ def test_a_slow_callback_keeps_no_other_completion_waiting(pools: Any, directory
 def test_a_function_that_blocks_its_worker_delays_no_announcement_and_is_no_silence(
     pools: Any, directory: Path
 ) -> None:
-    pool = pools(silence_s=0.6)
+    pool = pools(silence_s=3)
     gate, began = directory / "gate", directory / "began"
     with LocalWorker(slots=2) as local:
         proxied = local.worker._put
@@ -382,7 +382,7 @@ def test_a_function_that_blocks_its_worker_delays_no_announcement_and_is_no_sile
         eventually(lambda: pool.stats().running, "the first function")
         blocked = pool.submit("blocked", {"block": True, "gate": str(gate), "began": str(began)})
         assert first.result(LONG_S).task_id == "first" and began.exists()  # announced while the other one blocks
-        time.sleep(1.2)  # twice the silence that the pool allows
+        time.sleep(6)  # twice the silence that the pool allows
         assert pool.stats().workers == 1 and not blocked.done()
         gate.touch()
         assert blocked.result(LONG_S).task_id == "blocked"
@@ -518,13 +518,13 @@ def test_a_batch_that_nobody_takes_any_more_comes_first_again(pools: Any, direct
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_the_bound_address_is_the_advertised_one_on_ipv4_and_ipv6(pools: Any, workers: Any, host: str) -> None:
-    pool = pools(listen=f"tcp://{host}:*", silence_s=1.5)
+    pool = pools(listen=f"tcp://{host}:*", silence_s=3)
     local, address = pool.addresses
     assert local.startswith("ipc://") and Path(local.removeprefix("ipc://")).exists()
     assert address.startswith(f"tcp://{host}:") and not address.endswith((":*", ":0"))
     worker = workers(pool=address)
     assert pool.submit("a", {}).result(LONG_S).tags == {"pid": worker.pid}
-    time.sleep(2.0)  # longer than the silence: heartbeats keep it there
+    time.sleep(5)  # longer than the silence: heartbeats keep it there
     assert pool.stats().workers == 1
 
 

@@ -16,14 +16,14 @@ from tests.engines.test_vllm_faults import (  # noqa: F401 -- collected here onc
     tp2,
 )
 from tests.engines.test_vllm_tokens import source
-from tests.support.engines import ROOT, Driver
+from tests.support.engines import OLD_PYTHON, Driver
 from trainer_adapters import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 class OldDriver(Driver):
-    python = str(ROOT / ".venvs" / "vllm-old" / "bin" / "python")
+    python = OLD_PYTHON
 
 
 @pytest.fixture(scope="module")

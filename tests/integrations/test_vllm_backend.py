@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, WeightwireError
 from tests.engines.conftest import Checkpoint
-from tests.support.engines import ROOT, Server
+from tests.support.engines import OLD_PYTHON, ROOT, Server
 from tests.support.greedy import greedy_tokens
 from trainer_adapters import SyncManager
 from trainer_adapters.sources.chosen import source_for
@@ -28,11 +28,17 @@ PROMPT = [3, 14, 15, 92, 65]
 BACKEND = '{"backend": "weightwire"}'
 
 
-@pytest.fixture(scope="module")
-def server(runtime: Path, checkpoint: Checkpoint) -> Iterator[Server]:
+class OldServer(Server):
+    """vLLM 0.27.1. The trainer's half is the newest one's."""
+
+    python = OLD_PYTHON
+
+
+@pytest.fixture(scope="module", params=[Server, OldServer], ids=["newest", "0.27"])
+def server(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Server]:
     model = checkpoint("llama", tied=False, seed=1)
     arguments = ["--weight-transfer-config", BACKEND, "--tensor-parallel-size", "2"]
-    with Server(runtime, model, arguments=arguments, VLLM_SERVER_DEV_MODE="1") as server:
+    with request.param(runtime, model, arguments=arguments, VLLM_SERVER_DEV_MODE="1") as server:
         yield server
 
 

@@ -124,7 +124,7 @@ def test_two_trainers_with_one_version_number_and_other_weights_are_told_apart(s
 
 
 def test_a_silent_replica_does_not_keep_the_others_versions_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEIGHTWIRE_CONTROL_TIMEOUT_S", "1")
+    monkeypatch.setenv("WEIGHTWIRE_CONTROL_TIMEOUT_S", "3")
     answers, silent = start(), start()
     with SyncManager(timeout_s=60) as manager:
         manager.update(source(1), 1)
@@ -137,8 +137,8 @@ def test_a_silent_replica_does_not_keep_the_others_versions_back(start: Start, m
 
 def test_a_listener_that_takes_longer_than_the_lease_costs_no_replica(start: Start) -> None:
     rig = start()
-    with SyncManager(timeout_s=60, lease_s=0.5) as manager:
-        manager.on("staged", lambda **_: time.sleep(2))
+    with SyncManager(timeout_s=60, lease_s=3) as manager:
+        manager.on("staged", lambda **_: time.sleep(7))
         assert manager.update(source(1), 1).failed == ()
     assert holds(rig, 1)
 
@@ -157,13 +157,13 @@ class Gathering(ShardSource):
     def slices(self) -> Iterator[LocalSlice]:
         for i, item in enumerate(super().slices()):
             if i == 1:
-                time.sleep(2)
+                time.sleep(7)
             yield item
 
 
 def test_a_slice_that_takes_longer_than_the_lease_costs_no_replica(start: Start) -> None:
     rig = start()
-    with SyncManager(timeout_s=60, lease_s=0.5) as manager:
+    with SyncManager(timeout_s=60, lease_s=3) as manager:
         assert manager.update(Gathering(checkpoint(1)), 1).failed == ()
     assert holds(rig, 1)
 

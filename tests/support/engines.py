@@ -30,9 +30,11 @@ from inference_plugin.wire.messages import ReplicaCard
 from tests.support import poison
 from tests.support.preloaded import ForkedProgram, nursery
 
-__all__ = ["ROOT", "Driver", "Engine", "HttpEngine", "Server", "eventually", "segments_of", "session_directory"]
+__all__ = ["OLD_PYTHON", "ROOT", "Driver", "Engine", "HttpEngine", "Server", "eventually", "segments_of", "session_directory"]
 
 ROOT = Path(__file__).parents[2]
+OLD_PYTHON = str(ROOT / ".venvs" / "vllm-old" / "bin" / "python")
+"""Of an environment with an older vLLM."""
 START_TIMEOUT_S = 900.0
 """A last resort: an ordinary start is six processes that import 10 seconds each, and the machine may be shared."""
 ANSWER_TIMEOUT_S = 180.0

@@ -346,7 +346,7 @@ def test_a_silent_trainers_update_ends_with_its_lease_and_frees_its_memory(worke
 
 
 def test_a_sealed_update_ends_with_its_lease_too(worker: Worker, served: Driver) -> None:
-    served.begin("t2", 2, lease_s=0.2)
+    served.begin("t2", 2, lease_s=3)
     served.write(weights(2))
     served.seal_fully("t2")
     eventually(lambda: worker.status().state == "idle", "the end of the lease")
@@ -354,7 +354,7 @@ def test_a_sealed_update_ends_with_its_lease_too(worker: Worker, served: Driver)
 
 
 def test_renewing_keeps_an_update_alive(worker: Worker, served: Driver) -> None:
-    served.begin("t2", 2, lease_s=0.5)
+    served.begin("t2", 2, lease_s=60)
     before = worker.table.wakes_at_s()
     served.renew("t2")
     after = worker.table.wakes_at_s()
