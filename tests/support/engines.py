@@ -30,7 +30,17 @@ from inference_plugin.wire.messages import ReplicaCard
 from tests.support import poison
 from tests.support.preloaded import ForkedProgram, nursery
 
-__all__ = ["OLD_PYTHON", "ROOT", "Driver", "Engine", "HttpEngine", "Server", "eventually", "segments_of", "session_directory"]
+__all__ = [
+    "OLD_PYTHON",
+    "ROOT",
+    "Driver",
+    "Engine",
+    "HttpEngine",
+    "Server",
+    "eventually",
+    "segments_of",
+    "session_directory",
+]
 
 ROOT = Path(__file__).parents[2]
 OLD_PYTHON = str(ROOT / ".venvs" / "vllm-old" / "bin" / "python")
