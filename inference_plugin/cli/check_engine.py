@@ -9,7 +9,6 @@ import typer
 
 from inference_plugin.cli.app import AsJson, app
 from inference_plugin.cli.output import line, print_json
-from inference_plugin.engines.released import checked_by_name
 
 __all__ = ["check_engine"]
 
@@ -27,6 +26,8 @@ def check_engine(
 ) -> None:
     """Whether a release of an engine that is not installed has every place that the plug-in uses. Its source is read, nothing of
     it is imported or installed. Exit status 1: it would be served without Weightwire."""
+    from inference_plugin.engines.released import checked_by_name
+
     found = checked_by_name(release)
     if as_json:
         print_json(**msgspec.to_builtins(found), fits=found.fits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import metadata
 from typing import Any
 
 import typer
@@ -96,6 +95,8 @@ def _look_at_replica(card: ReplicaCard, problems: list[str]) -> dict[str, Any]:
 
 
 def _entry_points() -> list[str]:
+    from importlib import metadata
+
     groups = ("vllm.general_plugins", "sglang.srt.plugins")
     return [
         f"{e.group}: {e.name}"
@@ -106,6 +107,8 @@ def _entry_points() -> list[str]:
 
 
 def _version(name: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from inference_plugin.wire.errors import AuthError
 
@@ -83,6 +82,8 @@ class Guard:
     """Lets only clients with the job's key connect to the servers of one context. It has a thread of its own."""
 
     def __init__(self, context: zmq.Context[Any], key: JobKey) -> None:
+        from zmq.auth.thread import ThreadAuthenticator  # imports asyncio, which commands need not wait for
+
         self._key = key
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()

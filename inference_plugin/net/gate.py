@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from inference_plugin.wire.errors import TransportUnavailable
 
@@ -75,6 +74,10 @@ class Gate:
     """
 
     def __init__(self, socket_: zmq.Socket[Any], endpoint: str) -> None:
+        # Here, because it imports asyncio: a command must not wait for that, and later no descriptor may be free.
+        from zmq.utils.monitor import recv_monitor_message
+
+        self._receive = recv_monitor_message
         self._socket = socket_
         self._endpoint = endpoint
         self._peers: set[int] = set()
@@ -164,7 +167,7 @@ class Gate:
         """Notes which peers came and left, and waits `timeout_ms` for the first news; false: the gate is closed."""
         while self._monitor.poll(timeout_ms):
             timeout_ms = 0
-            event = recv_monitor_message(self._monitor)
+            event = self._receive(self._monitor)
             if event["event"] == zmq.EVENT_MONITOR_STOPPED:
                 return False
             if event["event"] == zmq.EVENT_ACCEPTED:

@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from inference_plugin.net.curve import secure_client
 
@@ -42,6 +41,9 @@ class Link:
     """
 
     def __init__(self, socket: zmq.Socket[Any], address: str, silence_s: float) -> None:
+        from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which a command must not wait for
+
+        self._receive = recv_monitor_message
         socket.setsockopt(zmq.IPV6, 1 if address.startswith("tcp://[") else 0)
         secure_client(socket)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(silence_s / HEARTBEATS * 1000))
@@ -58,7 +60,7 @@ class Link:
         """Takes the news. True: the connection was lost and is there again."""
         again = False
         while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)["event"]
+            event = self._receive(self.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 again = self._connected_once
                 self._connected_once = True

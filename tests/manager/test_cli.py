@@ -258,7 +258,7 @@ sys.argv = ["weightwire", *sys.argv[1:]]
 try:
     main()
 finally:
-    print(sorted({"torch", "numpy", "rich"} & set(sys.modules)), file=sys.stderr)
+    print(sorted({"torch", "numpy", "rich", "asyncio"} & set(sys.modules)), file=sys.stderr)
 """
 
 
