@@ -16,6 +16,7 @@ from inference_plugin.install.policies import (
     WayBack,
 )
 from inference_plugin.install.verify import live_digests
+from inference_plugin.install.zones import ZoneInstaller, zone_layout
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
 
@@ -31,25 +32,26 @@ class ModelInstaller:
     def __init__(self, model: EngineModel) -> None:
         self._model = model
         self._agreement: Agreement | None = None
+        self._proven: Agreement | None = None
+        """The last agreement, if it did not come into force."""
         self._way_back = WayBack()
         self._policy: PolicyInstaller
 
-    def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
+    def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
         """Raises `ManifestMismatch` for what the trainer has to change, `EngineUnsupported` for a model that can't be kept
         right. Then the terms of before stay in force."""
-        agreement, chosen = self._agreement, None
-        if agreement is None or (agreement.manifest, agreement.partial) != (manifest, partial):
-            with self._model.lock:
-                agreement = agree(self._model, manifest, partial=partial)
-        else:
-            chosen = self._policy
+        agreement = self._agree(manifest, partial)
         kind, why = _choose(agreement, policy)
+        layout = None
+        if zone:
+            kind, layout = ZoneInstaller, zone_layout(agreement, kind)
+        chosen = self._policy if agreement is self._agreement else None
         if type(chosen) is not kind:
             # A set that was kept under other terms may hold older bytes of what these leave alone.
             chosen = kind(agreement, self._way_back)
         chosen.discard()
         chosen.forget_segments()  # replays are bound to storages that a swap may have replaced
-        self._agreement, self._policy = agreement, chosen
+        self._agreement, self._policy, self._proven = agreement, chosen, None
         return InstallTerms(
             needs=agreement.needs,
             mechanism=chosen.mechanism,
@@ -57,7 +59,18 @@ class ModelInstaller:
             why="; ".join(filter(None, [agreement.why_loader, why])),
             derived=agreement.layout.derived,
             untouched=agreement.layout.untouched,
+            zone=layout,
         )
+
+    def _agree(self, manifest: Manifest, partial: bool) -> Agreement:
+        """The agreement on a manifest. Where a zone is refused after it, the next transport is asked for at once: the proof is
+        made once."""
+        for known in (self._agreement, self._proven):
+            if known is not None and (known.manifest, known.partial) == (manifest, partial):
+                return known
+        with self._model.lock:
+            self._proven = agree(self._model, manifest, partial=partial)
+        return self._proven
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         return self._policy.prepare(segment, throttle)
