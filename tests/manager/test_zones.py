@@ -181,3 +181,29 @@ def test_an_engine_that_overwrites_its_weights_takes_a_segment(start: Start) -> 
     rig = start()
     with SyncManager(install="copy", timeout_s=60) as manager:
         assert ways(manager.update(source(1), 1)) == [("committed", "shm", "copy")] and holds(rig, 1)
+
+
+def caught_up(manager: SyncManager, rig: Rig, version: int) -> bool:
+    return any((one.replica, one.state, one.version) == (rig.replica, "current", version) for one in manager.replicas())
+
+
+def test_a_replica_that_joins_is_caught_up_from_the_zones_of_the_one_that_is_there(start: Start) -> None:
+    there = start(tp=2)
+    with SyncManager(timeout_s=60) as manager:
+        for version in (1, 2):
+            assert ways(manager.update(source(version), version)) == ZONE
+        joins = start()
+        eventually(lambda: caught_up(manager, joins, 2), "the replica that joined")
+        assert holds(joins, 2) and holds(there, 2)
+
+
+def test_a_replica_that_was_killed_is_caught_up_from_its_own_zones_when_it_is_there_again(start: Start) -> None:
+    dies = start()
+    with SyncManager(timeout_s=60) as manager:
+        for version in (1, 2, 3):
+            manager.update(source(version), version)
+        dies.end()
+        again = start()
+        eventually(lambda: caught_up(manager, again, 3), "the replica that is there again")
+        assert holds(again, 3)
+        assert ways(manager.update(source(4), 4)) == ZONE and holds(again, 4)

@@ -43,7 +43,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_auto_prefers_shared_memory_and_falls_back_to_sockets(plugins: pytest.MonkeyPatch) -> None:
-    assert [transport.name for transport in registry.available_transports()] == ["shm", "zmq", "collective"]
+    assert [transport.name for transport in registry.available_transports()] == ["zone", "shm", "zmq", "collective"]
     plugins.setattr(shm, "TRANSPORT", dataclasses.replace(shm.TRANSPORT, why_not=lambda: "no memfd"))
     assert [transport.name for transport in registry.available_transports()] == ["zmq", "collective"]
 
@@ -73,11 +73,11 @@ def test_looking_up_and_listing_agree(plugins: pytest.MonkeyPatch) -> None:
 
 def test_a_plugin_that_cannot_be_imported_breaks_nothing(plugins: pytest.MonkeyPatch) -> None:
     plugins.setenv("WEIGHTWIRE_PLUGINS", "no.such.module:plugin")
-    assert [transport.name for transport in registry.available_transports()] == ["shm", "zmq", "collective"]
+    assert [transport.name for transport in registry.available_transports()] == ["zone", "shm", "zmq", "collective"]
     assert list(hooks.plugin_manager().broken) == ["no.such.module:plugin"]
 
 
-@pytest.mark.parametrize("name", ["shm", "zmq", "collective", "auto"])
+@pytest.mark.parametrize("name", ["zone", "shm", "zmq", "collective", "auto"])
 def test_a_name_that_is_taken_is_refused(plugins: pytest.MonkeyPatch, name: str) -> None:
     hooks.plugin_manager().register(Adds(third_party(name)))
     with pytest.raises(TransportUnavailable, match=f"the transport name '{name}' is taken") as raised:

@@ -132,8 +132,9 @@ class TransactionMachine:
         on_host = collections.Counter(joining.host for joining in event.replicas)
         for joining in event.replicas:
             one = self.participants[joining.replica] = Participant(joining.replica, joining.workers)
-            shared = terms.alone if on_host[joining.host] > 1 else frozenset()
-            one.offered = tuple(name for name in terms.transports if name not in shared)
+            one.offered = terms.transports
+            if on_host[joining.host] > 1 and not terms.alone.issuperset(terms.transports):
+                one.offered = tuple(name for name in terms.transports if name not in terms.alone)
             agreed = joining.agreed
             if agreed is not None and (agreed.key, agreed.offered) == (terms.key, one.offered):
                 one.state, one.agreed = "open", agreed
