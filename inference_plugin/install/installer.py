@@ -17,6 +17,7 @@ from inference_plugin.install.policies import (
 )
 from inference_plugin.install.verify import live_digests
 from inference_plugin.install.zones import ZoneInstaller, zone_layout
+from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
 
@@ -41,7 +42,7 @@ class ModelInstaller:
         """Raises `ManifestMismatch` for what the trainer has to change, `EngineUnsupported` for a model that can't be kept
         right. Then the terms of before stay in force."""
         agreement = self._agree(manifest, partial)
-        kind, why = _choose(agreement, policy)
+        kind, why = _choose(agreement, policy, has_second=self._has_second_set)
         layout = None
         if zone:
             kind, layout = ZoneInstaller, zone_layout(agreement, kind)
@@ -71,6 +72,10 @@ class ModelInstaller:
         with self._model.lock:
             self._proven = agree(self._model, manifest, partial=partial)
         return self._proven
+
+    @property
+    def _has_second_set(self) -> bool:
+        return self._agreement is not None and isinstance(self._policy, StandbyInstaller)
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         return self._policy.prepare(segment, throttle)
@@ -109,8 +114,9 @@ class ModelInstaller:
         return self._policy.install_policy == "copy"
 
 
-def _choose(agreement: Agreement, policy: str) -> tuple[type[PolicyInstaller], str]:
-    """The kind of installer, and why it is not the one asked for, or why `auto` took it."""
+def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[type[PolicyInstaller], str]:
+    """The kind of installer, and why it is not the one asked for, or why `auto` took it. `has_second`: memory for a second set is
+    held already. Raises `EngineUnsupported` where the one asked for does not fit."""
     model, shard = agreement.model, agreement.layout.nbytes
     if agreement.why_loader:
         return LoaderInstaller, "the engine's own loader fills a second set"
@@ -118,9 +124,15 @@ def _choose(agreement: Agreement, policy: str) -> tuple[type[PolicyInstaller], s
         return CopyInstaller, ""
     if model.fixed_addresses:
         return CopyInstaller, "captured graphs or sleep mode hold the parameters' addresses, which must stay"
+    free = model.free_bytes() + (shard if has_second else 0)
     if policy == "standby":
+        if free < shard:
+            raise EngineUnsupported(
+                f"a second set of {shard >> 20} MiB does not fit: {free >> 20} MiB are free",
+                hint="install='copy' needs none",
+                phase="open",
+            )
         return StandbyInstaller, ""
-    free = model.free_bytes()
     if free < STANDBY_MEMORY_FACTOR * shard:
         return CopyInstaller, f"{free >> 20} MiB are free, too few for a second set of {shard >> 20} MiB"
     return StandbyInstaller, f"{free >> 20} MiB are free"

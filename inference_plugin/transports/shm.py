@@ -34,6 +34,7 @@ from inference_plugin.wire.copying import copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import SyncTimeout, TransportUnavailable
 from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
+from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages.common import BootId, Count
 from inference_plugin.wire.tensors import box_view
@@ -235,6 +236,10 @@ class ShmSender(Sender):
             if segment.nbytes != needed:
                 self._owned.pop(segment.segment_id).close()
         spare = [s for s in self._owned.values() if s.segment_id not in busy]
+        if not spare:
+            check_fits(
+                needed, "shm: a segment", "transport 'zmq' needs none on the trainer's side; partial=True sends a part"
+            )
         segment = spare[0] if spare else SharedSegment.create(needed)
         self._owned[segment.segment_id] = segment
         for unused in spare[1:]:

@@ -13,6 +13,7 @@ in the middle of it may wake and write, into memory that nobody reads.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +29,9 @@ from inference_plugin.transports.shm import SegmentAddress, SharedSegment
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows, copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import ProtocolError, SyncTimeout, TransportUnavailable, WeightwireError
 from inference_plugin.wire.geometry import Box, Piece, Slice
+from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest, aligned
 from inference_plugin.wire.messages.common import Count
 from inference_plugin.wire.tensors import torch_dtype
@@ -56,6 +58,7 @@ class Zone:
     """A worker's zone. Weights that lie in it keep its memory after `close`."""
 
     def __init__(self, layout: ZoneLayout) -> None:
+        check_fits(layout.nbytes, "zone: a second set of weights", "install='copy' holds none on the engine's side")
         described = msgspec.msgpack.encode(layout)
         layout_at = aligned(layout.nbytes)
         self.layout = layout
@@ -141,7 +144,9 @@ class ZoneReceiver(Receiver):
             return
         self._spare, self._live = self._live, zone
         if self._spare is None and self._layout is not None:
-            self._spare = Zone(self._layout)  # now: the next update must not wait for its pages
+            # Now: the next update must not wait for its pages. What this one replaced may not be free yet.
+            with contextlib.suppress(TransportUnavailable):
+                self._spare = Zone(self._layout)
 
     def drop_kept(self) -> None:
         spare, self._spare = self._spare, None
