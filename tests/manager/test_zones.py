@@ -207,3 +207,25 @@ def test_a_replica_that_was_killed_is_caught_up_from_its_own_zones_when_it_is_th
         eventually(lambda: caught_up(manager, again, 3), "the replica that is there again")
         assert holds(again, 3)
         assert ways(manager.update(source(4), 4)) == ZONE and holds(again, 4)
+
+
+def test_bytes_of_a_kept_zone_that_are_no_longer_what_the_trainer_wrote_are_not_installed(start: Start) -> None:
+    dies = start()
+    with SyncManager(timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        dies.end()
+        files = [file for file in Path("/proc/self/fd").iterdir() if file.is_file() and is_ours(file)]
+        kept = next(file for file in files if file.stat().st_size > 4096)  # not the probe
+        with kept.open("r+b") as zone:
+            first = zone.read(1)
+            zone.seek(0)
+            zone.write(bytes([first[0] ^ 1]))
+        again = start()
+        words = "is not what the trainer sent"
+        eventually(lambda: words in {s.replica: s.reason for s in manager.replicas()}.get(again.replica, ""), words)
+        assert holds(again, 0)
+        assert ways(manager.update(source(2), 2)) == ZONE and holds(again, 2)
+
+
+def is_ours(file: Path) -> bool:
+    return str(file.readlink()).startswith("/memfd:weightwire")
