@@ -17,12 +17,19 @@ SETTLE_S = 3.0
 """Between what one way frees and the next measurement: a virtual machine gives pages back to its host in the background."""
 
 OURS = [
+    ("weightwire zone", "standby"),
     ("weightwire shm", "copy"),
     ("weightwire shm", "standby"),
     ("weightwire zmq", "copy"),
     ("weightwire zmq", "standby"),
 ]
+ZONE = "weightwire zone"
 Row = dict[str, Any]
+
+
+def has_zones(case: Row) -> bool:
+    """Whether trainer ranks can write the engine's second set: not what it packs after a load."""
+    return bool(case["layout"] == "plain")
 
 
 def measure(engine: Engine, trainer: Remote, case: Row, runs: int, only: str, say: Callable[[str], None]) -> list[Row]:
@@ -30,7 +37,7 @@ def measure(engine: Engine, trainer: Remote, case: Row, runs: int, only: str, sa
     be right, and the engine's own have it in their rows (`exact`)."""
     weights = Weights(trainer.ask("metas")["result"])
     trainer.ask("weightwire", transport="shm", install="copy")  # opens the group, which `verify` needs
-    ways = [*OURS, *((way, "engine") for way in engine.ways)]
+    ways = [*(pair for pair in OURS if pair[0] != ZONE or has_zones(case)), *((way, "engine") for way in engine.ways)]
     taken: dict[tuple[str, str], list[Sample]] = {}
     inexact: set[str] = set()
     for run in range(runs + 1):
@@ -97,22 +104,23 @@ def row(head: Row, samples: list[Sample]) -> Row:
 def add_digest_cost(rows: list[Row], write_s: float) -> None:
     """Digests in an update over shm: what they add to the writing, and the workers' checking, which is nothing else."""
     for each in rows:
-        if each["way"] == "weightwire shm":
+        if each["way"] in ("weightwire shm", ZONE):
             each["digest_s"] = write_s + each["verify_s"]
             each["digest_share"] = each["digest_s"] / each["seconds"]
 
 
 def measure_decoding(engine: Engine, trainer: Remote, case: Row) -> Row:
     """Length of a decoding step alone, and of steps of which most passes while a standby is prepared beside them."""
+    transport = "zone" if has_zones(case) else "shm"
     for _ in range(2):
-        trainer.ask("weightwire", transport="shm", install="standby")
+        trainer.ask("weightwire", transport=transport, install="standby")
     windows: list[tuple[float, float, float]] = []  # update's start, standby's begin and end
     taken_s = []
     with ThreadPoolExecutor(1) as pool:
         decoding = pool.submit(engine.decode, tokens=300, requests=4)
         time.sleep(2.0)
         while not decoding.done() and len(windows) < 8:
-            answer = trainer.ask("weightwire", transport="shm", install="standby")
+            answer = trainer.ask("weightwire", transport=transport, install="standby")
             phases = answer["result"]["phases"]
             staged_s = answer["start_s"] + phases["scan"] + phases["agree"] + phases["stage"]
             windows.append((answer["start_s"], staged_s, staged_s + phases["seal"]))
@@ -127,6 +135,7 @@ def measure_decoding(engine: Engine, trainer: Remote, case: Row) -> Row:
     beside = [e - s for s, e in steps if 2 * sum(shared_s((s, e), b, c) for _, b, c in windows) > e - s]
     alone = [e - s for s, e in steps if not any(shared_s((s, e), a, c + 0.1) for a, _, c in windows)]
     return case | {
+        "transport": transport,
         "step_alone_s": statistics.median(alone) if alone else None,
         "step_beside_standby_s": statistics.median(beside) if beside else None,
         "steps": [len(alone), len(beside)],

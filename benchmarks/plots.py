@@ -21,7 +21,8 @@ PLAIN_COPY = "plain memory copy"
 Row = dict[str, Any]
 
 LABELS = {
-    "weightwire shm": "Weightwire, shared memory",
+    "weightwire zone": "Weightwire, zones",
+    "weightwire shm": "Weightwire, a segment",
     "weightwire zmq": "Weightwire, sockets",
     "per-tensor full_tensor + gloo broadcast + load_weights": "broadcast per tensor",
     "bucketed gloo broadcast + load_weights": "broadcast in buckets",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.base import Engine, Weights
+from benchmarks.measure import has_zones
 from benchmarks.processes import Remote
 
 Row = dict[str, Any]
@@ -30,12 +31,13 @@ def measure_timeline(engine: Engine, trainer: Remote, case: Row, traces: Path) -
     nbytes = Weights(trainer.ask("metas")["result"]).nbytes
     runs = []
     for install in ("copy", "standby"):
+        transport = "zone" if install == "standby" and has_zones(case) else "shm"
         for _ in range(2):
-            trainer.ask("weightwire", transport="shm", install=install)
+            trainer.ask("weightwire", transport=transport, install=install)
         with ThreadPoolExecutor(1) as pool:
             decoding = pool.submit(engine.decode, tokens=40, requests=4)
             time.sleep(1.0)
-            answer = trainer.ask("weightwire", transport="shm", install=install)
+            answer = trainer.ask("weightwire", transport=transport, install=install)
             ends = decoding.result()
         start_s, seconds = answer["start_s"], answer["result"]["seconds"]
         steps = [end - start_s for end in ends if -seconds - 0.5 < end - start_s < 2 * seconds + 0.5]

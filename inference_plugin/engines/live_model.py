@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
@@ -19,6 +18,7 @@ from inference_plugin.install.contract import AdapterSlots, Installer
 from inference_plugin.install.graph import Boundary
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["LiveModel", "without_wrappers"]
@@ -92,7 +92,7 @@ class LiveModel:
     def free_bytes(self) -> int:
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
-        return int(psutil.virtual_memory().available)
+        return free_host_bytes()
 
     def computing(self) -> AbstractContextManager[None]:
         return torch.no_grad()

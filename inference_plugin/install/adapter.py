@@ -15,7 +15,7 @@ import torch
 
 from inference_plugin.install.contract import AdapterSlots, InstallTerms, Throttle
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.errors import ManifestMismatch, TransportUnavailable, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.messages import BoxDigest
@@ -43,8 +43,10 @@ class AdapterInstaller:
         self._before: object = None
         self._replaced = False
 
-    def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
+    def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
         """Compares names, dtypes and shapes with the engine's slots. Raises `ManifestMismatch` with the names."""
+        if zone:
+            raise TransportUnavailable("zone: the engine loads an adapter into its slots itself")
         self._slots.check(self._name)
         needed: list[int] = []
         problems: list[str] = []

@@ -15,6 +15,7 @@ from inference_plugin.install.graph import Boundary
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
+from inference_plugin.wire.zone import ZoneLayout
 
 __all__ = ["AdapterPlace", "AdapterSlots", "Throttle", "EngineModel", "InstallTerms", "Installer"]
 
@@ -31,6 +32,8 @@ class InstallTerms:
     """Names of what the engine makes anew of the parameters that an update writes."""
     untouched: tuple[str, ...] = ()
     """Parameters and buffers of the model that an update neither writes nor derives."""
+    zone: ZoneLayout | None = None
+    """What a zone has to be, where `prepare` is to be given one in the place of a segment."""
 
 
 Throttle = Callable[[int], None]
@@ -126,8 +129,9 @@ class AdapterSlots(Protocol):
 class Installer(Protocol):
     """Puts a checked segment into the live model of this worker. One per group."""
 
-    def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
-        """Agrees on a manifest, or raises `ManifestMismatch`. Never touches the live model."""
+    def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
+        """Agrees on a manifest, or raises `ManifestMismatch`. Never touches the live model. `zone`: trainer ranks are to write
+        the second set themselves; raises `TransportUnavailable` where they can't."""
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         """Background half of an installation; returns the bytes that it holds in addition. Never touches the live model."""

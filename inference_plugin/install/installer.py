@@ -16,6 +16,8 @@ from inference_plugin.install.policies import (
     WayBack,
 )
 from inference_plugin.install.verify import live_digests
+from inference_plugin.install.zones import ZoneInstaller, zone_layout
+from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
 
@@ -31,25 +33,26 @@ class ModelInstaller:
     def __init__(self, model: EngineModel) -> None:
         self._model = model
         self._agreement: Agreement | None = None
+        self._proven: Agreement | None = None
+        """The last agreement, if it did not come into force."""
         self._way_back = WayBack()
         self._policy: PolicyInstaller
 
-    def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
+    def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
         """Raises `ManifestMismatch` for what the trainer has to change, `EngineUnsupported` for a model that can't be kept
         right. Then the terms of before stay in force."""
-        agreement, chosen = self._agreement, None
-        if agreement is None or (agreement.manifest, agreement.partial) != (manifest, partial):
-            with self._model.lock:
-                agreement = agree(self._model, manifest, partial=partial)
-        else:
-            chosen = self._policy
-        kind, why = _choose(agreement, policy)
+        agreement = self._agree(manifest, partial)
+        kind, why = _choose(agreement, policy, has_second=self._has_second_set)
+        layout = None
+        if zone:
+            kind, layout = ZoneInstaller, zone_layout(agreement, kind)
+        chosen = self._policy if agreement is self._agreement else None
         if type(chosen) is not kind:
             # A set that was kept under other terms may hold older bytes of what these leave alone.
             chosen = kind(agreement, self._way_back)
         chosen.discard()
         chosen.forget_segments()  # replays are bound to storages that a swap may have replaced
-        self._agreement, self._policy = agreement, chosen
+        self._agreement, self._policy, self._proven = agreement, chosen, None
         return InstallTerms(
             needs=agreement.needs,
             mechanism=chosen.mechanism,
@@ -57,7 +60,22 @@ class ModelInstaller:
             why="; ".join(filter(None, [agreement.why_loader, why])),
             derived=agreement.layout.derived,
             untouched=agreement.layout.untouched,
+            zone=layout,
         )
+
+    def _agree(self, manifest: Manifest, partial: bool) -> Agreement:
+        """The agreement on a manifest. Where a zone is refused after it, the next transport is asked for at once: the proof is
+        made once."""
+        for known in (self._agreement, self._proven):
+            if known is not None and (known.manifest, known.partial) == (manifest, partial):
+                return known
+        with self._model.lock:
+            self._proven = agree(self._model, manifest, partial=partial)
+        return self._proven
+
+    @property
+    def _has_second_set(self) -> bool:
+        return self._agreement is not None and isinstance(self._policy, StandbyInstaller)
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         return self._policy.prepare(segment, throttle)
@@ -96,8 +114,9 @@ class ModelInstaller:
         return self._policy.install_policy == "copy"
 
 
-def _choose(agreement: Agreement, policy: str) -> tuple[type[PolicyInstaller], str]:
-    """The kind of installer, and why it is not the one asked for, or why `auto` took it."""
+def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[type[PolicyInstaller], str]:
+    """The kind of installer, and why it is not the one asked for, or why `auto` took it. `has_second`: memory for a second set is
+    held already. Raises `EngineUnsupported` where the one asked for does not fit."""
     model, shard = agreement.model, agreement.layout.nbytes
     if agreement.why_loader:
         return LoaderInstaller, "the engine's own loader fills a second set"
@@ -105,9 +124,15 @@ def _choose(agreement: Agreement, policy: str) -> tuple[type[PolicyInstaller], s
         return CopyInstaller, ""
     if model.fixed_addresses:
         return CopyInstaller, "captured graphs or sleep mode hold the parameters' addresses, which must stay"
+    free = model.free_bytes() + (shard if has_second else 0)
     if policy == "standby":
+        if free < shard:
+            raise EngineUnsupported(
+                f"a second set of {shard >> 20} MiB does not fit: {free >> 20} MiB are free",
+                hint="install='copy' needs none",
+                phase="open",
+            )
         return StandbyInstaller, ""
-    free = model.free_bytes()
     if free < STANDBY_MEMORY_FACTOR * shard:
         return CopyInstaller, f"{free >> 20} MiB are free, too few for a second set of {shard >> 20} MiB"
     return StandbyInstaller, f"{free >> 20} MiB are free"

@@ -20,20 +20,22 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
-from inference_plugin.transports.pieces import DigestPass, digest_passes, pieces_of, place_piece
+from inference_plugin.transports.pieces import DigestPass, Lying, digest_passes, in_segment, pieces_of, place_piece
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import DigestMismatch, ProtocolError, WeightwireError
+from inference_plugin.wire.errors import DigestMismatch, ProtocolError, TransportUnavailable, WeightwireError
 from inference_plugin.wire.geometry import Box, Piece, Slice
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Bucket, Relay
 from inference_plugin.wire.tracing import carried, span
+from inference_plugin.wire.zone import ZoneLayout
 
 __all__ = [
+    "Kept",
     "Receiver",
     "Sender",
     "Slice",
@@ -57,6 +59,8 @@ class Target:
     boot_id: str
     needs: tuple[Box, ...]
     start_ticks: int = 0
+    landing: bytes = b""
+    """`Staging.landing` of its transaction."""
 
 
 @dataclass
@@ -75,11 +79,14 @@ class WriteStats:
 
 
 class Staging(abc.ABC):
-    """Memory of one transaction on one worker: `segment` is uint8 of the layout's size, read-only by agreement."""
+    """Memory of one transaction on one worker: `segment` is uint8 of the layout's size, read-only by agreement.
+
+    `landing`: where trainer ranks write, on a transport that lands in the worker's own memory."""
 
     segment: torch.Tensor
     segment_id: str
     extra_bytes: int
+    landing: bytes = b""
     takes_late: bool = False
     """Whether buckets may still arrive after the seal was requested."""
 
@@ -98,7 +105,7 @@ class Staging(abc.ABC):
         """Before `check`: waits for pieces that may still be under way. Raises once `cancelled` is set."""
 
     def settle(self) -> None:  # noqa: B027
-        """After the commit: no more buckets come, and nobody is waited for."""
+        """After the commit, and before a `close` that follows it: no more buckets come, and nobody is waited for."""
 
     def check(
         self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
@@ -116,7 +123,7 @@ class Staging(abc.ABC):
                 for one in passes:
                     if failed.is_set():
                         break
-                    for piece, digest in zip(one.pieces, one.digests(self.segment, manifest), strict=True):
+                    for piece, digest in zip(one.pieces, one.digests(self.segment), strict=True):
                         if digest != piece.digest:
                             failed.set()
                             raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
@@ -124,7 +131,9 @@ class Staging(abc.ABC):
                     between(one.nbytes)
             return checked
 
-        passes = digest_passes(manifest, pieces)
+        passes = digest_passes(
+            manifest, ((piece, where) for piece in pieces for where in self.lying(manifest, piece.box))
+        )
         if threads == 1 or len(passes) < threads:
             return check_some(passes)
         ends = list(itertools.accumulate(one.nbytes for one in passes))
@@ -133,6 +142,10 @@ class Staging(abc.ABC):
             parts[min((end - 1) * threads // ends[-1], threads - 1) if end else 0].append(one)
         with ThreadPoolExecutor(threads, thread_name_prefix="weightwire-check") as pool:
             return sum(pool.map(carried(check_some), parts))
+
+    def lying(self, manifest: Manifest, box: Box) -> Iterable[Lying]:
+        """Where a box lies in `segment`: once in checkpoint layout; in a zone once for each place that it lands in."""
+        return (in_segment(manifest, box),)
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -145,6 +158,11 @@ class Receiver(abc.ABC):
     @abc.abstractmethod
     def check_probe(self, probe: bytes) -> None:
         """Raises `TransportUnavailable` with the reason if this worker can't use what the sender's probe describes."""
+
+    def land_in(self, layout: ZoneLayout) -> None:
+        """Before the first `open`, on a transport that lands in zones: what the installer wants a zone to be. Raises
+        `TransportUnavailable` on any other."""
+        raise TransportUnavailable("this transport does not land in zones")
 
     @abc.abstractmethod
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
@@ -173,6 +191,10 @@ class Sender(abc.ABC):
         """Manager rank, before `allocate`: who takes part in the next transaction, how long it may take, and how buckets
         reach many replicas."""
 
+    def edges(self, manifest: Manifest, target: Target) -> Sequence[Box]:
+        """Every rank, where `Transport.sends`: slices are cut where one of these boxes begins or ends."""
+        return target.needs
+
     @abc.abstractmethod
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         """Manager rank: where the next transaction's bytes will be. `busy` are the segment ids that workers still hold."""
@@ -199,15 +221,19 @@ class Sender(abc.ABC):
     def without(self, replica: str) -> None:  # noqa: B027 -- most reach each replica by itself
         """Manager rank, until the commit: a replica dropped out. Replicas that it was to feed must be fed by others."""
 
-    def memory(self, description: bytes) -> torch.Tensor | None:
-        """Manager rank: all bytes of a transaction, laid out by the manifest, for replicas that join late.
+    def kept(self, manifest: Manifest, description: bytes, targets: Sequence[Target]) -> Kept | None:
+        """Manager rank, after the commit: the bytes of a transaction, for replicas that join late.
 
-        Valid until `allocate` or `close`. None where only the workers hold the bytes."""
+        Valid until `allocate` or `close`. None where this process can't read them."""
         return None
 
     @abc.abstractmethod
     def close(self) -> None:
         """Frees everything; may be called twice."""
+
+
+Kept: TypeAlias = Callable[[Box], torch.Tensor | None]
+"""The elements of a box that was written in one piece, of its shape; None where they are not kept. Holds what it reads from."""
 
 
 @dataclass(frozen=True)
@@ -227,5 +253,7 @@ class Transport:
     """Copies of each payload byte between the trainer's memory and the parameter, copies in the kernel included."""
     sends: bool = False
     """Whether each worker is sent its own bytes: slices are then cut where a worker's need ends."""
+    lands_in_zone: bool = False
+    """Whether trainer ranks write a worker's second set itself: for the only replica of its host that takes part."""
 
     AUTO: ClassVar[str] = "auto"

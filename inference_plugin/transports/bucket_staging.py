@@ -24,6 +24,7 @@ from inference_plugin.wire.errors import (
     first_few,
 )
 from inference_plugin.wire.geometry import Box, Piece, PiecePlace, intersect
+from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Bucket, Relay
 from inference_plugin.wire.tensors import box_view, torch_dtype
@@ -186,6 +187,8 @@ class BucketReceiver(Receiver):
         nbytes = max(manifest.layout.nbytes, mmap.PAGESIZE)
         memory, self._spare = self._spare, None
         if memory is None or memory.numel() != nbytes:
+            touched = nbytes if relays is not None else sum(manifest.box_nbytes(box) for box in needs)
+            check_fits(touched, "staging", "partial=True sends a part; install='copy' holds no second set")
             try:
                 anonymous = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:

@@ -6,7 +6,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,11 +15,11 @@ from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.copying import copy_rows, digest_rows
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ManifestMismatch
-from inference_plugin.wire.geometry import Piece, PiecePlace, Region, Slice
+from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Region, Slice
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 
-__all__ = ["Bytes", "DigestPass", "digest_passes", "pieces_of", "place_piece", "typed"]
+__all__ = ["Bytes", "DigestPass", "Lying", "digest_passes", "in_segment", "pieces_of", "place_piece", "typed"]
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Contiguous bytes. numpy's calls cost a fraction of torch's, and a copy of this size needs one thread only."""
@@ -84,42 +84,56 @@ def typed(data: Bytes, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(aligned).view(dtype)
 
 
+class Lying(NamedTuple):
+    """Where a piece's bytes lie in memory. `base`: where its tensor, or the place of it, begins; `rows` as `PiecePlace.region`;
+    `view` gives the piece's elements as a view of that memory."""
+
+    base: int
+    rows: Region | None
+    view: Callable[[torch.Tensor], torch.Tensor]
+
+
+def in_segment(manifest: Manifest, box: Box) -> Lying:
+    """Where a box lies in a segment."""
+    base = manifest.layout.offsets[box.tensor]
+    return Lying(base, manifest.region(box), lambda segment: box_view(segment, manifest, box))
+
+
 @dataclass
 class DigestPass:
     """Pieces whose digests one pass over memory gives: their rows are the same rows of a tensor; or a single piece."""
 
     pieces: list[Piece] = field(default_factory=list)
-    regions: list[Region | None] = field(default_factory=list)
+    lying: list[Lying] = field(default_factory=list)
     nbytes: int = 0
 
     @property
     def start(self) -> int:
-        region = self.regions[0]
-        return region.offset if region is not None else 0
+        first = self.lying[0]
+        return first.rows.offset if first.rows is not None else first.base
 
-    def digests(self, segment: torch.Tensor, manifest: Manifest) -> list[int]:
-        """The digest of each piece's bytes in C order, as they lie in `segment`."""
-        regions = [region for region in self.regions if region is not None]
+    def digests(self, memory: torch.Tensor) -> list[int]:
+        """The digest of each piece's bytes in C order, as they lie in `memory`."""
+        regions = [each.rows for each in self.lying if each.rows is not None]
         if len(regions) != len(self.pieces):
-            views = (box_view(segment, manifest, piece.box) for piece in self.pieces)
+            views = (each.view(memory) for each in self.lying)
             return [digest_bytes(bytes_view(view.contiguous()).numpy()) for view in views]
         spans = [(region.offset, region.sizes[1]) for region in regions]
-        return digest_rows(segment.numpy(), regions[0].strides[0], regions[0].sizes[0], spans)
+        return digest_rows(memory.numpy(), regions[0].strides[0], regions[0].sizes[0], spans)
 
 
-def digest_passes(manifest: Manifest, pieces: Iterable[Piece]) -> list[DigestPass]:
-    """`pieces` grouped for reading, in the order in which they lie in the segment."""
+def digest_passes(manifest: Manifest, lying: Iterable[tuple[Piece, Lying]]) -> list[DigestPass]:
+    """Pieces, and where each lies, grouped for reading in the order of memory."""
     passes: defaultdict[Hashable, DigestPass] = defaultdict(DigestPass)
-    for piece in pieces:
-        region = manifest.region(piece.box)
-        if region is None or region.sizes[0] == 1:
-            group = passes[piece.box]
+    for piece, where in lying:
+        rows = where.rows
+        if rows is None or rows.sizes[0] == 1:
+            group = passes[where.base, piece.box]
         else:
-            stride = region.strides[0]
-            first_row = (region.offset - manifest.layout.offsets[piece.box.tensor]) // stride
-            group = passes[piece.box.tensor, first_row, region.sizes[0], stride]
+            first_row = (rows.offset - where.base) // rows.strides[0]
+            group = passes[where.base, first_row, rows.sizes[0], rows.strides[0]]
         group.pieces.append(piece)
-        group.regions.append(region)
+        group.lying.append(where)
         group.nbytes += manifest.box_nbytes(piece.box)
     return sorted(passes.values(), key=lambda group: group.start)
 

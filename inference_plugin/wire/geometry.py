@@ -43,6 +43,7 @@ __all__ = [
     "merge_dims",
     "overlap",
     "region_of",
+    "rows_region",
     "segment_region",
     "split_box",
     "subtract",
@@ -273,20 +274,28 @@ def segment_region(box: Box, shape: Sequence[int], item_bytes: int, start: int) 
 
     None if they don't lie in rows of one length that are equally far apart.
     """
-    count, row_bytes, stride, step = 1, item_bytes, 0, item_bytes
-    for offset, size, dim in zip(reversed(box.offsets), reversed(box.sizes), reversed(shape), strict=True):
-        start += offset * step
-        if size != 1:
-            if count == 1 and step == row_bytes:
-                row_bytes *= size
-            elif count == 1:
-                count, stride = size, step
-            elif step == count * stride:
-                count *= size
-            else:
-                return None
-        step *= dim
-    return Region("", start, (count, row_bytes), (stride if count != 1 else row_bytes, 1))
+    strides = [item_bytes * step for step in c_strides(shape)]
+    return rows_region(start + sum(map(mul, box.offsets, strides)), box.sizes, strides, item_bytes)
+
+
+def rows_region(offset: int, sizes: Sequence[int], strides: Sequence[int], item_bytes: int) -> Region | None:
+    """Elements of `item_bytes` that lie `strides` bytes apart from byte `offset` on, in C order, as (rows, bytes of a row).
+
+    None if they don't lie in rows of one length that are equally far apart.
+    """
+    count, row_bytes, stride = 1, item_bytes, 0
+    for size, step in zip(reversed(sizes), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if count == 1 and step == row_bytes:
+            row_bytes *= size
+        elif count == 1 and step > row_bytes:
+            count, stride = size, step
+        elif count != 1 and step == count * stride:
+            count *= size
+        else:
+            return None
+    return Region("", offset, (count, row_bytes), (stride if count != 1 else row_bytes, 1))
 
 
 def merge_dims(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

@@ -191,10 +191,12 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Result of `MapStaging`. `takes_late`: buckets may come after the seal was asked for."""
+    """Result of `MapStaging`. `takes_late`: buckets may come after the seal was asked for. `landing`: where the trainer writes,
+    if that is memory of this worker."""
 
     segment_id: str
     takes_late: bool
+    landing: bytes = b""
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------

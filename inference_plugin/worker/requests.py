@@ -63,7 +63,7 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
     current = group.transaction
     if current is not None and current.txn == request.txn:
         if current.begun:
-            group.reply(asker, Begun())
+            group.reply(asker, Begun(landing=current.landing))
         else:
             current.begin_askers.append(asker)
         return

@@ -39,6 +39,7 @@ class Transaction:
     begin_askers: list[Any] = field(default_factory=list)
     segment_id: str = ""
     takes_late: bool = False
+    landing: bytes = b""
     next_seq: dict[int, int] = field(default_factory=dict)
     """By trainer rank: the bucket that is expected next."""
     sealing: str = ""

@@ -189,10 +189,15 @@ class GroupWork:
         request = work.request
         if self._installer is None:
             self._installer = self._make_installer(self.name)
-        receiver = transport_named(request.transport).receiver()
+        transport = transport_named(request.transport)
+        receiver = transport.receiver()
         try:
             receiver.check_probe(request.probe)
-            terms = self._installer.open(request.manifest, request.install, partial=request.partial)
+            terms = self._installer.open(
+                request.manifest, request.install, partial=request.partial, zone=transport.lands_in_zone
+            )
+            if terms.zone is not None:
+                receiver.land_in(terms.zone)
             self._candidate = _Agreed(request.manifest, terms, receiver, ExactCover(request.manifest, terms.needs))
             return Terms(
                 needs=terms.needs,
@@ -230,7 +235,8 @@ class GroupWork:
         if candidate is not None:
             candidate.receiver.close()
         if (old := work.request) is not None:
-            self.installer.open(old.manifest, old.install, partial=old.partial)
+            zone = transport_named(old.transport).lands_in_zone
+            self.installer.open(old.manifest, old.install, partial=old.partial, zone=zone)
 
     def _map(self, work: MapStaging) -> Mapped:
         assert self._in_force is not None
@@ -244,7 +250,7 @@ class GroupWork:
         except BaseException:
             del self._updates[work.txn]
             raise
-        return Mapped(update.staging.segment_id, update.staging.takes_late)
+        return Mapped(update.staging.segment_id, update.staging.takes_late, update.staging.landing)
 
     def _receive(self, work: ReceiveBucket) -> None:
         update, bucket = self.update(work.txn), work.bucket
@@ -323,8 +329,10 @@ class GroupWork:
     def _drop_staging(self, work: DropStaging) -> None:
         if work.reused:
             self._updates.pop(work.txn, None)
-        else:
-            self._free(work.txn)
+            return
+        if (update := self._updates.get(work.txn)) is not None and update.staging is not None:
+            update.staging.settle()
+        self._free(work.txn)
 
     def _free_memory(self, work: FreeMemory) -> None:
         self._free(work.previous)

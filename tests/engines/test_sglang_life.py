@@ -72,7 +72,7 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
     runtime: Path, pair: tuple[Path, Path]
 ) -> None:
     with SglangServer(runtime, pair[0], tp=2, explicit=True, log_level="info", **NOT_DISCOVERED) as server:
-        check_life(server.tokens, *pair)
+        check_life(server.tokens, *pair, zones=True)
         stalling = Stalling(weights(pair[1]))
         with SyncManager(timeout_s=180, lease_s=180) as manager:
             future = manager.update_async(stalling, 100)

@@ -99,7 +99,7 @@ def live(request: pytest.FixtureRequest, directory: Path, checkpoint: Checkpoint
 def test_an_updated_engine_is_a_fresh_engine(checkpoint: Checkpoint, kind: str, tied: bool) -> None:
     model_a, model_b = (checkpoint(kind, tied=tied, seed=seed) for seed in (1, 2))
     with pytest.MonkeyPatch.context() as patch, runtime_directory(patch), TransformersEngine(model_a) as engine:
-        check_life(TransformersDriver(engine).tokens, model_a, model_b)
+        check_life(TransformersDriver(engine).tokens, model_a, model_b, zones=True)
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import nn
 
 from inference_plugin.install.installer import ModelInstaller
-from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, TornReplica
+from inference_plugin.wire.errors import (
+    CommitFailed,
+    EngineUnsupported,
+    ManifestMismatch,
+    TornReplica,
+    TransportUnavailable,
+)
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
 from inference_plugin.wire.tensors import box_view
@@ -222,6 +228,116 @@ def test_a_tensor_that_a_loader_would_pad_silently_is_refused_unless_the_engine_
     norm = model.live.get_parameter("norm.weight")
     norm.data[-3:] = 0  # now the engine holds padding there, as it would after a load of its own
     installer.open(manifest_of(narrow, TIED), "standby", partial=False)
+
+
+class ZonedCase(Case):
+    """As `Case`; what is prepared is a zone, filled place by place, whose other bytes are 0xFF."""
+
+    def __init__(self, model: PlainEngineModel | None = None, *, names: Sequence[str] = ()) -> None:
+        self.model = model or PlainEngineModel(2, 0, 1)
+        whole = checkpoint(0)
+        self.names = names or list(whole)
+        self.manifest = manifest_of({name: whole[name] for name in self.names}, {} if names else TIED)
+        self.installer = ModelInstaller(self.model)
+        self.terms = self.installer.open(self.manifest, "standby", partial=bool(names), zone=True)
+
+    def prepare(self, version: int) -> torch.Tensor:
+        assert self.terms.zone is not None
+        zone = torch.full((self.terms.zone.nbytes,), 0xFF, dtype=torch.uint8)
+        tensors = checkpoint(version)
+        for place in self.terms.zone.check(self.manifest).places:
+            tensor = tensors[self.names[place.box.tensor]]
+            part = tensor[tuple(slice(o, o + n) for o, n in zip(place.box.offsets, place.box.sizes, strict=True))]
+            for landing in self.terms.zone.landings(self.manifest, place.box):
+                landing.view(zone, tensor.dtype).copy_(part)
+        self.installer.prepare(zone, lambda _: None)
+        return zone
+
+
+def test_a_zone_that_was_filled_place_by_place_is_what_a_load_leaves_and_can_be_swapped_back() -> None:
+    case = ZonedCase()
+    objects = {name: id(p) for name, p in case.model.live.named_parameters()}
+    for version in (1, 2, 0, 1):
+        case.update(version)
+        assert case.serves(version)
+    case.installer.install(case.prepare(3))
+    assert case.serves(3)
+    case.installer.undo(None)
+    assert case.serves(1)
+    zone = case.update(4)
+    assert case.serves(4) and {name: id(p) for name, p in case.model.live.named_parameters()} == objects
+    start, end = zone.data_ptr(), zone.data_ptr() + zone.nbytes
+    assert all(start <= address < end for address in addresses_of(case.model.live).values()), (
+        "it computes with the zone"
+    )
+    live = case.model.live
+    assert live.get_submodule("head").weight is live.get_submodule("embed").weight
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in live.parameters()}
+    assert sum(storages.values()) <= zone.nbytes, "each parameter keeps a storage of its own"
+
+
+def test_what_a_group_leaves_of_a_fused_parameter_keeps_its_live_bytes_in_a_zone() -> None:
+    case = ZonedCase(names=["layers.0.q.weight", "layers.1.norm.weight"])
+    for version in (1, 2, 3):
+        case.update(version)
+        mixed = checkpoint(0) | {name: checkpoint(version)[name] for name in case.names}
+        assert live_digests(case.model.live) == digests_expected(mixed)[0]
+
+
+def test_padding_is_filled_in_a_zone_as_the_loader_fills_it() -> None:
+    model = PaddingLoader(2, 0, 1)
+    narrow = checkpoint(1) | {"norm.weight": checkpoint(1)["norm.weight"][:-3]}
+    norm = model.live.get_parameter("norm.weight")
+    norm.data[-3:] = 0
+    installer = ModelInstaller(model)
+    terms = installer.open(manifest_of(narrow, TIED), "standby", partial=False, zone=True)
+    assert terms.zone is not None
+    zone = torch.full((terms.zone.nbytes,), 0xFF, dtype=torch.uint8)
+    installer.prepare(zone, lambda _: None)
+    installer.install(zone)
+    assert norm.data[-3:].tolist() == [0, 0, 0] and torch.isnan(norm.data[:-3]).all()
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "why"),
+    [
+        (PlainEngineModel, "copy", "its weights are copied"),
+        (ComputingLoader, "standby", "loaded by its own loader"),
+        (CapturedGraphs, "auto", "loaded by its own loader"),
+    ],
+)
+def test_where_the_trainer_cannot_write_the_second_set_a_zone_is_refused_and_the_next_terms_hold(
+    model: type[PlainEngineModel], policy: str, why: str
+) -> None:
+    installer = ModelInstaller(model(2, 0, 1))
+    manifest = manifest_of(checkpoint(0), TIED)
+    with pytest.raises(TransportUnavailable, match=why):
+        installer.open(manifest, policy, partial=False, zone=True)
+    assert installer.open(manifest, policy, partial=False).zone is None
+
+
+class Cramped(PlainEngineModel):
+    """Little memory is left."""
+
+    left_bytes = 1000
+
+    def free_bytes(self) -> int:
+        return self.left_bytes
+
+
+def test_a_second_set_that_does_not_fit_is_refused_with_both_numbers_and_auto_does_without() -> None:
+    model = Cramped(2, 0, 1)
+    installer, manifest = ModelInstaller(model), manifest_of(checkpoint(0), TIED)
+    model.left_bytes = 1 << 10
+    with pytest.raises(
+        EngineUnsupported, match=r"a second set of \d+ MiB does not fit: 0 MiB are free .* install='copy'"
+    ):
+        installer.open(manifest, "standby", partial=False)
+    assert installer.open(manifest, "auto", partial=False).install == "copy"
+    model.left_bytes = 1 << 30
+    assert installer.open(manifest, "auto", partial=False).install == "standby"
+    model.left_bytes = manifest.nbytes
+    assert installer.open(manifest, "auto", partial=False).install == "standby", "its second set is held already"
 
 
 def test_what_is_read_back_is_what_was_sent() -> None:

@@ -16,6 +16,7 @@ import pytest
 from inference_plugin.net.addresses import runtime_dir
 from inference_plugin.net.report_files import last_report
 from inference_plugin.transports.shm import ShmSender
+from inference_plugin.transports.zone import ZoneSender
 from inference_plugin.wire.errors import CommitFailed, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Committed, Outcome
 from inference_plugin.wire.reports import UpdateReport
@@ -60,7 +61,8 @@ def files_that_may_not_grow(one: SyncManager, patch: pytest.MonkeyPatch) -> None
 
 
 def bytes_that_cant_be_kept(one: SyncManager, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShmSender, "memory", no_space)
+    for sender in (ShmSender, ZoneSender):
+        patch.setattr(sender, "kept", no_space)
 
 
 def bookkeeping_that_fails(one: SyncManager, patch: pytest.MonkeyPatch) -> None:

@@ -343,7 +343,7 @@ class Troubles(StormChecks[R]):
     def _drawn_options(self) -> dict[str, Any]:
         return {
             "install": self.chance.choice(("copy", "standby", "auto")),
-            "transport": self.chance.choice(("shm", "zmq")),
+            "transport": self.chance.choice(("auto", "shm", "zmq")),
             "catch_up": self.chance.choice(("never", "never", "auto")),
         }
 

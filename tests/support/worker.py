@@ -15,6 +15,7 @@ from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel
 from inference_plugin.transports.base import Target
 from inference_plugin.wire.digest import digest_group
+from inference_plugin.wire.errors import TransportUnavailable
 from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest, GroupStatus, Seal, WorkerCard
@@ -46,7 +47,9 @@ class KeepingInstaller:
         self.gate.set()
         self.open_gate.set()
 
-    def open(self, manifest: Manifest, policy: str, *, partial: bool) -> InstallTerms:
+    def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
+        if zone:
+            raise TransportUnavailable("zone: this installer has no second set")
         self._note("open")
         assert self.open_gate.wait(60)
         self.manifest = manifest

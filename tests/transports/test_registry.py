@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from inference_plugin import plugins as hooks
-from inference_plugin.transports import collective, registry, shm, zmq
+from inference_plugin.transports import collective, registry, shm, zmq, zone
 from inference_plugin.transports.base import Receiver, Sender, Staging, Transport
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.support.rig import ROOT
@@ -43,8 +43,9 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_auto_prefers_shared_memory_and_falls_back_to_sockets(plugins: pytest.MonkeyPatch) -> None:
-    assert [transport.name for transport in registry.available_transports()] == ["shm", "zmq", "collective"]
-    plugins.setattr(shm, "TRANSPORT", dataclasses.replace(shm.TRANSPORT, why_not=lambda: "no memfd"))
+    assert [transport.name for transport in registry.available_transports()] == ["zone", "shm", "zmq", "collective"]
+    for each in (zone, shm):
+        plugins.setattr(each, "TRANSPORT", dataclasses.replace(each.TRANSPORT, why_not=lambda: "no memfd"))
     assert [transport.name for transport in registry.available_transports()] == ["zmq", "collective"]
 
 
@@ -53,7 +54,7 @@ def test_an_unknown_name_lists_what_there_is_and_why_the_others_are_not(plugins:
     with pytest.raises(TransportUnavailable, match="no transport is named 'carrot'") as raised:
         registry.transport_named("carrot")
     hint = raised.value.hint
-    assert hint.startswith("available: pigeon, shm, zmq, collective; not available: smoke: no fire here; ")
+    assert hint.startswith("available: pigeon, zone, shm, zmq, collective; not available: smoke: no fire here; ")
     assert "plug-in no.such.module:plugin: ModuleNotFoundError: No module named 'no'" in hint
     assert f"plug-in {HERE}not_there: AttributeError" in hint
 
@@ -62,7 +63,7 @@ def test_a_transport_that_cannot_be_used_here_gives_its_reason(plugins: pytest.M
     plugins.setenv("WEIGHTWIRE_PLUGINS", f"{HERE}adds_pigeons")
     with pytest.raises(TransportUnavailable, match="'smoke' can't be used here: no fire here") as raised:
         registry.transport_named("smoke")
-    assert "available: pigeon, shm, zmq, collective" in raised.value.hint
+    assert "available: pigeon, zone, shm, zmq, collective" in raised.value.hint
 
 
 def test_looking_up_and_listing_agree(plugins: pytest.MonkeyPatch) -> None:
@@ -73,11 +74,11 @@ def test_looking_up_and_listing_agree(plugins: pytest.MonkeyPatch) -> None:
 
 def test_a_plugin_that_cannot_be_imported_breaks_nothing(plugins: pytest.MonkeyPatch) -> None:
     plugins.setenv("WEIGHTWIRE_PLUGINS", "no.such.module:plugin")
-    assert [transport.name for transport in registry.available_transports()] == ["shm", "zmq", "collective"]
+    assert [transport.name for transport in registry.available_transports()] == ["zone", "shm", "zmq", "collective"]
     assert list(hooks.plugin_manager().broken) == ["no.such.module:plugin"]
 
 
-@pytest.mark.parametrize("name", ["shm", "zmq", "collective", "auto"])
+@pytest.mark.parametrize("name", ["zone", "shm", "zmq", "collective", "auto"])
 def test_a_name_that_is_taken_is_refused(plugins: pytest.MonkeyPatch, name: str) -> None:
     hooks.plugin_manager().register(Adds(third_party(name)))
     with pytest.raises(TransportUnavailable, match=f"the transport name '{name}' is taken") as raised:
@@ -86,11 +87,14 @@ def test_a_name_that_is_taken_is_refused(plugins: pytest.MonkeyPatch, name: str)
 
 
 def test_without_any_transport_every_reason_is_told(plugins: pytest.MonkeyPatch) -> None:
-    for module, why in ((shm, "no memfd"), (zmq, "no sockets"), (collective, "no gloo")):
+    for module, why in ((zone, "no swap"), (shm, "no memfd"), (zmq, "no sockets"), (collective, "no gloo")):
         plugins.setattr(module, "TRANSPORT", dataclasses.replace(module.TRANSPORT, why_not=lambda why=why: why))
     with pytest.raises(TransportUnavailable, match="no transport can be used here") as raised:
         registry.available_transports()
-    assert "available: none; not available: shm: no memfd; zmq: no sockets; collective: no gloo" in raised.value.hint
+    assert (
+        "available: none; not available: zone: no swap; shm: no memfd; zmq: no sockets; collective: no gloo"
+        in raised.value.hint
+    )
 
 
 @pytest.mark.parametrize("kind", [Sender, Receiver, Staging])

@@ -14,7 +14,7 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import GroupOpened, ReplicaCard
 
 if TYPE_CHECKING:
-    import torch
+    from inference_plugin.transports.base import Kept
 
 __all__ = [
     "Action",
@@ -64,16 +64,19 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Agreed:
-    """The terms under which a replica opened the group: `key` names them; `opened` is each worker's answer."""
+    """The terms under which a replica opened the group: `key` names them; `opened` is each worker's answer. `offered`: the
+    transports of which it took the first that it could."""
 
     key: tuple[str, str, bool]
     transport: str
     opened: tuple[GroupOpened, ...]
+    offered: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class RetainedVersion:
-    """The last version's bytes, laid out by the manifest in a transport's segment on this host, with the trainer's digests."""
+    """The last version's bytes where they lie on this host, with the trainer's digests. `segment`: the description of the
+    transport's segment that holds them, "" if they lie in the zones of a replica."""
 
     version: int
     manifest: Manifest
@@ -82,7 +85,7 @@ class RetainedVersion:
     probe: bytes
     segment: bytes
     segment_id: str
-    memory: torch.Tensor
+    kept: Kept
 
 
 # --- events ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,13 +90,14 @@ class ReplicaSession:
     def _to_all(self) -> tuple[Connect, ...]:
         return all_connections(self.card, self.config.silence_s)
 
-    def targets(self) -> tuple[GoTarget, ...]:
-        """The replica's workers, for a transport that sends to each."""
+    def targets(self, landings: Sequence[bytes] = ()) -> tuple[GoTarget, ...]:
+        """The replica's workers, for a transport that sends to each. `landings`: what each said of where to write."""
         if self.agreed is None:
             return ()
+        card, landings = self.card, landings or [b""] * len(self.card.workers)
         return tuple(
-            GoTarget(self.card.replica, w.rank, w.address, w.pid, self.card.boot_id, terms.needs, w.start_ticks)
-            for w, terms in zip(self.card.workers, self.agreed.opened, strict=True)
+            GoTarget(card.replica, w.rank, w.address, w.pid, card.boot_id, terms.needs, w.start_ticks, landing)
+            for w, terms, landing in zip(card.workers, self.agreed.opened, landings, strict=True)
         )
 
     def replaces(self, before: ReplicaSession) -> None:

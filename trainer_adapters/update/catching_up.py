@@ -1,8 +1,9 @@
 """Brings replicas up to the last version between updates: those that joined, fell behind, or came back.
 
-The last version's bytes still lie in the segment into which the trainer's ranks wrote them, with the digests that they made.
-A transaction in a thread of its own, with connections of its own, takes them from there to one replica; on the trainer's host
-its workers map that very segment. No other replica is asked, and an update that begins meanwhile takes another segment.
+The last version's bytes still lie where the trainer's ranks wrote them, with the digests that they made: in a segment, or in the
+zones of a replica, whose memory this process keeps as well. A transaction in a thread of its own, with connections of its own,
+takes them from there to one replica; on the trainer's host its workers map that very segment. No other replica is asked, and an
+update that begins meanwhile takes another segment.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.geometry import Piece, Slice
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Go, ReplicaCard
-from inference_plugin.wire.tensors import box_view
 from inference_plugin.wire.tracing import Trace, save, under
 from trainer_adapters.events import Events, harmless
 from trainer_adapters.fleet.fleet import Fleet
@@ -39,7 +39,7 @@ ends."""
 
 
 class SegmentSource(WeightSource):
-    """The last version, as a source: its slices are views of the segment where it lies, one for each piece."""
+    """The last version, as a source: its slices are views of the memory where it lies, one for each piece."""
 
     may_be_cut = False
 
@@ -51,7 +51,8 @@ class SegmentSource(WeightSource):
 
     def slices(self) -> Iterator[LocalSlice]:
         for piece in self._retained.pieces:
-            yield LocalSlice(piece.box, box_view(self._retained.memory, self._retained.manifest, piece.box))
+            if (kept := self._retained.kept(piece.box)) is not None:
+                yield LocalSlice(piece.box, kept)
 
 
 class RetainedSender(Sender):
@@ -87,11 +88,12 @@ class RetainedSender(Sender):
 def bring_up(settings: Settings, trainer: str, session: ReplicaSession, retained: RetainedVersion) -> None:
     """Runs one transaction for one replica. Raises the error with which it failed."""
     deadline_s = time.monotonic() + settings.timeout_s
-    writer = Writer(settings, senders={retained.transport: RetainedSender(retained)})
+    writer = Writer(settings, senders={retained.transport: RetainedSender(retained)} if retained.segment else {})
     transaction = Transaction(
         "catch_up",
         settings,
-        [(transport, writer.sender(transport)) for transport in settings.transports],
+        # What is retained was cut for others: it can't be written into a zone.
+        [(each, writer.sender(each)) for each in settings.transports if not each.lands_in_zone],
         retained.manifest,
         retained.version,
         trainer=trainer,

@@ -189,7 +189,7 @@ class _Update:
         needed = policy.count if isinstance(policy, Quorum) else math.inf if policy == "all" else 1
         part = self.fleet.take_part(needed, self._left_s() / 2)
         ways = self.transaction.agree(part.sessions, self._place, part.unreached)
-        if ways and self.settings.catch_up == "always" and "shm" not in [way.name for way in ways]:
+        if ways and self.settings.catch_up == "always" and {"shm", "zone"}.isdisjoint(way.name for way in ways):
             shm = transport_named("shm")
             ways += (GoTransport("shm", self._allocate(shm, self.context.writer.sender(shm)), ()),)
         return ways
@@ -202,7 +202,8 @@ class _Update:
     def _allocate(self, transport: Transport, sender: Sender) -> bytes:
         """Where the bytes will be; the last version's may be there now."""
         busy = self.fleet.segments_in_use()
-        segment = sender.allocate(self.manifest, busy)
+        if not (segment := sender.allocate(self.manifest, busy)):
+            return segment
         self.fleet.segment_taken(transport.name, segment_id(segment), busy, self.manifest.fingerprint)
         return segment
 
@@ -210,10 +211,11 @@ class _Update:
         """From now on late replicas are caught up from this update's bytes, if these still lie somewhere."""
         for way in self.ways if self.settings.catch_up != "never" else ():
             sender = self.context.writer.sender(transport_named(way.name))
-            if (memory := sender.memory(way.segment)) is not None:
+            targets = [as_target(target) for target in way.targets]
+            if (kept := sender.kept(self.manifest, way.segment, targets)) is not None:
                 described = sender.probe(), way.segment, segment_id(way.segment)
                 self.fleet.retain(
-                    RetainedVersion(self.version, self.manifest, self._pieces(), way.name, *described, memory)
+                    RetainedVersion(self.version, self.manifest, self._pieces(), way.name, *described, kept)
                 )
                 return
 

@@ -11,6 +11,7 @@ update failed as a whole; then only `AbortAll` has an effect. An outcome never c
 
 from __future__ import annotations
 
+import collections
 import math
 from collections import deque
 
@@ -128,10 +129,14 @@ class TransactionMachine:
         terms = self.terms
         if not self._starts("agree", terms.deadline_s, now_s):
             return
+        on_host = collections.Counter(joining.host for joining in event.replicas)
         for joining in event.replicas:
             one = self.participants[joining.replica] = Participant(joining.replica, joining.workers)
+            one.offered = terms.transports
+            if on_host[joining.host] > 1 and not terms.alone.issuperset(terms.transports):
+                one.offered = tuple(name for name in terms.transports if name not in terms.alone)
             agreed = joining.agreed
-            if agreed is not None and agreed.key == terms.key and agreed.transport in terms.transports:
+            if agreed is not None and (agreed.key, agreed.offered) == (terms.key, one.offered):
                 one.state, one.agreed = "open", agreed
         for name, error in event.unreached.items():
             self.participants[name] = Participant(name, 0, "failed", error=error)
@@ -231,7 +236,7 @@ class TransactionMachine:
         except WeightwireError as error:
             self._fail(one, error)
             return
-        one.state, one.agreed = "open", Agreed(self.terms.key, one.left[0], opened)
+        one.state, one.agreed = "open", Agreed(self.terms.key, one.left[0], opened, one.offered)
         self._actions.append(TermsAgreed(one.replica, one.agreed))
         if not one.begins_on:
             return
@@ -262,7 +267,7 @@ class TransactionMachine:
         elif any(each.already for each in begun):
             self._fail(one, CommitFailed("its ranks serve different versions", hint="restart the engine"))
         else:
-            one.state = "begun"
+            one.state, one.landings = "begun", tuple(each.landing for each in begun)
 
     def _take_sealed(self, one: Participant, worker: int, answer: object) -> None:
         terms = self.terms
@@ -297,7 +302,7 @@ class TransactionMachine:
     def _ask_to_open(self, one: Participant) -> None:
         """Asks with the next transport. Fails the replica if none is left."""
         if not one.left and not one.refusals:
-            one.left = deque(self.terms.transports)
+            one.left = deque(one.offered)
         one.answers = {}
         if not one.workers:
             self._fail(one, ProtocolError("its card names no worker", hint="restart the engine"))

@@ -47,9 +47,9 @@ __all__ = [
 class Terms:
     """What one transaction brings, its limits, and for whom its commit waits.
 
-    `transports`: names, in order of preference. `digest`: the whole group's, if it is known before the bytes are written.
-    `deadline_s` is a time; the other seconds are durations. `silence_s`: how long to wait for a sign of life;
-    `control_timeout_s`: for a small request.
+    `transports`: names, in order of preference; `alone`: those of them that serve the only replica of a host. `digest`: the
+    whole group's, if it is known before the bytes are written. `deadline_s` is a time; the other seconds are durations.
+    `silence_s`: how long to wait for a sign of life; `control_timeout_s`: for a small request.
     """
 
     group: str
@@ -68,6 +68,7 @@ class Terms:
     silence_s: float
     control_timeout_s: float
     digest: str = ""
+    alone: frozenset[str] = frozenset()
 
     @property
     def key(self) -> tuple[str, str, bool]:
@@ -122,16 +123,19 @@ AT_WORK: dict[Step, tuple[State, ...]] = {
 
 @dataclass
 class Participant:
-    """One replica. `answers`: of its workers, for the step under way. `left`: transports that it has not refused."""
+    """One replica. `answers`: of its workers, for the step under way. `offered`: transports that it may be reached by; `left`:
+    those of them that it has not refused. `landings`: what each worker said of where the trainer writes."""
 
     replica: str
     workers: int
     state: State = "opening"
     agreed: Agreed | None = None
+    offered: tuple[str, ...] = ()
     left: deque[str] = field(default_factory=deque)
     refusals: list[str] = field(default_factory=list)
     answers: dict[int, object] = field(default_factory=dict)
     begins_on: str = ""
+    landings: tuple[bytes, ...] = ()
     sealed: tuple[Sealed, ...] = ()
     committed: Committed | None = None
     error: WeightwireError | None = None
@@ -147,11 +151,12 @@ class Participant:
 
 @dataclass(frozen=True)
 class Joining:
-    """A replica that takes part: how many workers it has, and the terms that were agreed with it before."""
+    """A replica that takes part: how many workers it has, the terms that were agreed with it before, and its host."""
 
     replica: str
     workers: int
     agreed: Agreed | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True)

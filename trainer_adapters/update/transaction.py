@@ -24,7 +24,7 @@ from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.messages import Abort, Done, GoTransport, OpenGroup, Renew, ReplicaCard, Sender
+from inference_plugin.wire.messages import Abort, Done, GoTarget, GoTransport, OpenGroup, Renew, ReplicaCard, Sender
 from inference_plugin.wire.reports import ReplicaReport
 from inference_plugin.wire.tracing import call_it, span, span_since
 from trainer_adapters.events import harmless, phase_begins
@@ -117,6 +117,7 @@ class Transaction:
             silence_s=settings.silence_s(),
             control_timeout_s=settings.config.control_timeout_s,
             digest=digest,
+            alone=frozenset(transport.name for transport, _ in offers if transport.lands_in_zone),
         )
         self.terms = terms
         self._machine = TransactionMachine(terms)
@@ -174,7 +175,7 @@ class Transaction:
         self._sessions = {session.card.replica: session for session in sessions}
         self._cards = {card.replica: card for card in [*(s.card for s in sessions), *(card for card, _ in unreached)]}
         self._sent_before = {name: session.messages for name, session in self._sessions.items()}
-        joining = [Joining(s.card.replica, len(s.workers), s.agreed) for s in sessions]
+        joining = [Joining(s.card.replica, len(s.workers), s.agreed, s.card.boot_id) for s in sessions]
         self._opened_s = time.perf_counter()
         self._run(OpenAll(joining, {card.replica: error for card, error in unreached}))
         segments: dict[str, bytes] = {}
@@ -185,7 +186,7 @@ class Transaction:
         with span("begin", replicas=len(self._machine.participants)):
             self._run(BeginAll(segments))
         return tuple(
-            GoTransport(name, segment, tuple(target for user in users for target in user.targets()))
+            GoTransport(name, segment, tuple(target for user in users for target in self._targets(user)))
             for name, segment in segments.items()
             if (users := self._users_of(name, "begun"))
         )
@@ -334,6 +335,9 @@ class Transaction:
         names = [one.replica for one in participants if one.state == state and one.agreed is not None]
         users = [self._sessions[name] for name in names]
         return [user for user in users if user.agreed is not None and user.agreed.transport == transport]
+
+    def _targets(self, session: ReplicaSession) -> tuple[GoTarget, ...]:
+        return session.targets(self._machine.participants[session.card.replica].landings)
 
     def _trace(self, one: Participant) -> None:
         if one.state == "open":

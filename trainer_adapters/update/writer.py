@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.transports.spread import classes_of
 from inference_plugin.wire.errors import ManifestMismatch, SyncTimeout, WeightwireError
-from inference_plugin.wire.geometry import Edges, Piece
+from inference_plugin.wire.geometry import Box, Edges, Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Go, GoTarget, GoTransport, Wrote
 from inference_plugin.wire.tracing import span, span_since
@@ -77,9 +77,7 @@ class Writer:
         finite = FiniteCheck(manifest) if self._settings.check_finite else None
         try:
             together = bool(source.made_together())
-            sent = [target.needs for way in go.transports if transport_named(way.name).sends for target in way.targets]
-            classes = classes_of((needs, needs) for needs in sent) if source.may_be_cut else []
-            edges = edges_of(members[0] for members in classes)
+            edges = edges_of(self._cuts(go, manifest)) if source.may_be_cut else {}
             for way in go.transports:
                 total.passes += 1
                 with self._taken(source, together, deadline_s) as slices:
@@ -118,6 +116,17 @@ class Writer:
         for sender in self.senders.values():
             sender.close()
         self.senders.clear()
+
+    def _cuts(self, go: Go, manifest: Manifest) -> list[Sequence[Box]]:
+        """The boxes at whose edges slices are cut, of each kind of worker that is sent its own bytes."""
+        ways = [(transport_named(way.name), way.targets) for way in go.transports]
+        sent = [
+            tuple(self.sender(transport).edges(manifest, as_target(target)))
+            for transport, targets in ways
+            if transport.sends
+            for target in targets
+        ]
+        return [members[0] for members in classes_of((boxes, boxes) for boxes in sent)]
 
     def _write_over(
         self, way: GoTransport, go: Go, manifest: Manifest, slices: Iterator[LocalSlice], deadline_s: float
@@ -194,7 +203,14 @@ class _Total:
 def as_target(target: GoTarget) -> Target:
     """The target as transports take it."""
     return Target(
-        target.replica, target.rank, target.address, target.pid, target.boot_id, target.needs, target.start_ticks
+        target.replica,
+        target.rank,
+        target.address,
+        target.pid,
+        target.boot_id,
+        target.needs,
+        target.start_ticks,
+        target.landing,
     )
 
 

@@ -59,6 +59,8 @@ class GoTarget(msgspec.Struct, frozen=True):
     boot_id: BootId
     needs: Boxes
     start_ticks: StartTicks = 0
+    landing: Description = b""
+    """As the worker's `Begun` says it."""
 
 
 class GoTransport(msgspec.Struct, frozen=True):

@@ -101,9 +101,11 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """`already`: this version is installed, and nothing need be sent."""
+    """`already`: this version is installed, and nothing need be sent. `landing`: where trainer ranks write, on a transport
+    that lands in the worker's own memory."""
 
     already: bool = False
+    landing: Description = b""
 
 
 class Bucket(msgspec.Struct, frozen=True, tag="bucket"):

@@ -1,0 +1,324 @@
+"""Same host, one replica: trainer ranks write the workers' second sets of weights themselves, in the engine's layout.
+
+1. each worker makes a *zone*: a memfd that holds a second set of what its installer copies plainly, and behind it, as msgpack,
+   the `ZoneLayout` that says which box lands where. The answer to `Begin` says where the zone is.
+2. every trainer rank maps the zones for one `write`, cuts its slices where places begin and end, and writes each piece to its
+   place. Its mapping ends before it says that it wrote: a later write faults in the trainer.
+3. each worker compares the pieces with their digests, in place, by one read.
+4. the commit swaps pointers: the zone is the live memory, and the one that it replaced is the next update's.
+
+So a byte is copied once, and no segment is made. A zone whose update did not commit is never used again: a rank that was stopped
+in the middle of it may wake and write, into memory that nobody reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import msgspec
+import torch
+
+from inference_plugin.transports.base import Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
+from inference_plugin.transports.pieces import Bytes, Lying, pieces_of, typed
+from inference_plugin.transports.shm import TRANSPORT as SHM
+from inference_plugin.transports.shm import SegmentAddress, SharedSegment
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.copying import copy_rows, copy_rows_and_digest
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.errors import ProtocolError, SyncTimeout, TransportUnavailable, WeightwireError
+from inference_plugin.wire.geometry import Box, Piece, Slice
+from inference_plugin.wire.host_memory import check_fits
+from inference_plugin.wire.manifest import Manifest, aligned
+from inference_plugin.wire.messages.common import Count
+from inference_plugin.wire.tensors import torch_dtype
+from inference_plugin.wire.zone import ZoneLayout
+
+__all__ = ["TRANSPORT", "ZoneAddress"]
+
+TOUCHED_AT_ONCE = 4 << 20
+"""Bytes of one system call, during which no other Python thread runs."""
+
+
+class ZoneAddress(msgspec.Struct, frozen=True):
+    """Where a zone can be opened; its `ZoneLayout` is its bytes from `layout_at` on."""
+
+    segment: SegmentAddress
+    layout_at: Count
+    layout_nbytes: Count
+
+
+# --- the worker's side -------------------------------------------------------------------------------------------------------
+
+
+class Zone:
+    """A worker's zone. Weights that lie in it keep its memory after `close`."""
+
+    def __init__(self, layout: ZoneLayout) -> None:
+        check_fits(layout.nbytes, "zone: a second set of weights", "install='copy' holds none on the engine's side")
+        described = msgspec.msgpack.encode(layout)
+        layout_at = aligned(layout.nbytes)
+        self.layout = layout
+        self._segment = SharedSegment.create(layout_at + len(described))
+        self._segment.tensor[layout_at : layout_at + len(described)] = torch.frombuffer(
+            bytearray(described), dtype=torch.uint8
+        )
+        self.address = ZoneAddress(self._segment.address, layout_at, len(described))
+        self._closed = threading.Event()
+        threading.Thread(target=self._touch, name="weightwire-zone", daemon=True).start()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Its bytes, uint8."""
+        return self._segment.tensor[: self.layout.nbytes]
+
+    def close(self) -> None:
+        """No rank can map it from now on; may be called twice."""
+        self._closed.set()
+        self._segment.close()
+
+    def _touch(self) -> None:
+        """Has the system give it its pages, so that writers don't pay for that."""
+        for start in range(0, self.layout.nbytes, TOUCHED_AT_ONCE):
+            if self._closed.wait(0.0005) or not self._segment.touch(start, TOUCHED_AT_ONCE):
+                return
+
+
+class ZoneStaging(Staging):
+    """The zone of one transaction. It is closed once it is settled, and then is the live memory; or it was dropped."""
+
+    def __init__(self, receiver: ZoneReceiver, zone: Zone) -> None:
+        self._receiver = receiver
+        self._zone: Zone | None = zone
+        self._layout = zone.layout
+        self.segment = zone.memory
+        self.segment_id = zone.address.segment.segment_id
+        self.extra_bytes = 0
+        self.landing = msgspec.msgpack.encode(zone.address)
+
+    def lying(self, manifest: Manifest, box: Box) -> Iterable[Lying]:
+        dtype = torch_dtype(manifest.tensors[box.tensor].dtype)
+        for landing in self._layout.landings(manifest, box):
+            yield Lying(landing.base, landing.rows, partial(landing.view, dtype=dtype))
+
+    def settle(self) -> None:
+        zone, self._zone = self._zone, None
+        if zone is not None:
+            self._receiver.is_live(zone)
+
+    def close(self) -> None:
+        self.segment = torch.empty(0, dtype=torch.uint8)
+        zone, self._zone = self._zone, None
+        if zone is not None:
+            zone.close()
+
+
+class ZoneReceiver(Receiver):
+    """Two zones used in turn: the live one, and that of the next update."""
+
+    def __init__(self) -> None:
+        self._layout: ZoneLayout | None = None
+        self._live: Zone | None = None
+        self._spare: Zone | None = None
+        self._is_closed = False
+
+    def check_probe(self, probe: bytes) -> None:
+        SharedSegment.attach(decode_as(probe, SegmentAddress), writable=False).close()
+
+    def land_in(self, layout: ZoneLayout) -> None:
+        self._layout = layout
+
+    def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
+        if self._layout is None:
+            raise ProtocolError("a zone was asked for before its layout was agreed")
+        zone, self._spare = self._spare, None
+        return ZoneStaging(self, zone or Zone(self._layout))
+
+    def is_live(self, zone: Zone) -> None:
+        """The engine computes with the zone; the one of before is free, and every writer's mapping of it has ended."""
+        if self._is_closed:
+            zone.close()
+            return
+        self._spare, self._live = self._live, zone
+        if self._spare is None and self._layout is not None:
+            # Now: the next update must not wait for its pages. What this one replaced may not be free yet.
+            with contextlib.suppress(TransportUnavailable):
+                self._spare = Zone(self._layout)
+
+    def drop_kept(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.drop_kept()
+        if self._live is not None:
+            self._live.close()  # the weights keep its memory
+            self._live = None
+
+
+# --- the trainer's side ------------------------------------------------------------------------------------------------------
+
+
+class ZoneSender(Sender):
+    """Maps zones for the time of one `write`; remembers their layouts."""
+
+    KEPT = 4
+    """Layouts of each worker that are remembered."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[str, ZoneLayout] = {}
+        self._probe = SHM.sender()
+
+    def probe(self) -> bytes:
+        return self._probe.probe()
+
+    def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
+        return b""
+
+    def edges(self, manifest: Manifest, target: Target) -> Sequence[Box]:
+        address = decode_as(target.landing, ZoneAddress)
+        if (layout := self._layouts.get(address.segment.segment_id)) is None:
+            segment = SharedSegment.attach(address.segment, writable=False)
+            try:
+                layout = _layout_in(segment, address).check(manifest)
+            finally:
+                segment.close()
+            self._layouts[address.segment.segment_id] = layout
+        return [place.box for place in layout.places]
+
+    def write(
+        self,
+        txn: str,
+        group: str,
+        rank: int,
+        manifest: Manifest,
+        description: bytes,
+        slices: Iterator[Slice],
+        targets: Sequence[Target],
+        *,
+        deadline_s: float,
+    ) -> tuple[list[Piece], WriteStats]:
+        pieces: list[Piece] = []
+        stats = WriteStats()
+        zones = self._mapped(targets, writable=True)
+        try:
+            for item in slices:
+                for place, data in pieces_of(manifest, item):
+                    began_s = time.perf_counter()
+                    pieces.append(Piece(place.box, _land(zones, manifest, place.box, data)))
+                    stats.nbytes += data.nbytes
+                    stats.move_s += time.perf_counter() - began_s
+                if time.monotonic() > deadline_s:
+                    raise SyncTimeout(
+                        f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline"
+                    )
+        finally:
+            kept = [zone for zone in zones if not zone.unmap()]
+        if kept:  # never said to be written: the zone would be live, and writable from here
+            raise WeightwireError("a zone could not be unmapped after it was written", side="trainer", rank=rank)
+        self._forget({decode_as(target.landing, ZoneAddress).segment.segment_id for target in targets})
+        return pieces, stats
+
+    def kept(self, manifest: Manifest, description: bytes, targets: Sequence[Target]) -> Kept | None:
+        return KeptZones(manifest, self._mapped(targets, writable=False)).read
+
+    def close(self) -> None:
+        self._layouts.clear()
+        self._probe.close()
+
+    def _mapped(self, targets: Sequence[Target], *, writable: bool) -> list[MappedZone]:
+        zones: list[MappedZone] = []
+        try:
+            for target in targets:
+                address = decode_as(target.landing, ZoneAddress)
+                layout = self._layouts[address.segment.segment_id]
+                zones.append(MappedZone(SharedSegment.attach(address.segment, writable=writable), layout))
+        except BaseException:
+            for zone in zones:
+                zone.unmap()
+            raise
+        return zones
+
+    def _forget(self, used: set[str]) -> None:
+        """Zones that were replaced are not seen again."""
+        for known in [each for each in self._layouts if each not in used][: -self.KEPT * len(used) or None]:
+            del self._layouts[known]
+
+
+class MappedZone:
+    """A worker's zone, mapped by a trainer rank for one write."""
+
+    def __init__(self, segment: SharedSegment, layout: ZoneLayout) -> None:
+        self.layout = layout
+        self.segment = segment
+
+    def unmap(self) -> bool:
+        """Whether nothing of it is mapped any more."""
+        return self.segment.close()
+
+
+class KeptZones:
+    """What an update brought into zones, as they are now: whoever takes it from here compares digests. Keeps their memory, also
+    when the worker has ended."""
+
+    def __init__(self, manifest: Manifest, zones: Sequence[MappedZone]) -> None:
+        self._manifest = manifest
+        self._zones = zones
+
+    def read(self, box: Box) -> torch.Tensor | None:
+        dtype = torch_dtype(self._manifest.tensors[box.tensor].dtype)
+        for zone in self._zones:
+            for landing in zone.layout.landings(self._manifest, box):
+                return landing.view(zone.segment.tensor, dtype)
+        return None
+
+    def __del__(self) -> None:
+        for zone in self._zones:
+            zone.unmap()
+
+
+def _layout_in(segment: SharedSegment, address: ZoneAddress) -> ZoneLayout:
+    end = address.layout_at + address.layout_nbytes
+    if end > segment.nbytes:
+        raise ProtocolError(f"a zone of {segment.nbytes} bytes whose layout ends at {end}")
+    layout = decode_as(segment.tensor[address.layout_at : end].numpy().tobytes(), ZoneLayout)
+    if layout.nbytes > address.layout_at:
+        raise ProtocolError(f"a zone whose layout, at {address.layout_at}, lies in its {layout.nbytes} bytes")
+    return layout
+
+
+def _land(zones: Sequence[MappedZone], manifest: Manifest, box: Box, data: Bytes) -> int:
+    """Copies a piece to all its places; returns its digest, computed while it is copied where its rows allow that."""
+    digest: int | None = None
+    for zone in zones:
+        memory = zone.segment.tensor
+        for landing in zone.layout.landings(manifest, box):
+            if (rows := landing.rows) is None:
+                dtype = torch_dtype(manifest.tensors[box.tensor].dtype)
+                landing.view(memory, dtype).copy_(typed(data, dtype).view(box.sizes))
+                continue
+            (count, row_bytes), stride = rows.sizes, rows.strides[0]
+            zone.segment.touch(rows.offset, (count - 1) * stride + row_bytes)
+            if digest is None:
+                digest = copy_rows_and_digest(memory.numpy(), rows.offset, stride, data, count, row_bytes)
+            else:
+                copy_rows(memory.numpy(), rows.offset, stride, data, 0, row_bytes, count, row_bytes, True)
+    return digest_bytes(data) if digest is None else digest
+
+
+TRANSPORT = Transport(
+    name="zone",
+    summary="same host, one replica: trainer ranks write the second set that the commit swaps in; 1 copy per byte",
+    preference=5,
+    why_not=SHM.why_not,
+    sender=ZoneSender,
+    receiver=ZoneReceiver,
+    copies_per_byte=1,  # trainer -> parameter
+    sends=True,
+    lands_in_zone=True,
+)

@@ -1,0 +1,45 @@
+"""How much more memory this process may take: what the host has free, and what its control group (a container) leaves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from inference_plugin.wire.errors import TransportUnavailable
+
+__all__ = ["check_fits", "free_host_bytes"]
+
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where control groups of version 2 are mounted (https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
+
+
+def free_host_bytes() -> int:
+    """Bytes that this process can take without swapping, and without being killed for its container's limit."""
+    import psutil  # type: ignore[import-untyped]  # takes long to import, and is needed here only
+
+    return min([int(psutil.virtual_memory().available), *left_in_groups(Path("/proc/self/cgroup"), CGROUPS)])
+
+
+def check_fits(nbytes: int, what: str, hint: str) -> None:
+    """Raises `TransportUnavailable`, with both numbers, where so many bytes are not free."""
+    if nbytes > (free := free_host_bytes()):
+        raise TransportUnavailable(f"{what} of {nbytes >> 20} MiB does not fit: {free >> 20} MiB are free", hint=hint)
+
+
+def left_in_groups(membership: Path, mounted: Path) -> Iterator[int]:
+    """What each control group that bounds this process leaves: its limit, less what it holds beside files that can be dropped."""
+    try:
+        own = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]
+    except OSError:
+        return
+    for group in [mounted / name.lstrip("/") for name in own]:
+        for each in (group, *group.parents):
+            if not each.is_relative_to(mounted):
+                break
+            with contextlib.suppress(OSError, ValueError):  # the root has no limit, and "max" is none
+                limit = int((each / "memory.max").read_text())
+                held = int((each / "memory.current").read_text())
+                lines = (each / "memory.stat").read_text().splitlines()
+                files = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+                yield max(0, limit - held + files)

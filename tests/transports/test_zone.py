@@ -1,0 +1,271 @@
+"""Zones: any slices of any ranks land bit for bit in any engine layout, or are refused; nothing stays mapped."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_plugin.transports.base import Target
+from inference_plugin.transports.zone import ZoneAddress, ZoneReceiver, ZoneSender
+from inference_plugin.wire.errors import (
+    DigestMismatch,
+    ManifestMismatch,
+    ProtocolError,
+    SyncTimeout,
+    TransportUnavailable,
+)
+from inference_plugin.wire.geometry import Box, Piece, Region, c_strides, merge_dims
+from inference_plugin.wire.manifest import Manifest, TensorSpec
+from inference_plugin.wire.tensors import dtype_name
+from inference_plugin.wire.zone import Place, ZoneLayout, strides_of_box
+from tests.transports.cases import any_bits
+from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.update.cutting import cut_slices, edges_of
+
+FAR_S = 3600.0
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
+
+
+@st.composite
+def boxes(draw: st.DrawFn, tensor: int, shape: tuple[int, ...]) -> Box:
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    sizes = tuple(draw(st.integers(1, size - o)) for size, o in zip(shape, offsets, strict=True))
+    return Box(tensor, offsets, sizes)
+
+
+def of_box(box: Box, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+
+
+def cut_at_random(draw: st.DrawFn, tensor: int, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes that tile a tensor."""
+    spans = []
+    for size in shape:
+        at = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
+        spans.append(list(itertools.pairwise(at)))
+    return [
+        Box(tensor, tuple(start for start, _ in part), tuple(end - start for start, end in part))
+        for part in itertools.product(*spans)
+    ]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, manifest: Manifest) -> ZoneLayout:
+    """Places of random boxes, in any order of dimensions, with gaps."""
+    places, at = [], 0
+    for i, spec in enumerate(manifest.tensors):
+        item_bytes = spec.nbytes // max(1, math.prod(spec.shape))
+        for _ in range(draw(st.integers(0, 2))):
+            box = draw(boxes(i, spec.shape))
+            order = draw(st.permutations(range(len(spec.shape))))
+            strides, step = [0] * len(order), item_bytes
+            for dim in order:
+                strides[dim] = step
+                step *= box.sizes[dim] + draw(st.integers(0, 1))
+            at = -(-at // item_bytes) * item_bytes + item_bytes * draw(st.integers(0, 3))
+            places.append(Place(box, at, tuple(strides)))
+            at += step * item_bytes
+    return ZoneLayout(at + 1, tuple(places))
+
+
+def target_of(landing: bytes, rank: int = 0) -> Target:
+    return Target("r", rank, "ipc:///nowhere", os.getpid(), "boot", (), 0, landing)
+
+
+def write(sender: ZoneSender, manifest: Manifest, slices: list[LocalSlice], targets: list[Target]) -> list[Piece]:
+    edges = edges_of(sender.edges(manifest, target) for target in targets)
+    cut = cut_slices(slices, edges)
+    pieces, _ = sender.write("t", "policy", 0, manifest, b"", cut, targets, deadline_s=time.monotonic() + FAR_S)
+    return pieces
+
+
+def lies_at(zone: torch.Tensor, place: Place, dtype: torch.dtype) -> torch.Tensor:
+    """What lies at a place, by its definition."""
+    typed = zone[: zone.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    strides = [stride // dtype.itemsize for stride in place.strides]
+    return typed.as_strided(place.box.sizes, strides, place.offset // dtype.itemsize)
+
+
+def manifest_of(tensors: list[torch.Tensor]) -> Manifest:
+    specs = (TensorSpec(f"t{i}", dtype_name(t.dtype), tuple(t.shape)) for i, t in enumerate(tensors))
+    return Manifest(tuple(specs)).check()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataObject) -> None:
+    kinds = data.draw(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=3))
+    tensors = [any_bits(dtype, *shape, seed=i) for i, (shape, dtype) in enumerate(kinds)]
+    manifest = manifest_of(tensors)
+    receivers = [ZoneReceiver() for _ in range(data.draw(st.integers(1, 2)))]
+    chosen = [data.draw(layouts(manifest)) for _ in receivers]
+    for receiver, layout in zip(receivers, chosen, strict=True):
+        receiver.land_in(layout)
+    staged = [receiver.open(manifest, b"", ()) for receiver in receivers]
+    for staging in staged:
+        staging.segment.fill_(0xAA)
+    targets = [target_of(staging.landing, i) for i, staging in enumerate(staged)]
+    parts = [part for i, t in enumerate(tensors) for part in cut_at_random(data.draw, i, tuple(t.shape))]
+    ranks = [ZoneSender(), ZoneSender()]
+    pieces: list[Piece] = []
+    for number, sender in enumerate(ranks):
+        slices = [LocalSlice(part, of_box(part, tensors[part.tensor])) for part in parts[number::2]]
+        pieces += write(sender, manifest, slices, targets)
+    for staging, layout in zip(staged, chosen, strict=True):
+        expected = torch.full((layout.nbytes,), 0xAA, dtype=torch.uint8)
+        for place in layout.places:
+            lies_at(expected, place, tensors[place.box.tensor].dtype).copy_(
+                of_box(place.box, tensors[place.box.tensor])
+            )
+        assert torch.equal(staging.segment, expected)
+        staging.check(manifest, pieces, lambda _: None)
+        staging.close()
+    for one in (*ranks, *receivers):
+        one.close()
+
+
+@given(st.data())
+def test_strides_of_a_box_are_those_of_its_elements(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
+    box = data.draw(boxes(0, shape))
+    order, given_strides, step = data.draw(st.permutations(range(len(shape)))), [0] * len(shape), 1
+    for dim in order:
+        given_strides[dim] = step
+        step *= box.sizes[dim] + data.draw(st.integers(0, 1))
+    units = c_strides(shape)
+    start = sum(o * unit for o, unit in zip(box.offsets, units, strict=True))
+    sizes, (source, dest) = merge_dims(box.sizes, units, given_strides)
+    found = strides_of_box(box, shape, Region("s", start, sizes, source), Region("d", 0, sizes, dest))
+    assert [f for f, n in zip(found, box.sizes, strict=True) if n > 1] == [
+        g for g, n in zip(given_strides, box.sizes, strict=True) if n > 1
+    ]
+
+
+# --- one zone of two matrices ---------------------------------------------------------------------------------------------
+
+TENSORS = [any_bits(torch.bfloat16, 8, 6, seed=1), any_bits(torch.float32, 5, seed=2)]
+MANIFEST = manifest_of(TENSORS)
+LAYOUT = ZoneLayout(1024, (Place(Box(0, (2, 0), (4, 6)), 0, (12, 2)), Place(Box(1, (0,), (5,)), 512, (4,))))
+
+
+@pytest.fixture
+def receiver() -> Iterator[ZoneReceiver]:
+    one = ZoneReceiver()
+    one.land_in(LAYOUT)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[ZoneSender]:
+    one = ZoneSender()
+    yield one
+    one.close()
+
+
+def whole_slices() -> list[LocalSlice]:
+    return [LocalSlice(MANIFEST.whole(i), tensor) for i, tensor in enumerate(TENSORS)]
+
+
+def test_a_byte_that_changed_after_it_was_written_fails_the_check(receiver: ZoneReceiver, sender: ZoneSender) -> None:
+    staging = receiver.open(MANIFEST, b"", ())
+    pieces = write(sender, MANIFEST, whole_slices(), [target_of(staging.landing)])
+    assert staging.check(MANIFEST, pieces, lambda _: None) == 48 + 20
+    for at in (0, 47, 512, 531):
+        staging.segment[at] ^= 1
+        with pytest.raises(DigestMismatch, match="is not what the trainer sent"):
+            staging.check(MANIFEST, pieces, lambda _: None)
+        staging.segment[at] ^= 1
+
+
+def test_pieces_that_were_not_cut_where_a_place_begins_are_refused(receiver: ZoneReceiver, sender: ZoneSender) -> None:
+    staging = receiver.open(MANIFEST, b"", ())
+    target = target_of(staging.landing)
+    sender.edges(MANIFEST, target)
+    with pytest.raises(ProtocolError, match=r"t0\[0:8, 0:6\] is not cut where t0\[2:6, 0:6\] begins or ends"):
+        sender.write(
+            "t", "policy", 0, MANIFEST, b"", iter(whole_slices()), [target], deadline_s=time.monotonic() + FAR_S
+        )
+    with pytest.raises(ProtocolError, match="is not cut where"):
+        staging.check(MANIFEST, [Piece(MANIFEST.whole(0), 0)], lambda _: None)
+
+
+def test_a_layout_that_does_not_fit_the_manifest_or_the_zone_is_refused(sender: ZoneSender) -> None:
+    places = {
+        ManifestMismatch: Place(Box(0, (2, 0), (7, 6)), 0, (12, 2)),
+        ProtocolError: Place(Box(0, (2, 0), (4, 6)), 1000, (12, 2)),
+    }
+    for kind, place in places.items():
+        receiver = ZoneReceiver()
+        receiver.land_in(ZoneLayout(1024, (place,)))
+        staging = receiver.open(MANIFEST, b"", ())
+        with pytest.raises(kind):
+            sender.edges(MANIFEST, target_of(staging.landing))
+        staging.close()
+        receiver.close()
+
+
+def test_an_address_that_is_no_zone_is_refused(receiver: ZoneReceiver, sender: ZoneSender) -> None:
+    staging = receiver.open(MANIFEST, b"", ())
+    address = msgspec.msgpack.decode(staging.landing, type=ZoneAddress)
+    for changed in (
+        msgspec.structs.replace(address, layout_at=1 << 40),
+        msgspec.structs.replace(address, layout_at=address.layout_at + 1),
+        msgspec.structs.replace(address, layout_at=512),
+    ):
+        with pytest.raises(ProtocolError):
+            sender.edges(MANIFEST, target_of(msgspec.msgpack.encode(changed)))
+    other = msgspec.structs.replace(address, segment=msgspec.structs.replace(address.segment, inode=1))
+    with pytest.raises(TransportUnavailable, match="is not the segment that was announced"):
+        sender.edges(MANIFEST, target_of(msgspec.msgpack.encode(other)))
+
+
+def test_a_write_that_is_late_says_how_far_it_came_and_leaves_nothing_mapped(
+    receiver: ZoneReceiver, sender: ZoneSender
+) -> None:
+    staging = receiver.open(MANIFEST, b"", ())
+    target = target_of(staging.landing)
+    cut = cut_slices(whole_slices(), edges_of([sender.edges(MANIFEST, target)]))
+    before = mappings()
+    with pytest.raises(SyncTimeout, match=r"wrote .* of 116 bytes before the deadline"):
+        sender.write("t", "policy", 0, MANIFEST, b"", cut, [target], deadline_s=time.monotonic() - 1)
+    assert mappings() == before
+
+
+def test_a_zone_that_became_live_is_kept_by_its_weights_and_its_turn_comes_again(receiver: ZoneReceiver) -> None:
+    zones = []
+    for i in range(4):
+        staging = receiver.open(MANIFEST, b"", ())
+        staging.segment.fill_(i)
+        weights = torch.from_numpy(staging.segment.numpy()[:16])
+        zones.append(staging.segment_id)
+        staging.settle()
+        staging.close()
+        assert weights.tolist() == [i] * 16
+    assert zones[0] == zones[2] and zones[1] == zones[3] and zones[0] != zones[1]
+    receiver.close()
+    assert weights.tolist() == [3] * 16
+
+
+def test_a_zone_that_was_dropped_is_never_used_again(receiver: ZoneReceiver) -> None:
+    used = set()
+    for _ in range(5):
+        staging = receiver.open(MANIFEST, b"", ())
+        assert staging.segment_id not in used
+        used.add(staging.segment_id)
+        staging.close()
+
+
+def mappings() -> int:
+    return sum("/memfd:weightwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
