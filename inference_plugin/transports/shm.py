@@ -12,6 +12,7 @@ which the kernel allows to the same user only (ptrace access mode "read"), in th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -131,6 +132,14 @@ class SharedSegment:
     def address(self) -> SegmentAddress:
         """The address for other processes, valid while this one lives and keeps the segment open."""
         return SegmentAddress(self.segment_id, boot_id(), os.getpid(), self.fd, self.nbytes, os.fstat(self.fd).st_ino)
+
+    def set_writable(self, writable: bool) -> None:
+        """Ends, or begins anew, this process's permission to write; its page tables stay. Raises OSError."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(self.tensor.data_ptr())
+        if self._map is None or libc.mprotect(address, ctypes.c_size_t(self.nbytes), protection):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def touch(self, start: int, nbytes: int) -> bool:
         """Maps the pages of `start:start + nbytes` for writing, in a fraction of the time that faults take. False: the system

@@ -2,8 +2,8 @@
 
 1. each worker makes a *zone*: a memfd that holds a second set of what its installer copies plainly, and behind it, as msgpack,
    the `ZoneLayout` that says which box lands where. The answer to `Begin` says where the zone is.
-2. every trainer rank maps the zones for one `write`, cuts its slices where places begin and end, and writes each piece to its
-   place. Its mapping ends before it says that it wrote: a later write faults in the trainer.
+2. every trainer rank makes its mapping of the zones writable for one `write`, cuts its slices where places begin and end, and
+   writes each piece to its place. It ends that before it says that it wrote: a later write faults in the trainer.
 3. each worker compares the pieces with their digests, in place, by one read.
 4. the commit swaps pointers: the zone is the live memory, and the one that it replaced is the next update's.
 
@@ -29,7 +29,7 @@ from inference_plugin.transports.shm import SegmentAddress, SharedSegment
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows, copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import ProtocolError, SyncTimeout, TransportUnavailable, WeightwireError
+from inference_plugin.wire.errors import ProtocolError, SyncTimeout, TransportUnavailable
 from inference_plugin.wire.geometry import Box, Piece, Slice
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest, aligned
@@ -165,13 +165,12 @@ class ZoneReceiver(Receiver):
 
 
 class ZoneSender(Sender):
-    """Maps zones for the time of one `write`; remembers their layouts."""
+    """Keeps the last two zones of each worker mapped, to read: building page tables anew costs as much as a copy."""
 
-    KEPT = 4
-    """Layouts of each worker that are remembered."""
+    KEPT = 2
 
     def __init__(self) -> None:
-        self._layouts: dict[str, ZoneLayout] = {}
+        self._zones: dict[str, MappedZone] = {}
         self._probe = SHM.sender()
 
     def probe(self) -> bytes:
@@ -181,15 +180,7 @@ class ZoneSender(Sender):
         return b""
 
     def edges(self, manifest: Manifest, target: Target) -> Sequence[Box]:
-        address = decode_as(target.landing, ZoneAddress)
-        if (layout := self._layouts.get(address.segment.segment_id)) is None:
-            segment = SharedSegment.attach(address.segment, writable=False)
-            try:
-                layout = _layout_in(segment, address).check(manifest)
-            finally:
-                segment.close()
-            self._layouts[address.segment.segment_id] = layout
-        return [place.box for place in layout.places]
+        return [place.box for place in self._zone(manifest, target).layout.places]
 
     def write(
         self,
@@ -205,8 +196,11 @@ class ZoneSender(Sender):
     ) -> tuple[list[Piece], WriteStats]:
         pieces: list[Piece] = []
         stats = WriteStats()
-        zones = self._mapped(targets, writable=True)
+        zones = [self._zone(manifest, target) for target in targets]
+        is_over = False
         try:
+            for zone in zones:
+                zone.segment.set_writable(True)
             for item in slices:
                 for place, data in pieces_of(manifest, item):
                     began_s = time.perf_counter()
@@ -217,49 +211,58 @@ class ZoneSender(Sender):
                     raise SyncTimeout(
                         f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline"
                     )
+            for zone in zones:
+                zone.segment.set_writable(False)
+                zone.is_fresh = False
+            is_over = True
         finally:
-            kept = [zone for zone in zones if not zone.unmap()]
-        if kept:  # never said to be written: the zone would be live, and writable from here
-            raise WeightwireError("a zone could not be unmapped after it was written", side="trainer", rank=rank)
-        self._forget({decode_as(target.landing, ZoneAddress).segment.segment_id for target in targets})
+            if not is_over:  # the update comes to nothing, and the zones are not used again
+                for target in targets:
+                    self._drop(decode_as(target.landing, ZoneAddress).segment.segment_id)
+        for known in list(self._zones)[: -self.KEPT * len(targets)]:
+            self._drop(known)
         return pieces, stats
 
     def kept(self, manifest: Manifest, description: bytes, targets: Sequence[Target]) -> Kept | None:
-        return KeptZones(manifest, self._mapped(targets, writable=False)).read
+        zones = []
+        for target in targets:
+            address = decode_as(target.landing, ZoneAddress)
+            zones.append(
+                MappedZone(SharedSegment.attach(address.segment, writable=False), self._zone(manifest, target).layout)
+            )
+        return KeptZones(manifest, zones).read
 
     def close(self) -> None:
-        self._layouts.clear()
+        for known in list(self._zones):
+            self._drop(known)
         self._probe.close()
 
-    def _mapped(self, targets: Sequence[Target], *, writable: bool) -> list[MappedZone]:
-        zones: list[MappedZone] = []
-        try:
-            for target in targets:
-                address = decode_as(target.landing, ZoneAddress)
-                layout = self._layouts[address.segment.segment_id]
-                zones.append(MappedZone(SharedSegment.attach(address.segment, writable=writable), layout))
-        except BaseException:
-            for zone in zones:
-                zone.unmap()
-            raise
-        return zones
+    def _zone(self, manifest: Manifest, target: Target) -> MappedZone:
+        """A worker's zone, mapped to read; the last one that was asked for comes last."""
+        address = decode_as(target.landing, ZoneAddress)
+        if (zone := self._zones.pop(address.segment.segment_id, None)) is None:
+            segment = SharedSegment.attach(address.segment, writable=True)
+            try:
+                segment.set_writable(False)
+                zone = MappedZone(segment, _layout_in(segment, address).check(manifest))
+            except BaseException:
+                segment.close()
+                raise
+        self._zones[address.segment.segment_id] = zone
+        return zone
 
-    def _forget(self, used: set[str]) -> None:
-        """Zones that were replaced are not seen again."""
-        for known in [each for each in self._layouts if each not in used][: -self.KEPT * len(used) or None]:
-            del self._layouts[known]
+    def _drop(self, segment_id: str) -> None:
+        if (zone := self._zones.pop(segment_id, None)) is not None:
+            zone.segment.close()
 
 
 class MappedZone:
-    """A worker's zone, mapped by a trainer rank for one write."""
+    """A worker's zone in a trainer's process. `is_fresh`: its pages are not mapped yet."""
 
     def __init__(self, segment: SharedSegment, layout: ZoneLayout) -> None:
         self.layout = layout
         self.segment = segment
-
-    def unmap(self) -> bool:
-        """Whether nothing of it is mapped any more."""
-        return self.segment.close()
+        self.is_fresh = True
 
 
 class KeptZones:
@@ -279,7 +282,7 @@ class KeptZones:
 
     def __del__(self) -> None:
         for zone in self._zones:
-            zone.unmap()
+            zone.segment.close()
 
 
 def _layout_in(segment: SharedSegment, address: ZoneAddress) -> ZoneLayout:
@@ -303,7 +306,8 @@ def _land(zones: Sequence[MappedZone], manifest: Manifest, box: Box, data: Bytes
                 landing.view(memory, dtype).copy_(typed(data, dtype).view(box.sizes))
                 continue
             (count, row_bytes), stride = rows.sizes, rows.strides[0]
-            zone.segment.touch(rows.offset, (count - 1) * stride + row_bytes)
+            if zone.is_fresh:
+                zone.segment.touch(rows.offset, (count - 1) * stride + row_bytes)
             if digest is None:
                 digest = copy_rows_and_digest(memory.numpy(), rows.offset, stride, data, count, row_bytes)
             else:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,7 @@ from inference_plugin.wire.geometry import Box, Piece, Region, c_strides, merge_
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import dtype_name
 from inference_plugin.wire.zone import Place, ZoneLayout, strides_of_box
+from tests.support.rig import ROOT
 from tests.transports.cases import any_bits
 from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.update.cutting import cut_slices, edges_of
@@ -240,7 +244,28 @@ def test_a_write_that_is_late_says_how_far_it_came_and_leaves_nothing_mapped(
     before = mappings()
     with pytest.raises(SyncTimeout, match=r"wrote .* of 116 bytes before the deadline"):
         sender.write("t", "policy", 0, MANIFEST, b"", cut, [target], deadline_s=time.monotonic() - 1)
-    assert mappings() == before
+    assert mappings() == before - 1, "not even to read"
+
+
+LATER_WRITE = """
+import ctypes
+from tests.transports.test_zone import LAYOUT, MANIFEST, ZoneReceiver, ZoneSender, target_of, whole_slices, write
+receiver, sender = ZoneReceiver(), ZoneSender()
+receiver.land_in(LAYOUT)
+staging = receiver.open(MANIFEST, b"", ())
+target = target_of(staging.landing)
+write(sender, MANIFEST, whole_slices(), [target])
+address = sender._zone(MANIFEST, target).segment.tensor.data_ptr()
+print(ctypes.c_uint8.from_address(address).value == staging.segment[0].item(), flush=True)
+ctypes.memset(address, 1, 1)
+print("written", flush=True)
+"""
+
+
+def test_a_write_after_the_end_faults_in_the_trainer() -> None:
+    command = [sys.executable, "-c", LATER_WRITE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (-signal.SIGSEGV, "True\n"), done
 
 
 def test_a_zone_that_became_live_is_kept_by_its_weights_and_its_turn_comes_again(receiver: ZoneReceiver) -> None:
