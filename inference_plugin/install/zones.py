@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import Throttle
 from inference_plugin.install.plan import Placement
-from inference_plugin.install.policies import PolicyInstaller, StandbyInstaller
+from inference_plugin.install.policies import PolicyInstaller, StandbyInstaller, WayBack
 from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.standby import StandbyWeights
 from inference_plugin.wire.errors import TransportUnavailable, first_few
@@ -23,8 +23,16 @@ __all__ = ["ZoneInstaller", "zone_layout"]
 class ZoneInstaller(StandbyInstaller):
     """Swaps the storages of a zone in. It keeps no second set: the zone that was swapped out is the transport's."""
 
+    def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
+        super().__init__(agreement, way_back)
+        self._spans = _spans(agreement)[0]
+
     def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
-        storages = dict(_storages_in(segment, self._agreement))
+        zone = segment.numpy()
+        # Each is a torch storage of its own, as the engine's are, over the zone's memory.
+        storages = {
+            key: torch.from_numpy(zone[span.start : span.end]).view(span.dtype) for key, span in self._spans.items()
+        }
         with torch.inference_mode():
             for fill in self._agreement.plan.fills:
                 if fill.dest.tensor in storages and fill.dest.tensor in self._layout.written:
@@ -45,8 +53,8 @@ def zone_layout(agreement: Agreement, kind: type[PolicyInstaller]) -> ZoneLayout
         raise _refused(f"the engine makes something else of {first_few(sorted(layout.rebuilt))}")
     if agreement.model.device.type != "cpu":
         raise _refused(f"the weights are on {agreement.model.device}")
-    offsets, nbytes = _offsets(agreement)
-    return ZoneLayout(nbytes, tuple(_place(agreement, p, offsets[p.dest.tensor]) for p in layout.plain_placements))
+    spans, nbytes = _spans(agreement)
+    return ZoneLayout(nbytes, tuple(_place(agreement, p, spans[p.dest.tensor].start) for p in layout.plain_placements))
 
 
 def _place(agreement: Agreement, placement: Placement, storage_at: int) -> Place:
@@ -63,22 +71,22 @@ def _place(agreement: Agreement, placement: Placement, storage_at: int) -> Place
     return Place(box, offset, tuple(stride * item_bytes for stride in strides))
 
 
-def _offsets(agreement: Agreement) -> tuple[dict[str, int], int]:
-    """Where each storage that the group writes begins in a zone, and the zone's size, in bytes."""
-    offsets: dict[str, int] = {}
+class _Span(NamedTuple):
+    """The bytes of a zone that are one storage of the model."""
+
+    start: int
+    end: int
+    dtype: torch.dtype
+
+
+def _spans(agreement: Agreement) -> tuple[dict[str, _Span], int]:
+    """Where each storage that the group writes lies in a zone, by key, and the zone's size in bytes."""
+    spans: dict[str, _Span] = {}
     nbytes = 0
     for key, storage in sorted(agreement.layout.own_storages().items()):
-        offsets[key] = nbytes
+        spans[key] = _Span(nbytes, nbytes + storage.nbytes, storage.dtype)
         nbytes += aligned(storage.nbytes)
-    return offsets, nbytes
-
-
-def _storages_in(zone: torch.Tensor, agreement: Agreement) -> Iterator[tuple[str, torch.Tensor]]:
-    """The storages of a zone by key: each is a torch storage of its own, as the engine's are, over the zone's memory."""
-    live: Mapping[str, torch.Tensor] = agreement.layout.own_storages()
-    for key, offset in _offsets(agreement)[0].items():
-        own = torch.from_numpy(zone.numpy()[offset : offset + live[key].nbytes])
-        yield key, own.view(live[key].dtype)
+    return spans, nbytes
 
 
 def _refused(why: str) -> TransportUnavailable:
