@@ -173,6 +173,7 @@ def test_two_replicas_of_a_host_share_a_segment_and_one_that_is_left_gets_a_zone
         for version in (2, 3, 4):
             assert ways(manager.update(source(version), version)) == ZONE and holds(stays, version)
         again = start()
+        eventually(lambda: caught_up(manager, again, 4), "the replica that is there again")
         report = manager.update(source(5), 5)
         assert ways(report) == [("committed", "shm", "standby")] * 2 and holds(again, 5) and holds(stays, 5)
 
