@@ -1,4 +1,4 @@
-"""Tables and files of results. One file holds the rows of all engines; a run replaces its own engine's."""
+"""Tables and files of results. One file holds the rows of all engines; a run replaces those of the cases that it measured."""
 
 from __future__ import annotations
 
@@ -55,9 +55,14 @@ def compare(console: Console, own: list[Row]) -> None:
             )
 
 
-def merge(path: Path, engine: str, rows: list[Row]) -> list[Row]:
-    """Writes the rows of `engine` in place of its former ones; returns all."""
+def merge(path: Path, rows: list[Row]) -> list[Row]:
+    """Writes rows in place of the former ones of their cases; returns all."""
     before = json.loads(path.read_text()) if path.exists() else []
-    merged = [row for row in before if row["engine"] != engine] + rows
+    measured = {_case(row) for row in rows}
+    merged = [row for row in before if _case(row) not in measured] + rows
     path.write_text(json.dumps(merged, indent=1) + "\n")
     return merged
+
+
+def _case(row: Row) -> tuple[str, int, str]:
+    return row["engine"], row["tp"], row["layout"]

@@ -2,8 +2,8 @@
 
 A 506 M-parameter Qwen3 in bf16 (1.01 GB), FSDP2 on two gloo ranks, a real engine with TP1 and TP2 on the same host.
 Writes into benchmarks/results: update.json (medians), decoding.json (what a standby in preparation costs the decoding
-beside it) and timeline.json (decoding steps and traces of single updates), in which it replaces the rows of its engine; and
-their pictures (benchmarks/plots.py).
+beside it) and timeline.json (decoding steps and traces of single updates), in which it replaces the rows of the cases that it
+measured; and their pictures (benchmarks/plots.py).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, measured in (("update", rows), ("decoding", decoding), ("timeline", timeline)):
         if measured:
-            merge(arguments.out / f"{name}.json", kind.name, measured)
+            merge(arguments.out / f"{name}.json", measured)
     draw_all(arguments.out)
     console.print(f"written to {arguments.out}")
 
