@@ -53,6 +53,8 @@ def zone_layout(agreement: Agreement, kind: type[PolicyInstaller]) -> ZoneLayout
         raise _refused(f"the engine makes something else of {first_few(sorted(layout.rebuilt))}")
     if agreement.model.device.type != "cpu":
         raise _refused(f"the weights are on {agreement.model.device}")
+    if mixed := _filled_among_weights(agreement):
+        raise _refused(f"the engine's loader fills {first_few(mixed)} with constants, and then writes weights there")
     spans, nbytes = _spans(agreement)
     return ZoneLayout(nbytes, tuple(_place(agreement, p, spans[p.dest.tensor].start) for p in layout.plain_placements))
 
@@ -69,6 +71,20 @@ def _place(agreement: Agreement, placement: Placement, storage_at: int) -> Place
     strides = strides_of_box(box, placement.shape, placement.source, placement.dest)
     offset = storage_at + placement.dest.offset * item_bytes
     return Place(box, offset, tuple(stride * item_bytes for stride in strides))
+
+
+def _filled_among_weights(agreement: Agreement) -> list[str]:
+    """Storages where a constant might lie over weights: it is filled in when these are there already."""
+    return sorted(
+        {
+            fill.dest.tensor
+            for fill in agreement.plan.fills
+            for placement in agreement.layout.plain_placements
+            if placement.dest.tensor == fill.dest.tensor
+            and placement.dest.offset < fill.dest.end
+            and fill.dest.offset < placement.dest.end
+        }
+    )
 
 
 class _Span(NamedTuple):

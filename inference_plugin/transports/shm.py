@@ -141,6 +141,11 @@ class SharedSegment:
         if self._map is None or libc.mprotect(address, ctypes.c_size_t(self.nbytes), protection):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
+    def keep_from_children(self) -> None:
+        """Processes that this one forks (a data loader's) don't get the mapping."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTFORK)
+
     def touch(self, start: int, nbytes: int) -> bool:
         """Maps the pages of `start:start + nbytes` for writing, in a fraction of the time that faults take. False: the system
         can't (before Linux 5.14), or the segment is closed."""

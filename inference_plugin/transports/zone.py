@@ -243,6 +243,7 @@ class ZoneSender(Sender):
         if (zone := self._zones.pop(address.segment.segment_id, None)) is None:
             segment = SharedSegment.attach(address.segment, writable=True)
             try:
+                segment.keep_from_children()
                 segment.set_writable(False)
                 zone = MappedZone(segment, _layout_in(segment, address).check(manifest))
             except BaseException:

@@ -298,9 +298,21 @@ def test_padding_is_filled_in_a_zone_as_the_loader_fills_it() -> None:
     assert norm.data[-3:].tolist() == [0, 0, 0] and torch.isnan(norm.data[:-3]).all()
 
 
+class ClearingLoader(PlainEngineModel):
+    """A loader that clears a padded parameter before it writes it: in a zone the weights are there before the constant is."""
+
+    def pads(self, module: nn.Module) -> bool:
+        return True
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        model.get_parameter("norm.weight").data.zero_()
+        return super().load_weights(model, tensors)
+
+
 @pytest.mark.parametrize(
     ("model", "policy", "why"),
     [
+        (ClearingLoader, "standby", "with constants, and then writes weights there"),
         (PlainEngineModel, "copy", "its weights are copied"),
         (ComputingLoader, "standby", "loaded by its own loader"),
         (CapturedGraphs, "auto", "loaded by its own loader"),

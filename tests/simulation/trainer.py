@@ -46,7 +46,7 @@ __all__ = ["CONFIG", "SHM", "Operation", "Trainer"]
 
 CONFIG = Config()
 MANIFEST = Manifest((TensorSpec("w", "float32", (2,)),), {}).check()
-SHM: Any = SimpleNamespace(name="shm")
+SHM: Any = SimpleNamespace(name="shm", lands_in_zone=False)
 SENDER: Any = SimpleNamespace(probe=lambda: b"", without=lambda _replica: None)
 
 
