@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from inference_plugin.install.plan import Fill, Placement
+from inference_plugin.install.row_copies import copy_on_all_cores, row_copies
 from inference_plugin.wire.geometry import Box, bounding_box, c_strides, in_box
 
 __all__ = ["Replay", "read_back"]
@@ -44,14 +45,22 @@ class Replay:
             self._copies = [
                 (p, p.dest.of(destinations[p.dest.tensor]), p.source.of(sources[p.source.tensor])) for p in placements
             ]
+        self._rows = row_copies(placements, sources, destinations)
         self.nbytes = sum(p.nbytes for p in placements) + sum(f.dest.numel * f.dtype.itemsize for f in fills)
         self._steps: dict[int, list[_Step]] = {}
 
     def run(self, *, between: Callable[[int], None] | None = None, step_bytes: int = 16 << 20) -> None:
-        """Writes everything. `between(bytes_done)` is called between steps of about `step_bytes` bytes.
+        """Writes everything. `between(bytes_done)` is called between steps of about `step_bytes` bytes; without it CPU memory is
+        written by all cores of this process at once.
 
         On a GPU the copies are queued on the current stream; the caller waits for it.
         """
+        if between is None and self._rows is not None:
+            with torch.inference_mode():
+                for view, value in self._fills:
+                    view.fill_(value)
+            copy_on_all_cores(self._rows)
+            return
         if step_bytes not in self._steps:
             self._steps[step_bytes] = self._cut(step_bytes)
         with torch.inference_mode():  # only so may live parameters that are inference tensors be written

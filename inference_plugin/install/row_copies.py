@@ -1,0 +1,127 @@
+"""Copies that a replay makes at once, by all cores: the engine stands meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from inference_plugin.install.plan import Placement
+from inference_plugin.wire.copying import copy_rows
+from inference_plugin.wire.tensors import bytes_view
+
+__all__ = ["RowCopy", "copy_on_all_cores", "row_copies"]
+
+PART_BYTES = 4 << 20
+MOST_THREADS = 16
+"""Memory is no faster with more."""
+
+
+class RowCopy(NamedTuple):
+    """`copying.copy_rows`' arguments."""
+
+    target: Any
+    target_start: int
+    target_stride: int
+    source: Any
+    source_start: int
+    source_stride: int
+    rows: int
+    row_bytes: int
+
+
+def row_copies(
+    placements: Sequence[Placement], sources: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]
+) -> list[RowCopy] | None:
+    """The placements as copies of rows, none larger than `PART_BYTES` by much, in any order. None where they are not all rows of
+    CPU memory, or where one might lie over another."""
+    ends: dict[str, int] = {}
+    copies: list[RowCopy] = []
+    for placement in sorted(placements, key=lambda p: (p.dest.tensor, p.dest.offset)):
+        source, dest = placement.source, placement.dest
+        target, origin = destinations[dest.tensor], sources[source.tensor]
+        strides = [(*region.strides,)[-1:] for region in (source, dest)]
+        if (
+            target.device.type != "cpu"
+            or origin.device.type != "cpu"
+            or len(dest.sizes) > 2
+            or any(stride not in ((), (1,)) for stride in strides)
+            or (len(dest.sizes) == 2 and min(source.strides[0], dest.strides[0]) < dest.sizes[1])
+            or dest.offset < ends.get(dest.tensor, 0)
+        ):
+            return None
+        ends[dest.tensor] = dest.end
+        item_bytes = placement.dtype.itemsize
+        rows, length = (1, 1, *dest.sizes)[-2:]
+        stride_of = [(0, 0, *region.strides)[-2] if len(dest.sizes) == 2 else 0 for region in (dest, source)]
+        copy = RowCopy(
+            _bytes_of(target), dest.offset * item_bytes, stride_of[0] * item_bytes,
+            _bytes_of(origin), source.offset * item_bytes, stride_of[1] * item_bytes,
+            rows, length * item_bytes,
+        )  # fmt: skip
+        copies += _parts(copy)
+    return copies
+
+
+def copy_on_all_cores(copies: Sequence[RowCopy]) -> None:
+    """Makes the copies, around the cache."""
+    threads = min(MOST_THREADS, len(_cores()), len(copies))
+    if threads <= 1:
+        _copy(copies)
+    else:
+        list(_helpers(threads).map(_copy, [copies[i::threads] for i in range(threads)]))
+
+
+def _copy(copies: Sequence[RowCopy]) -> None:
+    for copy in copies:
+        copy_rows(*copy, True)
+
+
+def _parts(copy: RowCopy) -> list[RowCopy]:
+    """A copy in parts of about `PART_BYTES`."""
+    if copy.rows == 1:
+        return [
+            copy._replace(
+                target_start=copy.target_start + at,
+                source_start=copy.source_start + at,
+                row_bytes=min(PART_BYTES, copy.row_bytes - at),
+            )
+            for at in range(0, copy.row_bytes, PART_BYTES)
+        ]
+    at_once = max(1, PART_BYTES // copy.row_bytes)
+    return [
+        copy._replace(
+            target_start=copy.target_start + first * copy.target_stride,
+            source_start=copy.source_start + first * copy.source_stride,
+            rows=min(at_once, copy.rows - first),
+        )
+        for first in range(0, copy.rows, at_once)
+    ]
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return bytes_view(tensor.detach()).numpy()
+
+
+def _cores() -> frozenset[int]:
+    """All cores on which threads of this process run: an engine binds each of its threads to one of them."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found |= os.sched_getaffinity(int(task.name))
+    return frozenset(found or os.sched_getaffinity(0))
+
+
+@functools.cache
+def _helpers(threads: int) -> ThreadPoolExecutor:
+    """Threads that stay, free to run on all of `_cores`, whatever the thread is bound to that began them."""
+    cores = _cores()
+    return ThreadPoolExecutor(
+        threads, thread_name_prefix="weightwire-copy", initializer=lambda: os.sched_setaffinity(0, cores)
+    )
