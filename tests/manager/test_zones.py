@@ -215,9 +215,10 @@ def test_bytes_of_a_kept_zone_that_are_no_longer_what_the_trainer_wrote_are_not_
     dies = start()
     with SyncManager(timeout_s=60) as manager:
         manager.update(source(1), 1)
+        zones = held(dies.worker_pid())
         dies.end()
         files = [file for file in Path("/proc/self/fd").iterdir() if file.is_file() and is_ours(file)]
-        kept = next(file for file in files if file.stat().st_size > 4096)  # not the probe
+        kept = next(file for file in files if file.stat().st_ino in zones)
         with kept.open("r+b") as zone:
             first = zone.read(1)
             zone.seek(0)
