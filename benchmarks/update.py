@@ -53,21 +53,24 @@ def main() -> None:
             if not arguments.decoding:
                 rows += measure(engine, trainer, case, arguments.runs, arguments.ways, console.print)
             decoding.append(measure_decoding(engine, trainer, case))
-    timeline: list[Row] = []
+        write(arguments.out, update=rows, decoding=decoding)
     if not arguments.decoding:
         tp, layout = cases[0]
         console.print(f"starting {kind.title} tp={tp}, {layout} layout, with traces ...")
         with tempfile.TemporaryDirectory() as traces, processes(kind, model, tp, layout, traces) as (engine, trainer):
-            timeline = measure_timeline(
-                engine, trainer, {"engine": kind.name, "tp": tp, "layout": layout}, Path(traces)
-            )
+            case = {"engine": kind.name, "tp": tp, "layout": layout}
+            write(arguments.out, timeline=measure_timeline(engine, trainer, case, Path(traces)))
     show(console, kind.title, rows, decoding)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    for name, measured in (("update", rows), ("decoding", decoding), ("timeline", timeline)):
-        if measured:
-            merge(arguments.out / f"{name}.json", measured)
     draw_all(arguments.out)
     console.print(f"written to {arguments.out}")
+
+
+def write(out: Path, **measured: list[Row]) -> None:
+    """Writes what was measured so far: a run that is broken off has the cases that it ended."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows in measured.items():
+        if rows:
+            merge(out / f"{name}.json", rows)
 
 
 @contextmanager
