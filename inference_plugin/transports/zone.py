@@ -68,7 +68,8 @@ class Zone:
         )
         self.address = ZoneAddress(self._segment.address, layout_at, len(described))
         self._closed = threading.Event()
-        threading.Thread(target=self._touch, name="weightwire-zone", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread can be started: whoever writes first pays for the pages
+            threading.Thread(target=self._touch, name="weightwire-zone", daemon=True).start()
 
     @property
     def memory(self) -> torch.Tensor:
@@ -226,10 +227,14 @@ class ZoneSender(Sender):
     def kept(self, manifest: Manifest, description: bytes, targets: Sequence[Target]) -> Kept | None:
         zones = []
         for target in targets:
-            address = decode_as(target.landing, ZoneAddress)
-            zones.append(
-                MappedZone(SharedSegment.attach(address.segment, writable=False), self._zone(manifest, target).layout)
-            )
+            layout = self._zone(manifest, target).layout
+            try:
+                segment = SharedSegment.attach(decode_as(target.landing, ZoneAddress).segment, writable=False)
+            except TransportUnavailable:  # its worker has ended, or dropped it
+                for zone in zones:
+                    zone.segment.close()
+                return None
+            zones.append(MappedZone(segment, layout))
         return KeptZones(manifest, zones).read
 
     def close(self) -> None:

@@ -294,3 +294,18 @@ def test_a_zone_that_was_dropped_is_never_used_again(receiver: ZoneReceiver) -> 
 
 def mappings() -> int:
     return sum("/memfd:weightwire" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_zone_that_was_dropped_is_not_kept_and_one_that_is_live_is(
+    receiver: ZoneReceiver, sender: ZoneSender
+) -> None:
+    staging = receiver.open(MANIFEST, b"", ())
+    target = target_of(staging.landing)
+    pieces = write(sender, MANIFEST, whole_slices(), [target])
+    kept = sender.kept(MANIFEST, b"", [target])
+    assert kept is not None
+    found = {piece.box: kept(piece.box) for piece in pieces}
+    inner = Box(0, (2, 0), (4, 6))
+    assert torch.equal(found[inner], of_box(inner, TENSORS[0])) and found[Box(0, (0, 0), (2, 6))] is None
+    staging.close()
+    assert sender.kept(MANIFEST, b"", [target]) is None
