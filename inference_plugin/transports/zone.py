@@ -225,7 +225,7 @@ class ZoneSender(Sender):
         return pieces, stats
 
     def kept(self, manifest: Manifest, description: bytes, targets: Sequence[Target]) -> Kept | None:
-        zones = []
+        zones: list[MappedZone] = []
         for target in targets:
             layout = self._zone(manifest, target).layout
             try:
