@@ -80,11 +80,14 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rig, str, type[
     planned: dict[type[Body], list[tuple[set[str], list[int]]]] = {}
     stopped: list[int] = []
     send = Channel.send
+    lock = threading.Lock()
+    """Catching up sends too, on a thread of its own: it must not stop what is set going again."""
 
     def sending(channel: Channel, body: Body, payload: Any = None) -> None:
-        for addresses, pids in planned.get(type(body), []):
-            if channel.address in addresses:
-                signal_all(pids, signal.SIGSTOP)
+        with lock:
+            for addresses, pids in planned.get(type(body), []):
+                if channel.address in addresses:
+                    signal_all(pids, signal.SIGSTOP)
         send(channel, body, payload)
 
     def plan(rig: Rig, victim: str, kind: type[Body]) -> None:
@@ -94,8 +97,9 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rig, str, type[
         planned.setdefault(kind, []).append((addresses, pids))
 
     def forget() -> None:
-        planned.clear()
-        signal_all(stopped, signal.SIGCONT)
+        with lock:
+            planned.clear()
+            signal_all(stopped, signal.SIGCONT)
 
     monkeypatch.setattr(Channel, "send", sending)
     plan.over = forget  # type: ignore[attr-defined]

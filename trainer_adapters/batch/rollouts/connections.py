@@ -88,7 +88,7 @@ class Connections:
             except Exception:  # a bug of ours must not end the worker
                 logger.exception("weightwire: an error in the thread %s, which goes on", self._thread.name)
                 self._closing.wait(0.1)
-        self._leave()
+        self._leave_all()
         with self._writing:
             assert self._news is not None
             os.close(self._news)
@@ -148,6 +148,8 @@ class Connections:
             with self._lock:
                 orders = pool.link.on_announced(answer)
         self._perform(pool.link, orders)
+        if orders.leave:
+            self._leave(pool)
 
     def _complain(self, pool: PoolConnection, error: WeightwireError) -> None:
         if (told := str(error)) != pool.told:
@@ -164,11 +166,13 @@ class Connections:
             logger.info("weightwire: rollout worker %s works for pool %s", pool.link.worker, pool.link.pool)
         pool.told = ""
         pool.silence_s = min(work.silence_s, self._silence_s) or self._silence_s
-        pool.take.due_s = 0.0
+        pool.take.due_s = time.monotonic() + pool.silence_s / HEARTBEATS if pool.link.stopped else 0.0
         self._perform(pool.link, orders)
         if orders.leave:
-            pool.announce.send(LeavePool(pool.link.worker, pool.link.pool), Done)
-            pool.take.due_s = time.monotonic() + pool.silence_s / HEARTBEATS
+            self._leave(pool)
+
+    def _leave(self, pool: PoolConnection) -> None:
+        pool.announce.send(LeavePool(pool.link.worker, pool.link.pool), Done)
 
     def _send(self, pool: PoolConnection) -> None:
         now_s = time.monotonic()
@@ -207,14 +211,14 @@ class Connections:
         with contextlib.suppress(BlockingIOError):  # no word from other threads
             os.eventfd_read(self._news)
 
-    def _leave(self) -> None:
+    def _leave_all(self) -> None:
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
             with self._lock:
                 known, orders = pool.link.pool, pool.link.give_up()
             try:
                 if known and pool.is_connected:
-                    pool.announce.send(LeavePool(pool.link.worker, known), Done)
+                    self._leave(pool)
             except WeightwireError as error:
                 logger.info("weightwire: rollout worker %s could not leave: %s", pool.link.worker, error)
             self._perform(pool.link, orders)

@@ -3,6 +3,7 @@ rows in the store are this pool's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from inference_plugin.wire.errors import ErrorInfo
@@ -19,7 +20,8 @@ ANNOUNCE_BYTES = 16 << 20
 class Orders:
     """What the worker is to do, in this order: clear tasks from the store, cancel attempts, begin tasks, leave the pool.
 
-    `settled`: tasks of which an attempt is over and done with, once `clear` is done.
+    `settled`: tasks of which an attempt is over and done with, once `clear` is done. A pool that has stopped is left only after
+    its answer to the last announcement: that tells which rows are part of a batch and stay.
     """
 
     clear: tuple[str, ...] = ()
@@ -70,22 +72,31 @@ class PoolLink:
             orders, self.pool = self.give_up(), work.pool
             return orders
         self.received = work.seq
+        self.held.difference_update(work.clear)
+        settled = self._settle(ref for ref in self.finished if ref.task_id in work.clear)
         if work.stop:
             self.stopped = True
             cancel = tuple(sorted(self.running - self.cancelled, key=lambda ref: ref.attempt))
             self.cancelled.update(cancel)
-            unannounced = tuple(ref.task_id for ref in self.finished)
-            self.finished, self.announced = {}, ()
-            self.held.difference_update(work.clear)
-            return Orders((*work.clear, *unannounced), cancel, settled=unannounced, leave=True)
+            unannounced = self._settle(ref for ref in self.finished if ref not in self.announced)
+            clear = (*work.clear, *unannounced)
+            return Orders(clear, cancel, settled=(*settled, *unannounced), leave=not self.announced)
         begin = tuple(
             task for task in work.tasks if (ref := _ref(task)) not in self.running and ref not in self.finished
         )
         self.running.update(_ref(task) for task in begin)
         cancel = tuple(ref for ref in work.cancel if ref in self.running and ref not in self.cancelled)
         self.cancelled.update(cancel)
-        self.held.difference_update(work.clear)
-        return Orders(work.clear, cancel, begin)
+        return Orders(work.clear, cancel, begin, settled)
+
+    def _settle(self, refs: Iterable[TaskRef]) -> tuple[str, ...]:
+        """Finished attempts that need no announcement, or no answer to theirs, any more: what is to be cleared tells that the
+        pool has accepted them, even before the answer is read. Returns their tasks."""
+        settled = set(refs)
+        for ref in settled:
+            del self.finished[ref]
+        self.announced = tuple(ref for ref in self.announced if ref not in settled)
+        return tuple(sorted(ref.task_id for ref in settled))
 
     def wants(self, ref: TaskRef, era: int) -> bool:
         """Whether the result of an attempt that runs is still wanted."""
@@ -123,7 +134,8 @@ class PoolLink:
                 self.held.add(ref.task_id)
         announced, self.announced = self.announced, ()
         settled = tuple(ref.task_id for ref in announced)
-        return Orders(clear=tuple(ref.task_id for ref in announced if ref in dropped), settled=settled)
+        clear = tuple(ref.task_id for ref in announced if ref in dropped)
+        return Orders(clear, settled=settled, leave=self.stopped)
 
     def on_refused(self, error: ErrorInfo) -> Orders:
         """The pool refused the last announcement as such: its tasks fail, so that the next one says."""
