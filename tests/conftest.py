@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -141,6 +142,12 @@ FIRST = (
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker inherits it
         make_yielding_fair(config.rootpath / "build")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage need go through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is not marked

@@ -1,4 +1,8 @@
-"""The command line, as an operator runs it, beside a living replica."""
+"""The command line, as an operator runs it, beside a living replica.
+
+Most commands run in forks of a process that has imported torch: that saves two seconds each. Those whose start is what the test
+is about are started the ordinary way.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from inference_plugin import __version__
 from inference_plugin.net import addresses, curve
 from inference_plugin.net.records import record_of
 from inference_plugin.wire.config import OTHER_VARIABLES, Config
+from tests.support.commands import weightwire
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, eventually, fork, kill
 from trainer_adapters import SyncManager
@@ -23,26 +28,16 @@ from trainer_adapters import SyncManager
 
 def run(*arguments: str, **environment: str) -> tuple[int, Any]:
     """Exit status and what `--json` printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "inference_plugin.cli", *arguments, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | environment,
-    )
-    assert done.stdout, done.stderr
-    document = json.loads(done.stdout)
+    code, printed, told = shown(*arguments, "--json", **environment)
+    assert printed, told
+    document = json.loads(printed)
     assert document.pop("schema") == 1
-    return done.returncode, document
+    return code, document
 
 
 def shown(*arguments: str, **environment: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command whose output goes into a pipe."""
-    command = [sys.executable, "-m", "inference_plugin.cli", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=os.environ | environment, check=False
-    )
-    return done.returncode, done.stdout, done.stderr
+    """Exit status, stdout and stderr of a command whose output goes into files, in a process that has imported torch."""
+    return weightwire(arguments, environment)
 
 
 def plug_in_that_fails(ready: str) -> None:
@@ -181,8 +176,7 @@ def test_what_users_of_an_engine_s_version_miss_is_told_by_status_and_in_every_r
             report = manager.update(ShardSource(checkpoint(1)), 1)
         assert [replica.lacks for replica in report.replicas] == [("answers say nothing",)]
         assert [replica["card"]["lacks"] for replica in run("status")[1]["replicas"]] == [["answers say nothing"]]
-        told = subprocess.run([sys.executable, "-m", "inference_plugin.cli", "status"], capture_output=True, text=True)
-        assert "in this version of plain answers say nothing" in told.stdout
+        assert "in this version of plain answers say nothing" in shown("status")[1]
     finally:
         rig.end()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +25,11 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.messages import Body, Describe, RenewPause, ReplicaCard, Verified, Verify, WorkerCard
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
+from tests.support.commands import weightwire
 from tests.support.managers import SyncManager
 from tests.support.phases import fall_silent
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
-from tests.support.rig import ROOT, Rig, eventually, fork, kill
+from tests.support.rig import Rig, eventually, fork, kill
 from trainer_adapters import LocalSlice
 
 LEASE_S = 1.5
@@ -305,10 +304,9 @@ def test_asleep_it_takes_no_update_until_its_weights_are_awake_and_serves_once_a
             assert raised.value.hint.startswith("call wake_up(tags=['weights']) first")
     verified = manager.verify(source(1))
     assert [r.error.kind for r in verified.replicas if r.error] == ["ReplicaAsleep"]
-    shown = subprocess.run(
-        [sys.executable, "-m", "inference_plugin.cli", "status"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert "asleep (asleep at level 1 by the manager of process" in shown.stdout.replace("\n", " ").replace("  ", " ")
+    code, shown, _ = weightwire(["status"])
+    assert code == 0
+    assert "asleep (asleep at level 1 by the manager of process" in shown.replace("\n", " ").replace("  ", " ")
     assert [(r.state, r.asleep) for r in manager.wake_up(["weights"]).replicas] == [("asleep", ("kv_cache",))]
     assert holds(rig, 1), "level 1 brings them back"
     assert manager.update(source(2), 2).failed == ()

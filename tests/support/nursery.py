@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import importlib
 import json
 import os
@@ -18,13 +19,15 @@ import traceback
 
 import torch
 
-import trainer_adapters.manager  # noqa: F401 -- imported once, here, and inherited by every child
+import trainer_adapters.manager  # noqa: F401
 from tests.support.plain_engine import PlainEngineModel, die_with_parent
 
 
 def main() -> None:
     torch.set_num_threads(1)
     PlainEngineModel(1, 0, 1)  # torch loads much of itself at the first use of a meta device
+    gc.collect()
+    gc.freeze()  # what is imported need not be gone through again in every child
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: a killed child is gone, not a zombie
     for line in sys.stdin:
         request = json.loads(line)
