@@ -13,7 +13,7 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions docs lint format setup engines megatron trl verl lock model clean distclean
+.PHONY: help demo test test-full test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions models docs lint format setup engines megatron trl verl lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ docs: setup ## check the pages' links, names and code, then build them as a site
 
 versions: setup ## run the engine suite's core with every supported vLLM, each from its own lock and removed afterwards; writes docs/versions.md
 	@$(PYTHON) tools/versions.py $(ARGS)
+
+models: setup engines ## update tiny models of every family in vLLM and SGLang, and compare with fresh engines; writes docs/models.md
+	@$(PY) -m tools.models $(ARGS)
 
 lint: setup ## ruff, mypy --strict, import-linter
 	@$(PY) -m ruff check .

@@ -78,6 +78,9 @@ class LiveModel:
             if isinstance(getattr(module, "quant_method", None), self.post_processing)
         }
 
+    def reads(self, module: nn.Module) -> tuple[str, ...]:
+        return ()
+
     def unfinishable(self) -> str | None:
         return None
 

@@ -51,6 +51,14 @@ class Agreement:
             boxes[index] = hull(boxes[index], box) if index in boxes else box
         return tuple(boxes[i] for i in sorted(boxes))
 
+    @cached_property
+    def computed_from(self) -> tuple[str, ...]:
+        """Tensors of the manifest of which the engine's loader makes something else, so that they can't be read back."""
+        if self.plan.refusal is not None:
+            return tuple(spec.name for spec in self.manifest.tensors)
+        names = {name for sources in self.plan.refused_sources.values() for name in sources}
+        return tuple(sorted({self.manifest.tied.get(name, name) for name in names}))
+
 
 def agree(model: EngineModel, manifest: Manifest, *, partial: bool) -> Agreement:
     """Traces and proves the placement plan for `manifest`, off the live model. The caller holds `model.lock`.
@@ -105,8 +113,8 @@ class _Negotiation:
                 phase="open",
             )
         if plan.refusal is not None:
-            # The loader gave up on the whole: ask it tensor by tensor which ones it can't take.
-            if wrong := self._misfits():
+            # Where the loader gave up on the whole, ask it tensor by tensor which ones it can't take.
+            if plan.broke and (wrong := self._misfits()):
                 raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
             return
         if wrong := [f"{name}: {why}" for name, why in plan.dtype_conflicts.items()]:
@@ -121,8 +129,9 @@ class _Negotiation:
     def _misfits(self) -> list[str]:
         wrong = []
         for info in self._tensors:
-            if (reason := trace_plan(self._model.skeleton, self._load, [info]).refusal) is not None:
-                wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {reason}")
+            plan = trace_plan(self._model.skeleton, self._load, [info])
+            if plan.broke:
+                wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {plan.refusal}")
         return wrong
 
     def _why_loader(self, plan: PlacementPlan, traced: PlacementPlan) -> str:
@@ -153,7 +162,8 @@ class _Negotiation:
             )
         unwritten = layout.unwritten_buffers()
         # A name with an underscore is the engine's own (`_prob_scale`): its loader would take it, no checkpoint has it.
-        own = {name for name in unwritten if name.rpartition(".")[2].startswith("_")}
+        # Numbers such as `position_ids` are the constructor's, and nobody trains them.
+        own = {n for n in unwritten if n.rpartition(".")[2].startswith("_") or not self._is_floating(n)}
         if buffers := [n for n, built in unwritten.items() if not built or (n not in own and self._is_loaded(n))]:
             raise ManifestMismatch(
                 f"buffers that the engine takes from a checkpoint, and nothing in the manifest fills: {first_few(buffers)}",
@@ -166,6 +176,9 @@ class _Negotiation:
         held = self._model.skeleton.get_buffer(buffer)
         plan = trace_plan(self._model.skeleton, self._load, [(buffer, tuple(held.shape), held.dtype)])
         return plan.refusal is None and not plan.unused
+
+    def _is_floating(self, buffer: str) -> bool:
+        return self._model.skeleton.get_buffer(buffer).is_floating_point()
 
     def _check_layout(self, layout: LiveLayout) -> None:
         """Everything that the live model holds is accounted for."""

@@ -70,6 +70,9 @@ class EngineModel(Protocol):
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         """The engine's post-processing after a load, by module name. Each is called with a stand-in for that module."""
 
+    def reads(self, module: nn.Module) -> tuple[str, ...]:
+        """The submodules, by attribute, whose finished weights the post-processing of `module` reads."""
+
     def unfinishable(self) -> str | None:
         """Why the model's post-processing can't be repeated module by module; None if it can."""
 

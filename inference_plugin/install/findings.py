@@ -24,10 +24,15 @@ class LoadFindings:
         self._refused: dict[str, str] = {}
         self._refused_sources: dict[str, set[str]] = defaultdict(set)
         self._refusal: str | None = None
+        self._broke = False
         self._casts: dict[str, str] = {}
 
     def wrote(self, destination: Destination, write: Placement | Fill) -> None:
         self._writes.append((destination, write))
+
+    def has_written(self, destination: Destination) -> bool:
+        """Whether the loader has written something of the checkpoint to this destination so far."""
+        return any(dest is destination and isinstance(write, Placement) for dest, write in self._writes)
 
     def used(self, names: Iterable[str]) -> None:
         """The loader took these tensors, and wrote no byte of them."""
@@ -51,10 +56,15 @@ class LoadFindings:
         """The whole plan is unusable."""
         self._refusal = self._refusal or reason
 
+    def broke(self, reason: str) -> None:
+        """The loader raised: it can't take these tensors, or not on meta."""
+        self._broke = True
+        self.refuse_all(reason)
+
     def plan(self) -> PlacementPlan:
         """The plan of everything that was found."""
         if self._refusal is not None:
-            return PlacementPlan(refusal=self._refusal)
+            return PlacementPlan(refusal=self._refusal, broke=self._broke)
         writes: dict[str, list[Placement | Fill]] = defaultdict(list)
         for dest, write in self._writes:
             writes[dest.name].append(write)

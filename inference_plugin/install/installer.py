@@ -91,7 +91,8 @@ class ModelInstaller:
 
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
         if self._agreement is not None:
-            yield from live_digests(self._agreement.manifest, self._agreement.layout)
+            agreement = self._agreement
+            yield from live_digests(agreement.manifest, agreement.layout, agreement.computed_from)
 
     def discard(self) -> None:
         if self._agreement is not None:

@@ -56,13 +56,16 @@ class LiveLayout:
         """Storages that the engine holds in a form of its own, and no post-processing accounts for it."""
         self._placements: dict[str, list[Placement]] = {name: [] for name in self.rebuilt}
         self.plain_placements: list[Placement] = []
-        owner = {key: name for name in self.rebuilt for key in self.rebuilt_keys(name)}
+        owners: dict[str, list[str]] = {}
+        for name in self.rebuilt:
+            for key in self.rebuilt_keys(name):
+                owners.setdefault(key, []).append(name)
         for placement in plan.placements:
             key = placement.dest.tensor
             if key in self._plain:
                 self.plain_placements.append(placement)
-            elif key in owner:
-                self._placements[owner[key]].append(placement)
+            for name in owners.get(key, ()):
+                self._placements[name].append(placement)
         self._references = LiveReferences(self._post, self._trials, self.written)
         self._uncovered = {self._key_of[name] for name in plan.uncovered}
         """Storages of which the plan leaves elements unwritten."""
@@ -86,7 +89,7 @@ class LiveLayout:
             sorted(
                 words(name, path)
                 for name in self.rebuilt
-                for path in (*self._trials[name].moved, *((b,) for b in self._trials[name].buffers))
+                for path in (*self._trials[name].moved, *((n,) for n in self._added(name)))
             )
         )
 
@@ -104,8 +107,15 @@ class LiveLayout:
 
     @property
     def unexplained(self) -> list[str]:
-        """Tensors on live modules that an update might leave behind."""
-        return self._references.unexplained
+        """Tensors on live modules that an update might leave behind: parameters and buffers that neither the model's class nor
+        post-processing made, and what hangs beside them."""
+        modules = [self._post.live_modules[name] for name in self._trials]
+        made = {
+            id(tensor) for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())
+        }
+        held = named_tensors(self._model.live)
+        strangers = [n for n, t, _ in held if t.numel() and n not in self._key_of and id(t) not in made]
+        return [*strangers, *self._references.unexplained]
 
     def is_default(self, parameter: str) -> bool:
         """Whether a parameter that no checkpoint tensor fills is one that the engine's own checkpoint did not fill either."""
@@ -197,7 +207,9 @@ class LiveLayout:
 
     def rebuilt_keys(self, module: str) -> list[str]:
         """The storages that exist only for rebuilding `module`."""
-        return sorted({self._key_of[f"{module}.{name}"] for name in self.rebuilt[module]} - self._plain)
+        own = {self._key_of[f"{module}.{name}"] for name in self.rebuilt[module]}
+        read = {key for each in self._post.read_by(module).values() for key in self._keys_of(each)}
+        return sorted((own | read) - self._plain)
 
     def new_storage(self, key: str) -> torch.Tensor:
         """Memory for a storage. Where the plan leaves bytes of it unwritten it begins as it does in the engine: with the
@@ -278,6 +290,11 @@ class LiveLayout:
         return gaps
 
     def _keys_of(self, module: str) -> set[str]:
-        """The storages that a module's own parameters lie in."""
+        """The storages that a module's own parameters lie in, and those of the modules that its post-processing reads."""
         parameters = self._post.skeleton_modules[module]._parameters
-        return {self._key_of[f"{module}.{name}"] for name, tensor in parameters.items() if tensor is not None}
+        own = {self._key_of[f"{module}.{name}"] for name, tensor in parameters.items() if tensor is not None}
+        return own.union(*map(self._keys_of, self._post.read_by(module).values()))
+
+    def _added(self, module: str) -> frozenset[str]:
+        """Buffers that post-processing writes, and parameters that it adds."""
+        return self._trials[module].buffers | self._trials[module].added

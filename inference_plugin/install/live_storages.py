@@ -20,21 +20,32 @@ class LiveStorages:
         self.model = model
         self.shapes = storage_views(model.skeleton)
         self.key_of = {name: ties.get(key, key) for name, key in keys_by_name(model.skeleton).items()}
-        """The key of each parameter and buffer, by name."""
+        """The key of each parameter and buffer, by name; also of those that the engine added to the live model as views."""
         self._key_of_skeleton = {
             storage_id(tensor): self.key_of[name] for name, tensor, _ in named_tensors(model.skeleton)
         }
         self.tensors: dict[str, torch.Tensor] = {}
         """One live tensor of each storage, by key."""
+        self._key_of_live: dict[int, str] = {}
         self._live_ids: set[int] = set()
         for name, tensor, _ in named_tensors(model.live):
             self._live_ids.add(id(tensor))
             if (key := self.key_of.get(name)) is not None:
                 self.tensors.setdefault(key, tensor)
+                if tensor.numel():
+                    self._key_of_live.setdefault(storage_id(tensor), key)
+        for name, tensor, _ in named_tensors(model.live):
+            if name not in self.key_of and tensor.numel() and (key := self.key_in_live(tensor)) is not None:
+                self.key_of[name] = key
 
     def key_in_skeleton(self, tensor: torch.Tensor) -> str | None:
         """The key of the skeleton's storage that `tensor` lies in, if it lies in one."""
         return self._key_of_skeleton.get(storage_id(tensor))
+
+    def key_in_live(self, tensor: torch.Tensor) -> str | None:
+        """The key of the live storage that `tensor` lies in, if the skeleton has it. As of the construction: an update may
+        give live tensors other memory."""
+        return self._key_of_live.get(storage_id(tensor))
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is itself a parameter or buffer of the live model."""

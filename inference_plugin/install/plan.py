@@ -53,7 +53,7 @@ class PlacementPlan:
     - `fills`: constants, to be written before the placements.
     - `refused`: destination -> why it must go through the engine's own loader. `refused_sources`: the checkpoint tensors
       that this loader needs for it (none known: empty).
-    - `refusal`: why the whole plan is unusable; everything else is then empty.
+    - `refusal`: why the whole plan is unusable; everything else is then empty. `broke`: because the loader raised.
     - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`.
     - `uncovered`: parameter -> number of its elements that neither a placement nor a fill writes. Exact; without buffers
       and refused destinations (`trial_load.loader_coverage` is for those).
@@ -67,6 +67,7 @@ class PlacementPlan:
     refused: Mapping[str, str] = field(default_factory=dict)
     refused_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refusal: str | None = None
+    broke: bool = False
     unused: tuple[str, ...] = ()
     uncovered: Mapping[str, int] = field(default_factory=dict)
     doubled: tuple[str, ...] = ()

@@ -268,6 +268,7 @@ class LoaderInstaller(StandbyInstaller):
                     bytes_view(storage).fill_(0xFF)
             copies = ((name, view.clone()) for name, view in self._sources(segment).items())
             self._model.load_weights(skeleton, copies)
+            held.gather(skeleton)
         for second, first in self._agreement.ties.items():
             one, other = storages.get(second), storages.get(first)
             if one is not None and other is not None and not torch.equal(bytes_view(one), bytes_view(other)):

@@ -32,6 +32,7 @@ class PostProcessing:
         self.skeleton_modules = dict(self.model.skeleton.named_modules())
         self.live_modules = dict(self.model.live.named_modules())
         self.finishers = dict(self.model.finishers())
+        self._name_of = {id(module): name for name, module in reversed(self.skeleton_modules.items())}
         self._filled = filled
 
     def stand_in(self, module: str, storage: Callable[[str], torch.Tensor]) -> StandIn:
@@ -50,9 +51,20 @@ class PostProcessing:
             data = whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())
             return with_data(tensor, data)
 
-        return StandIn(
-            self.skeleton_modules[module], real, lambda tensor: keys.get(storage_id(tensor)), self.model.boundary
-        )
+        def made(name: str) -> StandIn:
+            inner = {attribute: made(read) for attribute, read in self.read_by(name).items()}
+            for attribute, read in self.read_by(name).items():
+                if read in self.finishers:
+                    self.finish(read, inner[attribute])
+            whose = self.skeleton_modules[name]
+            return StandIn(whose, real, lambda tensor: keys.get(storage_id(tensor)), self.model.boundary, inner)
+
+        return made(module)
+
+    def read_by(self, module: str) -> dict[str, str]:
+        """The submodules whose finished weights the post-processing of `module` reads: attribute -> module."""
+        original = self.skeleton_modules[module]
+        return {name: self._name_of[id(getattr(original, name))] for name in self.model.reads(original)}
 
     def finish(self, module: str, stand_in: StandIn) -> None:
         """Runs the engine's post-processing of `module` on a stand-in for it."""

@@ -14,7 +14,6 @@ from torch import nn
 from inference_plugin.install.graph import Path, child_at, helpers_under, is_helper, state_of, tensors_under, words
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT
-from inference_plugin.install.storages import storage_id
 from inference_plugin.install.trials import Trial
 
 __all__ = ["LiveReferences", "View"]
@@ -50,7 +49,6 @@ class LiveReferences:
         self._resets: list[_Reset] = []
         self._lazy_numbers: list[tuple[dict[str, Any], str]] = []
         self._live = {key: tensor for key, tensor in post.storages.tensors.items() if tensor.numel()}
-        self._key_of_live = {storage_id(tensor): key for key, tensor in self._live.items()}
         self.unexplained: list[str] = []
         for name, module in post.live_modules.items():
             skeleton = post.skeleton_modules.get(name)
@@ -77,7 +75,7 @@ class LiveReferences:
         for path, tensor in tensors_under(module, self._model.boundary):
             if not tensor.numel() or not self._model.runtime_state.isdisjoint(path):
                 continue
-            if (key := self._key_of_live.get(storage_id(tensor))) is not None:
+            if (key := self._post.storages.key_in_live(tensor)) is not None:
                 if not self._post.storages.is_registered(tensor):
                     holder = child_at(module, path[:-1])
                     self.views.append(View(key, _table(holder), path[-1], tensor))  # type: ignore[arg-type]
@@ -118,7 +116,7 @@ class LiveReferences:
             holder, held = child_at(module, path[:-1]), child_at(module, path)
         except (LookupError, AttributeError):
             return None  # the engine holds it no longer
-        if held is parameter or (isinstance(held, torch.Tensor) and storage_id(held) not in self._key_of_live):
+        if held is parameter or (isinstance(held, torch.Tensor) and self._post.storages.key_in_live(held) is None):
             if not isinstance(holder, (list, tuple)) and hasattr(holder, "__dict__") and path[-1] in vars(holder):
                 if held is not parameter and self._model.fixed_addresses:
                     return "a copy that the engine made of a parameter, at an address that must stay"

@@ -22,7 +22,10 @@ ABSENT: Any = object()
 
 
 class StandIn:
-    """`tensor` maps a tensor of the skeleton to a real one; `key_of` returns the key of the storage that a real one views."""
+    """`tensor` maps a tensor of the skeleton to a real one; `key_of` returns the key of the storage that a real one views.
+
+    `submodules`: finished stand-ins for the submodules that post-processing reads; all others stay the skeleton's.
+    """
 
     module: nn.Module
 
@@ -32,11 +35,14 @@ class StandIn:
         tensor: Callable[[Tensor], Tensor],
         key_of: Callable[[Tensor], str | None],
         boundary: Boundary,
+        submodules: Mapping[str, StandIn],
     ) -> None:
         self._boundary = boundary
         self._key_of = key_of
+        self._submodules = submodules
         self.module = object.__new__(type(original))
         memo: dict[int, Any] = {id(original): self.module}
+        memo |= {id(original._modules[name]): twin.module for name, twin in submodules.items()}
         self._originals = original  # keeps the ids of the memo
         for name, held in vars(original).items():
             private = name in ("_parameters", "_buffers", "_modules") or name not in _OWN
@@ -82,6 +88,7 @@ class StandIn:
         if value is ABSENT:
             return value
         memo: dict[int, Any] = {id(node): child_at(live, path) for path, node in self._nodes.items()}
+        memo |= {id(twin.module): live._modules[name] for name, twin in self._submodules.items()}
         memo |= {
             id(held): live._parameters[name]
             for name, held in self.module._parameters.items()

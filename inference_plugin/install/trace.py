@@ -71,7 +71,8 @@ _ATEN = torch.ops.aten
 _CLONES = {_ATEN.clone.default, _ATEN._to_copy.default}
 
 
-_STATE = "the model's own state"
+_OWN = "the engine's own "
+"""Before the name of a storage of the model, among the origins of a tensor that was made from it."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -107,7 +108,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 load_weights(placeholders())
         except Exception as error:  # noqa: BLE001 - whatever a loader raises is its answer: the plan is refused
             last = f" (the last tensor handed out was {self._handed_out})" if self._handed_out else ""
-            self.findings.refuse_all(f"the loader raised {type(error).__name__}: {error}{last}")
+            self.findings.broke(f"the loader raised {type(error).__name__}: {error}{last}")
             return
         self._check_bindings()
         self._check_attributes()
@@ -150,7 +151,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         if into in self._sources:
             self.findings.mutated(self._sources[into], "copy_")
         elif not target.numel():
-            self.findings.used(origins - {_STATE})
+            self.findings.used(_sent(origins))
         elif into in self._dests:
             self._copy_to(self._dests[into], target, source, origins)
         elif into in self._derived or into in self._fresh:
@@ -166,8 +167,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return True
 
     def _copy_to(self, dest: Destination, target: Tensor, source: Tensor, origins: frozenset[str]) -> None:
-        if _STATE in origins:
-            self.findings.refuse_all(f"{dest.name} is written from another parameter or buffer")
+        if read := origins - _sent(origins):
+            if read != {_OWN + dest.name} or not self.findings.has_written(dest):
+                self.findings.refuse_all(f"{dest.name} is written from another parameter or buffer")
+            self.findings.refuse(dest.name, "computed from what it held before", _sent(origins))
             return
         if storage_id(source) in self._constants:
             self._fill(dest, target, self._constants[storage_id(source)])
@@ -177,7 +180,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 raise _Refused("copied from a tensor that doesn't come from the checkpoint")
             placement = self._placement(dest, target, source)
         except _Refused as reason:
-            self.findings.refuse(dest.name, str(reason), origins - {_STATE})
+            self.findings.refuse(dest.name, str(reason), _sent(origins))
         else:
             self.findings.wrote(dest, placement)
 
@@ -218,7 +221,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             elif func is _ATEN.fill_.Tensor and storage_id(args[1]) in self._constants:
                 self._fill(dest, target, self._constants[storage_id(args[1])])
             else:
-                self.findings.refuse(dest.name, f"written by {func}", origins - {_STATE})
+                self.findings.refuse(dest.name, f"written by {func}", _sent(origins))
         elif origins:
             if into in self._fresh or into in self._derived:
                 self._derive(target, origins, f"computed by {func}")
@@ -258,13 +261,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     # -- where a tensor comes from
 
     def _origins(self, tensor: Tensor) -> frozenset[str]:
-        """Names of the checkpoint tensors that `tensor` was made from, and `_STATE` if a destination was
-        read."""
+        """Names of the checkpoint tensors that `tensor` was made from, and of the model's storages with `_OWN` before them."""
         key = storage_id(tensor)
         if key in self._sources:
             return frozenset((self._sources[key],))
         if key in self._dests:
-            return frozenset((_STATE,))
+            return frozenset((_OWN + self._dests[key].name,))
         return self._derived[key].origins if key in self._derived else frozenset()
 
     def _region_shown(self, tensor: Tensor) -> Region | None:
@@ -301,7 +303,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                 origins = frozenset((self._sources[key],)) if key in self._sources else origins
             how = "replaced" if name in self._before and name in after else "made" if name in after else "removed"
             self.findings.refuse(
-                canonical.get(name, name), f"{name} is {how} by the loader, not written in place", origins - {_STATE}
+                canonical.get(name, name), f"{name} is {how} by the loader, not written in place", _sent(origins)
             )
 
     def _check_attributes(self) -> None:
@@ -351,6 +353,11 @@ def _destination(name: str, tensor: Tensor) -> Destination:
 def _outermost_first(tensor: Tensor) -> list[int]:
     strides = tuple(tensor.stride())
     return sorted(range(tensor.dim()), key=lambda d: -strides[d])
+
+
+def _sent(origins: frozenset[str]) -> frozenset[str]:
+    """Those of the origins that are checkpoint tensors."""
+    return frozenset(name for name in origins if not name.startswith(_OWN))
 
 
 def _words(origins: frozenset[str]) -> str:

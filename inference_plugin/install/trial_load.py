@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from inference_plugin.install.plan import LoadWeights, TensorInfo
 from inference_plugin.install.storages import named_tensors, storage_id, storage_views, with_data
+from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["LoaderCoverage", "Materialised", "loader_coverage", "materialised"]
@@ -21,10 +22,11 @@ POISON = 0xFF
 
 @dataclass(frozen=True)
 class Materialised:
-    """Real memory of some storages of a skeleton: flat tensors by key, and the key of every name."""
+    """Real memory of some storages of a skeleton: flat tensors by key, and by name the key and the tensor."""
 
     flats: Mapping[str, Tensor]
     keys: Mapping[str, str]
+    places: Mapping[str, Tensor]
 
     def rebound(self, skeleton: nn.Module) -> set[str]:
         """Keys whose storage some name no longer leads to."""
@@ -32,6 +34,18 @@ class Materialised:
         return {
             key for name, key in self.keys.items() if key in self.flats and now.get(name) != storage_id(self.flats[key])
         }
+
+    def gather(self, skeleton: nn.Module) -> None:
+        """Copies what a load put into new parameters or buffers to where their names led before it.
+
+        Raises `EngineUnsupported` where one that the load made has no such place.
+        """
+        for name, tensor, _ in named_tensors(skeleton):
+            place = self.places.get(name)
+            if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
+                raise EngineUnsupported(f"the engine's loader makes {name} anew, in another form")
+            if storage_id(place) != storage_id(tensor):
+                place.copy_(tensor)
 
 
 @contextmanager
@@ -59,7 +73,7 @@ def materialised(skeleton: nn.Module, chosen: set[str], device: torch.device) ->
     for table in tables:
         table.update({key: twins[id(tensor)] for key, tensor in table.items() if id(tensor) in twins})
     try:
-        yield Materialised(flats, keys)
+        yield Materialised(flats, keys, {name: tensor.detach() for name, tensor, _ in named_tensors(skeleton)})
     finally:
         for table, entries in zip(tables, before, strict=True):
             table.clear()
@@ -89,7 +103,7 @@ def loader_coverage(
     """Loads trial tensors for real, to see what the loader writes where no plan describes it.
 
     The skeleton starts as 0xFF, and no trial tensor holds such a byte. Needs the memory of the whole model meanwhile.
-    Raises what the loader raises.
+    Raises what the loader raises, and what `Materialised.gather` does.
     """
     with materialised(skeleton, set(storage_views(skeleton)), torch.device(device)) as held:
         for flat in held.flats.values():
@@ -104,6 +118,7 @@ def loader_coverage(
 
         with torch.no_grad():
             load_weights(trial_tensors())
+            held.gather(skeleton)
         unwritten = {}
         for name, tensor, is_parameter in named_tensors(skeleton):
             if is_parameter and tensor.numel() and (count := _poisoned(tensor)):

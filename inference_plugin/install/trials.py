@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inference_plugin.install.graph import Boundary, Path, child_at, equivalent, is_helper, words
+from inference_plugin.install.graph import Path, child_at, equivalent, is_helper, words
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT, StandIn
 from inference_plugin.install.storages import equal_bytes
@@ -34,10 +34,12 @@ class Trial:
     """Attributes that it sets to what the live module holds, whatever the weights are."""
     buffers: frozenset[str]
     """Buffers that it writes, depending on the weights."""
+    added: frozenset[str]
+    """Parameters that it adds, with memory of their own."""
 
     @property
     def rebuilds(self) -> bool:
-        return bool(self.replaced or self.moved or self.buffers)
+        return bool(self.replaced or self.moved or self.buffers or self.added)
 
 
 def run_trials(post: PostProcessing) -> dict[str, Trial]:
@@ -45,15 +47,16 @@ def run_trials(post: PostProcessing) -> dict[str, Trial]:
     kinds: dict[Any, Trial] = {}
     trials = {}
     for name in post.finishers:
-        kind = _kind(post.skeleton_modules[name], post.live_modules[name], post.model.boundary)
+        kind = _kind(post, name)
         if kind not in kinds:
             kinds[kind] = _try(post, name)
         trials[name] = kinds[kind]
     return trials
 
 
-def _kind(skeleton: nn.Module, live: nn.Module, boundary: Boundary) -> Any:
+def _kind(post: PostProcessing, module: str) -> Any:
     """Equal for modules that are post-processed alike."""
+    skeleton, live, boundary = post.skeleton_modules[module], post.live_modules[module], post.model.boundary
     helpers = tuple(
         (name, type(value), tuple((n, type(v)) for n, v in sorted(vars(value).items())))
         for name, value in sorted({**vars(skeleton), **skeleton._modules}.items())
@@ -64,6 +67,7 @@ def _kind(skeleton: nn.Module, live: nn.Module, boundary: Boundary) -> Any:
         helpers,
         tuple((n, tuple(p.shape), p.dtype) for n, p in skeleton._parameters.items() if p is not None),
         tuple(sorted(n for n, p in live._parameters.items() if p is not None and p.numel() == 0)),
+        tuple(_kind(post, read) for read in post.read_by(module).values()),
     )
 
 
@@ -94,7 +98,19 @@ def _try(post: PostProcessing, module: str) -> Trial:
             f"{module} of the live model differs from what the engine's post-processing makes: {first_few(wrong)}",
             phase="open",
         )
-    return Trial(frozenset(replaced), frozenset(moved), frozenset(settled), frozenset(buffers))
+    added = {
+        n: made for n, made in one.module._parameters.items() if n in made_names - given.keys() and made is not None
+    }
+    views = {n for n, made in added.items() if one.region(made) is not None}
+    if wrong := [n for n in sorted(views) if not post.settled(module, (n,), added[n], one)]:
+        raise EngineUnsupported(
+            f"{module} of the live model is not the view of its weights that the engine's post-processing makes: "
+            f"{first_few(wrong)}",
+            phase="open",
+        )
+    return Trial(
+        frozenset(replaced), frozenset(moved), frozenset(settled), frozenset(buffers), frozenset(added.keys() - views)
+    )
 
 
 def _sort_attributes(post: PostProcessing, module: str, one: StandIn, other: StandIn) -> tuple[set[Path], set[Path]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -17,8 +17,15 @@ from inference_plugin.wire.tensors import bytes_view, dtype_name
 __all__ = ["live_digests"]
 
 
-def live_digests(manifest: Manifest, layout: LiveLayout) -> Iterator[BoxDigest | tuple[str, str]]:
-    """Engine's thread: a digest per box of what the live parameters hold, or (parameter, why it can't be read)."""
+def live_digests(
+    manifest: Manifest, layout: LiveLayout, computed_from: Collection[str]
+) -> Iterator[BoxDigest | tuple[str, str]]:
+    """Engine's thread: a digest per box of what the live parameters hold, or (tensor, why it can't be read).
+
+    `computed_from`: tensors of which the engine's loader makes something else.
+    """
+    for name in computed_from:
+        yield name, "the engine's loader computes with it"
     plain = layout.plain_placements
     yield from _digests(manifest, plain, layout.live_storages(), exact=True)
     computed = layout.read_computed()
@@ -27,7 +34,8 @@ def live_digests(manifest: Manifest, layout: LiveLayout) -> Iterator[BoxDigest |
     for name in layout.rebuilt:
         storages = layout.read_rebuilt(name, unpacking)
         if isinstance(storages, str):
-            yield name, storages
+            for source in dict.fromkeys(placement.source.tensor for placement in layout.rebuilt_placements(name)):
+                yield manifest.tied.get(source, source), storages
         else:
             yield from _digests(manifest, layout.rebuilt_placements(name), storages, exact=False)
 

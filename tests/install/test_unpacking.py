@@ -135,5 +135,5 @@ def test_one_wrong_element_in_the_live_form_shows() -> None:
 def test_what_computes_with_elements_or_loses_some_is_unreadable(pack: Pack) -> None:
     _, installer, _ = updated(pack, torch.int8)
     assert [found for found in installer.read_back() if isinstance(found, tuple)] == [
-        (name, "the engine's form of weight can't be read back") for name in ("one", "other")
+        (name, "the engine's form of weight can't be read back") for name in ("one.weight", "other.weight")
     ]

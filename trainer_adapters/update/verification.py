@@ -77,7 +77,9 @@ def _compare(
         for box in rank.boxes
         if box.name in manifest.index
     )
-    if missing := unread(manifest, boxes):
+    excused = {name for rank in reply.ranks for name in rank.unreadable if name in manifest.index}
+    unreadable_boxes = (manifest.whole(manifest.index[name]) for name in excused)
+    if missing := unread(manifest, (*boxes, *unreadable_boxes)):
         differ.append(f"held by no rank: {first_few(missing)}")
     unreadable = [f"rank {r.rank}: {name}: {why}" for r in reply.ranks for name, why in r.unreadable.items()]
     return ReplicaVerify(

@@ -24,7 +24,7 @@ __all__ = ["VllmModel"]
 class VllmModel(LiveModel):
     """`install.contract.EngineModel` of one worker."""
 
-    runtime_state = frozenset({"kv_cache", "lora_manager"})
+    runtime_state = frozenset({"kv_cache", "lora_manager", "moe_state"})
     boundary = Boundary(
         ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm.forward_context", "vllm.lora", "transformers")
     )
@@ -67,13 +67,19 @@ class VllmModel(LiveModel):
         }
         return {**first, **deferred}
 
+    def reads(self, module: nn.Module) -> tuple[str, ...]:
+        from vllm.model_executor.layers.attention import MLAAttention
+
+        return ("kv_b_proj",) if isinstance(module, MLAAttention) else ()
+
     def unfinishable(self) -> str | None:
         from vllm.model_executor.layers.attention import MLAAttention
 
         if hasattr(self.live, "process_weights_after_loading"):
             return f"{type(self.live).__name__} post-processes as a whole"
-        if any(isinstance(module, MLAAttention) for module in self.live.modules()):
-            return "MLA attention derives weights that are not parameters"
+        for name, module in self.live.named_modules():
+            if isinstance(module, MLAAttention) and getattr(module, "dcp_q_replicate", False):
+                return f"{name} gathers its derived weights over the ranks of a decode context"
         return None
 
     def pads(self, module: nn.Module) -> bool:

@@ -1,0 +1,72 @@
+"""A core of the families of `make models`, those whose weights an engine derives, computes while loading, or makes anew.
+
+What each trial asks stands in `family_trials`: five updates, there and back, each held against a fresh engine bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_plugin.wire.messages import InstallPolicy
+from tests.support.engines import Driver
+from tests.support.families import FAMILIES, make_versions
+from tests.support.family_trials import Host, SglangHost, VllmHost, run_trial
+from tests.support.reachable import differences
+from tests.support.trials import whole
+from trainer_adapters import SyncManager
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+VLLM = ["deepseek_v2", "deepseek_v3", "mamba2", "phi", "falcon", "hunyuan_moe", "bert-classifier", "qwen3-classifier"]
+SGLANG = ["glm4_moe", "gemma2"]
+
+
+@pytest.fixture(scope="module")
+def vllm(runtime: Path) -> Iterator[Host]:
+    host = VllmHost(runtime)
+    yield host
+    host.close()
+
+
+@pytest.mark.parametrize("install", ["copy", "standby"])
+@pytest.mark.parametrize("name", VLLM)
+def test_a_family_in_vllm_is_a_fresh_engine_after_every_update(
+    vllm: Host, tmp_path: Path, name: str, install: InstallPolicy
+) -> None:
+    family = FAMILIES[name]
+    trial = run_trial(vllm, family, make_versions(family, tmp_path), plain=False, install=install)
+    assert (trial.outcome, trial.updates) == ("right", 5), trial
+
+
+@pytest.mark.parametrize("name", SGLANG)
+def test_a_family_in_sglang_is_a_fresh_engine_after_every_update(runtime: Path, tmp_path: Path, name: str) -> None:
+    family, host = FAMILIES[name], SglangHost(runtime)
+    try:
+        trial = run_trial(host, family, make_versions(family, tmp_path), plain=True, install="standby")
+    finally:
+        host.close()
+    assert (trial.outcome, trial.updates) == ("right", 5), trial
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "mamba2"])
+def test_what_each_rank_derives_from_its_shard_follows_the_updates(runtime: Path, tmp_path: Path, name: str) -> None:
+    """Each rank holds what a fresh engine's does, in everything that its modules reach. Tokens are not compared: with two
+    ranks a DeepSeek-V2 of this engine does not repeat its own."""
+    family = FAMILIES[name]
+    model_a, model_b = make_versions(family, tmp_path)
+    fresh = {}
+    for model in (model_b, model_a):
+        with Driver(runtime) as engine:
+            engine.open(model, tensor_parallel_size=2, dtype=family.dtype, **family.vllm)
+            fresh[model] = engine.rpc("ext_state")
+            if model == model_a:
+                with SyncManager(install="standby", timeout_s=60) as manager:
+                    for version, target in enumerate((model_b, model_a, model_b, model_a)):
+                        manager.update(whole(target), version)
+                        for held, wanted in zip(engine.rpc("ext_state"), fresh[target], strict=True):
+                            assert differences(held, wanted) == []
+                    assert [replica.differ for replica in manager.verify(whole(model_a)).replicas] == [()]
+    assert differences(fresh[model_a][1], fresh[model_b][1])

@@ -1,0 +1,453 @@
+"""Model families for `make models`: one table, and tiny random checkpoints of each.
+
+A family is a model class of transformers with a tiny configuration, made from a seed without the network. Two seeds are two
+versions of one model: every tensor differs. `make_versions` checks that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, Maker, _noise, _of, load, rewrite
+
+__all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
+
+Answer = Literal["tokens", "embed", "classify"]
+
+NOISE = 0.2
+"""Weight of the noise that every tensor gets, beside the initialisation by transformers."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: how its checkpoints are made, and how engines are started with them."""
+
+    name: str
+    maker: Maker
+    answer: Answer = "tokens"
+    """What an engine answers with: greedy tokens, or a pooled vector per prompt."""
+    dtype: str = "float32"
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of a vLLM engine beside those that every engine of the tests gets."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Arguments of an SGLang engine beside those that every engine of the tests gets."""
+    engines: tuple[str, ...] = ("vllm", "sglang")
+
+
+def make_versions(family: Family, directory: Path) -> tuple[Path, Path]:
+    """Two checkpoints of the family. Raises AssertionError if a tensor is the same in both."""
+    one, two = (family.maker(directory / f"{family.name}-{seed}", seed) for seed in (1, 2))
+    first, second = load(one), load(two)
+    same = [name for name in first if torch.equal(first[name], second[name])]
+    assert not same, f"equal in both versions: {', '.join(same)}"
+    return one, two
+
+
+def _lively_model(
+    config: str, model: str, *, dtype: torch.dtype, entries: dict[str, Any], overrides: dict[str, Any]
+) -> Maker:
+    """A model of transformers in which every floating tensor gets noise of its own: some start as constants. `entries` replace
+    those of the saved `config.json`."""
+    plain = _of(config, model, dtype=dtype, **overrides)
+
+    def build(directory: Path, seed: int) -> Path:
+        path = plain(directory, seed)
+        return rewrite(
+            path, {name: _with_noise(tensor, seed, i) for i, (name, tensor) in enumerate(load(path).items())}
+        )
+
+    return build
+
+
+def _with_noise(tensor: torch.Tensor, seed: int, number: int) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor + _noise(tensor, 100 * seed + number) * NOISE
+
+
+def _family(
+    name: str,
+    stem: str,
+    *,
+    config: str = "",
+    model: str = "",
+    dtype: str = "float32",
+    answer: Answer = "tokens",
+    vllm: dict[str, Any] | None = None,
+    sglang: dict[str, Any] | None = None,
+    engines: tuple[str, ...] = ("vllm", "sglang"),
+    architecture: str = "",
+    **overrides: Any,
+) -> Family:
+    """The family of `{stem}Config` and `{stem}ForCausalLM`; `overrides` go to the configuration, on top of `SHAPE`.
+    `architecture`: the name in published checkpoints, where transformers calls the class otherwise."""
+    maker = _lively_model(
+        config or f"{stem}Config",
+        model or f"{stem}ForCausalLM",
+        dtype=getattr(torch, dtype),
+        entries={"architectures": [architecture]} if architecture else {},
+        overrides=overrides,
+    )
+    return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines)
+
+
+def _existing(
+    name: str,
+    kind: str,
+    dtype: str = "float32",
+    vllm: dict[str, Any] | None = None,
+    sglang: dict[str, Any] | None = None,
+) -> Family:
+    """A family that `checkpoints.MAKERS` makes."""
+    return Family(name, MAKERS[kind], "tokens", dtype, vllm or {}, sglang or {})
+
+
+TWO_HEADS: dict[str, Any] = {**NO_HEAD_DIM, "num_attention_heads": 2}
+"""Heads of 32 where the configuration has no `head_dim`."""
+UNGROUPED_HEADS: dict[str, Any] = {**HALF_HEADS}
+"""As TWO_HEADS, where the configuration has no number of key heads either."""
+EVERY_HEAD: dict[str, Any] = {**NO_HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 2}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT: dict[str, Any] = {
+    "head_dim": REMOVED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+}
+"""Multi-head latent attention; kernels take these two sizes of the cache, 512 and 64, and no smaller ones."""
+STATE: dict[str, Any] = {
+    "num_attention_heads": REMOVED,
+    "num_key_value_heads": REMOVED,
+    "head_dim": REMOVED,
+    "intermediate_size": REMOVED,
+    "max_position_embeddings": REMOVED,
+}
+"""State-space models without attention."""
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+}
+ENCODER: dict[str, Any] = {
+    **UNGROUPED_HEADS,
+    "pad_token_id": 1,
+    "tie_word_embeddings": REMOVED,
+    "position_embedding_type": "absolute",
+}
+CLASSES: dict[str, Any] = {"num_labels": 3, "pad_token_id": 0}
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        # dense, as Llama is
+        _family("llama", "Llama"),
+        _family("llama-tied", "Llama", tie_word_embeddings=True),
+        _family("mistral", "Mistral"),
+        _family("ministral3", "Ministral3"),
+        _family("qwen2", "Qwen2", **TWO_HEADS),
+        _family("qwen3", "Qwen3"),
+        _family("gemma", "Gemma", tie_word_embeddings=True),
+        _family(
+            "gemma2",
+            "Gemma2",
+            tie_word_embeddings=True,
+            sliding_window=32,
+            query_pre_attn_scalar=32,
+            hidden_act="gelu_pytorch_tanh",
+        ),
+        _family("gemma3", "Gemma3Text", model="Gemma3ForCausalLM", sliding_window=32, tie_word_embeddings=True),
+        _family(
+            "gemma4",
+            "Gemma4Text",
+            model="Gemma4ForCausalLM",
+            sliding_window=32,
+            tie_word_embeddings=True,
+            vocab_size_per_layer_input=512,
+            hidden_size_per_layer_input=16,
+            global_head_dim=32,
+        ),
+        _family("phi3", "Phi3", **TWO_HEADS, pad_token_id=0),
+        _family("olmo", "Olmo", **TWO_HEADS),
+        _family("olmo2", "Olmo2", **TWO_HEADS),
+        _family("olmo3", "Olmo3", **TWO_HEADS, sliding_window=32),
+        _family("granite", "Granite", **TWO_HEADS),
+        _family("cohere", "Cohere", **TWO_HEADS, tie_word_embeddings=True, use_qk_norm=True),
+        _family("cohere2", "Cohere2", num_attention_heads=2, sliding_window=32, tie_word_embeddings=True),
+        _family("glm", "Glm", pad_token_id=0),
+        _family("glm4", "Glm4", pad_token_id=0),
+        _family("exaone4", "Exaone4", sliding_window=None, layer_types=["full_attention", "full_attention"]),
+        _family("ernie4_5", "Ernie4_5"),
+        _family("hunyuan_dense", "HunYuanDenseV1", num_attention_heads=2, use_qk_norm=True),
+        _family("smollm3", "SmolLM3", **TWO_HEADS, pad_token_id=0),
+        _family("seed_oss", "SeedOss"),
+        _family("apertus", "Apertus", **TWO_HEADS, dtype="bfloat16"),
+        _family("arcee", "Arcee"),
+        _family("nemotron", "Nemotron", **TWO_HEADS),
+        _family("hyperclovax", "HyperCLOVAX"),
+        _family("helium", "Helium", num_attention_heads=2),
+        _family("starcoder2", "Starcoder2", **TWO_HEADS),
+        _family("stablelm", "StableLm", **TWO_HEADS),
+        _family("persimmon", "Persimmon", **EVERY_HEAD),
+        # dense, of older shapes
+        _existing("opt", "opt"),
+        _family(
+            "gpt2",
+            "GPT2",
+            model="GPT2LMHeadModel",
+            **UNGROUPED_HEADS,
+            n_positions=1024,
+            intermediate_size=REMOVED,
+            tie_word_embeddings=True,
+        ),
+        _existing("gpt2-untied", "gpt2"),
+        _existing("bloom", "bloom"),
+        _family("gpt_neox", "GPTNeoX", **EVERY_HEAD),
+        _family("gptj", "GPTJ", **UNGROUPED_HEADS, n_positions=1024, rotary_dim=16, intermediate_size=REMOVED),
+        _family(
+            "gpt_bigcode",
+            "GPTBigCode",
+            **UNGROUPED_HEADS,
+            n_positions=1024,
+            intermediate_size=REMOVED,
+            tie_word_embeddings=True,
+        ),
+        _family("falcon", "Falcon", **UNGROUPED_HEADS, intermediate_size=REMOVED, tie_word_embeddings=True),
+        _family(
+            "falcon-new",
+            "Falcon",
+            **UNGROUPED_HEADS,
+            intermediate_size=REMOVED,
+            new_decoder_architecture=True,
+            num_kv_heads=1,
+            tie_word_embeddings=True,
+        ),
+        _family(
+            "mpt",
+            "Mpt",
+            d_model=64,
+            n_heads=2,
+            n_layers=2,
+            expansion_ratio=2,
+            max_seq_len=1024,
+            **{**STATE, "hidden_size": REMOVED, "num_hidden_layers": REMOVED},
+            tie_word_embeddings=True,
+        ),
+        _family("phi", "Phi", **TWO_HEADS),
+        # mixtures of experts
+        _family("mixtral", "Mixtral", **LOCAL_EXPERTS, num_attention_heads=2),
+        _family(
+            "qwen2_moe",
+            "Qwen2Moe",
+            **TWO_HEADS,
+            **EXPERTS,
+            shared_expert_intermediate_size=64,
+            decoder_sparse_step=1,
+        ),
+        _family("qwen3_moe", "Qwen3Moe", **EXPERTS, decoder_sparse_step=1),
+        _family("phimoe", "Phimoe", architecture="PhiMoEForCausalLM", **TWO_HEADS, **LOCAL_EXPERTS),
+        _family("olmoe", "Olmoe", **TWO_HEADS, num_experts=4, num_experts_per_tok=2),
+        _family("granitemoe", "GraniteMoe", **TWO_HEADS, **LOCAL_EXPERTS),
+        _family("granitemoeshared", "GraniteMoeShared", **TWO_HEADS, **LOCAL_EXPERTS, shared_intermediate_size=64),
+        _family("glm4_moe", "Glm4Moe", **ROUTED_EXPERTS, pad_token_id=0),
+        _family("dots1", "Dots1", **ROUTED_EXPERTS),
+        _family("ernie4_5_moe", "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=64),
+        _family("hunyuan_moe", "HunYuanMoEV1", num_experts=4, moe_topk=2, moe_intermediate_size=128, use_qk_norm=True),
+        _existing("gpt_oss", "gpt-oss-bfloat16", "bfloat16"),
+        _family(
+            "llama4",
+            "Llama4Text",
+            dtype="bfloat16",
+            model="Llama4ForCausalLM",
+            **LOCAL_EXPERTS | {"num_experts_per_tok": 1},
+            intermediate_size_mlp=128,
+            pad_token_id=0,
+        ),
+        _family(
+            "dbrx",
+            "Dbrx",
+            **STATE | {"hidden_size": REMOVED, "num_hidden_layers": REMOVED},
+            d_model=64,
+            n_heads=2,
+            n_layers=2,
+            max_seq_len=1024,
+            ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+            attn_config={"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        ),
+        _family(
+            "minimax_m2",
+            "MiniMaxM2",
+            **LOCAL_EXPERTS,
+            rotary_dim=16,
+            scoring_func="sigmoid",
+            use_qk_norm=True,
+            use_routing_bias=True,
+        ),
+        _family(
+            "afmoe",
+            "Afmoe",
+            **EXPERTS,
+            num_dense_layers=1,
+            num_shared_experts=1,
+            sliding_window=32,
+            score_func="sigmoid",
+            route_norm=True,
+            n_group=1,
+            topk_group=1,
+        ),
+        _family("jetmoe", "JetMoe", **LOCAL_EXPERTS, kv_channels=32, num_key_value_heads=2, head_dim=REMOVED),
+        # latent attention
+        _family("deepseek_v2", "DeepseekV2", **LATENT, **ROUTED_EXPERTS),
+        _family(
+            "deepseek_v3", "DeepseekV3", **LATENT, **ROUTED_EXPERTS, topk_method="noaux_tc", scoring_func="sigmoid"
+        ),
+        _family("glm4_moe_lite", "Glm4MoeLite", **LATENT, **ROUTED_EXPERTS, pad_token_id=0),
+        _family("minicpm3", "MiniCPM3", **LATENT, dim_model_base=64),
+        # state spaces, alone or beside attention
+        _family("mamba", "Mamba", **STATE, state_size=16, pad_token_id=0),
+        _family("mamba2", "Mamba2", **STATE | {"head_dim": 32}, num_heads=4, state_size=16, n_groups=1, pad_token_id=0),
+        _family("falcon_mamba", "FalconMamba", **STATE, state_size=16, pad_token_id=0),
+        _family("falcon_h1", "FalconH1", **MAMBA2, mamba_d_ssm=128),
+        _family("bamba", "Bamba", **MAMBA2, **TWO_HEADS, attn_layer_indices=[1]),
+        _family(
+            "jamba",
+            "Jamba",
+            **TWO_HEADS,
+            num_experts=2,
+            num_experts_per_tok=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=16,
+            use_mamba_kernels=False,
+            pad_token_id=0,
+        ),
+        _family(
+            "zamba2",
+            "Zamba2",
+            **EVERY_HEAD | {"num_attention_heads": 4, "num_key_value_heads": 4},
+            num_hidden_layers=3,
+            layers_block_type=["mamba", "hybrid", "mamba"],
+            hybrid_layer_ids=[1],
+            num_mem_blocks=1,
+            n_mamba_heads=4,
+            mamba_headdim=32,
+            mamba_d_state=16,
+            mamba_ngroups=1,
+            attention_hidden_size=128,
+            attention_head_dim=32,
+            use_mem_rope=True,
+            pad_token_id=0,
+        ),
+        _family(
+            "granitemoehybrid",
+            "GraniteMoeHybrid",
+            **TWO_HEADS,
+            **LOCAL_EXPERTS,
+            **MAMBA2,
+            shared_intermediate_size=64,
+            layer_types=["mamba", "attention"],
+        ),
+        _family(
+            "nemotron_h", "NemotronH", hybrid_override_pattern="M*-", mamba_num_heads=4, mamba_head_dim=32, n_groups=1
+        ),
+        _family(
+            "lfm2",
+            "Lfm2",
+            vllm={"enable_prefix_caching": False},
+            **TWO_HEADS,
+            conv_dim=64,
+            conv_dim_out=64,
+            block_dim=64,
+            block_ff_dim=128,
+            layer_types=["conv", "full_attention"],
+            block_multiple_of=32,
+            tie_word_embeddings=True,
+        ),
+        _family(
+            "lfm2_moe",
+            "Lfm2Moe",
+            vllm={"enable_prefix_caching": False},
+            **TWO_HEADS,
+            **EXPERTS,
+            layer_types=["conv", "full_attention"],
+            num_dense_layers=1,
+            tie_word_embeddings=True,
+        ),
+        _family(
+            "qwen3_next",
+            "Qwen3Next",
+            full_attention_interval=2,
+            dtype="bfloat16",
+            **EXPERTS,
+            shared_expert_intermediate_size=64,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        # vectors instead of tokens
+        _family("bert-embedding", "Bert", model="BertModel", answer="embed", **ENCODER),
+        _family(
+            "roberta-embedding",
+            "Roberta",
+            model="RobertaModel",
+            answer="embed",
+            **ENCODER | {"max_position_embeddings": 1026},
+        ),
+        _family(
+            "modernbert-embedding", "ModernBert", model="ModernBertModel", answer="embed", **ENCODER, local_attention=32
+        ),
+        _family(
+            "qwen3-embedding",
+            "Qwen3",
+            answer="embed",
+            tie_word_embeddings=True,
+            vllm={"runner": "pooling", "convert": "embed"},
+        ),
+        _family(
+            "bert-classifier", "Bert", model="BertForSequenceClassification", answer="classify", **ENCODER | CLASSES
+        ),
+        _family(
+            "qwen2-classifier",
+            "Qwen2",
+            model="Qwen2ForSequenceClassification",
+            answer="classify",
+            **TWO_HEADS,
+            **CLASSES,
+        ),
+        _family("qwen3-classifier", "Qwen3", model="Qwen3ForSequenceClassification", answer="classify", **CLASSES),
+        _family("llama-classifier", "Llama", model="LlamaForSequenceClassification", answer="classify", **CLASSES),
+        # quantised
+        _existing("llama-w8a8-int8", "w8a8-int8", "bfloat16"),
+        _existing(
+            "llama-fp8-kv-scales",
+            "fp8-kv-scales",
+            "bfloat16",
+            {"kv_cache_dtype": "fp8"},
+            {"kv_cache_dtype": "fp8_e4m3"},
+        ),
+        _existing("gpt_oss-float16", "gpt-oss-float16", "float16"),
+    )
+}
+"""Every family by its name."""

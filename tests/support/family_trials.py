@@ -1,0 +1,299 @@
+"""Trials of a model family in a real engine, for `make models`: five updates in a row, each held against a fresh engine.
+
+As `trials.trial`, and more is noted: how the replica installs, what `verify` says, and why an engine does not start. No
+engine's crash ends a survey: the next engine gets a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference_plugin.wire.errors import PeerLost, WeightwireError
+from inference_plugin.wire.messages import InstallPolicy
+from inference_plugin.wire.reports import ReplicaReport, VerifyReport
+from tests.support import poison
+from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, Driver
+from tests.support.families import Family
+from tests.support.reachable import differences
+from tests.support.sglang_engines import SglangDriver
+from tests.support.trials import COUNT, PROMPTS, UPDATES, Said, whole
+from trainer_adapters import SyncManager
+
+__all__ = ["FamilyTrial", "Host", "SglangHost", "VllmHost", "run_trial"]
+
+START_S = 180.0
+"""Longest start of an engine of a tiny model, in seconds."""
+TEXTS = ["one two three", "The quick brown fox jumps over the lazy dog, 250 times.", "weights " * 30]
+"""Prompts of a pooling model in SGLang, which takes text."""
+LOGPROBS = 5
+LOG_LINES = 400
+"""Lines of an engine's log that may hold the reason why it ended."""
+
+
+@dataclass
+class FamilyTrial:
+    """What became of a family in one engine and one layout."""
+
+    outcome: str
+    """right, refused, failed, WRONG, "does not start", or "cannot be told"."""
+    words: str = ""
+    """The refusal's or the engine's words, or how a wrong engine differs."""
+    updates: int = 0
+    """How many updates were right."""
+    mechanism: str = ""
+    install: str = ""
+    why: str = ""
+    """Why the replica takes this mechanism rather than a plan, in its own words."""
+    verified: str = ""
+    """"verified", or why not."""
+
+
+class EngineGone(Exception):
+    """The engine did not start, crashed, or did not answer; the message is the engine's words."""
+
+
+@dataclass
+class Host:
+    """One engine at a time, which answers for one family."""
+
+    runtime: Path
+    driver: Driver | None = None
+
+    def open(self, family: Family, checkpoint: Path, *, plain: bool) -> None:
+        """Starts a fresh engine of `checkpoint`; closes the one that is open. Raises `EngineGone`."""
+        raise NotImplementedError
+
+    def answers(self, family: Family) -> Said:
+        raise NotImplementedError
+
+    def say(self, family: Family) -> Said:
+        """What the open engine says. Raises `EngineGone`."""
+        try:
+            return self.answers(family)
+        except (AssertionError, RuntimeError, OSError) as error:
+            raise EngineGone(self.words_of(error)) from error
+
+    def words_of(self, error: Exception) -> str:
+        """An error of the driver in the engine's own words, and without the engine: a driver may hang after an error."""
+        log = self.driver.log_tail(LOG_LINES) if self.driver is not None else ""
+        self.kill()
+        return _engine_words(str(error), log)
+
+    def plugin_words(self) -> str:
+        """The last line of the engine's log in which the plug-in says why it serves no updates; "" if there is none."""
+        lines = self.driver.log_tail(LOG_LINES).splitlines() if self.driver is not None else []
+        own = [
+            line.partition("weightwire: ")[2]
+            for line in lines
+            if "weightwire: " in line and poison.VARIABLE not in line
+        ]
+        return own[-1] if own else ""
+
+    def close(self) -> None:
+        """Ends the engine's process, whatever state it is in."""
+        self.kill()
+
+    def kill(self) -> None:
+        driver, self.driver = self.driver, None
+        if driver is not None:
+            driver.__exit__(AssertionError, None, None)
+
+
+class VllmHost(Host):
+    """In-process vLLM engines, one after another in one process."""
+
+    pooling = False
+
+    def open(self, family: Family, checkpoint: Path, *, plain: bool) -> None:
+        pooling = family.answer != "tokens"
+        try:
+            if self.driver is None or pooling != self.pooling:
+                self.close()
+                self.driver = (PoolingDriver if pooling else Driver)(self.runtime, in_process=True).__enter__()
+                self.pooling = pooling
+            else:
+                self.driver.call("close")
+            self._open(family, checkpoint, plain=plain)
+        except (AssertionError, RuntimeError, OSError) as error:
+            raise EngineGone(self.words_of(error)) from error
+
+    def _open(self, family: Family, checkpoint: Path, *, plain: bool) -> None:
+        assert self.driver is not None
+        arguments = {
+            "model": str(checkpoint),
+            "worker_extension_cls": EXTENSION,
+            **ENGINE_ARGUMENTS,
+            "dtype": family.dtype,
+            **family.vllm,
+        }
+        layout = {"WEIGHTWIRE_TEST_LAYOUT": "plain" if plain else "packed"}
+        self.driver.call("open", timeout_s=START_S, kwargs=arguments, env=layout)
+        self.driver.family()
+
+    def answers(self, family: Family) -> Said:
+        assert self.driver is not None
+        if family.answer == "tokens":
+            done = self.driver.wait(self.driver.submit(PROMPTS, COUNT, logprobs=LOGPROBS))
+            said = [{"tokens": r["tokens"], "logprobs": repr(r["logprobs"]), "end": r["finish_reason"]} for r in done]
+            if dead := next((r["reason"] for r in done if r["finish_reason"] == "dead"), None):
+                raise RuntimeError(dead)
+        else:
+            said = _vectors(self.driver.call("pool", prompts=PROMPTS, task=family.answer))
+        (state,) = self.driver.rpc("ext_state")
+        return Said(said, state)
+
+
+class SglangHost(Host):
+    """SGLang engines, each in processes of its own. Without its cache of prefixes: an answer made from one differs in the last
+    bits from the answer before it."""
+
+    def open(self, family: Family, checkpoint: Path, *, plain: bool) -> None:
+        self.close()
+        pooling: dict[str, Any] = {} if family.answer == "tokens" else {"is_embedding": True}
+        try:
+            driver = SglangAnswers(self.runtime)
+            self.driver = driver.__enter__()
+            driver.open(checkpoint, dtype=family.dtype, disable_radix_cache=True, **pooling, **family.sglang)
+        except (AssertionError, RuntimeError, OSError) as error:
+            raise EngineGone(self.words_of(error)) from error
+
+    def answers(self, family: Family) -> Said:
+        assert self.driver is not None
+        if family.answer == "tokens":
+            return Said(self.driver.call("say", prompts=PROMPTS, count=COUNT, logprobs=LOGPROBS), {})
+        return Said(_vectors(self.driver.call("pool", texts=TEXTS)), {})
+
+
+class PoolingDriver(Driver):
+    module = "tests.support.pooling_driver"
+
+
+class SglangAnswers(SglangDriver):
+    module = "tests.support.sglang_answers"
+
+    def call(self, do: str, *, timeout_s: float = START_S, **fields: Any) -> Any:
+        return super().call(do, timeout_s=min(timeout_s, START_S), **fields)
+
+
+def run_trial(
+    host: Host,
+    family: Family,
+    versions: tuple[Path, Path],
+    *,
+    plain: bool,
+    install: InstallPolicy,
+    updates: int = UPDATES,
+) -> FamilyTrial:
+    """From A to B and back, `updates` times in a row, by one manager, in a fresh engine of A."""
+    model_a, model_b = versions
+    trial = FamilyTrial("does not start")
+    try:
+        fresh = {}
+        for model in (model_b, model_a):
+            host.open(family, model, plain=plain)
+            fresh[model] = host.say(family)
+        if fresh[model_a].answers == fresh[model_b].answers:
+            return FamilyTrial("cannot be told", "the prompts do not tell the two versions from each other")
+        if (again := host.say(family)) != fresh[model_a]:
+            return FamilyTrial("cannot be told", "an engine does not repeat itself: " + _differ(again, fresh[model_a]))
+        _update_and_compare(host, family, versions, fresh, trial, install=install, updates=updates)
+    except EngineGone as gone:
+        if trial.outcome != "does not start":
+            trial.outcome = "failed"
+        trial.words = str(gone)
+    return trial
+
+
+def _update_and_compare(
+    host: Host,
+    family: Family,
+    versions: tuple[Path, Path],
+    fresh: dict[Path, Said],
+    trial: FamilyTrial,
+    *,
+    install: InstallPolicy,
+    updates: int,
+) -> None:
+    """Fills `trial` in. The open engine serves the first of `versions`."""
+    serves, target = versions
+    trial.outcome = "failed"  # until the end is reached
+    with SyncManager(install=install, timeout_s=60) as manager:
+        while trial.updates < updates:
+            try:
+                report = manager.update(whole(target), trial.updates + 1)
+            except WeightwireError as error:
+                refused = trial.updates == 0 and error.phase in ("open", "agree")
+                words = host.plugin_words() if isinstance(error, PeerLost) else ""
+                trial.outcome, trial.words = ("refused" if refused else "failed"), words or _about(error)
+                if (said := host.say(family)) != fresh[serves]:
+                    trial.outcome = "WRONG"
+                    trial.words = f"after a failed update: {_differ(said, fresh[serves])}; {trial.words}"
+                return
+            _note_replica(trial, report.replicas[0])
+            if (said := host.say(family)) != fresh[target]:
+                old = " (exactly the version before)" if said.answers == fresh[serves].answers else ""
+                trial.outcome, trial.words = "WRONG", f"committed, but {_differ(said, fresh[target])}{old}"
+                return
+            serves, target = target, serves
+            trial.updates += 1
+        trial.outcome = "right"
+        try:
+            trial.verified = _verified(manager.verify(whole(serves)))
+        except WeightwireError as error:
+            trial.verified = _about(error)
+        if trial.verified.startswith("differs"):
+            trial.outcome, trial.words = "WRONG", f"verify: {trial.verified}"
+
+
+def _note_replica(trial: FamilyTrial, replica: ReplicaReport) -> None:
+    trial.mechanism, trial.install, trial.why = replica.mechanism, replica.install, replica.why
+
+
+def _verified(report: VerifyReport) -> str:
+    for replica in report.replicas:
+        if replica.error is not None:
+            return f"error: {replica.error.message}"
+        if differ := [words for words in replica.differ if "differs" in words]:
+            return "differs: " + "; ".join(differ)
+        if unreadable := (*replica.differ, *replica.unreadable):
+            return "unreadable: " + "; ".join(unreadable)
+    return "verified" if report.ok else "nothing compared"
+
+
+def _differ(said: Said, wanted: Said) -> str:
+    """How an engine's answers differ from a fresh engine's."""
+    where = differences(said.state, wanted.state)
+    state = f"; {len(where)} reachable values differ: {', '.join(where[:8])}" if where else ""
+    if said.answers == wanted.answers:
+        return f"answers are right{state}"
+    nan = ", with NaN" if any("nan" in answer["logprobs"] for answer in said.answers) else ""
+    if [answer["tokens"] for answer in said.answers] == [answer["tokens"] for answer in wanted.answers]:
+        return f"log-probabilities or vectors are wrong{nan}{state}"
+    return f"tokens are wrong{nan}{state}"
+
+
+def _vectors(vectors: list[str]) -> list[dict[str, Any]]:
+    return [{"tokens": [], "logprobs": vector, "end": "pooled"} for vector in vectors]
+
+
+def _about(error: WeightwireError) -> str:
+    return f"{type(error).__name__} in phase {error.phase!r}: {_CONTEXT.sub('', str(error))}"
+
+
+_CONTEXT = re.compile(r" \[side=[^\]]*\]")
+"""Which worker of which replica refused, in an error's text."""
+_ERROR = re.compile(r"((?:[A-Za-z_]+\.)*[A-Z][A-Za-z]*(?:Error|Exception|Unsupported|Failed)(?:: .*)?)$")
+
+
+def _engine_words(told: str, log: str) -> str:
+    """The line that says why an engine ended: the driver's, or the first error in the log where that says more."""
+    first, _, more = told.partition("\n")
+    if "validation error" in first:
+        return " ".join([first, *more.splitlines()[:3]])
+    if _ERROR.search(first) and "initialization failed" not in first and "See root cause" not in first:
+        return first
+    in_log = [found.group(1) for line in log.splitlines() if (found := _ERROR.search(line.strip()))]
+    return next((line for line in in_log if ": " in line), in_log[0] if in_log else first)

@@ -1,0 +1,39 @@
+"""Runs in a process of its own, in SGLang's environment: `sglang_driver.py` with log-probabilities and pooled vectors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any
+
+from tests.support import sglang_driver
+
+
+class Driver(sglang_driver.Driver):
+    def do_say(self, prompts: list[list[int]], count: int, logprobs: int) -> list[dict[str, Any]]:
+        """Greedy tokens of each prompt, and the log-probabilities of the likeliest at each position. One prompt after another:
+        how prompts are joined in a batch depends on the time, and numbers depend on the batch."""
+        return [self._say(prompt, count, logprobs) for prompt in prompts]
+
+    def _say(self, prompt: list[int], count: int, logprobs: int) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        one = self.llm.generate(
+            input_ids=prompt, sampling_params=sampling, return_logprob=True, top_logprobs_num=logprobs
+        )
+        meta = one["meta_info"]
+        return {
+            "tokens": list(one["output_ids"]),
+            "logprobs": repr(meta["output_top_logprobs"]),
+            "end": meta["finish_reason"]["type"],
+        }
+
+    def do_pool(self, texts: list[str]) -> list[str]:
+        """The vector of each text, in words."""
+        return [repr(self.llm.encode(text)["embedding"]) for text in texts]
+
+
+if __name__ == "__main__":
+    Driver(socket.socket(fileno=int(sys.argv[1]))).run()
+    sys.stdout.flush()
+    os._exit(0)
