@@ -9,10 +9,12 @@ from functools import cached_property
 import torch
 
 from inference_plugin.install.contract import EngineModel
+from inference_plugin.install.dtype_hint import dtype_line
 from inference_plugin.install.layout import LiveLayout
 from inference_plugin.install.live_storages import live_ties
 from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
+from inference_plugin.install.storages import equal_bytes
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.install.trial_load import LoaderCoverage, loader_coverage
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
@@ -52,12 +54,37 @@ class Agreement:
         return tuple(boxes[i] for i in sorted(boxes))
 
     @cached_property
-    def computed_from(self) -> tuple[str, ...]:
-        """Tensors of the manifest of which the engine's loader makes something else, so that they can't be read back."""
+    def unreadable(self) -> Mapping[str, str]:
+        """Tensors of the manifest that can't be read back from the live model, and why."""
+        computed = "the engine's loader computes with it"
         if self.plan.refusal is not None:
-            return tuple(spec.name for spec in self.manifest.tensors)
-        names = {name for sources in self.plan.refused_sources.values() for name in sources}
-        return tuple(sorted({self.manifest.tied.get(name, name) for name in names}))
+            return {spec.name: computed for spec in self.manifest.tensors}
+        found = {self._sent(name): computed for names in self.plan.refused_sources.values() for name in names}
+        return found | {
+            self._sent(other.source.tensor): f"its place in the engine is that of {kept.source.tensor} too"
+            for other, kept in self.plan.repeats
+        }
+
+    def check_repeats(self, sources: Mapping[str, torch.Tensor]) -> None:
+        """Raises `ManifestMismatch` where tensors that fill one place of the engine differ: which of them a load leaves there is
+        chance. Sizes (int64: `weight_shape`) may differ; nothing computes with them."""
+        wrong = [
+            f"{other.source.tensor} and {kept.source.tensor}"
+            for other, kept in self.plan.repeats
+            if other.dtype != torch.int64
+            and not equal_bytes(
+                other.source.of(sources[other.source.tensor]), kept.source.of(sources[kept.source.tensor])
+            )
+        ]
+        if wrong:
+            raise ManifestMismatch(
+                f"tensors that the engine keeps in one place differ: {first_few(wrong)}",
+                hint="let the quantiser give the parts of a fused layer one scale",
+                phase="seal",
+            )
+
+    def _sent(self, name: str) -> str:
+        return self.manifest.tied.get(name, name)
 
 
 def agree(model: EngineModel, manifest: Manifest, *, partial: bool) -> Agreement:
@@ -77,7 +104,7 @@ class _Negotiation:
 
     def agree(self) -> Agreement:
         ties = live_ties(self._model)
-        traced = trace_plan(self._model.skeleton, self._load, self._tensors)
+        traced = trace_plan(self._model.skeleton, self._load, self._tensors).without_repeats()
         plan, apart = traced.tied(ties, lambda name: self._manifest.tied.get(name, name))
         self._check_plan(plan)
         if apart:
@@ -118,9 +145,10 @@ class _Negotiation:
                 raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
             return
         if wrong := [f"{name}: {why}" for name, why in plan.dtype_conflicts.items()]:
+            wanted = {name: dtype_name(plan.dtypes_wanted.get(name, dtype)) for name, _, dtype in self._tensors}
             raise ManifestMismatch(
                 f"dtypes differ: {first_few(wrong)}",
-                hint="give the trainer's adapter a dtype rule for these names; nothing is cast silently",
+                hint=f"nothing is cast silently: give the trainer's adapter, or update, {dtype_line(wanted)}",
                 phase="open",
             )
         if plan.doubled:

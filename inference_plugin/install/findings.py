@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from inference_plugin.install.coverage import Destination, coverage_of
 from inference_plugin.install.plan import Fill, Placement, PlacementPlan
 from inference_plugin.wire.geometry import Region, may_overlap
@@ -26,6 +28,7 @@ class LoadFindings:
         self._refusal: str | None = None
         self._broke = False
         self._casts: dict[str, str] = {}
+        self._wanted: dict[str, torch.dtype] = {}
 
     def wrote(self, destination: Destination, write: Placement | Fill) -> None:
         self._writes.append((destination, write))
@@ -38,9 +41,10 @@ class LoadFindings:
         """The loader took these tensors, and wrote no byte of them."""
         self._used.update(names)
 
-    def cast(self, name: str, how: str) -> None:
+    def cast(self, name: str, sent: torch.dtype, wanted: torch.dtype, destination: str) -> None:
         """The loader would cast this tensor."""
-        self._casts.setdefault(name, how)
+        self._casts.setdefault(name, f"{sent} in the checkpoint, {wanted} in {destination}")
+        self._wanted.setdefault(name, wanted)
 
     def mutated(self, source: str, how: str) -> None:
         """The loader writes to a checkpoint tensor: where that tensor lands can't be described by copies."""
@@ -104,6 +108,7 @@ class LoadFindings:
             uncovered=uncovered,
             doubled=tuple(doubled),
             dtype_conflicts=dict(self._casts),
+            dtypes_wanted=dict(self._wanted),
             extents=extents,
         )
 

@@ -78,6 +78,7 @@ class ModelInstaller:
         return self._agreement is not None and isinstance(self._policy, StandbyInstaller)
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
+        self._policy.check(segment)
         return self._policy.prepare(segment, throttle)
 
     def install(self, segment: torch.Tensor) -> None:
@@ -92,7 +93,7 @@ class ModelInstaller:
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
         if self._agreement is not None:
             agreement = self._agreement
-            yield from live_digests(agreement.manifest, agreement.layout, agreement.computed_from)
+            yield from live_digests(agreement.manifest, agreement.layout, agreement.unreadable)
 
     def discard(self) -> None:
         if self._agreement is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -57,8 +58,10 @@ class PlacementPlan:
     - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`.
     - `uncovered`: parameter -> number of its elements that neither a placement nor a fill writes. Exact; without buffers
       and refused destinations (`trial_load.loader_coverage` is for those).
-    - `doubled`: destinations where placements overlap, so that the order of names decides.
-    - `dtype_conflicts`: checkpoint name -> both dtypes. Nothing is cast: such destinations are refused too.
+    - `doubled`: destinations where placements overlap, so that the order of names decides. `repeats`: placements that were left
+      out because another one has the same destination, each with that one (see `without_repeats`).
+    - `dtype_conflicts`: checkpoint name -> both dtypes, in words; `dtypes_wanted`: that of the engine. Nothing is cast: such
+      destinations are refused too.
     - `extents`: planned destination -> elements of its storage.
     """
 
@@ -71,17 +74,42 @@ class PlacementPlan:
     unused: tuple[str, ...] = ()
     uncovered: Mapping[str, int] = field(default_factory=dict)
     doubled: tuple[str, ...] = ()
+    repeats: tuple[tuple[Placement, Placement], ...] = ()
     dtype_conflicts: Mapping[str, str] = field(default_factory=dict)
+    dtypes_wanted: Mapping[str, torch.dtype] = field(default_factory=dict)
     extents: Mapping[str, int] = field(default_factory=dict)
 
     def needs(self) -> dict[str, Box]:
         """The smallest box around all that is read of each checkpoint tensor, by its name."""
         boxes: dict[str, Box] = {}
-        for placement in self.placements:
+        for placement in (*self.placements, *(other for other, _ in self.repeats)):
             name = placement.source.tensor
             box, _ = bounding_box(placement.source, placement.shape)
             boxes[name] = hull(boxes[name], box) if name in boxes else box
         return boxes
+
+    def without_repeats(self) -> PlacementPlan:
+        """The plan with the last one only of placements that have one destination, as the parts of a fused module have for a
+        scale that they share. What overlaps otherwise stays in `doubled`."""
+        last = {p.dest: p for p in self.placements if p.dest.tensor in self.doubled}
+        repeats = [(p, last[p.dest]) for p in self.placements if p.dest in last and last[p.dest] is not p]
+        left: dict[str, list[Region]] = {}
+        for dest in last:
+            left.setdefault(dest.tensor, []).append(dest)
+        apart = {
+            name
+            for name, regions in left.items()
+            if not any(
+                one.offset < other.end and other.offset < one.end for one, other in itertools.combinations(regions, 2)
+            )
+        }
+        gone = {id(other) for other, _ in repeats if other.dest.tensor in apart}
+        return replace(
+            self,
+            placements=tuple(p for p in self.placements if id(p) not in gone),
+            repeats=tuple(pair for pair in repeats if id(pair[0]) in gone),
+            doubled=tuple(name for name in self.doubled if name not in apart),
+        )
 
     def tied(self, ties: Mapping[str, str], source_of: Callable[[str], str]) -> tuple[PlacementPlan, dict[str, str]]:
         """The plan for a live model in which destinations are tied: `ties` maps a second destination to the first.

@@ -57,6 +57,11 @@ class PolicyInstaller(abc.ABC):
         self._layout = agreement.layout
         self._way_back = way_back
 
+    def check(self, segment: torch.Tensor) -> None:
+        """Raises `ManifestMismatch` for bytes that no load could put in place for certain."""
+        if self._agreement.plan.repeats:
+            self._agreement.check_repeats(self._sources(segment))
+
     @abc.abstractmethod
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         """Background half; returns the bytes held in addition."""

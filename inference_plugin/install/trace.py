@@ -187,7 +187,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     def _placement(self, dest: Destination, target: Tensor, source: Tensor) -> Placement:
         if source.dtype != target.dtype:
             for name in self._origins(source):
-                self.findings.cast(name, f"{source.dtype} in the checkpoint, {target.dtype} in {dest.name}")
+                if name in self._placeholders:
+                    self.findings.cast(name, source.dtype, target.dtype, dest.name)
             raise _Refused(f"cast from {source.dtype} to {target.dtype}")
         _check_plain(target, dest.dtype)
         read = self._region_shown(source)

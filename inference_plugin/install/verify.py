@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -18,14 +18,10 @@ __all__ = ["live_digests"]
 
 
 def live_digests(
-    manifest: Manifest, layout: LiveLayout, computed_from: Collection[str]
+    manifest: Manifest, layout: LiveLayout, unreadable: Mapping[str, str]
 ) -> Iterator[BoxDigest | tuple[str, str]]:
-    """Engine's thread: a digest per box of what the live parameters hold, or (tensor, why it can't be read).
-
-    `computed_from`: tensors of which the engine's loader makes something else.
-    """
-    for name in computed_from:
-        yield name, "the engine's loader computes with it"
+    """Engine's thread: a digest per box of what the live parameters hold, or (tensor, why it can't be read)."""
+    yield from unreadable.items()
     plain = layout.plain_placements
     yield from _digests(manifest, plain, layout.live_storages(), exact=True)
     computed = layout.read_computed()

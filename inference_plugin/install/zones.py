@@ -51,6 +51,8 @@ def zone_layout(agreement: Agreement, kind: type[PolicyInstaller]) -> ZoneLayout
         raise _refused("the engine has no second set to write: its weights are copied, or loaded by its own loader")
     if layout.rebuilt:
         raise _refused(f"the engine makes something else of {first_few(sorted(layout.rebuilt))}")
+    if agreement.plan.repeats:
+        raise _refused("several tensors fill one place of the engine")
     if agreement.model.device.type != "cpu":
         raise _refused(f"the weights are on {agreement.model.device}")
     if mixed := _filled_among_weights(agreement):

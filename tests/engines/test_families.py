@@ -20,7 +20,10 @@ from trainer_adapters import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-VLLM = ["deepseek_v2", "deepseek_v3", "mamba2", "phi", "falcon", "hunyuan_moe", "bert-classifier", "qwen3-classifier"]
+VLLM = [
+    *("deepseek_v2", "deepseek_v3", "mamba2", "phi", "falcon", "hunyuan_moe", "bert-classifier", "qwen3-classifier"),
+    *("llama-w4a16", "llama-w8a8-int8-static", "llama-gptq", "llama-awq"),
+]
 SGLANG = ["glm4_moe", "gemma2"]
 
 

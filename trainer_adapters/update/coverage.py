@@ -11,15 +11,23 @@ from inference_plugin.wire.manifest import Manifest
 
 __all__ = ["check_needs", "unread"]
 
+INDICES = ("int32", "int64")
+
 
 def unread(manifest: Manifest, boxes: Iterable[Box]) -> list[str]:
-    """Names the parts of the manifest that lie in none of `boxes`: a tensor's name, or the first range of it."""
+    """Names the parts of the manifest that lie in none of `boxes`: a tensor's name, or the first range of it.
+
+    A tensor of indices or sizes (`g_idx`, say) that no box touches is left out: engines pass over those that tell them nothing.
+    If it were packed weights, the scales beside it would be named.
+    """
     by_tensor: dict[int, set[Box]] = {}
     for box in boxes:
         by_tensor.setdefault(box.tensor, set()).add(box)
     found = []
     for i, spec in enumerate(manifest.tensors):
         whole = manifest.whole(i)
+        if spec.dtype in INDICES and i not in by_tensor:
+            continue
         if box_volume(whole) and (left := _subtract([whole], sorted(by_tensor.get(i, ())))):
             found.append(spec.name if left == [whole] else manifest.describe(left[0]))
     return found

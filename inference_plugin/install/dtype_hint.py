@@ -1,0 +1,28 @@
+"""The dtypes that an engine takes, as the line that a trainer's author pastes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+__all__ = ["dtype_line"]
+
+MOST_RULES = 12
+
+
+def dtype_line(wanted: Mapping[str, str]) -> str:
+    """`dtype_rules={...}`, or `dtype=...` where one dtype is wanted for all. `wanted`: the dtype of each tensor, by its name in
+    the checkpoint. The commonest floating dtype is the last rule; numbers in names become `*`."""
+    common = Counter(dtype for dtype in wanted.values() if "float" in dtype).most_common(1)[0][0]
+    others = {name: dtype for name, dtype in wanted.items() if dtype != common}
+    if not others:
+        return f'dtype="{common}"'
+    rules: dict[str, str] = {}
+    for name, dtype in others.items():
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        alike = all(dtype == of for other, of in wanted.items() if fnmatchcase(other, pattern))
+        rules[pattern if alike else name] = dtype
+    shown = dict(list(rules.items())[:MOST_RULES]) | ({"...": "..."} if len(rules) > MOST_RULES else {}) | {"*": common}
+    return "dtype_rules={" + ", ".join(f'"{pattern}": "{dtype}"' for pattern, dtype in shown.items()) + "}"

@@ -1,0 +1,49 @@
+"""The dtype rules that an error offers are those that the engine wants, and can be pasted."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_plugin.install.dtype_hint import MOST_RULES, dtype_line
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.tensors import torch_dtype
+from tests.support.plain_engine import PlainEngineModel, checkpoint, manifest_of
+from trainer_adapters.sources.base import DtypeRules
+
+PARTS = st.sampled_from(["model", "layers", "0", "1", "12", "norm", "A_log", "weight"])
+NAMES = st.builds(".".join, st.lists(PARTS, min_size=1, max_size=5))
+FLOATS = st.sampled_from(["float32", "bfloat16", "float16"])
+
+
+def pasted(line: str) -> DtypeRules:
+    call = ast.parse(f"f({line})", mode="eval").body
+    assert isinstance(call, ast.Call) and len(call.keywords) == 1
+    assert call.keywords[0].arg in ("dtype", "dtype_rules")
+    return DtypeRules(ast.literal_eval(call.keywords[0].value))
+
+
+@given(st.dictionaries(NAMES, FLOATS, min_size=1, max_size=8), st.dictionaries(NAMES, st.just("int64"), max_size=3))
+def test_the_line_says_of_every_tensor_what_the_engine_wants(floats: dict[str, str], numbers: dict[str, str]) -> None:
+    wanted = numbers | floats
+    assert len(wanted) <= MOST_RULES
+    native = {name: torch.float64 if "float" in dtype else torch.int64 for name, dtype in wanted.items()}
+    rules = pasted(dtype_line(wanted))
+    assert rules.resolve(native) == {name: torch_dtype(dtype) for name, dtype in wanted.items()}
+
+
+@pytest.mark.parametrize("right", ["", "norm.weight"])
+def test_an_update_in_other_dtypes_is_refused_with_the_line_that_makes_it_right(right: str) -> None:
+    model = PlainEngineModel(2, 0, 1)
+    tensors = {name: t if name == right else t.double() for name, t in checkpoint(1).items()}
+    with pytest.raises(ManifestMismatch, match="dtypes differ") as raised:
+        ModelInstaller(model).open(manifest_of(tensors), "copy", partial=False)
+    line = raised.value.hint.rpartition("or update, ")[2]
+    assert line.startswith("dtype_rules={") and line.endswith('"*": "bfloat16"}')
+    dtypes = pasted(line).resolve({name: t.dtype for name, t in tensors.items()})
+    ModelInstaller(model).open(manifest_of({n: t.to(dtypes[n]) for n, t in tensors.items()}), "copy", partial=False)

@@ -1,0 +1,125 @@
+"""Tiny Llamas as the common quantisers write them: packed weights, scales and zero points of linear layers.
+
+The bits are drawn from the seed, and no quantiser computes them: an update is right if the engine holds after it what it holds
+after it has loaded the same checkpoint, whatever these weights are worth. Formats: compressed-tensors `pack-quantized` and
+`int-quantized`, AutoGPTQ (`checkpoint_format` "gptq"), AutoAWQ ("gemm").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.checkpoints import Maker, load, rewrite
+from tests.support.models import make_llama
+
+__all__ = ["QUANTISED"]
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GROUP = 32
+"""Columns that share a scale."""
+IN_A_WORD = 8
+"""Numbers of four bits in an int32."""
+
+Parts = Mapping[str, torch.Tensor]
+Quantise = Callable[[int, int, torch.Generator], Parts]
+"""(rows, columns, random) of a linear layer -> its tensors by the last part of their names."""
+
+
+def _words(*shape: int, random: torch.Generator) -> torch.Tensor:
+    return torch.randint(-(1 << 31), (1 << 31) - 1, shape, generator=random, dtype=torch.int64).to(torch.int32)
+
+
+def _scales(*shape: int, random: torch.Generator) -> torch.Tensor:
+    return (0.005 + 0.02 * torch.rand(shape, generator=random)).to(torch.bfloat16)
+
+
+def pack_quantized(rows: int, columns: int, random: torch.Generator) -> Parts:
+    return {
+        "weight_packed": _words(rows, columns // IN_A_WORD, random=random),
+        "weight_scale": _scales(rows, columns // GROUP, random=random),
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+
+
+def gptq(*, act_order: bool) -> Quantise:
+    def quantise(rows: int, columns: int, random: torch.Generator) -> Parts:
+        groups = torch.arange(columns, dtype=torch.int32) // GROUP
+        return {
+            "qweight": _words(columns // IN_A_WORD, rows, random=random),
+            "qzeros": torch.full((columns // GROUP, rows // IN_A_WORD), 0x77777777, dtype=torch.int32),
+            "scales": _scales(columns // GROUP, rows, random=random),
+            "g_idx": groups[torch.randperm(columns, generator=random)] if act_order else groups,
+        }
+
+    return quantise
+
+
+def awq(rows: int, columns: int, random: torch.Generator) -> Parts:
+    return {
+        "qweight": _words(columns, rows // IN_A_WORD, random=random),
+        "qzeros": _words(columns // GROUP, rows // IN_A_WORD, random=random),
+        "scales": _scales(columns // GROUP, rows, random=random),
+    }
+
+
+def int8_static(rows: int, columns: int, random: torch.Generator) -> Parts:
+    return {
+        "weight": torch.randint(-127, 128, (rows, columns), generator=random, dtype=torch.int8),
+        "weight_scale": (0.0005 + 0.002 * torch.rand(rows, 1, generator=random)),
+        "input_scale": torch.tensor([0.01 + 0.002 * random.initial_seed()]),  # of all layers: fused ones must share it
+    }
+
+
+def _llama(quantise: Quantise, config: dict[str, Any]) -> Maker:
+    def build(directory: Path, seed: int) -> Path:
+        path = make_llama(directory, seed=seed, dtype=torch.bfloat16)
+        random = torch.Generator().manual_seed(seed)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in load(path).items():
+            if name.split(".")[-2] in LINEAR:
+                parts = quantise(*tensor.shape, random)
+                tensors |= {f"{name.removesuffix('weight')}{part}": made for part, made in parts.items()}
+            else:
+                tensors[name] = tensor
+        return rewrite(path, tensors, quantization_config=config)
+
+    return build
+
+
+def _compressed(packing: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": packing,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "sym": True,
+    "lm_head": False,
+    "checkpoint_format": "gptq",
+}
+
+QUANTISED: dict[str, Maker] = {
+    "w4a16": _llama(pack_quantized, _compressed("pack-quantized", INT4, None)),
+    "w8a8-int8-static": _llama(int8_static, _compressed("int-quantized", INT8, STATIC)),
+    "gptq": _llama(gptq(act_order=False), GPTQ | {"desc_act": False}),
+    "gptq-act-order": _llama(gptq(act_order=True), GPTQ | {"desc_act": True}),
+    "awq": _llama(awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+}
+"""By the scheme's name."""
