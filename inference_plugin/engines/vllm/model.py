@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inference_plugin.engines.default_dtype import default_dtype_here
 from inference_plugin.engines.live_model import LiveModel, without_wrappers
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.engines.vllm.lora import VllmAdapterSlots
@@ -118,7 +119,11 @@ class VllmModel(LiveModel):
     def computing(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self._config), torch.no_grad():
+        with (
+            set_current_vllm_config(self._config),
+            default_dtype_here(self._config.model_config.dtype),
+            torch.no_grad(),
+        ):
             yield
 
 

@@ -1,0 +1,46 @@
+"""torch's default dtype on one thread.
+
+An engine finishes its modules under the model's dtype as the default one, and a kernel may ask for it: vLLM's int8 kernel on
+a CPU takes it for the dtype of its results, and would write twice as much as fits if another one were said.
+`torch.set_default_dtype` is one setting for the whole process, in which the engine computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["default_dtype_here"]
+
+_lock = threading.Lock()
+_asked = torch.get_default_dtype
+_here = threading.local()
+_users = 0
+
+
+def _default_dtype() -> torch.dtype:
+    dtype: torch.dtype = getattr(_here, "dtype", None) or _asked()
+    return dtype
+
+
+@contextlib.contextmanager
+def default_dtype_here(dtype: torch.dtype) -> Iterator[None]:
+    """Has `torch.get_default_dtype()` return `dtype` on this thread, and what it did on every other one. What torch itself makes
+    without a dtype keeps the process's."""
+    global _users
+    before = getattr(_here, "dtype", None)
+    with _lock:
+        _users += 1
+        torch.get_default_dtype = _default_dtype
+    _here.dtype = dtype
+    try:
+        yield
+    finally:
+        _here.dtype = before
+        with _lock:
+            _users -= 1
+            if not _users:
+                torch.get_default_dtype = _asked
