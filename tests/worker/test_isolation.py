@@ -228,9 +228,10 @@ def test_what_could_not_return_to_its_terms_must_be_opened_again(worker: Worker,
 def test_a_renewal_that_waits_to_be_read_counts(worker: Worker, trainer: Driver) -> None:
     """The thread is held up for longer than the lease; the renewal came in time."""
     trainer.open()
-    go_on, card = threading.Event(), worker.card
+    held_up, go_on, card = threading.Event(), threading.Event(), worker.card
 
     def slow_card() -> WorkerCard:
+        held_up.set()
         assert go_on.wait(60)
         return card()
 
@@ -239,6 +240,7 @@ def test_a_renewal_that_waits_to_be_read_counts(worker: Worker, trainer: Driver)
     worker.server._card = slow_card
     with worker.channel() as asking:
         asking.send(Describe())
+        assert held_up.wait(60)
         trainer.channel.send(Renew("policy", "t1"))
         time.sleep(2 * lease_s)
         go_on.set()
