@@ -16,17 +16,9 @@ from inference_plugin.wire.errors import (
     TornReplica,
     TransportUnavailable,
 )
-from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
-from inference_plugin.wire.tensors import box_view
+from tests.install.installing import segment_of
 from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, digests_expected, live_digests, manifest_of
-
-
-def segment_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> torch.Tensor:
-    segment = torch.zeros(manifest.layout.nbytes, dtype=torch.uint8)
-    for i, spec in enumerate(manifest.tensors):
-        box_view(segment, manifest, manifest.whole(i)).copy_(tensors[spec.name])
-    return segment
 
 
 def addresses_of(model: nn.Module) -> dict[str, int]:

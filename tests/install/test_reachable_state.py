@@ -13,8 +13,7 @@ from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch
-from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.tensors import box_view
+from tests.install.installing import segment_of, update
 from tests.support.plain_engine import manifest_of
 
 SIZE = 4
@@ -138,21 +137,6 @@ def cold(seed: int) -> list[Any]:
     fresh = Engine()
     fresh.live = live
     return fresh.state()
-
-
-def segment_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> torch.Tensor:
-    segment = torch.zeros(manifest.layout.nbytes, dtype=torch.uint8)
-    for i, spec in enumerate(manifest.tensors):
-        box_view(segment, manifest, manifest.whole(i)).copy_(tensors[spec.name])
-    return segment
-
-
-def update(installer: ModelInstaller, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    segment = segment_of(tensors, manifest)
-    installer.prepare(segment, lambda _: None)
-    installer.install(segment)
-    installer.finish()
-    return segment
 
 
 @pytest.mark.parametrize("policy", ["copy", "standby"])

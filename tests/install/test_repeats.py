@@ -12,9 +12,8 @@ from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import ManifestMismatch, TransportUnavailable
-from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
-from inference_plugin.wire.tensors import box_view
+from tests.install.installing import segment_of, update
 from tests.support.plain_engine import manifest_of
 
 SIZE = 4
@@ -66,13 +65,6 @@ def weights(seed: int, *, apart: float = 0.0) -> dict[str, torch.Tensor]:
     return made
 
 
-def segment_of(tensors: dict[str, torch.Tensor], manifest: Manifest) -> torch.Tensor:
-    segment = torch.zeros(manifest.layout.nbytes, dtype=torch.uint8)
-    for i, spec in enumerate(manifest.tensors):
-        box_view(segment, manifest, manifest.whole(i)).copy_(tensors[spec.name])
-    return segment
-
-
 def state(model: nn.Module) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in model.named_parameters()}
 
@@ -93,10 +85,7 @@ def test_tensors_that_share_a_place_are_installed_where_they_are_equal_and_refus
     terms = installer.open(manifest, policy, partial=False)
     assert terms.mechanism == "plan" and {box.tensor for box in terms.needs} == set(range(6)), "all of them are checked"
     for seed in (1, 2, 0):
-        segment = segment_of(weights(seed), manifest)
-        installer.prepare(segment, lambda _: None)
-        installer.install(segment)
-        installer.finish()
+        update(installer, manifest, weights(seed))
         assert state(engine.live) == cold(seed)
     with pytest.raises(ManifestMismatch, match=r"in one place differ: gate\.scale and up\.scale") as raised:
         installer.prepare(segment_of(weights(1, apart=1e-3), manifest), lambda _: None)

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from inference_plugin.wire.errors import CommitFailed, TornReplica
+from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, TornReplica
+from inference_plugin.wire.manifest import Manifest, TensorSpec
 from tests.manager.conftest import Start
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
 from tests.support.rig import Rig
+from trainer_adapters.update.coverage import check_needs
 
 PARTS: dict[str, tuple[str, ...]] = {
     "A": ("layers.0.",),
@@ -113,3 +115,14 @@ def test_two_groups_whose_parts_change_keep_out_of_each_others_bytes(start: Star
                 manager.update(sent, version)
                 held.committed(sent)
                 held.check(f"{part} as version {version}")
+
+
+def test_indices_that_an_engine_passes_over_are_left_out_of_a_whole_model_alone() -> None:
+    """Where a group is a part, nothing tells a misspelt packed weight from an index that the engine does without."""
+    manifest = Manifest((TensorSpec("a.scales", "float32", (2,)), TensorSpec("a.g_idx", "int32", (4,))))
+    needs = [[manifest.whole(0)]]
+    check_needs(manifest, needs, partial=False)
+    with pytest.raises(ManifestMismatch, match=r"no place for: a\.g_idx"):
+        check_needs(manifest, needs, partial=True)
+    with pytest.raises(ManifestMismatch, match=r"no place for: a\.scales"):
+        check_needs(manifest, [[manifest.whole(1)]], partial=False)

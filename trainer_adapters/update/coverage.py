@@ -14,11 +14,11 @@ __all__ = ["check_needs", "unread"]
 INDICES = ("int32", "int64")
 
 
-def unread(manifest: Manifest, boxes: Iterable[Box]) -> list[str]:
+def unread(manifest: Manifest, boxes: Iterable[Box], *, partial: bool) -> list[str]:
     """Names the parts of the manifest that lie in none of `boxes`: a tensor's name, or the first range of it.
 
-    A tensor of indices or sizes (`g_idx`, say) that no box touches is left out: engines pass over those that tell them nothing.
-    If it were packed weights, the scales beside it would be named.
+    Of a whole model, a tensor of indices or sizes (`g_idx`, say) that no box touches is left out: engines pass over those that
+    tell them nothing, and refuse a manifest that leaves a parameter unfilled. Of a `partial` group nobody knows what it lacks.
     """
     by_tensor: dict[int, set[Box]] = {}
     for box in boxes:
@@ -26,16 +26,16 @@ def unread(manifest: Manifest, boxes: Iterable[Box]) -> list[str]:
     found = []
     for i, spec in enumerate(manifest.tensors):
         whole = manifest.whole(i)
-        if spec.dtype in INDICES and i not in by_tensor:
+        if not partial and spec.dtype in INDICES and i not in by_tensor:
             continue
         if box_volume(whole) and (left := _subtract([whole], sorted(by_tensor.get(i, ())))):
             found.append(spec.name if left == [whole] else manifest.describe(left[0]))
     return found
 
 
-def check_needs(manifest: Manifest, needs: Sequence[Sequence[Box]]) -> None:
+def check_needs(manifest: Manifest, needs: Sequence[Sequence[Box]], *, partial: bool) -> None:
     """Raises `ManifestMismatch` unless some rank of a replica reads every byte of the manifest."""
-    if missing := unread(manifest, itertools.chain.from_iterable(needs)):
+    if missing := unread(manifest, itertools.chain.from_iterable(needs), partial=partial):
         raise ManifestMismatch(
             f"the engine's model has no place for: {first_few(missing)}",
             hint="a name, a shape or a tie differs between trainer and engine; exclude what the engine doesn't load",

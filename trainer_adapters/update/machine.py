@@ -232,7 +232,7 @@ class TransactionMachine:
             return
         opened = tuple(each for each in answers if isinstance(each, GroupOpened))
         try:
-            check_needs(self.terms.manifest, [each.needs for each in opened])
+            check_needs(self.terms.manifest, [each.needs for each in opened], partial=self.terms.partial)
         except WeightwireError as error:
             self._fail(one, error)
             return

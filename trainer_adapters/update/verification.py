@@ -51,7 +51,7 @@ def verify(context: RankContext, source: WeightSource, manifest: Manifest) -> Ve
         silence_s = context.settings.silence_s()
         replies = ask_all(asks, Verified, timeout_s=left_s, silence_s=silence_s)
         found = [
-            _compare(manifest, session, reply, scratch.tensor)
+            _compare(manifest, session, reply, scratch.tensor, partial=context.settings.partial)
             for session, reply in zip(part.sessions, replies, strict=True)
         ]
         found += [ReplicaVerify(card.replica, None, 0, (), (), error.info()) for card, error in part.unreached]
@@ -61,7 +61,12 @@ def verify(context: RankContext, source: WeightSource, manifest: Manifest) -> Ve
 
 
 def _compare(
-    manifest: Manifest, session: ReplicaSession, reply: Verified | WeightwireError, segment: torch.Tensor
+    manifest: Manifest,
+    session: ReplicaSession,
+    reply: Verified | WeightwireError,
+    segment: torch.Tensor,
+    *,
+    partial: bool,
 ) -> ReplicaVerify:
     if isinstance(reply, WeightwireError):
         return ReplicaVerify(session.card.replica, None, 0, (), (), reply.at(replica=session.card.replica).info())
@@ -79,7 +84,7 @@ def _compare(
     )
     excused = {name for rank in reply.ranks for name in rank.unreadable if name in manifest.index}
     unreadable_boxes = (manifest.whole(manifest.index[name]) for name in excused)
-    if missing := unread(manifest, (*boxes, *unreadable_boxes)):
+    if missing := unread(manifest, (*boxes, *unreadable_boxes), partial=partial):
         differ.append(f"held by no rank: {first_few(missing)}")
     unreadable = [f"rank {r.rank}: {name}: {why}" for r in reply.ranks for name, why in r.unreadable.items()]
     return ReplicaVerify(
