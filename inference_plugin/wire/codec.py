@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +21,11 @@ MAX_PAYLOAD_BYTES = 1 << 30
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
 _version_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_making_decoder = threading.Lock()
+"""msgspec (0.22) ends the process with SIGSEGV where two threads at once decode their first message of one struct type: one of
+them finds the type's description half made. So decoders are made one at a time."""
 
 T = TypeVar("T")
 
@@ -58,9 +64,16 @@ def check_payload(body: Body, payload: Any) -> None:
 def decode_as(frame: bytes | memoryview, kind: type[T]) -> T:
     """A struct of type `kind` that was stored or sent alone. Raises `ProtocolError`."""
     try:
-        return msgspec.msgpack.decode(frame, type=kind)
+        return _decoder_of(kind).decode(frame)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a {kind.__name__}: {error}") from error
+
+
+def _decoder_of(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    if (decoder := _decoders.get(kind)) is None:
+        with _making_decoder:
+            decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return decoder
 
 
 def _check_version(frame: bytes | memoryview) -> None:

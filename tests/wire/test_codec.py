@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -261,3 +263,36 @@ def test_a_struct_stored_alone_is_read_back_or_refused() -> None:
     for bad in (b"", b"\xff", msgspec.msgpack.encode({"pid": 4}), msgspec.msgpack.encode(Describe())):
         with pytest.raises(ProtocolError, match="not a Sender"):
             codec.decode_as(bad, Sender)
+
+
+FIRST_MESSAGES = """
+import sys, threading
+from typing import Literal
+import msgspec
+from inference_plugin.wire.codec import decode_as
+
+sys.setswitchinterval(1e-6)
+for number in range(100):
+    part = msgspec.defstruct(f"Part{number}", [(f"field{i}", Literal[1, i + 2, number + 30]) for i in range(20)])
+    whole = msgspec.defstruct(f"Whole{number}", [(f"parts{i}", tuple[part, ...]) for i in range(5)])
+    message = whole(*[(part(*[1] * 20),)] * 5)
+    frame = msgspec.msgpack.encode(message)
+    together, read = threading.Barrier(4), []
+
+    def read_first():
+        together.wait()
+        read.append(decode_as(frame, whole))
+
+    threads = [threading.Thread(target=read_first) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read == [message] * 4
+"""
+
+
+def test_threads_may_read_their_first_message_of_a_kind_at_the_same_time() -> None:
+    """msgspec alone ends the process there, with SIGSEGV: in an engine, all of its requests with it."""
+    ended = subprocess.run([sys.executable, "-c", FIRST_MESSAGES], timeout=120, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from inference_plugin.net.addresses import new_replica_id
+from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError, StoreFull, SyncTimeout
 from trainer_adapters.batch.limits import checked_seconds
@@ -120,7 +121,7 @@ class RayStore:
             raise ProtocolError(
                 f"shard {shard} {'was cleared' if why == 'cleared' else 'is unknown'} at {self.owner.id}"
             )
-        entry = msgspec.msgpack.decode(encoded, type=Entry)
+        entry = decode_as(encoded, Entry)
         copied = torch.empty(entry.nbytes, dtype=torch.uint8)
         if reference is not None:
             with ray_errors(self.owner):
