@@ -22,8 +22,9 @@ import torch.distributed as dist
 from inference_plugin.engines.coordinator import open_coordinator
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.sglang.control import FollowerControl, LeaderControl
+from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
-from inference_plugin.engines.sglang.turn import EngineOperation, Ranks, Turn
+from inference_plugin.engines.sglang.turn import EngineOperation, Turn
 from inference_plugin.plugins import plugin_manager
 from tests.support.fault_plugin import FaultPlugin
 from tests.support.plain_engine import PlainEngineModel, die_with_parent

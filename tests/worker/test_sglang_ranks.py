@@ -1,19 +1,21 @@
-"""The ranks of an SGLang replica, over a real gloo group: what they tell each other arrives on all of them, a commit costs
-few collectives, and they decide the same whatever fails."""
+"""The ranks of an SGLang replica, over real sockets and a real gloo group: what they tell each other arrives on all of them, a
+commit costs few collectives, and they decide the same whatever fails."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from inference_plugin.engines.sglang.turn import INLINE_BYTES, Ranks
+from inference_plugin.engines.sglang.ranks import INLINE_BYTES, Ranks
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import CommitFailed, PeerLost, SyncTimeout, TornReplica
 from inference_plugin.wire.messages import ReplicaCard
@@ -25,9 +27,11 @@ LONG = INLINE_BYTES + 1
 SENT = [[b"", b""], [b"", b"ipc:///b"], [b"long" * LONG, b"x"], [b"a" * INLINE_BYTES, b"b" * LONG]]
 
 
-def one_rank(rank: int, directory: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    ranks = Ranks(SimpleNamespace(tp_rank=rank, tp_size=2, tp_group=SimpleNamespace(ranks=[0, 1])))
+def one_rank(rank: int, directory: str, host: str, runtime: str) -> None:
+    os.environ["WEIGHTWIRE_RUNTIME_DIR"] = runtime
+    with mock.patch.object(addresses, "boot_id", return_value=host):
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+        ranks = Ranks(SimpleNamespace(tp_rank=rank, tp_size=2, tp_group=SimpleNamespace(ranks=[0, 1])))
     heard = [
         [ranks.broadcast(sent[rank]).decode(), *(data.decode() for data in ranks.gather(sent[rank]))] for sent in SENT
     ]
@@ -36,13 +40,17 @@ def one_rank(rank: int, directory: str) -> None:
     found.with_suffix(".tmp").rename(found)
 
 
-def test_ranks_hear_each_other_also_where_there_is_nothing_to_tell(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["one host", "two hosts", "no room for a socket's name"])
+def test_ranks_hear_each_other_also_where_there_is_nothing_to_tell(where: str, directory: Path) -> None:
+    runtime = directory / ("long" * 30) if where == "no room for a socket's name" else directory
     for rank in range(2):
-        fork("tests.worker.test_sglang_ranks:one_rank", rank=rank, directory=str(tmp_path))
+        host = f"host {rank if where == 'two hosts' else 0}"
+        fork(f"{__name__}:one_rank", rank=rank, directory=str(directory), host=host, runtime=str(runtime))
     for rank in range(2):
-        found = tmp_path / f"heard{rank}"
+        found = directory / f"heard{rank}"
         heard = json.loads(eventually(lambda found=found: found.exists() and found.read_text(), found.name))
         assert heard == [[a.decode(), a.decode(), b.decode()] for a, b in SENT]
+    assert not [path for path in directory.iterdir() if path.is_socket()]
 
 
 class Replica:

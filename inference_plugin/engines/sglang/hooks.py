@@ -15,8 +15,9 @@ from inference_plugin.engines.monkeypatch import contained, installed_version, r
 from inference_plugin.engines.operations import RankReply
 from inference_plugin.engines.sglang.control import FollowerControl, LeaderControl
 from inference_plugin.engines.sglang.patch_points import SGLANG
+from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
-from inference_plugin.engines.sglang.turn import Ranks, Turn
+from inference_plugin.engines.sglang.turn import Turn
 from inference_plugin.engines.starting import begin_start, ends_start
 from inference_plugin.net import addresses
 from inference_plugin.wire.codec import decode_as

@@ -11,7 +11,8 @@ import msgspec
 
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.sglang.model import SglangModel
-from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, EngineReply, Ranks, Step
+from inference_plugin.engines.sglang.ranks import Ranks
+from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, EngineReply, Step
 from inference_plugin.net import addresses
 from inference_plugin.wire.messages import WorkerCard
 
