@@ -24,8 +24,8 @@ from trainer_adapters.fleet.session import worker_connections
 from trainer_adapters.update.leases import Leases
 from trainer_adapters.update.machine import TransactionMachine
 
-SCHEDULES = 100_000 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 15_000
-"""15,000 take about a minute of CPU. `make simulate SEEDS=1000000` runs more."""
+SCHEDULES = 100_000 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 25_000
+"""25,000 take 80 seconds of CPU. `make simulate SEEDS=1000000` runs more."""
 
 
 @pytest.fixture(autouse=True)
