@@ -54,9 +54,12 @@ class TransformersDriver:
 
     def wait_for_tokens(self, running: list[Future[Completion]], count: int) -> None:
         loop = self.engine._loop
-        while not all(future.done() for future in running) and any(
-            len(request.tokens) < count for request in [*loop._running, *loop._held]
-        ):
+
+        def lacks_tokens(future: Future[Completion]) -> bool:
+            taken = {request.future: len(request.tokens) for request in [*loop._running, *loop._held]}
+            return not future.done() and taken.get(future, 0) < count  # one that was just submitted is not taken yet
+
+        while any(lacks_tokens(future) for future in running):
             time.sleep(0.001)
 
     def look(self, running: list[Future[Completion]]) -> list[dict[str, Any]]:

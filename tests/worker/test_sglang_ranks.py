@@ -53,6 +53,32 @@ def test_ranks_hear_each_other_also_where_there_is_nothing_to_tell(where: str, d
     assert not [path for path in directory.iterdir() if path.is_socket()]
 
 
+def one_rank_of_two_of_which_the_second_ends(rank: int, directory: str) -> None:
+    os.environ |= {"WEIGHTWIRE_RUNTIME_DIR": directory, "WEIGHTWIRE_RANK_TIMEOUT_S": "3600"}
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    ranks = Ranks(SimpleNamespace(tp_rank=rank, tp_size=2, tp_group=SimpleNamespace(ranks=[0, 1])))
+    ranks.gather(b"here")
+    if rank == 1:
+        os._exit(0)
+    said = []
+    for tell in (ranks.gather, ranks.broadcast):
+        try:
+            tell(b"anybody?")
+        except PeerLost as error:
+            said.append(error.message)
+    found = Path(directory) / "said"
+    found.with_suffix(".tmp").write_text(json.dumps(said))
+    found.with_suffix(".tmp").rename(found)
+
+
+def test_a_rank_that_ends_is_noticed_long_before_the_time_limit_and_is_lost_for_good(directory: Path) -> None:
+    for rank in range(2):
+        fork(f"{__name__}:one_rank_of_two_of_which_the_second_ends", rank=rank, directory=str(directory))
+    found = directory / "said"
+    said = json.loads(eventually(lambda: found.exists() and found.read_text(), "what the first rank noticed"))
+    assert said == ["another rank has ended", "the ranks have lost each other: PeerLost: another rank has ended"]
+
+
 class Replica:
     """Two ranks of `tests.support.sglang_ranks`."""
 
