@@ -76,7 +76,7 @@ def test_a_rank_that_ends_is_noticed_long_before_the_time_limit_and_is_lost_for_
         fork(f"{__name__}:one_rank_of_two_of_which_the_second_ends", rank=rank, directory=str(directory))
     found = directory / "said"
     said = json.loads(eventually(lambda: found.exists() and found.read_text(), "what the first rank noticed"))
-    assert said == ["another rank has ended", "the ranks have lost each other: PeerLost: another rank has ended"]
+    assert said == ["another rank has ended", "the ranks have lost each other: another rank has ended"]
 
 
 class Replica:

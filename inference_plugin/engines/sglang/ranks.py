@@ -176,7 +176,8 @@ class _Sockets:
         try:
             return tell(time.monotonic() + rank_timeout_s())
         except BaseException as error:
-            self._lost = f"the ranks have lost each other: {type(error).__name__}: {error}"
+            why = error.message if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
+            self._lost = f"the ranks have lost each other: {why}"
             for peer in self._peers:
                 peer.close()
             raise
