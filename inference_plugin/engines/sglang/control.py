@@ -7,6 +7,7 @@ their answers: after the check, after the installation and at the end.
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import logging
@@ -47,7 +48,7 @@ __all__ = ["FollowerControl", "LeaderControl"]
 logger = logging.getLogger("sglang.weightwire")
 
 
-class _TurnControl:
+class _TurnControl(abc.ABC):
     """The part that is the same on every rank. While `_in_commit`, all ranks run the same commit: nobody sends steps."""
 
     def __init__(self, rank: SchedulerRank) -> None:
@@ -63,9 +64,9 @@ class _TurnControl:
             self._rank.refuse_what_is_unknown()
             logger.exception("weightwire: rank %d left a turn", self._rank.rank)
 
+    @abc.abstractmethod
     def take_turn(self) -> None:
         """This rank's part of a turn. Raises where the ranks lose each other."""
-        raise NotImplementedError
 
     def wants_turn(self) -> bool:
         """Whether there is something to do; asked in each pass of the event loop."""
