@@ -68,7 +68,9 @@ class SyncManager:
 
     - `group`: name of the weight-update group on the workers.
     - `transport`: a name, or "auto": the first that works between this host and each replica.
-    - `install`: "copy" (overwrite at the step boundary), "standby" (swap a prepared set in) or "auto".
+    - `install`: "copy" (overwrite at the step boundary), "standby" (swap a prepared set in), "auto" (one of these), or
+      "streaming" (written into the live parameters as it comes, while generation stands: takes next to no memory, and there is
+      no way back; see docs/concepts.md).
     - `in_flight`: what happens to running requests: "keep", "recompute", "abort" or "drain".
     - `timeout_s`: for a whole operation; every wait inside it ends by then. The first update of a replica takes longer
       than later ones: its placement plan is traced and proven (some seconds per GB).

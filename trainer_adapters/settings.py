@@ -122,6 +122,25 @@ class Settings:
     def lease_s(self) -> float:
         return self.config.lease_s
 
+    def offered(self) -> list[Transport]:
+        """The transports for `install`, in order of preference. Raises `ConfigError` where there is none, and for streaming with
+        a commit that waits for other replicas."""
+        streams = self.install == "streaming"
+        offered = [transport for transport in self.transports if transport.streams == streams]
+        if not offered:
+            named = ", ".join(transport.name for transport in self.transports)
+            raise ConfigError(
+                f"install={self.install!r} does not go over transport {named!r}",
+                hint="leave transport='auto': streaming has a transport of its own, and nothing else uses that",
+            )
+        if streams and (self.stragglers == "all" or isinstance(self.stragglers, Quorum)):
+            raise ConfigError(
+                f"install='streaming' with stragglers={self.stragglers!r}: a replica that streams holds the new version before "
+                "the others are ready",
+                hint="use stragglers='report', or another way to install",
+            )
+        return offered
+
     def silence_s(self, timeout_s: float | None = None) -> float:
         """How long an operation of `timeout_s` (default: the manager's) waits for a sign of life of one process."""
         whole_s = self.timeout_s if timeout_s is None else timeout_s

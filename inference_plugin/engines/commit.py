@@ -8,6 +8,7 @@ same plan and the same answers, so they decide the same.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Literal
@@ -49,11 +50,11 @@ class CommitPlan(msgspec.Struct, frozen=True):
         *,
         reason: str = "",
         install_s: float = 0.0,
+        turn: int = 0,
     ) -> RankOperation:
         """One operation of this commit; every rank gives it the same nonce."""
-        return RankOperation(
-            f"{self.nonce}.{name}", name, self.group, self.txn, self.version, printable(reason), install_s
-        )
+        nonce = f"{self.nonce}.{name}.{turn}" if turn else f"{self.nonce}.{name}"
+        return RankOperation(nonce, name, self.group, self.txn, self.version, printable(reason), install_s)
 
 
 def commit_on_all_ranks(
@@ -110,14 +111,20 @@ def commit_on_all_ranks(
 
 
 def _install(plan: CommitPlan, standing: Standing) -> Steps[Committed]:
-    try:
-        installed: list[RankReply] = yield Ask(plan.operation("install"))
-    except PeerLost as error:
-        yield from _tear(plan, standing, error.message)
-        raise
-    if (failed := first_error(installed)) is not None:
-        yield from _undo(plan, standing, failed)
-    slowest_s = max(reply.seconds for reply in installed)
+    seconds: dict[int, float] = {}
+    for turn in itertools.count():  # one, but where bytes are streamed: then as long as any rank waits for more
+        try:
+            installed: list[RankReply] = yield Ask(plan.operation("install", turn=turn))
+        except PeerLost as error:
+            yield from _tear(plan, standing, error.message)
+            raise
+        if (failed := first_error(installed)) is not None:
+            yield from _undo(plan, standing, failed)
+        for reply in installed:
+            seconds[reply.rank] = seconds.get(reply.rank, 0.0) + reply.seconds
+        if not any(reply.left for reply in installed):
+            break
+    slowest_s = max(seconds.values())
     try:
         finished: list[RankReply] = yield Finish(plan.operation("finish", install_s=slowest_s), plan.in_flight)
         if (failed := first_error(finished)) is not None:
@@ -130,7 +137,6 @@ def _install(plan: CommitPlan, standing: Standing) -> Steps[Committed]:
     standing.torn = {group: standing.torn.get(group, "an earlier update failed half way") for group in still_torn}
     yield from standing.refuse_while_torn()
     yield Publish()
-    seconds = {reply.rank: reply.seconds for reply in installed}
     timed = tuple(msgspec.structs.replace(rank, install_s=seconds[rank.rank]) for rank in ranks)
     return Committed(plan.version, timed, stopped_s=0.0, waited_s=0.0)
 

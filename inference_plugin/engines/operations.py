@@ -33,8 +33,8 @@ class RankOperation(msgspec.Struct, frozen=True):
 
 
 class RankReply(msgspec.Struct, frozen=True):
-    """Answer of one rank; an operation never raises across the executor. `left` is of a verification: there is "more" to
-    read, or the weights "changed" since it began."""
+    """Answer of one rank; an operation never raises across the executor. `left`: a verification has "more" to read, or the
+    weights "changed" since it began; an installation waits for "more" bytes."""
 
     nonce: str
     rank: int

@@ -140,7 +140,7 @@ class RankRuntime:
             elif operation.name == "release":
                 group.release()
             elif operation.name == "install":
-                group.install(operation.txn)
+                left = group.install(operation.txn)
             elif operation.name == "undo":
                 group.undo(operation.reason)
             elif operation.name == "finish":

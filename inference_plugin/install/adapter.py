@@ -15,7 +15,13 @@ import torch
 
 from inference_plugin.install.contract import AdapterSlots, InstallTerms, Throttle
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import ManifestMismatch, TransportUnavailable, first_few
+from inference_plugin.wire.errors import (
+    EngineUnsupported,
+    ManifestMismatch,
+    ProtocolError,
+    TransportUnavailable,
+    first_few,
+)
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.messages import BoxDigest
@@ -47,6 +53,8 @@ class AdapterInstaller:
         """Compares names, dtypes and shapes with the engine's slots. Raises `ManifestMismatch` with the names."""
         if zone:
             raise TransportUnavailable("zone: the engine loads an adapter into its slots itself")
+        if policy == "streaming":
+            raise EngineUnsupported("streaming: an adapter goes into its slots as a whole", hint="use install='auto'")
         self._slots.check(self._name)
         needed: list[int] = []
         problems: list[str] = []
@@ -83,6 +91,9 @@ class AdapterInstaller:
             throttle(tensor.nbytes)
             nbytes += tensor.nbytes
         return nbytes
+
+    def place(self, box: Box, tensor: torch.Tensor) -> None:
+        raise ProtocolError("an adapter is installed as a whole")
 
     def install(self, segment: torch.Tensor) -> None:
         assert self._next is not None

@@ -26,7 +26,7 @@ class InstallTerms:
 
     needs: tuple[Box, ...]
     mechanism: Literal["plan", "loader"]
-    install: Literal["copy", "standby"]
+    install: Literal["copy", "standby", "streaming"]
     why: str
     derived: tuple[str, ...] = ()
     """Names of what the engine makes anew of the parameters that an update writes."""
@@ -138,6 +138,9 @@ class Installer(Protocol):
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         """Background half of an installation; returns the bytes that it holds in addition. Never touches the live model."""
+
+    def place(self, box: Box, tensor: torch.Tensor) -> None:
+        """Engine's thread, before `install`, where the terms are `streaming`: writes a checked piece into the live model."""
 
     def install(self, segment: torch.Tensor) -> None:
         """Engine's thread, at a step boundary."""

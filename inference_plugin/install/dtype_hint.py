@@ -21,6 +21,8 @@ def dtype_line(wanted: Mapping[str, str]) -> str:
         return f'dtype="{common}"'
     rules: dict[str, str] = {}
     for name, dtype in others.items():
+        if any(fnmatchcase(name, earlier) for earlier in rules):
+            continue  # a rule that decides nothing is refused
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         alike = all(dtype == of for other, of in wanted.items() if fnmatchcase(other, pattern))
         rules[pattern if alike else name] = dtype

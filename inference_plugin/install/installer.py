@@ -15,9 +15,11 @@ from inference_plugin.install.policies import (
     StandbyInstaller,
     WayBack,
 )
+from inference_plugin.install.streaming import StreamingInstaller
 from inference_plugin.install.verify import live_digests
 from inference_plugin.install.zones import ZoneInstaller, zone_layout
 from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
 
@@ -81,6 +83,9 @@ class ModelInstaller:
         self._policy.check(segment)
         return self._policy.prepare(segment, throttle)
 
+    def place(self, box: Box, tensor: torch.Tensor) -> None:
+        self._policy.place(box, tensor)
+
     def install(self, segment: torch.Tensor) -> None:
         self._policy.install(segment)
 
@@ -120,6 +125,8 @@ def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[typ
     """The kind of installer, and why it is not the one asked for, or why `auto` took it. `has_second`: memory for a second set is
     held already. Raises `EngineUnsupported` where the one asked for does not fit."""
     model, shard = agreement.model, agreement.layout.nbytes
+    if policy == "streaming":
+        return StreamingInstaller, ""
     if agreement.why_loader:
         return LoaderInstaller, "the engine's own loader fills a second set"
     if policy == "copy":

@@ -211,6 +211,10 @@ class LiveLayout:
         read = {key for each in self._post.read_by(module).values() for key in self._keys_of(each)}
         return sorted((own | read) - self._plain)
 
+    def plain_keys(self, module: str) -> list[str]:
+        """The plain storages that `module` is rebuilt from too."""
+        return sorted(self._keys_of(module) & self._plain)
+
     def new_storage(self, key: str) -> torch.Tensor:
         """Memory for a storage. Where the plan leaves bytes of it unwritten it begins as it does in the engine: with the
         constructor's value where that is known, else with 0xFF, so that it shows."""

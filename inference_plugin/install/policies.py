@@ -29,7 +29,8 @@ from inference_plugin.install.replay import Replay
 from inference_plugin.install.standby import StandbyWeights
 from inference_plugin.install.storages import storage_views
 from inference_plugin.install.trial_load import materialised
-from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, TornReplica
+from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, ProtocolError, TornReplica
+from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.tensors import box_view, bytes_view
 
 __all__ = ["CopyInstaller", "LoaderInstaller", "PolicyInstaller", "StandbyInstaller", "WayBack"]
@@ -48,7 +49,7 @@ class WayBack:
 class PolicyInstaller(abc.ABC):
     """The part that the policies share. `way_back` outlives new terms."""
 
-    install_policy: Literal["copy", "standby"]
+    install_policy: Literal["copy", "standby", "streaming"]
     mechanism: Literal["plan", "loader"] = "plan"
 
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
@@ -65,6 +66,9 @@ class PolicyInstaller(abc.ABC):
     @abc.abstractmethod
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         """Background half; returns the bytes held in addition."""
+
+    def place(self, box: Box, tensor: torch.Tensor) -> None:
+        raise ProtocolError(f"install={self.install_policy!r} takes whole updates only")
 
     def install(self, segment: torch.Tensor) -> None:
         self._put(segment)

@@ -36,6 +36,7 @@ from inference_plugin.wire.zone import ZoneLayout
 
 __all__ = [
     "Kept",
+    "Put",
     "Receiver",
     "Sender",
     "Slice",
@@ -89,10 +90,20 @@ class Staging(abc.ABC):
     landing: bytes = b""
     takes_late: bool = False
     """Whether buckets may still arrive after the seal was requested."""
+    streams: bool = False
+    """Whether nothing is staged: each piece goes from its bucket to its place, on the engine's thread, by `place`."""
 
-    def receive(self, pieces: Sequence[Piece], payload: memoryview) -> None:
+    def receive(self, bucket: Bucket, payload: memoryview) -> None:
         """Takes the bytes of a bucket. Raises `ProtocolError` on a transport that sends no buckets."""
         raise ProtocolError("this transport takes no bytes in messages")
+
+    def place(self, put: Put, limit_s: float) -> None:
+        """Engine's thread, where `streams`: gives what comes within `limit_s` to `put`; returns earlier once all is there.
+        Raises what `put` raises, and `VersionConflict` after `cancel`."""
+        raise ProtocolError("this transport does not stream")
+
+    def cancel(self) -> None:  # noqa: B027 -- most wait for nobody
+        """Any thread: whoever waits in `receive` or `place` stops waiting."""
 
     def pass_on(self, bucket: Bucket, payload: memoryview) -> None:  # noqa: B027 -- most pass nothing on
         """After `receive`: the bucket as it was received, for the workers that this one feeds."""
@@ -232,6 +243,9 @@ class Sender(abc.ABC):
         """Frees everything; may be called twice."""
 
 
+Put: TypeAlias = Callable[[Box, torch.Tensor], None]
+"""Takes a checked piece: its box, and its elements, of the box's shape, which are valid until it returns."""
+
 Kept: TypeAlias = Callable[[Box], torch.Tensor | None]
 """The elements of a box that was written in one piece, of its shape; None where they are not kept. Holds what it reads from."""
 
@@ -253,6 +267,8 @@ class Transport:
     """Copies of each payload byte between the trainer's memory and the parameter, copies in the kernel included."""
     sends: bool = False
     """Whether each worker is sent its own bytes: slices are then cut where a worker's need ends."""
+    streams: bool = False
+    """Whether it is the way of `install='streaming'`: it brings no whole update, and nothing else uses it."""
     lands_in_zone: bool = False
     """Whether trainer ranks write a worker's second set itself: for the only replica of its host that takes part."""
 

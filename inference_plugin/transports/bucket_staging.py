@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Bucket, Relay
 from inference_plugin.wire.tensors import box_view, torch_dtype
 
-__all__ = ["BucketReceiver", "BucketStaging"]
+__all__ = ["BucketReceiver", "BucketStaging", "check_received", "checked_pieces"]
 
 CANCEL_S = 0.1
 """Longest time until a worker that waits for bytes notices that its transaction was dropped."""
@@ -65,33 +65,24 @@ class BucketStaging(Staging):
         self._complete = False
         self._refused: WeightwireError | None = None
 
-    def receive(self, pieces: Sequence[Piece], payload: memoryview) -> None:
+    def receive(self, bucket: Bucket, payload: memoryview) -> None:
+        self.receive_pieces(bucket.pieces, payload)
+
+    def receive_pieces(self, pieces: Sequence[Piece], payload: memoryview) -> None:
+        """`receive`, of what came in no message."""
         with self._arrived:
             try:
                 if self._complete:
                     raise ProtocolError("a new bucket after the last one that was sealed")
-                self._receive(pieces, payload)
+                for piece, data in checked_pieces(self._manifest, pieces, payload):
+                    if self._place(piece.box, data):
+                        self._received[piece.box] = piece.digest
                 self._refused = None
             except WeightwireError as error:
                 self._refused = error
                 raise
             finally:
                 self._arrived.notify_all()
-
-    def _receive(self, pieces: Sequence[Piece], payload: memoryview) -> None:
-        manifest = self._manifest
-        starts = [0]
-        for piece in pieces:
-            starts.append(starts[-1] + manifest.box_nbytes(manifest.check_box(piece.box)))
-        if starts[-1] != len(payload):
-            named = ", ".join(manifest.describe(piece.box) for piece in pieces[:8])
-            raise ProtocolError(f"a bucket of {len(payload)} bytes whose pieces take {starts[-1]}: {named}")
-        data = np.frombuffer(payload, dtype=np.uint8)
-        for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
-            if digest_bytes(payload[start:end]) != piece.digest:
-                raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
-            if self._place(piece.box, data[start:end]):
-                self._received[piece.box] = piece.digest
 
     def _place(self, box: Box, data: Bytes) -> bool:
         """Copies what the worker needs of a piece to its place; False if it needs nothing of it."""
@@ -144,19 +135,7 @@ class BucketStaging(Staging):
         self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
     ) -> int:
         """Every needed piece arrived and was compared on arrival; nobody else can write the memory since then."""
-        checked = 0
-        pieces = list(pieces)
-        if extra := self._received.keys() - {piece.box for piece in pieces}:
-            named = first_few([manifest.describe(box) for box in sorted(extra)])
-            raise DigestMismatch(f"arrived and was not sealed: {named}")
-        for piece in pieces:
-            if (digest := self._received.get(piece.box)) is None:
-                raise DigestMismatch(f"{manifest.describe(piece.box)} did not arrive")
-            if digest != piece.digest:
-                raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sealed")
-            checked += manifest.box_nbytes(piece.box)
-            between(0)
-        return checked
+        return check_received(manifest, self._received, pieces, between)
 
     def close(self) -> None:
         self.segment = torch.empty(0, dtype=torch.uint8)
@@ -168,6 +147,42 @@ class BucketStaging(Staging):
             self._relay.settle(lambda: self._release(memory))
         else:
             self._release(memory)
+
+
+def checked_pieces(manifest: Manifest, pieces: Sequence[Piece], payload: memoryview) -> Iterator[tuple[Piece, Bytes]]:
+    """The pieces of a bucket with their bytes, one after the other, each compared with its digest. Raises `ProtocolError` for a
+    bucket that is not what its pieces take, `DigestMismatch` for the first piece that differs."""
+    starts = [0]
+    for piece in pieces:
+        starts.append(starts[-1] + manifest.box_nbytes(manifest.check_box(piece.box)))
+    if starts[-1] != len(payload):
+        named = ", ".join(manifest.describe(piece.box) for piece in pieces[:8])
+        raise ProtocolError(f"a bucket of {len(payload)} bytes whose pieces take {starts[-1]}: {named}")
+    data = np.frombuffer(payload, dtype=np.uint8)
+    for piece, start, end in zip(pieces, starts, starts[1:], strict=False):
+        if digest_bytes(payload[start:end]) != piece.digest:
+            raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
+        yield piece, data[start:end]
+
+
+def check_received(
+    manifest: Manifest, received: Mapping[Box, int], pieces: Iterable[Piece], between: Callable[[int], None]
+) -> int:
+    """Compares the digests of what was `received` with those of the list that was sealed; returns the bytes. Raises
+    `DigestMismatch` for what did not arrive, for what arrived and was not sealed, and for what differs."""
+    checked = 0
+    pieces = list(pieces)
+    if extra := received.keys() - {piece.box for piece in pieces}:
+        named = first_few([manifest.describe(box) for box in sorted(extra)])
+        raise DigestMismatch(f"arrived and was not sealed: {named}")
+    for piece in pieces:
+        if (digest := received.get(piece.box)) is None:
+            raise DigestMismatch(f"{manifest.describe(piece.box)} did not arrive")
+        if digest != piece.digest:
+            raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sealed")
+        checked += manifest.box_nbytes(piece.box)
+        between(0)
+    return checked
 
 
 class BucketReceiver(Receiver):

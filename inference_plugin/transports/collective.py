@@ -188,7 +188,9 @@ class CollectiveStaging(BucketStaging):
             if nbytes:
                 group.broadcast(buffer[:nbytes])()
             with span("receive", bytes=nbytes):
-                self.receive(decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data)
+                self.receive_pieces(
+                    decode_as(pieces.numpy().tobytes(), tuple[Piece, ...]), buffer[:nbytes].numpy().data
+                )
 
 
 class CollectiveReceiver(BucketReceiver):

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,18 +20,27 @@ from inference_plugin.wire.geometry import Piece, intersect
 from inference_plugin.wire.messages import Bucket, Done, Hop, Relay, Relaying
 from inference_plugin.wire.tracing import span_since
 
-__all__ = ["Lane", "WriteTerms"]
+__all__ = ["Buffer", "Lane", "WriteTerms"]
 
 
 @dataclass(frozen=True)
 class WriteTerms:
-    """The terms that all lanes of one rank's `write` share. `deadline_s` is a time of `time.monotonic()`."""
+    """The terms that all lanes of one rank's `write` share. `deadline_s` is a time of `time.monotonic()`; `silence_s`: how long a
+    worker may take to answer."""
 
     group: str
     txn: str
     rank: int
     degree: int
     deadline_s: float
+    silence_s: float
+
+
+class Buffer(NamedTuple):
+    """A buffer for one bucket. `offset`: where it begins in memory that holds several."""
+
+    memory: Bytes
+    offset: int = 0
 
 
 class Lane:
@@ -41,8 +51,6 @@ class Lane:
 
     def __init__(self, target: Target, config: Config) -> None:
         self.target = target
-        self._silence_s = config.silence_s
-        self._control_timeout_s = config.control_timeout_s
         self.channel = Channel(
             target.address,
             pid=target.pid,
@@ -56,7 +64,14 @@ class Lane:
         )
         self._to = f"{target.replica} rank {target.rank}"
         self._bucket_bytes = config.bucket_bytes
-        self._buffers = collections.deque(np.empty(config.bucket_bytes, dtype=np.uint8) for _ in range(config.buffers))
+        self._buffers = collections.deque(self._make_buffers(config))
+
+    def _make_buffers(self, config: Config) -> list[Buffer]:
+        return [Buffer(np.empty(config.bucket_bytes, dtype=np.uint8)) for _ in range(config.buffers)]
+
+    def close(self) -> None:
+        """Frees everything."""
+        self.channel.close()
 
     def begin(self, terms: WriteTerms, target: Target, below: tuple[Target, ...], siblings: Sequence[Lane]) -> None:
         self._terms, self.target, self.below, self._siblings = terms, target, below, siblings
@@ -65,7 +80,7 @@ class Lane:
         self._pieces: list[Piece] = []
         self._used_bytes = 0
         self._seq = 0
-        self._packed: collections.deque[tuple[Bucket, memoryview]] = collections.deque()
+        self._packed: collections.deque[tuple[Bucket, memoryview | None]] = collections.deque()
         self._in_flight: tuple[Bucket | Relay, int] | None = None
         self._sent_s = 0.0
         self.messages = 0
@@ -122,7 +137,7 @@ class Lane:
             self.advance()
         if self._used_bytes + data.nbytes > self._bucket_bytes:
             self.flush()
-        self._buffers[0][self._used_bytes : self._used_bytes + data.nbytes] = data
+        self._buffers[0].memory[self._used_bytes : self._used_bytes + data.nbytes] = data
         self._used_bytes += data.nbytes
         self._pieces.append(piece)
 
@@ -132,12 +147,16 @@ class Lane:
             return
         terms = self._terms
         bucket = Bucket(terms.group, terms.txn, terms.rank, self._seq, tuple(self._pieces))
-        self._packed.append((bucket, self._buffers[0][: self._used_bytes].data))
+        self._packed.append(self._message(bucket, self._buffers[0], self._used_bytes))
         self._seq += 1
         self._pieces = []
         self._used_bytes = 0
         self._buffers.rotate(-1)
         self.advance(wait=len(self._packed) + (self._in_flight is not None) == len(self._buffers))
+
+    def _message(self, bucket: Bucket, buffer: Buffer, nbytes: int) -> tuple[Bucket, memoryview | None]:
+        """The bucket as it is sent, with its payload frame."""
+        return bucket, buffer.memory[:nbytes].data
 
     def advance(self, *, wait: bool = False) -> None:
         """Sends the next bucket if the one in flight was answered; with `wait`, waits for that answer."""
@@ -168,4 +187,4 @@ class Lane:
         left_s = self._terms.deadline_s - time.monotonic()
         if left_s <= 0:
             raise SyncTimeout(f"bucket {self._seq} was not answered before the deadline", phase="stage")
-        return min(left_s, self._silence_s if self._terms.degree else self._control_timeout_s)
+        return min(left_s, self._terms.silence_s)

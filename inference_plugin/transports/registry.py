@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference_plugin.plugins import plugin_manager
-from inference_plugin.transports import collective, shm, zmq, zone
+from inference_plugin.transports import collective, shm, stream, zmq, zone
 from inference_plugin.transports.base import Transport
 from inference_plugin.wire.errors import TransportUnavailable
 
@@ -19,7 +19,7 @@ def transports() -> dict[str, Transport]:
     """
     known: dict[str, Transport] = {}
     offered: Sequence[Sequence[Transport]] = plugin_manager().hook.weightwire_transports()
-    ours = (zone.TRANSPORT, shm.TRANSPORT, zmq.TRANSPORT, collective.TRANSPORT)
+    ours = (zone.TRANSPORT, shm.TRANSPORT, zmq.TRANSPORT, collective.TRANSPORT, stream.TRANSPORT)
     for transport in [*ours, *(t for several in offered for t in several)]:
         if transport.name == Transport.AUTO or known.setdefault(transport.name, transport) is not transport:
             raise TransportUnavailable(
@@ -41,7 +41,7 @@ def transport_named(name: str) -> Transport:
 
 
 def available_transports() -> list[Transport]:
-    """The transports that `auto` tries, in its order. Raises `TransportUnavailable` if there is none."""
+    """The transports that `auto` tries, in its order; of those that stream or don't, as `install` says. Raises `TransportUnavailable` if there is none."""
     known = transports()
     usable = [transport for transport in known.values() if transport.why_not() is None]
     if not usable:

@@ -29,6 +29,10 @@ from inference_plugin.wire.manifest import Manifest
 __all__ = ["TRANSPORT", "ZmqSender"]
 
 
+ANSWER_SHARE = 0.25
+"""Share of the time for writing that one silent worker may take at most."""
+
+
 class ZmqSender(Sender):
     """Keeps one channel, and `config.buffers` buffers, per worker that it sends to."""
 
@@ -61,7 +65,11 @@ class ZmqSender(Sender):
         deadline_s: float,
     ) -> tuple[list[Piece], WriteStats]:
         degree = decode_as(description, RelayTerms).degree if description else 0
-        lanes = self._used = self._spread(WriteTerms(group, txn, rank, degree, deadline_s), targets)
+        config = self.config
+        # Less where another worker can take a silent one's place; and never so long that no time is left for the others.
+        patience_s = config.silence_s if degree else config.control_timeout_s
+        silence_s = min(patience_s, ANSWER_SHARE * max(0.0, deadline_s - time.monotonic()))
+        lanes = self._used = self._spread(WriteTerms(group, txn, rank, degree, deadline_s, silence_s), targets)
         pieces: list[Piece] = []
         stats = WriteStats()
         for item in slices:
@@ -98,13 +106,13 @@ class ZmqSender(Sender):
 
     def close(self) -> None:
         while self._lanes:
-            self._lanes.popitem()[1].channel.close()
+            self._lanes.popitem()[1].close()
 
     def _spread(self, terms: WriteTerms, targets: Sequence[Target]) -> list[Lane]:
         """Lanes to the workers that this rank sends to itself; each worker is told which ones it feeds."""
         chosen = [branches(members, terms.degree) for members in classes_of((t.needs, t) for t in targets)]
         for gone in set(self._lanes) - {target.address for together in chosen for target, _ in together}:
-            self._lanes.pop(gone).channel.close()
+            self._lanes.pop(gone).close()
         lanes = []
         for together in chosen:
             siblings = [self._lane(target) for target, _ in together]
@@ -116,10 +124,13 @@ class ZmqSender(Sender):
             lanes += siblings
         return lanes
 
+    def _make_lane(self, target: Target) -> Lane:
+        return Lane(target, self.config)
+
     def _lane(self, target: Target) -> Lane:
         lane = self._lanes.get(target.address)
         if lane is None:
-            lane = self._lanes[target.address] = Lane(target, self.config)
+            lane = self._lanes[target.address] = self._make_lane(target)
             self.config.warn_if_short_of_memory(self.config.buffers * len(self._lanes))
         return lane
 

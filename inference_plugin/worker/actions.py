@@ -75,7 +75,7 @@ class MapStaging:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveBucket:
-    """Puts a bucket's bytes into the staging memory."""
+    """Puts a bucket's bytes into the staging memory, or into the live parameters where they are streamed."""
 
     txn: str
     bucket: Bucket
@@ -192,11 +192,12 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Mapped:
     """Result of `MapStaging`. `takes_late`: buckets may come after the seal was asked for. `landing`: where the trainer writes,
-    if that is memory of this worker."""
+    if that is memory of this worker. `streams`: the bytes go into the live parameters while the update is being committed."""
 
     segment_id: str
     takes_late: bool
     landing: bytes = b""
+    streams: bool = False
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------

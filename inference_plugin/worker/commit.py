@@ -7,13 +7,23 @@ import copy
 from typing import Any
 
 from inference_plugin.wire.errors import CommitFailed, ProtocolError, TornReplica
-from inference_plugin.wire.messages import RankCommit
+from inference_plugin.wire.messages import RankCommit, TakesBytes
 from inference_plugin.worker.actions import DropStaging, SettleStaging, WayBack
 from inference_plugin.worker.events import Finished
 from inference_plugin.worker.group import WeightUpdateGroup
 from inference_plugin.worker.transaction import Installed, Job, Transaction
 
-__all__ = ["check_sealed", "check_committing", "finished", "install", "release_check", "start_undo", "tear", "undone"]
+__all__ = [
+    "check_committing",
+    "check_sealed",
+    "check_stream",
+    "finished",
+    "install",
+    "release_check",
+    "start_undo",
+    "tear",
+    "undone",
+]
 
 
 def check_sealed(group: WeightUpdateGroup, asker: Any, txn: str, version: int) -> None:
@@ -26,7 +36,7 @@ def check_sealed(group: WeightUpdateGroup, asker: Any, txn: str, version: int) -
         raise ProtocolError(f"transaction {txn} is of version {transaction.version}, not {version}")
     if transaction.error is not None:
         raise copy.copy(transaction.error)
-    if transaction.sealed is None:
+    if transaction.sealed is None and not (transaction.streams and transaction.begun):
         raise ProtocolError(f"transaction {txn} is not sealed")
     if group.state != "committing":
         group.before_commit = group.state
@@ -50,10 +60,22 @@ def check_committing(group: WeightUpdateGroup, txn: str) -> Transaction:
 
 
 def install(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
-    """What was read of the live parameters is worth nothing any more."""
+    """What was read of the live parameters is worth nothing any more. Whoever streams may begin."""
     transaction = check_committing(group, txn)
     group.reading = ""
+    transaction.stands = True
+    for waiting, _ in transaction.stand_askers:
+        group.reply(waiting, TakesBytes(stands=True))
+    transaction.stand_askers = []
     group.reply(asker, transaction.version)
+
+
+def check_stream(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
+    """Whether all has come. Raises why the rest will not."""
+    transaction = check_committing(group, txn)
+    if transaction.error is not None:
+        raise copy.copy(transaction.error)
+    group.reply(asker, transaction.sealed is not None)
 
 
 def finished(group: WeightUpdateGroup, event: Finished) -> None:

@@ -16,12 +16,14 @@ import torch
 
 from inference_plugin.install.contract import Installer
 from inference_plugin.plugins import plugin_manager
+from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import BoxDigest, RankCommit, RankVerify
 from inference_plugin.wire.tracing import save, span, under
 from inference_plugin.worker.actions import ReadingState, WayBack
 from inference_plugin.worker.events import (
     CheckReading,
     CheckSealed,
+    CheckStream,
     Finished,
     Install,
     ReleaseCheck,
@@ -32,11 +34,14 @@ from inference_plugin.worker.events import (
     Undone,
 )
 from inference_plugin.worker.group import WeightUpdateGroup
-from inference_plugin.worker.work import GroupWork
+from inference_plugin.worker.work import GroupWork, Update
 
 __all__ = ["EngineSide", "Left", "Reading"]
 
 logger = logging.getLogger(__name__)
+
+PLACING_S = 0.2
+"""How long the engine's thread takes what is streamed before it says that it lives."""
 
 PORTION_BYTES = 8 << 20
 PORTION_BOXES = 512
@@ -87,13 +92,30 @@ class EngineSide:
         """Takes `check_sealed` back: another rank was not ready."""
         self._ask(ReleaseCheck, self.group.name)
 
-    def install(self, txn: str) -> None:
-        """Writes the live model."""
+    def install(self, txn: str) -> Left:
+        """Writes the live model. "more" where bytes are still to come: then to be called again."""
         version: int = self._ask(Install, self.group.name, txn)
         update = self.work.update(txn)
-        self._tell_listeners(version, "install")
-        with under(update.trace), span("install"):
-            self.installer.install(update.bytes.segment)
+        if not update.is_told:
+            update.is_told = True
+            self._tell_listeners(version, "install")
+        with under(update.trace):
+            if not update.is_installed and not (update.bytes.streams and self._is_under_way(txn, update)):
+                with span("install"):
+                    self.installer.install(update.bytes.segment)
+                update.is_installed = True
+        return "" if update.is_installed else "more"
+
+    def _is_under_way(self, txn: str, update: Update) -> bool:
+        """Places what comes within `PLACING_S`; returns whether more is to come. Raises why it will not."""
+        with span("place"):
+            try:
+                update.bytes.place(self.installer.place, PLACING_S)
+            except WeightwireError:
+                self._ask(CheckStream, self.group.name, txn)  # why it was dropped, if that is it
+                raise
+        is_sealed: bool = self._ask(CheckStream, self.group.name, txn)
+        return not is_sealed
 
     def finish(self, txn: str, install_s: float) -> RankCommit:
         """The new version is on all ranks: it becomes the installed one."""

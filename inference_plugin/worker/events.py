@@ -16,6 +16,7 @@ __all__ = [
     "Awake",
     "CheckReading",
     "CheckSealed",
+    "CheckStream",
     "CloseAll",
     "Event",
     "Finished",
@@ -85,6 +86,15 @@ class ReleaseCheck:
 @dataclass(frozen=True, slots=True)
 class Install:
     """The engine's thread is about to write the live model; answered with the version that it may write."""
+
+    asker: Any
+    group: str
+    txn: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckStream:
+    """Whether all that is streamed has come and was sealed; answered with a bool, or with why the rest will not come."""
 
     asker: Any
     group: str
@@ -196,6 +206,7 @@ Event = (
     | CheckSealed
     | ReleaseCheck
     | Install
+    | CheckStream
     | StartFinish
     | Finished
     | StartUndo

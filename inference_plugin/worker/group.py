@@ -34,6 +34,7 @@ from inference_plugin.wire.messages import (
     RankCommit,
     Sealed,
     Sender,
+    TakesBytes,
 )
 from inference_plugin.worker.actions import (
     Action,
@@ -140,8 +141,8 @@ class WeightUpdateGroup:
         """When something is due without news."""
         found = [each.warn_at_s for each in self.dropped if each.warn_at_s is not None]
         if self.transaction is not None:
-            found += [until_s for _, until_s in self.transaction.seal_askers]
-            if self.state != "committing":
+            found += [until_s for _, until_s in (*self.transaction.seal_askers, *self.transaction.stand_askers)]
+            if self.state != "committing" or self.is_streaming:
                 found.append(self.transaction.expires_at_s)
         return found
 
@@ -190,6 +191,10 @@ class WeightUpdateGroup:
                 if until_s <= now_s:
                     self.reply(asker, Sealed(done=False))
             transaction.seal_askers = [each for each in transaction.seal_askers if each[1] > now_s]
+            for asker, until_s in transaction.stand_askers:
+                if until_s <= now_s:
+                    self.reply(asker, TakesBytes(stands=False))
+            transaction.stand_askers = [each for each in transaction.stand_askers if each[1] > now_s]
         for dropped in self.dropped:
             if dropped.warn_at_s is not None and dropped.warn_at_s <= now_s:
                 dropped.warn_at_s = now_s + WARN_EVERY_S
@@ -199,12 +204,13 @@ class WeightUpdateGroup:
                         "until it does the group takes no update"
                     )
                 )
-        if self.state == "committing":
+        if self.state == "committing" and not self.is_streaming:
             return
+        give_up = self.end_stream if self.is_streaming else self.drop
         if transaction is not None and is_gone(transaction.sender):
-            self.drop("the trainer's process ended")
+            give_up("the trainer's process ended")
         elif transaction is not None and now_s >= transaction.expires_at_s:
-            self.drop(
+            give_up(
                 f"the trainer was silent for {transaction.lease_s:g} s",
                 SyncTimeout,
                 hint="the next update brings it up; give lease_s more time where replicas stall",
@@ -283,12 +289,33 @@ class WeightUpdateGroup:
         self.dropped.append(transaction)
         self.queue(Job(CleanUp(transaction.txn), transaction=transaction))
 
+    @property
+    def is_streaming(self) -> bool:
+        """Whether bytes may still come into the live parameters."""
+        transaction = self.transaction
+        return (
+            self.state == "committing"
+            and transaction is not None
+            and transaction.streams
+            and transaction.sealed is None
+            and transaction.error is None
+        )
+
+    def end_stream(self, reason: str, kind: type[WeightwireError] = VersionConflict, **more: str) -> None:
+        """No more bytes come into the live parameters: the engine's thread, which waits for them, hears why."""
+        transaction = self.transaction
+        assert transaction is not None
+        transaction.error = kind(f"the transaction was dropped: {reason}", **more)  # type: ignore[arg-type]
+        self.end_waits(transaction, transaction.error)
+        self.do(Cancel(self.member, transaction.txn))
+
     def end_waits(self, transaction: Transaction, error: WeightwireError) -> None:
         """Whoever waits for the transaction is answered with `error`; what is queued for it is not done any more."""
-        waiting = [*transaction.begin_askers, *(asker for asker, _ in transaction.seal_askers)]
+        waiting = [*transaction.begin_askers]
+        waiting += [asker for asker, _ in (*transaction.seal_askers, *transaction.stand_askers)]
         waiting += [job.asker for job in self._queue if job.transaction is transaction and job.asker is not None]
         self._queue = collections.deque(job for job in self._queue if job.transaction is not transaction)
-        transaction.begin_askers, transaction.seal_askers = [], []
+        transaction.begin_askers, transaction.seal_askers, transaction.stand_askers = [], [], []
         for asker in waiting:
             self.fail(asker, error)
 

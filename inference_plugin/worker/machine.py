@@ -21,6 +21,7 @@ from inference_plugin.wire.errors import (
 )
 from inference_plugin.wire.messages import (
     Abort,
+    AskStands,
     Begin,
     Body,
     Bucket,
@@ -40,6 +41,7 @@ from inference_plugin.worker.events import (
     Awake,
     CheckReading,
     CheckSealed,
+    CheckStream,
     Event,
     Finished,
     Install,
@@ -126,7 +128,9 @@ class WorkerGroups:
         elif isinstance(event, WorkEnded):
             if (found := self._shared.under_way.pop(event.number, None)) is not None:
                 work_ended(*found, event.result, event.error)
-        elif isinstance(event, (CheckSealed, ReleaseCheck, Install, StartFinish, Finished, StartUndo, Undone)):
+        elif isinstance(
+            event, (CheckSealed, ReleaseCheck, Install, CheckStream, StartFinish, Finished, StartUndo, Undone)
+        ):
             self._commit(event, self.named(event.group))
         elif isinstance(event, Tear):
             if event.group in self.groups:
@@ -153,9 +157,11 @@ class WorkerGroups:
             self._check_awake()
             requests.begin(self.named(body.group), asker, body)
         elif isinstance(body, Bucket):
-            if payload is None:
+            if payload is None and not body.lies_at:
                 raise ProtocolError("a bucket without its payload frame")
-            requests.bucket(self.named(body.group), asker, body, payload)
+            requests.bucket(self.named(body.group), asker, body, memoryview(b"") if payload is None else payload)
+        elif isinstance(body, AskStands):
+            requests.ask_stands(self.named(body.group), asker, body)
         elif isinstance(body, Relay):
             requests.relay(self.named(body.group), asker, body)
         elif isinstance(body, Renew):
@@ -171,7 +177,7 @@ class WorkerGroups:
 
     def _commit(
         self,
-        event: CheckSealed | ReleaseCheck | Install | StartFinish | Finished | StartUndo | Undone,
+        event: CheckSealed | ReleaseCheck | Install | CheckStream | StartFinish | Finished | StartUndo | Undone,
         group: WeightUpdateGroup,
     ) -> None:
         if isinstance(event, CheckSealed):
@@ -180,6 +186,8 @@ class WorkerGroups:
             commit.release_check(group, event.asker)
         elif isinstance(event, Install):
             commit.install(group, event.asker, event.txn)
+        elif isinstance(event, CheckStream):
+            commit.check_stream(group, event.asker, event.txn)
         elif isinstance(event, StartFinish):
             commit.check_committing(group, event.txn)
             group.reply(event.asker, None)

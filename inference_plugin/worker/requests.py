@@ -7,6 +7,7 @@ from typing import Any
 
 from inference_plugin.wire.errors import ManifestMismatch, ProtocolError, SyncTimeout, VersionConflict, WeightwireError
 from inference_plugin.wire.messages import (
+    AskStands,
     Begin,
     Begun,
     Bucket,
@@ -16,12 +17,13 @@ from inference_plugin.wire.messages import (
     Relay,
     Relaying,
     Seal,
+    TakesBytes,
 )
 from inference_plugin.worker.actions import AgreeOnTerms, CheckPieces, MapStaging, PassOn, ReceiveBucket
 from inference_plugin.worker.group import WeightUpdateGroup
 from inference_plugin.worker.transaction import Agreement, Job, Opening, Transaction
 
-__all__ = ["abort", "begin", "bucket", "open_group", "relay", "renew", "seal"]
+__all__ = ["abort", "ask_stands", "begin", "bucket", "open_group", "relay", "renew", "seal"]
 
 
 def still_committing() -> SyncTimeout:
@@ -111,6 +113,18 @@ def relay(group: WeightUpdateGroup, asker: Any, request: Relay) -> None:
     group.queue(Job(PassOn(request.txn, request), asker, transaction))
 
 
+def ask_stands(group: WeightUpdateGroup, asker: Any, request: AskStands) -> None:
+    transaction = group.current(request.txn)
+    if not transaction.streams:
+        raise ProtocolError("nothing is streamed in this transaction")
+    if transaction.error is not None:
+        raise copy.copy(transaction.error)
+    if transaction.stands:
+        group.reply(asker, TakesBytes(stands=True))
+    else:
+        transaction.stand_askers.append((asker, group.shared.now_s + request.wait_s))
+
+
 def renew(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
     group.current(txn)
     group.reply(asker, Done())
@@ -143,7 +157,12 @@ def abort(group: WeightUpdateGroup, asker: Any, txn: str, reason: str) -> None:
     if group.transaction is None or group.transaction.txn != txn:
         group.reply(asker, Done())
         return
+    reason = reason or "aborted by the trainer"
+    if group.is_streaming:
+        group.transaction.abort_askers.append(asker)
+        group.end_stream(reason)
+        return
     if group.state == "committing":
         raise VersionConflict("too late to abort: the transaction is being committed")
     group.transaction.abort_askers.append(asker)
-    group.drop(reason or "aborted by the trainer")
+    group.drop(reason)

@@ -100,7 +100,7 @@ def _mapped(group: WeightUpdateGroup, job: Job, mapped: Mapped, error: Weightwir
         return
     transaction.begun = True
     transaction.segment_id, transaction.takes_late = mapped.segment_id, mapped.takes_late
-    transaction.landing = mapped.landing
+    transaction.landing, transaction.streams = mapped.landing, mapped.streams
     if group.installed is not None and group.installed.keeps and group.installed.segment_id == mapped.segment_id:
         # The trainer writes over it: there is no way back from there.
         group.queue(Job(DropStaging(group.take_previous(), reused=True)), first=True)

@@ -40,6 +40,12 @@ class Transaction:
     segment_id: str = ""
     takes_late: bool = False
     landing: bytes = b""
+    streams: bool = False
+    """Whether its bytes go into the live parameters, while it is being committed."""
+    stands: bool = False
+    """Whether the engine's thread takes what is streamed."""
+    stand_askers: list[tuple[Any, float]] = field(default_factory=list)
+    """Who waits for that, and until when."""
     next_seq: dict[int, int] = field(default_factory=dict)
     """By trainer rank: the bucket that is expected next."""
     sealing: str = ""

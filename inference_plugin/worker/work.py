@@ -22,7 +22,13 @@ from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.cover import ExactCover
 from inference_plugin.wire.digest import digest_group
-from inference_plugin.wire.errors import ProtocolError, VersionConflict, WeightwireError, first_few
+from inference_plugin.wire.errors import (
+    ProtocolError,
+    TransportUnavailable,
+    VersionConflict,
+    WeightwireError,
+    first_few,
+)
 from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Sealed
@@ -74,6 +80,10 @@ class Update:
     wanted: Sequence[Piece] = ()
     """What this worker needs of it, with the trainer's digests."""
     cancelled: threading.Event = field(default_factory=threading.Event)
+    is_told: bool = False
+    """Whether listeners know that it is being installed."""
+    is_installed: bool = False
+    """Whether the installer has written all of it."""
 
     @property
     def bytes(self) -> Staging:
@@ -163,6 +173,8 @@ class GroupWork:
         """Any thread: work for the transaction ends as soon as it can."""
         if (update := self._updates.get(txn)) is not None:
             update.cancelled.set()
+            if (staging := update.staging) is not None:
+                staging.cancel()
 
     # --- the lane, and the thread of a `Stage` -----------------------------------------------------------------------
 
@@ -196,6 +208,11 @@ class GroupWork:
             terms = self._installer.open(
                 request.manifest, request.install, partial=request.partial, zone=transport.lands_in_zone
             )
+            if transport.streams != (terms.install == "streaming"):
+                raise TransportUnavailable(
+                    f"{transport.name} and install={terms.install!r} do not go together",
+                    hint="install='streaming' has a transport of its own, `stream`",
+                )
             if terms.zone is not None:
                 receiver.land_in(terms.zone)
             self._candidate = _Agreed(request.manifest, terms, receiver, ExactCover(request.manifest, terms.needs))
@@ -250,12 +267,13 @@ class GroupWork:
         except BaseException:
             del self._updates[work.txn]
             raise
-        return Mapped(update.staging.segment_id, update.staging.takes_late, update.staging.landing)
+        staging = update.staging
+        return Mapped(staging.segment_id, staging.takes_late, staging.landing, staging.streams)
 
     def _receive(self, work: ReceiveBucket) -> None:
         update, bucket = self.update(work.txn), work.bucket
         with under(update.trace), span("receive", trainer=bucket.rank, bytes=len(work.payload)):
-            update.bytes.receive(bucket.pieces, work.payload)
+            update.bytes.receive(bucket, work.payload)
         update.bytes.pass_on(bucket, work.payload)
 
     def _pass_on(self, work: PassOn) -> None:

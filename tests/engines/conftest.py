@@ -35,7 +35,12 @@ def runtime() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """`checkpoint("llama", tied=False, seed=1)`: a tiny float32 model on disk, made once."""
-    makers = {"llama": models.make_llama, "qwen3": models.make_qwen3, "qwen3_moe": models.make_qwen3_moe}
+    makers = {
+        "llama": models.make_llama,
+        "qwen3": models.make_qwen3,
+        "qwen3_wide": functools.partial(models.make_qwen3, vocab_size=65536),  # its embedding fills several buckets
+        "qwen3_moe": models.make_qwen3_moe,
+    }
     root = tmp_path_factory.mktemp("models")
 
     @functools.cache

@@ -57,13 +57,19 @@ def check_life(
     replicas: int = 1,
     zones: bool = False,
 ) -> None:
-    """From the start to B and back, by both policies and each transport, at every stop verified and compared. `zones`: the engine
+    """From the start to B and back, by each policy and transport, at every stop verified and compared. `zones`: the engine
     has plain weights, which the trainer writes itself, twice into each of two zones."""
     assert tokens([SHORT], COUNT) == reference(model_a)[:1]
     assert tokens(PROMPTS, COUNT) == reference(model_a)
     assert reference(model_a) != reference(model_b)
     version = 0
-    ways = (("copy", "shm"), ("standby", "zmq"), ("standby", "zone" if zones else "shm"), ("copy", "zmq"))
+    ways = (
+        ("copy", "shm"),
+        ("standby", "zmq"),
+        ("standby", "zone" if zones else "shm"),
+        ("streaming", "stream"),
+        ("copy", "zmq"),
+    )
     for install, transport in ways:
         with SyncManager(install=install, transport=transport, timeout_s=180) as manager:  # type: ignore[arg-type]
             for model in (model_b, model_a) * (2 if transport == "zone" else 1):

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inference_plugin.install.dtype_hint import MOST_RULES, dtype_line
@@ -28,6 +28,7 @@ def pasted(line: str) -> DtypeRules:
     return DtypeRules(ast.literal_eval(call.keywords[0].value))
 
 
+@example({"model": "bfloat16", "layers": "bfloat16", "model.0.0": "float32", "model.model.0": "float32"}, {})
 @given(st.dictionaries(NAMES, FLOATS, min_size=1, max_size=8), st.dictionaries(NAMES, st.just("int64"), max_size=3))
 def test_the_line_says_of_every_tensor_what_the_engine_wants(floats: dict[str, str], numbers: dict[str, str]) -> None:
     wanted = numbers | floats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 import time
@@ -67,11 +68,13 @@ def senders_memory(manager: SyncManager) -> Iterator[Any]:
         if isinstance(sender, ShmSender):
             yield from (segment.tensor.numpy() for segment in sender._owned.values())
         elif isinstance(sender, ZmqSender):
-            yield from (buffer for lane in sender._lanes.values() for buffer in lane._buffers)
+            yield from (buffer.memory for lane in sender._lanes.values() for buffer in lane._buffers)
 
 
-@pytest.mark.parametrize("install", ["copy", "standby"])
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+WAYS = [*itertools.product(("shm", "zmq"), ("copy", "standby")), ("stream", "streaming")]
+
+
+@pytest.mark.parametrize(("transport", "install"), WAYS)
 def test_memory_that_the_sender_writes_over_after_the_commit_is_not_what_the_engine_serves(
     start: Start, transport: str, install: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -67,8 +68,9 @@ def holds(rig: Rig, seed: int) -> bool:
 # --- what an update does ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("install", ["copy", "standby"])
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize(
+    ("transport", "install"), [*itertools.product(("shm", "zmq"), ("copy", "standby")), ("stream", "streaming")]
+)
 def test_every_rank_of_every_replica_holds_each_version_in_turn(start: Start, transport: str, install: Any) -> None:
     rigs = [start(tp=2), start(tp=1)]
     assert all(holds(rig, 0) for rig in rigs)

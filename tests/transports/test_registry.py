@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from inference_plugin import plugins as hooks
-from inference_plugin.transports import collective, registry, shm, zmq, zone
+from inference_plugin.transports import collective, registry, shm, stream, zmq, zone
 from inference_plugin.transports.base import Receiver, Sender, Staging, Transport
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.support.rig import ROOT
@@ -43,10 +43,16 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_auto_prefers_shared_memory_and_falls_back_to_sockets(plugins: pytest.MonkeyPatch) -> None:
-    assert [transport.name for transport in registry.available_transports()] == ["zone", "shm", "zmq", "collective"]
+    assert [transport.name for transport in registry.available_transports()] == [
+        "zone",
+        "shm",
+        "zmq",
+        "collective",
+        "stream",
+    ]
     for each in (zone, shm):
         plugins.setattr(each, "TRANSPORT", dataclasses.replace(each.TRANSPORT, why_not=lambda: "no memfd"))
-    assert [transport.name for transport in registry.available_transports()] == ["zmq", "collective"]
+    assert [transport.name for transport in registry.available_transports()] == ["zmq", "collective", "stream"]
 
 
 def test_an_unknown_name_lists_what_there_is_and_why_the_others_are_not(plugins: pytest.MonkeyPatch) -> None:
@@ -54,7 +60,9 @@ def test_an_unknown_name_lists_what_there_is_and_why_the_others_are_not(plugins:
     with pytest.raises(TransportUnavailable, match="no transport is named 'carrot'") as raised:
         registry.transport_named("carrot")
     hint = raised.value.hint
-    assert hint.startswith("available: pigeon, zone, shm, zmq, collective; not available: smoke: no fire here; ")
+    assert hint.startswith(
+        "available: pigeon, zone, shm, zmq, collective, stream; not available: smoke: no fire here; "
+    )
     assert "plug-in no.such.module:plugin: ModuleNotFoundError: No module named 'no'" in hint
     assert f"plug-in {HERE}not_there: AttributeError" in hint
 
@@ -74,11 +82,17 @@ def test_looking_up_and_listing_agree(plugins: pytest.MonkeyPatch) -> None:
 
 def test_a_plugin_that_cannot_be_imported_breaks_nothing(plugins: pytest.MonkeyPatch) -> None:
     plugins.setenv("WEIGHTWIRE_PLUGINS", "no.such.module:plugin")
-    assert [transport.name for transport in registry.available_transports()] == ["zone", "shm", "zmq", "collective"]
+    assert [transport.name for transport in registry.available_transports()] == [
+        "zone",
+        "shm",
+        "zmq",
+        "collective",
+        "stream",
+    ]
     assert list(hooks.plugin_manager().broken) == ["no.such.module:plugin"]
 
 
-@pytest.mark.parametrize("name", ["zone", "shm", "zmq", "collective", "auto"])
+@pytest.mark.parametrize("name", ["zone", "shm", "zmq", "collective", "stream", "auto"])
 def test_a_name_that_is_taken_is_refused(plugins: pytest.MonkeyPatch, name: str) -> None:
     hooks.plugin_manager().register(Adds(third_party(name)))
     with pytest.raises(TransportUnavailable, match=f"the transport name '{name}' is taken") as raised:
@@ -87,13 +101,19 @@ def test_a_name_that_is_taken_is_refused(plugins: pytest.MonkeyPatch, name: str)
 
 
 def test_without_any_transport_every_reason_is_told(plugins: pytest.MonkeyPatch) -> None:
-    for module, why in ((zone, "no swap"), (shm, "no memfd"), (zmq, "no sockets"), (collective, "no gloo")):
+    for module, why in (
+        (zone, "no swap"),
+        (shm, "no memfd"),
+        (zmq, "no sockets"),
+        (collective, "no gloo"),
+        (stream, "no standing"),
+    ):
         plugins.setattr(module, "TRANSPORT", dataclasses.replace(module.TRANSPORT, why_not=lambda why=why: why))
     with pytest.raises(TransportUnavailable, match="no transport can be used here") as raised:
         registry.available_transports()
     assert (
-        "available: none; not available: zone: no swap; shm: no memfd; zmq: no sockets; collective: no gloo"
-        in raised.value.hint
+        "available: none; not available: zone: no swap; shm: no memfd; zmq: no sockets; collective: no gloo; "
+        "stream: no standing" in raised.value.hint
     )
 
 

@@ -25,6 +25,7 @@ from inference_plugin.transports.shm import SegmentAddress, SharedSegment, ShmRe
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
 from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest, TensorSpec
+from inference_plugin.wire.messages import Bucket
 from inference_plugin.wire.tensors import box_view
 from tests.support.rig import ROOT, eventually, fork, kill
 from tests.transports.cases import (
@@ -159,7 +160,7 @@ def test_bytes_in_messages_are_refused() -> None:
     sender, receiver = ShmSender(), ShmReceiver()
     staging = receiver.open(manifest, sender.allocate(manifest, frozenset()), wholes(manifest))
     with pytest.raises(ProtocolError, match="takes no bytes in messages"):
-        staging.receive([], memoryview(b""))
+        staging.receive(Bucket("policy", "txn", 0, 0, ()), memoryview(b""))
     staging.close(), receiver.close(), sender.close()
 
 

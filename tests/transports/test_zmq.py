@@ -249,7 +249,7 @@ def test_a_buffer_in_flight_is_not_filled_again_before_its_answer(held: HeldPeer
     held.take()
     eventually(lambda: drawn.count == 3, "the bucket after next was reached")
     (lane,) = sender._lanes.values()
-    in_memory = {buffer[:1000].tobytes() for buffer in lane._buffers}
+    in_memory = {buffer.memory[:1000].tobytes() for buffer in lane._buffers}
     assert in_memory == {tensors[name].numpy().tobytes() for name in ("t0", "t1")}
     held.answer()
     for _ in range(3):
@@ -494,7 +494,7 @@ def test_staging_is_reused_from_one_update_to_the_next_and_never_shows_old_bytes
     receiver = BucketReceiver()
     first = receiver.open(manifest, b"", [manifest.whole(0)])
     piece, data = piece_of(tensors, "a")
-    first.receive([piece], memoryview(data))
+    first.receive(Bucket("policy", "txn", 0, 0, (piece,)), memoryview(data))
     first.close()
     second = receiver.open(manifest, b"", [manifest.whole(0)])
     with pytest.raises(DigestMismatch, match="did not arrive"):

@@ -93,7 +93,7 @@ def bring_up(settings: Settings, trainer: str, session: ReplicaSession, retained
         "catch_up",
         settings,
         # What is retained was cut for others: it can't be written into a zone.
-        [(each, writer.sender(each)) for each in settings.transports if not each.lands_in_zone],
+        [(each, writer.sender(each)) for each in settings.offered() if not each.lands_in_zone],
         retained.manifest,
         retained.version,
         trainer=trainer,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["LEFT_OUT", "NOTHING_APPLIED", "UNKNOWN"]
+__all__ = ["LEFT_OUT", "NOTHING_APPLIED", "STREAMED", "UNKNOWN"]
 
 NOTHING_APPLIED = "nothing was applied: the old version is served, and the next update needs no restart"
 
 LEFT_OUT = "it serves the version that it had, if it still runs; it is caught up, or the next update brings it up"
+
+STREAMED = (
+    "what was streamed by then makes a replica refuse to generate (torn), until the next update of the whole group"
+)
 
 UNKNOWN = "it serves the old version or the new one: `versions()` asks it, the next update brings it up"

@@ -136,7 +136,7 @@ class _Update:
         self.transaction = Transaction(
             "update",
             self.settings,
-            [(transport, context.writer.sender(transport)) for transport in self.settings.transports],
+            [(transport, context.writer.sender(transport)) for transport in self.settings.offered()],
             manifest,
             version,
             trainer=context.trainer,

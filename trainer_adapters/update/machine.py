@@ -2,8 +2,9 @@
 is over, for whom the commit waits, and how the update ended for each replica.
 
     opening -> open -> beginning -> begun -> sealing -> sealed -> committing -> committed
-                           |                  any of these -> failed
-                           +-> already        the replica serves the version
+                           |    |     ^             any of these -> failed
+                           |    +-> standing        a replica that streams is asked to commit before the bytes come
+                           +-> already              the replica serves the version
 
 The events `OpenAll`, `BeginAll`, `SealAll` and `CommitAll` begin a step; `is_busy` says whether it still runs. `error`: why the
 update failed as a whole; then only `AbortAll` has an effect. An outcome never changes after `committed`, `already` or `failed`.
@@ -26,11 +27,11 @@ from inference_plugin.wire.errors import (
     WeightwireError,
     first_few,
 )
-from inference_plugin.wire.messages import Begun, Committed, GroupOpened, Seal, Sealed
+from inference_plugin.wire.messages import AskStands, Begun, Committed, GroupOpened, Seal, Sealed, TakesBytes
 from trainer_adapters.fleet.machine_io import Agreed
 from trainer_adapters.settings import BestEffort, Quorum
 from trainer_adapters.update.coverage import check_needs
-from trainer_adapters.update.hints import LEFT_OUT, UNKNOWN
+from trainer_adapters.update.hints import LEFT_OUT, STREAMED, UNKNOWN
 from trainer_adapters.update.machine_io import (
     AT_WORK,
     ENDED,
@@ -43,6 +44,7 @@ from trainer_adapters.update.machine_io import (
     CommitAll,
     Drop,
     Dropped,
+    EndStream,
     Event,
     Holds,
     LeaveBehind,
@@ -80,9 +82,11 @@ class TransactionMachine:
         self.terms = terms
         self.participants: dict[str, Participant] = {}
         self.step: Step = "agree"
-        self.is_busy = False
         self.error: WeightwireError | None = None
+        self._is_on = False
+        self._ending: list[Participant] = []
         self._until_s = math.inf
+        self._now_s = 0.0
         self._segments: dict[str, bytes] = {}
         self._list_digest = ""
         self._actions: list[Action] = []
@@ -90,19 +94,33 @@ class TransactionMachine:
     @property
     def wakes_at_s(self) -> float | None:
         """When a `Tick` is due, if nothing happens before."""
-        return self._ends_at_s if self.is_busy else None
+        due_s = [one.ends_at_s for one in self._ending] + ([self._ends_at_s] if self._is_on else [])
+        return min(due_s, default=None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step still runs, or a replica has still to say what became of what was streamed into it."""
+        return self._is_on or bool(self._ending)
 
     @property
     def has_committed(self) -> bool:
         """Whether a replica has installed the version in this transaction."""
-        return any(each.state == "committed" for each in self.participants.values())
+        return any(each.committed is not None for each in self.participants.values())
+
+    @property
+    def may_have_torn(self) -> bool:
+        """Whether a replica that did not commit may hold a part of the version already."""
+        return any(each.has_stood and each.committed is None for each in self.participants.values())
 
     def on(self, event: Event, now_s: float) -> list[Action]:
+        self._now_s = now_s
         match event:
             case AbortAll():
                 self._abort(event.reason)
             case LeaveBehind():
                 self._leave_behind()
+            case Answered() if self._ending:
+                self._answered(event, now_s)
             case _ if self.error is not None:
                 pass
             case OpenAll():
@@ -175,20 +193,23 @@ class TransactionMachine:
             return
         request = terms.commit(now_s)
         for one in self._in_state("sealed"):
-            one.state = "committing"
-            self._actions.append(Ask(one.replica, None, request, terms.silence_s))
+            one.state = "committing" if one.committed is None else "committed"
+            if not one.has_stood:
+                self._actions.append(Ask(one.replica, None, request, terms.silence_s))
 
     def _leave_behind(self) -> None:
         """Telling these replicas was left until the others serve the version."""
-        self.step, self.is_busy = "seal", False
+        self.step, self._is_on = "seal", False
         for one in [each for each in self.participants.values() if each.is_in]:
             hint = "it is caught up, or the next update brings it up"
             self._fail(one, SyncTimeout("its workers had not checked the update in time", hint=hint, side="worker"))
 
     def _abort(self, reason: str) -> None:
-        self.is_busy = False
+        self._is_on = False
         for one in self.participants.values():
-            if one.state not in ENDED:
+            if one.has_stood and one.state not in ENDED:
+                self._end_stream(one, CommitFailed(f"the update failed: {reason}"))
+            elif one.state not in ENDED:
                 self._actions.append(StopWaiting(one.replica))
                 if one.is_in:
                     self._actions.append(TellAbort(one.replica, reason))
@@ -196,11 +217,11 @@ class TransactionMachine:
 
     def _starts(self, step: Step, until_s: float, now_s: float) -> bool:
         """Begins a step; false if the operation's time is over."""
-        self.step, self._until_s, self.is_busy = step, until_s, True
+        self.step, self._until_s, self._is_on = step, until_s, True
         if now_s >= self.terms.deadline_s:
             words = f"update:{self.terms.version} took longer than {self.terms.timeout_s:g} s"
-            self.error, self.is_busy = SyncTimeout(words), False
-        return self.is_busy
+            self.error, self._is_on = SyncTimeout(words), False
+        return self._is_on
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -209,8 +230,11 @@ class TransactionMachine:
         if one is None or one.state in ENDED:
             return
         if event.worker is None:
-            if one.state == "committing":
+            if one.state == "committing" or one.has_stood:
+                one.has_answered = True
                 self._take_committed(one, event.answer)
+        elif one.state == "standing":
+            self._take_stands(one, event.worker, event.answer, now_s)
         elif one.state == "opening":
             self._take_opened(one, event.worker, event.answer, now_s)
         elif one.state == "beginning":
@@ -268,6 +292,19 @@ class TransactionMachine:
             self._fail(one, CommitFailed("its ranks serve different versions", hint="restart the engine"))
         else:
             one.state, one.landings = "begun", tuple(each.landing for each in begun)
+            if one.streams:
+                self._ask_to_stand(one, now_s)
+
+    def _take_stands(self, one: Participant, worker: int, answer: object, now_s: float) -> None:
+        """The bytes may come once all of its workers take them."""
+        if not isinstance(answer, TakesBytes):
+            self._fail(one, _as_error(answer, TakesBytes))
+        elif not answer.stands:
+            self._actions.append(self._ask_stands(one, worker, now_s))
+        else:
+            one.answers[worker] = answer
+            if len(one.answers) == one.workers:
+                one.state = "begun"
 
     def _take_sealed(self, one: Participant, worker: int, answer: object) -> None:
         terms = self.terms
@@ -284,7 +321,12 @@ class TransactionMachine:
 
     def _take_committed(self, one: Participant, answer: object) -> None:
         if isinstance(answer, Committed):
-            one.state, one.committed = "committed", answer
+            one.committed = answer
+            if one in self._ending:
+                self._ending.remove(one)
+                one.state, one.error = "committed", None
+            elif one.state == "committing":
+                one.state = "committed"
             released = all(rank.releases_segment for rank in answer.ranks)
             self._actions.append(Holds(one.replica, "none" if released else "new"))
             return
@@ -319,6 +361,17 @@ class TransactionMachine:
         silence_s = max(0.0, min(terms.silence_s, terms.deadline_s - now_s))
         self._actions += [Ask(one.replica, worker, request, silence_s) for worker in range(one.workers)]
 
+    def _ask_to_stand(self, one: Participant, now_s: float) -> None:
+        """Its commit begins before the bytes come: they go where they belong while its generation stands."""
+        one.state, one.answers, one.has_stood = "standing", {}, True
+        self._actions.append(Ask(one.replica, None, self.terms.commit(now_s), self.terms.silence_s))
+        self._actions += [self._ask_stands(one, worker, now_s) for worker in range(one.workers)]
+
+    def _ask_stands(self, one: Participant, worker: int, now_s: float) -> Ask:
+        terms = self.terms
+        silence_s = max(0.0, min(terms.silence_s, terms.deadline_s - now_s))
+        return Ask(one.replica, worker, AskStands(terms.group, terms.txn, SEAL_WAIT_S), silence_s)
+
     # --- when a step is over -----------------------------------------------------------------------------------------
 
     @property
@@ -334,14 +387,19 @@ class TransactionMachine:
         return any(each.is_in or each.state == "already" for each in self.participants.values())
 
     def _look_whether_over(self, now_s: float) -> None:
-        if not self.is_busy or self.error is not None:
+        for one in [each for each in self._ending if now_s >= each.ends_at_s]:
+            self._actions.append(Holds(one.replica, "either"))
+            words = f"{one.error.message if one.error else ''}; and it did not say in time what became of it"
+            one.has_answered = True
+            self._fail(one, SyncTimeout(words, hint=UNKNOWN, side="coordinator", phase="commit"))
+        if not self._is_on or self.error is not None:
             return
         at_work = self._in_state(*AT_WORK[self.step])
         if self.step == "seal":
             quorum = self.terms.stragglers
             enough = isinstance(quorum, Quorum) and len(self._in_state("sealed")) >= quorum.count
-            self.is_busy = bool(at_work) and now_s < self._until_s and not enough
-            if not self.is_busy:
+            self._is_on = bool(at_work) and now_s < self._until_s and not enough
+            if not self._is_on:
                 self._actions += [StopWaiting(one.replica) for one in at_work]
                 self._judge()
             return
@@ -349,7 +407,7 @@ class TransactionMachine:
         for one in at_work:
             if now_s >= (ends_at_s if one.state == "opening" else self._until_s):
                 self._fail(one, self._too_late(one))
-        self.is_busy = bool(self._in_state(*AT_WORK[self.step]))
+        self._is_on = bool(self._in_state(*AT_WORK[self.step]))
 
     def _too_late(self, one: Participant) -> WeightwireError:
         if one.state == "opening":
@@ -357,6 +415,8 @@ class TransactionMachine:
             hint = "the first opening traces and proves a plan, some seconds per GB: give timeout_s more"
             words = waits if self._others_wait else "the group was not opened"
             return SyncTimeout(words, hint=hint, side="worker", phase="open")
+        if one.state == "standing":
+            return SyncTimeout("its generation did not stand in time to take the update", side="coordinator")
         if one.state == "beginning":
             return SyncTimeout("its workers did not begin the update in time", side="worker")
         self._actions.append(Holds(one.replica, "either"))
@@ -382,18 +442,34 @@ class TransactionMachine:
     def _fail(self, one: Participant, error: WeightwireError) -> None:
         """Takes a replica out. Before the commit an error of the trainer's own (another model, an older version) fails the
         whole update instead."""
-        if isinstance(error, ManifestMismatch | VersionConflict) and self.step != "commit":
+        if one.has_stood and not one.has_answered or one.committed is not None:
+            self._end_stream(one, error)
+            return
+        if one in self._ending:
+            self._ending.remove(one)
+        if isinstance(error, ManifestMismatch | VersionConflict) and self.step != "commit" and not one.has_stood:
             self.error = self.error or error.at(replica=one.replica)
-            self.is_busy = False
+            self._is_on = False
             return
         error.at(replica=one.replica, group=self.terms.group, version=self.terms.version, phase=self.step)
         if isinstance(error, SyncTimeout | PeerLost):
-            error.advise(LEFT_OUT if self.step != "commit" else UNKNOWN)
+            hint = LEFT_OUT if self.step != "commit" else UNKNOWN
+            error.advise(STREAMED if one.has_stood else hint)
         begun = one.is_in
         one.state, one.error = "failed", error
         self._actions.append(StopWaiting(one.replica))
         routes_around = begun and self.step in ("stage", "seal") and not self.has_committed
         self._actions.append(Drop(one.replica, str(error), begun, routes_around, is_lost=isinstance(error, PeerLost)))
+
+    def _end_stream(self, one: Participant, error: WeightwireError) -> None:
+        """No more bytes go into its parameters; its coordinator says what they hold: it may have committed by then."""
+        if one.committed is not None:
+            one.state = "committed"
+            self._actions.append(StopWaiting(one.replica))
+        elif one not in self._ending:
+            one.state, one.error, one.ends_at_s = "ending", error, self._now_s + self.terms.silence_s
+            self._ending.append(one)
+            self._actions.append(EndStream(one.replica, str(error)))
 
     def _in_state(self, *states: State) -> list[Participant]:
         return [each for each in self.participants.values() if each.state in states]

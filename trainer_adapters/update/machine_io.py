@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ __all__ = [
     "CommitAll",
     "Drop",
     "Dropped",
+    "EndStream",
     "Event",
     "Holds",
     "LeaveBehind",
@@ -98,10 +100,12 @@ State: TypeAlias = Literal[
     "opening",
     "open",
     "beginning",
+    "standing",
     "begun",
     "sealing",
     "sealed",
     "committing",
+    "ending",
     "committed",
     "already",
     "failed",
@@ -113,7 +117,7 @@ ENDED: tuple[State, ...] = ("committed", "already", "failed", "aborted")
 
 
 AT_WORK: dict[Step, tuple[State, ...]] = {
-    "agree": ("opening", "beginning"),
+    "agree": ("opening", "beginning", "standing"),
     "stage": (),
     "seal": ("sealing",),
     "commit": ("committing",),
@@ -121,10 +125,12 @@ AT_WORK: dict[Step, tuple[State, ...]] = {
 """States of replicas for which a step waits."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Participant:
     """One replica. `answers`: of its workers, for the step under way. `offered`: transports that it may be reached by; `left`:
-    those of them that it has not refused. `landings`: what each worker said of where the trainer writes."""
+    those of them that it has not refused. `landings`: what each worker said of where the trainer writes. `has_stood`: its
+    coordinator was asked to commit before the bytes came; `has_answered`: and said how that ended; `ends_at_s`: how long
+    that is waited for once something failed. `committed`: its answer, which nothing changes any more."""
 
     replica: str
     workers: int
@@ -136,6 +142,9 @@ class Participant:
     answers: dict[int, object] = field(default_factory=dict)
     begins_on: str = ""
     landings: tuple[bytes, ...] = ()
+    has_stood: bool = False
+    has_answered: bool = False
+    ends_at_s: float = math.inf
     sealed: tuple[Sealed, ...] = ()
     committed: Committed | None = None
     error: WeightwireError | None = None
@@ -144,6 +153,11 @@ class Participant:
     def is_in(self) -> bool:
         """Whether the replica is in the transaction; then its leases are renewed."""
         return self.state not in ENDED and self.state != "opening"
+
+    @property
+    def streams(self) -> bool:
+        """Whether the bytes go into its live parameters as they come."""
+        return self.agreed is not None and self.agreed.opened[0].install == "streaming"
 
 
 # --- events ----------------------------------------------------------------------------------------------------------
@@ -253,6 +267,14 @@ class StopWaiting:
 
 
 @dataclass(frozen=True)
+class EndStream:
+    """Tell the workers of the replica that no more bytes come, without waiting for them; its coordinator then answers."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class TermsAgreed:
     """The replica has opened the group (None: its terms are no longer known)."""
 
@@ -289,4 +311,4 @@ class TellAbort:
     reason: str
 
 
-Action: TypeAlias = AskToOpen | Ask | StopWaiting | TermsAgreed | Holds | Drop | TellAbort
+Action: TypeAlias = AskToOpen | Ask | StopWaiting | EndStream | TermsAgreed | Holds | Drop | TellAbort

@@ -49,11 +49,11 @@ def _costs(one: Participant) -> dict[str, Any]:
         return {}
     return {
         "version": committed.version,
-        "digest": one.sealed[0].digest,
+        "digest": one.sealed[0].digest if one.sealed else "",
         "stopped_s": committed.stopped_s,
         "waited_s": committed.waited_s,
         "install_s": max((rank.install_s for rank in committed.ranks), default=0.0),
-        "verify_s": max(sealed.verify_s for sealed in one.sealed),
-        "prepare_s": max(sealed.prepare_s for sealed in one.sealed),
+        "verify_s": max((sealed.verify_s for sealed in one.sealed), default=0.0),
+        "prepare_s": max((sealed.prepare_s for sealed in one.sealed), default=0.0),
         "extra_bytes": sum(sealed.extra_bytes for sealed in one.sealed),
     }

@@ -21,7 +21,7 @@ from inference_plugin.net.processes import start_ticks
 from inference_plugin.transports.base import Sender as TransportSender
 from inference_plugin.transports.base import Transport
 from inference_plugin.wire.digest import digest_group
-from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TornReplica, WeightwireError
 from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Abort, Done, GoTarget, GoTransport, OpenGroup, Renew, ReplicaCard, Sender
@@ -31,7 +31,7 @@ from trainer_adapters.events import harmless, phase_begins
 from trainer_adapters.fleet import asking
 from trainer_adapters.fleet.session import ReplicaSession
 from trainer_adapters.settings import Settings, Stragglers
-from trainer_adapters.update.hints import NOTHING_APPLIED, UNKNOWN
+from trainer_adapters.update.hints import NOTHING_APPLIED, STREAMED, UNKNOWN
 from trainer_adapters.update.leases import Leases
 from trainer_adapters.update.machine import TransactionMachine
 from trainer_adapters.update.machine_io import (
@@ -44,6 +44,7 @@ from trainer_adapters.update.machine_io import (
     CommitAll,
     Drop,
     Dropped,
+    EndStream,
     Event,
     Holds,
     Joining,
@@ -136,18 +137,32 @@ class Transaction:
         """Around all steps. What raises before the commit aborts the transaction everywhere; what raises after it is logged:
         it cannot change the outcome. In the end replicas for which the commit did not wait are left behind."""
         try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, Exception) or not self._machine.has_committed:
-                with harmless("aborting an update"):
-                    self._do(AbortAll(str(error)))
-                raise
-            logger.exception("weightwire: version %d is committed, and then something failed", self.terms.version)
+            try:
+                yield
+            except BaseException as error:
+                if not isinstance(error, Exception) or not self._machine.has_committed:
+                    with harmless("aborting an update"):
+                        self._do(AbortAll(str(error)))
+                        self._wait()
+                    self._raise_failed(error)
+                logger.exception("weightwire: version %d is committed, and then something failed", self.terms.version)
+            with harmless("leaving behind the replicas that were not ready"):
+                self._do(LeaveBehind())
+                self._wait()
         finally:
             self._leases.close()
             self._inquiry.close()
-        with harmless("leaving behind the replicas that were not ready"):
-            self._do(LeaveBehind())
+
+    def _raise_failed(self, error: BaseException) -> None:
+        """Raises the error of an aborted update, which says what is torn; unless a replica had committed before the others."""
+        if self._machine.has_committed and isinstance(error, Exception):
+            return
+        torn = [f"{name} is torn" for name, each in self.errors.items() if isinstance(each, TornReplica)]
+        if not (torn and isinstance(error, Exception)):
+            raise error
+        failed = WeightwireError.wrap(error)
+        failed.hint = "; ".join(filter(None, [failed.hint, *torn, STREAMED]))
+        raise failed from error.__cause__
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -158,7 +173,8 @@ class Transaction:
             with span(name):
                 yield
         except WeightwireError as error:
-            if isinstance(error, SyncTimeout | PeerLost) and not self._machine.has_committed:
+            machine = self._machine
+            if isinstance(error, SyncTimeout | PeerLost) and not (machine.has_committed or machine.may_have_torn):
                 error.advise(NOTHING_APPLIED if name != "commit" else UNKNOWN)
             raise error.at(phase=name) from error.__cause__
         finally:
@@ -229,6 +245,12 @@ class Transaction:
     def _run(self, event: Event) -> None:
         """Begins a step and returns when it is over. Raises the error with which the update as a whole failed."""
         self._do(event)
+        self._wait()
+        if self._machine.error is not None:
+            raise self._machine.error
+
+    def _wait(self) -> None:
+        """Until the step that was begun is over."""
         while self._machine.is_busy:
             wakes_at_s = self._machine.wakes_at_s
             assert wakes_at_s is not None, "a step that is under way has an end"
@@ -237,8 +259,6 @@ class Transaction:
                 self._do(Answered(*self._places[channel], answer))
             if not taken:
                 self._do(Tick())
-        if self._machine.error is not None:
-            raise self._machine.error
 
     def _do(self, event: Event) -> None:
         before = {name: one.state for name, one in self._machine.participants.items()}
@@ -266,6 +286,11 @@ class Transaction:
             case StopWaiting():
                 for channel in (session.coordinator, *session.workers):
                     self._inquiry.give_up(channel)
+            case EndStream():
+                for channel in session.workers:
+                    self._inquiry.give_up(channel)
+                with harmless("ending a stream"):
+                    self._send_abort(session, action.reason)
             case TermsAgreed():
                 session.agreed = action.agreed
             case Holds():

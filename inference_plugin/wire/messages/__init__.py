@@ -43,6 +43,7 @@ from inference_plugin.wire.messages.rollout import Announce, Announced, LeavePoo
 from inference_plugin.wire.messages.trainer import Go, GoTarget, GoTransport, Outcome, Ready, Wrote
 from inference_plugin.wire.messages.worker import (
     Abort,
+    AskStands,
     Begin,
     Begun,
     Bucket,
@@ -56,6 +57,7 @@ from inference_plugin.wire.messages.worker import (
     Renew,
     Seal,
     Sealed,
+    TakesBytes,
 )
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "Abort",
     "Announce",
     "Announced",
+    "AskStands",
     "Begin",
     "Begun",
     "Body",
@@ -114,6 +117,7 @@ __all__ = [
     "SleepLevel",
     "Stands",
     "Take",
+    "TakesBytes",
     "TasksCleared",
     "Verified",
     "Verify",
@@ -127,6 +131,7 @@ Body = (
     | OpenGroup
     | Begin
     | Bucket
+    | AskStands
     | Relay
     | Seal
     | Renew
@@ -150,6 +155,7 @@ Body = (
     | ReplicaCard
     | GroupOpened
     | Begun
+    | TakesBytes
     | Relaying
     | Sealed
     | Committed

@@ -14,8 +14,9 @@ PROTOCOL_VERSION = 2
 GroupState = Literal["idle", "receiving", "sealed", "committing", "torn"]
 """Life of a group on one worker. `receiving` until every byte is there and checked, `sealed` until the commit."""
 
-InstallPolicy = Literal["auto", "copy", "standby"]
-"""`copy` overwrites the live parameters at the step boundary; `standby` prepares a second set and swaps it in."""
+InstallPolicy = Literal["auto", "copy", "standby", "streaming"]
+"""`copy` overwrites the live parameters at the step boundary; `standby` prepares a second set and swaps it in; `streaming` writes
+buckets into the live parameters as they come, while generation stands."""
 
 InFlight = Literal["keep", "recompute", "abort", "drain"]
 """Fate of the requests in flight at a commit: they keep their KV cache, are computed anew, end, or finish first."""

@@ -33,6 +33,7 @@ from inference_plugin.wire.messages.common import (
 
 __all__ = [
     "Abort",
+    "AskStands",
     "Begin",
     "Begun",
     "Bucket",
@@ -46,6 +47,7 @@ __all__ = [
     "Renew",
     "Seal",
     "Sealed",
+    "TakesBytes",
 ]
 
 
@@ -75,7 +77,7 @@ class GroupOpened(msgspec.Struct, frozen=True, tag="opened"):
 
     needs: Boxes
     mechanism: Literal["plan", "loader"]
-    install: Literal["copy", "standby"]
+    install: Literal["copy", "standby", "streaming"]
     why: Text = ""
     version: Version | None = None
     written: Count = 0
@@ -111,7 +113,8 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
 class Bucket(msgspec.Struct, frozen=True, tag="bucket"):
     """Bytes, on a transport that sends them in messages: the payload frame holds the pieces one after the other, in C order.
 
-    `seq` counts from 0 for each `rank` of the trainer.
+    `seq` counts from 0 for each `rank` of the trainer. `lies_at`: where they lie instead, on a transport that shares its buffers
+    with the workers of its host; the answer says that they were read.
     """
 
     group: GroupName
@@ -119,6 +122,22 @@ class Bucket(msgspec.Struct, frozen=True, tag="bucket"):
     rank: RankNumber
     seq: Count
     pieces: Pieces
+    lies_at: Description = b""
+
+
+class AskStands(msgspec.Struct, frozen=True, tag="ask_stands"):
+    """Asks a worker that streams whether its engine stands and takes the bytes. The reply comes as soon as it does, or after
+    `wait_s` with `stands` false; then ask again."""
+
+    group: GroupName
+    txn: Txn
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=5)] = 0.5
+
+
+class TakesBytes(msgspec.Struct, frozen=True, tag="takes_bytes"):
+    """Answer to `AskStands`."""
+
+    stands: bool
 
 
 class Hop(msgspec.Struct, frozen=True, array_like=True):

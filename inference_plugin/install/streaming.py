@@ -1,0 +1,189 @@
+"""Writes an update into the live model piece by piece, while the engine stands: no second set, and no segment, is ever held.
+
+A piece of a plain parameter goes to its place at once. Those of a rebuilt module wait in memory of that module alone until the
+last one is there; then the engine's own post-processing makes the module anew, and the memory is free. There is no way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from inference_plugin.install.agreement import Agreement
+from inference_plugin.install.contract import Throttle
+from inference_plugin.install.plan import Placement
+from inference_plugin.install.policies import PolicyInstaller, WayBack
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, TornReplica, first_few
+from inference_plugin.wire.geometry import Box, bounding_box, overlap
+from inference_plugin.wire.zone import strides_of_box
+
+__all__ = ["StreamingInstaller"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a box of a checkpoint tensor goes: a storage, the element of the box's first one, and a stride for each dimension.
+    `module`: the rebuilt module in whose memory the storage lies; "" for a live one."""
+
+    box: Box
+    module: str
+    key: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass
+class _Passing:
+    """One update on its way through. `memory`: storages of rebuilt modules that are not complete, by module and key; `missing`:
+    elements that a rebuilt module still waits for."""
+
+    storages: dict[str, torch.Tensor]
+    missing: dict[str, int]
+    memory: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    placed: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class StreamingInstaller(PolicyInstaller):
+    """Writes the live parameters as the bytes come."""
+
+    install_policy = "streaming"
+
+    def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
+        """Raises `EngineUnsupported` for a model that takes its tensors only as wholes."""
+        super().__init__(agreement, way_back)
+        if agreement.why_loader:
+            raise _refused(f"the engine's own loader has to fill it: {agreement.why_loader}")
+        if agreement.plan.repeats:
+            raise _refused("several tensors fill one place of the engine, and are compared before")
+        self._awaiting: dict[str, list[str]] = {}
+        """By plain storage: the rebuilt modules that are made from it too."""
+        for module in self._layout.rebuilt:
+            for key in self._layout.plain_keys(module):
+                self._awaiting.setdefault(key, []).append(module)
+        self._places: dict[int, list[_Place]] = {}
+        self._elements: dict[str, int] = dict.fromkeys(self._layout.rebuilt, 0)
+        self._whole = 0
+        for module, placement in self._placements():
+            place = self._place_of(module, placement)
+            self._places.setdefault(place.box.tensor, []).append(place)
+            self._whole += placement.dest.numel
+            for each in self._waiting_for(place):
+                self._elements[each] += placement.dest.numel
+        self._passing: _Passing | None = None
+        self._peak_bytes = 0
+
+    # --- the engine's thread -----------------------------------------------------------------------------------------
+
+    def place(self, box: Box, tensor: torch.Tensor) -> None:
+        """Raises what the engine's post-processing raises, where the piece completes a module."""
+        passing = self._passing or self._begin()
+        for place in self._places.get(box.tensor, ()):
+            shared = overlap(place.box.offsets, place.box.sizes, box.offsets, box.sizes)
+            if shared is None:
+                continue
+            offsets, sizes = shared
+            source, start = tensor, place.offset
+            for dim, (offset, size, stride) in enumerate(zip(offsets, sizes, place.strides, strict=True)):
+                source = source.narrow(dim, offset - box.offsets[dim], size)
+                start += (offset - place.box.offsets[dim]) * stride
+            with torch.inference_mode():
+                self._storage(passing, place).as_strided(sizes, place.strides, start).copy_(source)
+            passing.placed += source.numel()
+            for module in self._waiting_for(place):
+                passing.missing[module] -= source.numel()
+                if not passing.missing[module]:
+                    self._complete(passing, module)
+
+    def _put(self, segment: torch.Tensor) -> None:
+        """All pieces were placed. Raises `CommitFailed` where one is missing."""
+        passing = self._passing or self._begin()
+        if passing.placed != self._whole or any(passing.missing.values()):
+            raise CommitFailed(
+                f"{passing.placed} of {self._whole} elements came, and these are not complete: "
+                f"{first_few([name for name, missing in passing.missing.items() if missing])}",
+                phase="commit",
+            )
+        for module, missing in self._elements.items():
+            if not missing:  # made of what other groups write
+                self._complete(passing, module)
+        self._layout.reset_references()
+
+    def _put_back(self, previous: torch.Tensor | None) -> None:
+        self._passing = None
+        raise TornReplica("what was streamed lies over the version before", phase="commit")
+
+    def finish(self) -> None:
+        self._passing = None
+        super().finish()
+
+    def discard(self) -> None:
+        self._passing = None
+
+    # --- beside it ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
+        """The pieces are placed already; returns the most that rebuilt modules held at once."""
+        return self._peak_bytes
+
+    # --- parts of them -----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> _Passing:
+        self._way_back.touched = True
+        self._peak_bytes = 0
+        self._passing = passing = _Passing(self._layout.live_storages(), dict(self._elements))
+        own = self._layout.own_storages()
+        with torch.inference_mode():
+            for fill in self._agreement.plan.fills:
+                if fill.dest.tensor in own:
+                    fill.dest.of(passing.storages[fill.dest.tensor]).fill_(fill.value)
+        return passing
+
+    def _storage(self, passing: _Passing, place: _Place) -> torch.Tensor:
+        if not place.module:
+            return passing.storages[place.key]
+        if (memory := passing.memory.get(place.module)) is None:
+            memory = {key: self._layout.new_storage(key) for key in self._layout.rebuilt_keys(place.module)}
+            for fill in self._agreement.plan.fills:
+                if fill.dest.tensor in memory:
+                    fill.dest.of(memory[fill.dest.tensor]).fill_(fill.value)
+            passing.memory[place.module] = memory
+            passing.held_bytes += sum(t.nbytes for t in memory.values())
+            self._peak_bytes = max(self._peak_bytes, passing.held_bytes)
+        return memory[place.key]
+
+    def _complete(self, passing: _Passing, module: str) -> None:
+        memory = passing.memory.pop(module, {})
+        self._layout.move_in(self._layout.rebuild(module, {**passing.storages, **memory}))
+        passing.held_bytes -= sum(t.nbytes for t in memory.values())
+
+    def _waiting_for(self, place: _Place) -> list[str]:
+        """The rebuilt modules that are made from what lies at a place."""
+        return [place.module] if place.module else self._awaiting.get(place.key, [])
+
+    def _placements(self) -> Iterator[tuple[str, Placement]]:
+        for placement in self._layout.plain_placements:
+            yield "", placement
+        for module in self._layout.rebuilt:
+            for placement in self._layout.rebuilt_placements(module):
+                yield module, placement
+
+    def _place_of(self, module: str, placement: Placement) -> _Place:
+        manifest = self._agreement.manifest
+        name = placement.source.tensor
+        index = manifest.index[manifest.tied.get(name, name)]
+        found, exact = bounding_box(placement.source, placement.shape)
+        if not exact:
+            raise _refused(f"the engine takes of {name} what is no box")
+        box = Box(index, found.offsets, found.sizes)
+        strides = strides_of_box(box, placement.shape, placement.source, placement.dest)
+        return _Place(box, module, placement.dest.tensor, placement.dest.offset, strides)
+
+
+def _refused(why: str) -> EngineUnsupported:
+    return EngineUnsupported(
+        f"streaming: {why}", hint="install='auto' takes a way that this model allows", phase="open"
+    )

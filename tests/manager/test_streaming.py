@@ -1,0 +1,167 @@
+"""`install="streaming"`: replicas stand before the bytes come, each by itself; who is silent costs the others nothing."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from inference_plugin.net.channel import Channel
+from inference_plugin.transports.shm import SegmentAddress
+from inference_plugin.transports.stream import StreamSender
+from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import ConfigError, NotFinite, TornReplica, WeightwireError
+from inference_plugin.wire.messages import (
+    AskStands,
+    Begin,
+    Body,
+    Bucket,
+    Commit,
+    Describe,
+    GroupStatus,
+    OpenGroup,
+    Seal,
+    WorkerCard,
+)
+from tests.manager.conftest import Start
+from tests.manager.test_manager import holds, source, waiting
+from tests.manager.test_silence import LEASE_S, SILENCE_S, TIMEOUT_S, WAIT_S, stops
+from tests.support.managers import SyncManager
+from tests.support.phases import AtPhase
+from tests.support.plain_engine import ShardSource, checkpoint
+from tests.support.rig import Rig, eventually
+from trainer_adapters import Quorum
+
+__all__ = ["stops"]
+
+
+def statuses(rig: Rig) -> list[GroupStatus]:
+    """Where each worker stands with the group."""
+    found = []
+    for worker in rig.card.workers:
+        with Channel(worker.address) as channel:
+            answer: WorkerCard = channel.request(Describe(), WorkerCard, timeout_s=60)
+            found += answer.groups
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"install": "streaming", "transport": "zmq"}, "does not go over transport 'zmq'"),
+        ({"install": "standby", "transport": "stream"}, "does not go over transport 'stream'"),
+        ({"install": "streaming", "stragglers": "all"}, "holds the new version before the others are ready"),
+        ({"install": "streaming", "stragglers": Quorum(1)}, "holds the new version before the others are ready"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_before_anything_is_asked(
+    start: Start, settings: dict[str, Any], words: str
+) -> None:
+    rig = start()
+    with SyncManager(timeout_s=60, **settings) as manager, pytest.raises(ConfigError, match=words):
+        manager.update(source(1), 1)
+    assert holds(rig, 0)
+
+
+def test_a_worker_that_cannot_map_the_trainer_s_memory_is_sent_the_bytes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = msgspec.msgpack.encode(SegmentAddress("nobody", "another host", 1, 1, 4096, 0))
+    monkeypatch.setattr(StreamSender, "probe", lambda self: nowhere)
+    rig = start(tp=2)
+    with SyncManager(install="streaming", timeout_s=60) as manager:
+        for version in (1, 2, 3):
+            report = manager.update(source(version), version)
+            assert holds(rig, version) and report.egress_bytes >= report.bytes
+            assert manager.verify(source(version)).ok
+
+
+def test_nothing_is_sent_in_messages_on_one_host(start: Start) -> None:
+    rig = start(tp=2)
+    with SyncManager(install="streaming", timeout_s=60) as manager:
+        assert manager.update(source(1), 1).egress_bytes == 0
+    assert holds(rig, 1)
+
+
+def test_bytes_wait_until_the_engine_stands(start: Start) -> None:
+    rig = start(tp=2)
+    with SyncManager(install="streaming", timeout_s=60) as manager:
+        rig.ask("hold")
+        pending = manager.update_async(source(1), 1)
+        eventually(lambda: waiting(rig) > 0, "the commit at the held step boundary")
+        assert {worker.state for worker in statuses(rig)} == {"receiving"}
+        rig.ask("go on")
+        assert pending.result(60).failed == ()
+    assert holds(rig, 1)
+
+
+@pytest.mark.parametrize("kind", [OpenGroup, Begin, Commit, AskStands, Bucket, Seal])
+def test_one_that_falls_silent_at_any_step_costs_the_other_nothing_and_the_next_update_heals_it(
+    start: Start, stops: Any, kind: type[Body]
+) -> None:
+    healthy, doomed = start(), start(tp=2)
+    config = Config(timeout_s=TIMEOUT_S, lease_s=LEASE_S, control_timeout_s=SILENCE_S)
+    with SyncManager(install="streaming", config=config) as manager:
+        if kind is not OpenGroup:
+            manager.update(source(1), 1)
+        stops(doomed, "replica", kind)
+        began_s = time.monotonic()
+        report = manager.update(source(2), 2)
+        assert time.monotonic() - began_s < WAIT_S
+        assert {r.replica: r.status for r in report.replicas} == {
+            healthy.replica: "committed", doomed.replica: "failed"
+        }  # fmt: skip
+        assert holds(healthy, 2)
+        stops.over()
+
+        versions = itertools.count(3)
+
+        def takes_the_next_one() -> bool:
+            version = next(versions)
+            took = manager.update(source(version), version).failed == ()
+            return took and holds(doomed, version) and holds(healthy, version)
+
+        eventually(takes_the_next_one, "the one that was silent took an update")
+
+
+def test_an_error_after_the_first_byte_says_what_became_of_the_replica(start: Start) -> None:
+    rig = start(tp=2)
+    with SyncManager(install="streaming", timeout_s=60, on_failure="raise") as manager:
+        manager.update(source(1), 1)
+
+        def fails() -> None:
+            raise RuntimeError("the trainer's own")
+
+        with AtPhase("seal", fails).registered(), pytest.raises(WeightwireError, match="the trainer's own") as raised:
+            manager.update(source(2), 2)
+        assert "refuse to generate (torn), until the next update" in str(raised.value)
+        eventually(lambda: {status.state for status in statuses(rig)} == {"torn"}, "all ranks are torn")
+        manager.update(source(3), 3)
+    assert holds(rig, 3)
+
+
+def test_weights_that_are_not_finite_are_not_served(start: Start) -> None:
+    rig = start(tp=2)
+    poisoned = checkpoint(2)
+    poisoned["norm.weight"][0] = float("nan")
+    with SyncManager(install="streaming", timeout_s=60, check_finite=True) as manager:
+        manager.update(source(1), 1)
+        with pytest.raises(NotFinite):
+            manager.update(ShardSource(poisoned), 2)
+        eventually(lambda: {status.state for status in statuses(rig)} == {"torn"}, "all ranks are torn")
+        manager.update(source(3), 3)
+    assert holds(rig, 3)
+
+
+def test_an_installation_that_fails_on_one_rank_where_the_other_wrote_tears_the_replica(start: Start) -> None:
+    rig = start(tp=2)
+    with SyncManager(install="streaming", timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        rig.ask("fault", step="install", rank=1)
+        with pytest.raises(TornReplica):
+            manager.update(source(2), 2)
+        manager.update(source(3), 3)
+    assert holds(rig, 3)
