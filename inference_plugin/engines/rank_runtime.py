@@ -118,7 +118,7 @@ class RankRuntime:
         left: Left = ""
         card: WorkerCard | None = None
         if operation.name == "tear":
-            self._table.tear(operation.group, operation.reason)
+            self._table.tear(operation.group, operation.txn, operation.reason)
         elif operation.name == "may_sleep":
             if why := self.model.why_no_sleep(operation.level):
                 raise EngineUnsupported(

@@ -137,10 +137,13 @@ def undone(group: WeightUpdateGroup, asker: Any, reason: str, error: str | None)
     group.reply(asker, None)
 
 
-def tear(group: WeightUpdateGroup, reason: str) -> None:
-    """The group's parameters hold nobody knows what, until a commit of all of them."""
+def tear(group: WeightUpdateGroup, reason: str, txn: str = "") -> None:
+    """The group's parameters hold nobody knows what, until a commit of all of them. An update that began since that of `txn` goes
+    on: it may be the one that heals."""
     group.detail = reason
     group.reading = ""
     group.shared.torn.add(group.name, group.claims)
+    began_since = txn and group.transaction is not None and group.transaction.txn != txn
     group.enter("torn")
-    group.drop(reason, TornReplica)
+    if not began_since:
+        group.drop(reason, TornReplica)

@@ -137,7 +137,8 @@ class EngineSide:
                 self.installer.undo(self._bytes_of(back.txn))
         except Exception as error:
             logger.exception("weightwire: group %s could not go back to version %d", self.group.name, back.version)
-            self._ask(Undone, self.group.name, reason, str(error))
+            why = error.message if isinstance(error, WeightwireError) else str(error)
+            self._ask(Undone, self.group.name, reason, why)
         else:
             self._ask(Undone, self.group.name, reason)
 

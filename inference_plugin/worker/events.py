@@ -141,9 +141,10 @@ class Undone:
 
 @dataclass(frozen=True, slots=True)
 class Tear:
-    """This rank no longer knows what the group's parameters hold."""
+    """This rank no longer knows what the group's parameters hold, after the commit of `txn`."""
 
     group: str
+    txn: str
     reason: str
 
 

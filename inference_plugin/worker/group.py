@@ -305,7 +305,7 @@ class WeightUpdateGroup:
         """No more bytes come into the live parameters: the engine's thread, which waits for them, hears why."""
         transaction = self.transaction
         assert transaction is not None
-        transaction.error = kind(f"the transaction was dropped: {reason}", **more)  # type: ignore[arg-type]
+        transaction.error = kind(reason, **more)  # type: ignore[arg-type]
         self.end_waits(transaction, transaction.error)
         self.do(Cancel(self.member, transaction.txn))
 

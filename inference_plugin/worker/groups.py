@@ -120,9 +120,10 @@ class GroupTable:
         """The memory of the weights is there."""
         self._post(Awake())
 
-    def tear(self, group: str, reason: str) -> None:
-        """This rank no longer knows what the group's parameters hold; nothing happens where there is no such group."""
-        self._post(Tear(group, reason))
+    def tear(self, group: str, txn: str, reason: str) -> None:
+        """After the commit of `txn` this rank no longer knows what the group's parameters hold; nothing happens where there is no
+        such group."""
+        self._post(Tear(group, txn, reason))
 
     def tear_all(self, reason: str) -> None:
         """This rank no longer knows what any of its parameters hold."""

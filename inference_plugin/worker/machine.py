@@ -134,7 +134,7 @@ class WorkerGroups:
             self._commit(event, self.named(event.group))
         elif isinstance(event, Tear):
             if event.group in self.groups:
-                commit.tear(self.groups[event.group], event.reason)
+                commit.tear(self.groups[event.group], event.reason, event.txn)
         elif isinstance(event, (StartReading, CheckReading, StopReading)):
             self._reading(event, self.named(event.group))
         elif isinstance(event, TearAll):

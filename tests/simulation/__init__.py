@@ -19,8 +19,9 @@ engine's thread and executor (`replica`), and on the trainer the straight lines 
 `Transaction.agree`, `Transaction.running`, `follower.follow` and `catching_up.bring_up` (`trainer`), because they block. These
 are drivers: they follow the product's lines in the product's order, and a defect that is only in those lines is not found here.
 
-Not simulated: transports that send buckets (the bytes lie in a segment), verification, sleep, several groups in one job,
-SGLang's way to commit (every rank runs the command). Real sockets, processes and memory are in `tests/manager`.
+Not simulated: transports that send buckets (the bytes lie in a segment, or are streamed as one bucket of each rank),
+verification, sleep, several groups in one job, SGLang's way to commit (every rank runs the command). Real sockets, processes
+and memory are in `tests/manager`.
 
     make simulate SEEDS=100000                      # on all cores (`many`); a violation is shrunk and printed
     python -m tests.simulation --seed 1234          # replays one seed, with its events

@@ -13,7 +13,7 @@ from inference_plugin.wire.messages import Pause, RenewPause, ReplicaCard, Resum
 from tests.simulation.network import Network, SimulatedChannel
 from tests.simulation.replica import Replica
 from tests.simulation.shell import enter
-from tests.simulation.trainer import CONFIG, SHM, Operation, Trainer
+from tests.simulation.trainer import CONFIG, SHM, STREAM, Operation, Trainer
 from tests.simulation.worker import Segment
 from tests.simulation.world import FAULTS, HOST, STARTED, Fault, FaultKind, Process, Task, Violation, World
 from trainer_adapters.settings import BestEffort, Quorum, Settings
@@ -26,6 +26,9 @@ GRACE_S = INSTALLING_S + ABORT_TIMEOUT_S + 1.0
 """An update may end this much after its deadline: an installation that has begun, then telling of an abort."""
 
 SHORT_LEASES = CONFIG.but(lease_s=6.0)
+
+STREAMING = 0.2
+"""Share of jobs that stream into the live parameters."""
 
 LONG_S = 1000.0
 """Every lease, operation and rank's time limit is over after this."""
@@ -40,7 +43,7 @@ class Plan:
     """How many ranks each has."""
     trainer_ranks: int
     updates: int
-    standby: bool
+    install: str
     settings: dict[str, Any]
     faults: tuple[Fault, ...]
 
@@ -75,7 +78,11 @@ def drawn(seed: int, kinds: Sequence[FaultKind] = FAULTS) -> Plan:
         "catch_up": chance.choice(("never", "auto")),
         "config": chance.choice((CONFIG, CONFIG, SHORT_LEASES)),
     }
-    return Plan(seed, replicas, chance.choice((1, 1, 2)), updates, chance.random() < 0.4, settings, faults)
+    trainer_ranks, install = chance.choice((1, 1, 2)), "standby" if chance.random() < 0.4 else "copy"
+    if chance.random() < STREAMING:
+        install = settings["install"] = "streaming"
+        settings["stragglers"] = chance.choice(("report", "report", BestEffort(5.0)))
+    return Plan(seed, replicas, trainer_ranks, updates, install, settings, faults)
 
 
 def run(plan: Plan, *, traced: bool = False) -> Result:
@@ -146,11 +153,11 @@ class Job:
 
     def _start_replica(self, ranks: int) -> None:
         name = self.world.unique("r")
-        self.replicas.append(Replica(self.network, name, ranks, self.plan.standby, self.segments))
+        self.replicas.append(Replica(self.network, name, ranks, self.plan.install, self.segments))
         self._poke()
 
     def _start_trainer(self, size: int) -> Trainer:
-        settings = Settings("policy", [SHM], **self.plan.settings)
+        settings = Settings("policy", [SHM, STREAM], **self.plan.settings)
         trainer = Trainer(self.network, self.world.unique("trainer"), size, settings, self)
         self.trainers.append(trainer)
         return trainer

@@ -44,14 +44,17 @@ __all__ = ["Replica"]
 
 RANK_TIMEOUT_S = 300.0
 
+PLACING_S = 5.0
+"""Longest turn of a replica into which nothing is streamed. Not `engine_side.PLACING_S`: that would be too many events."""
+
 
 class Replica:
     """One engine instance. `stopped`: no step may run; `refusal`: why it refuses every request."""
 
-    def __init__(self, network: Network, name: str, ranks: int, standby: bool, segments: dict[str, Segment]) -> None:
+    def __init__(self, network: Network, name: str, ranks: int, install: str, segments: dict[str, Segment]) -> None:
         self.world: World = network.world
         self.name = name
-        self.standby = standby
+        self.install = install
         self.coordinator = Process(self.world, f"{name}.coordinator", name)
         self.processes = [self.coordinator]
         self.workers: list[SimulatedWorker] = []
@@ -259,8 +262,11 @@ class Replica:
             if len(answers) == len(self.workers):
                 end()
 
-        def run(worker: SimulatedWorker) -> None:
+        def run(worker: SimulatedWorker, until_s: float) -> None:
             reply = worker.operate(operation)
+            if reply.left == "more" and self.world.now_s < until_s:
+                worker.await_news(lambda: run(worker, until_s), until_s)
+                return
             if self.world.lines is not None:
                 said = f": {reply.error.kind} {reply.error.message}" if reply.error else ""
                 self.world.note(f"{worker.process.name} did {operation.name} {operation.txn}{said}")
@@ -272,7 +278,7 @@ class Replica:
         dead = [worker.rank for worker in self.workers if not worker.process.alive]
         self._awaited: Callable[[], None] = lambda: end(PeerLost("the engine lost a worker", phase=operation.name))
         for worker in self.workers:
-            self.world.at(0.004 * self.world.chance.random(), worker.process, run, worker)
+            self.world.at(0.004 * self.world.chance.random(), worker.process, run, worker, self.world.now_s + PLACING_S)
         if dead:
             self.world.at(0.1, self.coordinator, self._awaited)
         self.world.at(RANK_TIMEOUT_S, self.coordinator, self._awaited)

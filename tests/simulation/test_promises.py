@@ -16,6 +16,7 @@ from inference_plugin.engines.standing import Standing
 from inference_plugin.wire.errors import PeerLost
 from inference_plugin.worker.engine_side import EngineSide
 from inference_plugin.worker.events import StartUndo, Undone
+from inference_plugin.worker.group import WeightUpdateGroup
 from tests.simulation.job import Result, drawn, run, shrunk
 from tests.simulation.many import run_many
 from tests.simulation.shell import simulated
@@ -102,6 +103,9 @@ DEFECTS: dict[str, tuple[Any, str, Any, str]] = {
     ),
     "leases are renewed one after the other": (Leases, "_renew", renew_one_after_the_other, "P3"),
     "an undo is left out on one rank": (EngineSide, "undo", undo_on_the_first_rank_only, "P1"),
+    "what is streamed outlives its trainer": (
+        WeightUpdateGroup, "is_streaming", property(lambda _self: False), "nobody will end",
+    ),
     "a rank that fails is not looked at": (commit, "first_error", lambda _replies: None, "P1"),
 }  # fmt: skip
 

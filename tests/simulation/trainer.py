@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
+from inference_plugin.transports.zmq import ANSWER_SHARE
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import CommitFailed, SyncTimeout, WeightwireError
 from inference_plugin.wire.manifest import Manifest, TensorSpec
-from inference_plugin.wire.messages import Body, Go, GoTransport, Outcome, Ready, Release, Wrote
+from inference_plugin.wire.messages import Body, Bucket, Go, GoTransport, Outcome, Ready, Release, Wrote
 from tests.simulation.network import Asker, Network, SimulatedChannel
 from tests.simulation.transaction import SimulatedTransaction, Steps
 from tests.simulation.worker import Segment
@@ -42,11 +43,12 @@ from trainer_adapters.update.ranks_machine import Tick as RanksTick
 from trainer_adapters.update.trainer_ranks import ANSWER_S
 from trainer_adapters.update.transaction import segment_id
 
-__all__ = ["CONFIG", "SHM", "Operation", "Trainer"]
+__all__ = ["CONFIG", "SHM", "STREAM", "Operation", "Trainer"]
 
 CONFIG = Config()
 MANIFEST = Manifest((TensorSpec("w", "float32", (2,)),), {}).check()
-SHM: Any = SimpleNamespace(name="shm", lands_in_zone=False)
+SHM: Any = SimpleNamespace(name="shm", lands_in_zone=False, streams=False)
+STREAM: Any = SimpleNamespace(name="stream", lands_in_zone=False, streams=True)
 SENDER: Any = SimpleNamespace(probe=lambda: b"", without=lambda _replica: None)
 
 
@@ -138,7 +140,7 @@ class Trainer:
         if self.world.armed_faults and self.world.armed("fail write", self.name) is not None:
             raise WeightwireError("the model could not be scanned")
         one = SimulatedTransaction(
-            "update", self.settings, [(SHM, SENDER)], MANIFEST, operation.version, trainer=self.name,
+            "update", self.settings, self._offers(), MANIFEST, operation.version, trainer=self.name,
             deadline_s=operation.deadline_s, stragglers=self.settings.stragglers, lost=self.fleet.lose,
         )  # fmt: skip
         operation.transaction = one
@@ -147,17 +149,19 @@ class Trainer:
                 ways = yield from self._run_steps(operation, one)
             except WeightwireError as error:
                 if not one._machine.has_committed:
-                    yield from one.aborted(str(error))
+                    yield from one.aborted(error.message)
+                if not one._machine.has_committed:
                     self._close(one)
                     raise
                 ways = ()
         except WeightwireError:
             self.fleet.settle(operation.version, one.errors)
             raise
-        self._close(one)
         one._do(LeaveBehind())
+        yield from one.waiting()
+        self._close(one)
         self.fleet.settle(operation.version, one.errors)
-        if None in one.errors.values() and ways and self.settings.catch_up != "never":
+        if None in one.errors.values() and ways and ways[0].segment and self.settings.catch_up != "never":
             described = ways[0].segment
             self.digests[operation.version] = operation.digest
             self.fleet.retain(
@@ -165,6 +169,9 @@ class Trainer:
             )
         if all(error is not None for error in one.errors.values()):
             raise next(iter(one.errors.values()), None) or CommitFailed("no replica took the version")
+
+    def _offers(self) -> list[tuple[Any, Any]]:
+        return [(each, SENDER) for each in self.settings.offered()]
 
     def _run_steps(self, operation: Operation, one: SimulatedTransaction) -> Steps:
         self._ranks(Gather())
@@ -181,8 +188,10 @@ class Trainer:
         writes_until_s = world.now_s + world.soon()
         while world.now_s < writes_until_s:
             yield writes_until_s
-        self._write(0, ways, operation.digest)
+        lost = yield from self._write(0, ways, one.txn, operation)
         yield from self._heard()
+        for replica, error in lost.items():
+            yield from one.run(Dropped(replica, error))
         for said in self.ranks.heard:
             if isinstance(said, Wrote):
                 for replica, info in said.lost.items():
@@ -212,11 +221,38 @@ class Trainer:
         self.job.segments[segment.name] = segment
         return segment
 
-    def _write(self, rank: int, ways: tuple[GoTransport, ...], digest: str) -> None:
+    def _write(self, rank: int, ways: tuple[GoTransport, ...], txn: str, operation: Operation) -> Steps:
+        """The replicas that could not be written to, with the reason."""
+        lost: dict[str, WeightwireError] = {}
         for way in ways:
+            if way.name == "stream":
+                lost |= yield from self._stream(rank, way, txn, operation)
+                continue
             segment = self.job.segments[segment_id(way.segment)]
-            segment.parts[rank] = digest
+            segment.parts[rank] = operation.digest
             segment.writers.discard(rank)
+        return lost
+
+    def _stream(self, rank: int, way: GoTransport, txn: str, operation: Operation) -> Steps:
+        """One bucket to each worker, as `Lane` sends it."""
+        left_s = operation.deadline_s - self.world.now_s
+        until_s = self.world.now_s + min(CONFIG.control_timeout_s, ANSWER_SHARE * max(0.0, left_s))
+        lies_at = f"{operation.digest}|{len(self.processes)}".encode()
+        channels: dict[Any, str] = {}
+        for target in way.targets:
+            channel = SimulatedChannel(target.address, side="trainer", replica=target.replica, rank=target.rank)
+            channel.send(Bucket("policy", txn, rank, 0, (), lies_at))
+            channels[channel] = target.replica
+        while any(channel.news is None for channel in channels) and self.world.now_s < until_s:
+            yield until_s
+        lost: dict[str, WeightwireError] = {}
+        for channel, replica in channels.items():
+            if channel.news is None:
+                lost[replica] = SyncTimeout("a bucket was not answered in time", phase="stage")
+            elif isinstance(channel.news, WeightwireError):
+                lost[replica] = channel.news
+            channel.close()
+        return lost
 
     # --- the trainer's ranks ---------------------------------------------------------------------------------------------
 
@@ -267,7 +303,9 @@ class Trainer:
             wrote = Wrote(go.txn, rank)
             if world.armed_faults and world.armed("fail write", self.name) is not None:
                 wrote = Wrote(go.txn, rank, error=WeightwireError("a slice could not be written").info())
-            self._write(rank, go.transports, operation.digest)
+            lost = yield from self._write(rank, go.transports, go.txn, operation)
+            if lost and wrote.error is None:
+                wrote = msgspec.structs.replace(wrote, lost={name: error.info() for name, error in lost.items()})
             yield from self._ask(channel, wrote, operation)
             awaited = False
         except WeightwireError as error:
@@ -322,7 +360,7 @@ class Trainer:
     def _bring_up(self, connected: ReplicaSession, retained: RetainedVersion) -> Steps:
         digest, replica = self.digests[retained.version], connected.card.replica
         one = SimulatedTransaction(
-            "catch_up", self.settings, [(SHM, SENDER)], MANIFEST, retained.version, trainer=self.name,
+            "catch_up", self.settings, self._offers(), MANIFEST, retained.version, trainer=self.name,
             deadline_s=self.world.now_s + self.settings.timeout_s, digest=digest,
         )  # fmt: skip
         try:
@@ -331,11 +369,13 @@ class Trainer:
             yield from one.run(CommitAll())
         except WeightwireError as error:
             if not one._machine.has_committed:
-                yield from one.aborted(str(error))
+                yield from one.aborted(error.message)
+            if not one._machine.has_committed:
                 self._close(one)
                 raise
-        self._close(one)
         one._do(LeaveBehind())
+        yield from one.waiting()
+        self._close(one)
         if (failed := one.errors[replica]) is not None:
             raise failed
 

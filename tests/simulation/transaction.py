@@ -56,6 +56,12 @@ class SimulatedTransaction(Transaction):
     def run(self, event: Event) -> Steps:
         """As `_run`."""
         self._do(event)
+        yield from self.waiting()
+        if self._machine.error is not None:
+            raise self._machine.error
+
+    def waiting(self) -> Steps:
+        """As `_wait`."""
         machine, inquiry, world = self._machine, self._inquiry, self.world
         process = world.current
         assert process is not None
@@ -75,8 +81,6 @@ class SimulatedTransaction(Transaction):
             yield max(wakes_at_s, world.now_s + 1e-6)  # the time of a look may be one rounding error too early
             if (late_s := process.frozen_s - frozen_s) > 0:
                 inquiry._forgive(late_s)  # `Inquiry.take` sees by its own wait that this process stood still
-        if machine.error is not None:
-            raise machine.error
 
     def agree_on(self, sessions: list[ReplicaSession], place: Any, unreached: list[tuple[ReplicaCard, Any]]) -> Steps:
         """As `agree`."""
@@ -89,12 +93,19 @@ class SimulatedTransaction(Transaction):
         if self._users_of("shm", "open"):
             segments["shm"] = place()
             self._segment_ids["shm"] = segment_id(segments["shm"])
+        if self._users_of("stream", "open"):
+            segments["stream"] = b""
         yield from self.run(BeginAll(segments))
-        return tuple(GoTransport(name, at, ()) for name, at in segments.items() if self._users_of(name, "begun"))
+        return tuple(
+            GoTransport(name, at, tuple(target for user in users for target in self._targets(user)))
+            for name, at in segments.items()
+            if (users := self._users_of(name, "begun"))
+        )
 
     def aborted(self, reason: str) -> Steps:
         """`AbortAll`, and waits a moment for the answers."""
         self._do(AbortAll(reason))
+        yield from self.waiting()
         until_s = self.world.now_s + ABORT_TIMEOUT_S
         while any(channel.is_open for channel in self._aborts) and self.world.now_s < until_s:
             yield until_s

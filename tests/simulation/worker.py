@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.wire.errors import CommitFailed, DigestMismatch, ProtocolError, VersionConflict, WeightwireError
 from inference_plugin.wire.messages import Body, Describe, GroupStatus, Sealed, WorkerCard
 from inference_plugin.worker import actions as do
-from inference_plugin.worker.engine_side import EngineSide
+from inference_plugin.worker.engine_side import EngineSide, Left
 from inference_plugin.worker.events import CloseAll, Event, Request, Tear, TearAll, Tick, WorkEnded
 from inference_plugin.worker.machine import WorkerGroups
 from tests.simulation.network import Asker, Network
@@ -39,7 +40,7 @@ class Segment:
 
     def __init__(self, name: str, ranks: int) -> None:
         self.name = name
-        self.parts = ["empty"] * ranks
+        self.parts = ["empty"] * ranks  # of what is streamed: what has come, by rank
         self.fingerprint = ""
         self.writers: set[int] = set()
         """Ranks that may still write."""
@@ -51,13 +52,44 @@ class Segment:
 
 @dataclass(eq=False)
 class Staging:
-    """What a worker has mapped of a transaction."""
+    """What a worker has mapped of a transaction, and `Update` of it. `offered`: buckets that the engine's thread has not placed,
+    each with its group and the number of its work."""
 
+    txn: str
+    worker: SimulatedWorker
     segment: Segment
+    streams: bool = False
     digest: str = ""
     checked: str = ""
     cancelled: bool = False
     stage: int = 0
+    offered: list[tuple[int, int, do.ReceiveBucket]] = field(default_factory=list)
+    is_told: bool = False
+    is_installed: bool = False
+    trace: None = None
+    wanted: tuple[()] = ()
+
+    @property
+    def bytes(self) -> _Bytes:
+        return _Bytes(self.txn, self)
+
+    def place(self, put: Any, _limit_s: float) -> None:
+        """As `StreamStaging.place`; whoever calls it comes again when there is news."""
+        if self.cancelled:
+            raise VersionConflict("the transaction was dropped")
+        while self.offered:
+            member, number, work = self.offered.pop(0)
+            failed: WeightwireError | None = None
+            digest, ranks = work.bucket.lies_at.decode().split("|")
+            try:
+                put(self.txn, digest)
+                self.segment.parts = self.segment.parts or ["empty"] * int(ranks)
+                self.segment.parts[work.bucket.rank] = digest
+            except WeightwireError as error:
+                failed = error
+                raise
+            finally:
+                self.worker.end_soon(member, number, work, failed)
 
     def check(self, *_: Any) -> int:
         """Raises `DigestMismatch` where the bytes are not those of the version."""
@@ -69,17 +101,17 @@ class Staging:
 class SimulatedWork:
     """Stands for `GroupWork`, `Update` and the installer of one group of one worker."""
 
-    def __init__(self, worker: SimulatedWorker, standby: bool) -> None:
+    def __init__(self, worker: SimulatedWorker, install: str) -> None:
         self.worker = worker
         self.updates: dict[str, Staging] = {}
-        self.installer = SimulatedInstaller(worker, standby)
+        self.installer = SimulatedInstaller(worker, install)
         self.manifest: Any = None
         self._candidate: Any = None
 
     def update(self, txn: str) -> Any:
         if txn not in self.updates:
             raise ProtocolError(f"no transaction {txn} is open")
-        return _Update(txn, self.updates[txn])
+        return self.updates[txn]
 
     def trace(self, txn: str) -> None:
         return None
@@ -92,7 +124,7 @@ class SimulatedWork:
                 return do.Terms(
                     (request.manifest.whole(0),),
                     "plan",
-                    "copy",
+                    self.installer.policy,
                     "",
                     frozenset({"w"}),
                     0,
@@ -103,12 +135,15 @@ class SimulatedWork:
             case do.PutInForce(previous):
                 self.manifest, self._candidate = self._candidate, None
                 self.updates.pop(previous, None)
+            case do.MapStaging(txn, _, _) if self.installer.policy == "streaming":
+                self.updates[txn] = Staging(txn, self.worker, Segment(f"stream of {txn}", 0), True)
+                return do.Mapped(f"stream of {txn}", False, b"", True)
             case do.MapStaging(txn, _, segment):
                 name = self.worker.replica.segment_named(segment)
-                self.updates[txn] = Staging(name)
+                self.updates[txn] = Staging(txn, self.worker, name)
                 return do.Mapped(name.name, False)
             case do.Stage(txn, digest):
-                staging = self.update(txn).staging
+                staging = self.update(txn)
                 if staging.cancelled:
                     raise VersionConflict("the transaction was dropped")
                 staging.digest = digest
@@ -127,18 +162,6 @@ class SimulatedWork:
 
 
 @dataclass(frozen=True)
-class _Update:
-    txn: str
-    staging: Staging
-    trace: None = None
-    wanted: tuple[()] = ()
-
-    @property
-    def bytes(self) -> _Bytes:
-        return _Bytes(self.txn, self.staging)
-
-
-@dataclass(frozen=True)
 class _Bytes:
     txn: str
     staging: Staging
@@ -147,16 +170,24 @@ class _Bytes:
     def segment(self) -> _Bytes:
         return self
 
+    @property
+    def streams(self) -> bool:
+        return self.staging.streams
+
+    def place(self, put: Any, limit_s: float) -> None:
+        self.staging.place(put, limit_s)
+
     def check(self, *_: Any) -> int:
         return self.staging.check()
 
 
 class SimulatedInstaller:
-    """Writes the live parameters: over them (`copy`), or by a swap with a second set (`standby`)."""
+    """Writes the live parameters: over them (`copy`), by a swap with a second set (`standby`), or part by part (`streaming`)."""
 
-    def __init__(self, worker: SimulatedWorker, standby: bool) -> None:
+    def __init__(self, worker: SimulatedWorker, policy: str) -> None:
         self._worker = worker
-        self._standby = standby
+        self.policy = policy
+        self._standby = policy == "standby"
         self._prepared: Live | None = None
         self._touched = False
         """Whether an installation has begun to write, and is not finished or undone."""
@@ -165,7 +196,7 @@ class SimulatedInstaller:
 
     @property
     def needs_previous(self) -> bool:
-        return not self._standby
+        return self.policy == "copy"
 
     def prepare(self, live: Live) -> None:
         self._prepared = live
@@ -178,6 +209,12 @@ class SimulatedInstaller:
 
     def read_back(self) -> Any:
         return iter(())
+
+    def place(self, txn: str, digest: str) -> None:
+        self._touched = True
+        self._worker.live = Live("half of " + digest, txn)
+        if self._worker.fault("fail install") is not None:
+            raise CommitFailed("a piece could not be placed")
 
     def install(self, new: _Bytes) -> None:
         worker = self._worker
@@ -204,6 +241,8 @@ class SimulatedInstaller:
         if not self._touched:
             return
         self._touched = False
+        if self.policy == "streaming":
+            raise CommitFailed("what was streamed lies over the version before")
         if self._standby:
             worker.live, self._before = self._before or worker.live, None
         elif old is None:
@@ -226,6 +265,7 @@ class SimulatedWorker:
         self._world: World = process.world
         self._readings: dict[int, Any] = {}
         self._tick_at_s = math.inf
+        self._awaiting: Callable[[], None] | None = None
         network.serve(address, process, self._handle)
 
     def card(self) -> WorkerCard:
@@ -298,6 +338,10 @@ class SimulatedWorker:
             case do.Cancel(member, txn):
                 if (work := self.works.get(member)) is not None and (staging := work.updates.get(txn)) is not None:
                     staging.cancelled = True
+                    for pending in staging.offered:
+                        self.end_soon(*pending, VersionConflict("the transaction was dropped"))
+                    staging.offered.clear()
+                    self._news()
                     if staging.stage:
                         self._world.at(
                             self._world.soon(), self.process, self._end, member, staging.stage, staging, None
@@ -306,7 +350,7 @@ class SimulatedWorker:
     def _start(self, action: do.StartWork) -> None:
         world = self._world
         if (work := self.works.get(action.member)) is None:
-            work = self.works[action.member] = SimulatedWork(self, self.replica.standby)
+            work = self.works[action.member] = SimulatedWork(self, self.replica.install)
         delay_s = world.soon()
         error: WeightwireError | None = None
         if world.armed_faults:
@@ -314,9 +358,34 @@ class SimulatedWorker:
                 error = WeightwireError(f"{type(action.work).__name__} failed: no space left on device")
             elif (slow := self.fault("slow work", 100)) is not None:
                 delay_s = 100 * slow.size**2
+        if isinstance(action.work, do.ReceiveBucket) and error is None:
+            world.at(delay_s, self.process, self._offer, action.member, action.number, action.work)
+            return
         if isinstance(action.work, do.Stage) and (staging := work.updates.get(action.work.txn)) is not None:
             staging.stage = action.number
         world.at(delay_s, self.process, self._end, action.member, action.number, action.work, error)
+
+    def _offer(self, member: int, number: int, work: do.ReceiveBucket) -> None:
+        """As `StreamStaging.receive`: the work ends once the engine's thread has placed the bucket."""
+        staging = self.works[member].updates.get(work.txn)
+        if staging is None or staging.cancelled:
+            self._end(member, number, work, VersionConflict("the transaction was dropped"))
+            return
+        staging.offered.append((member, number, work))
+        self._news()
+
+    def end_soon(self, member: int, number: int, work: do.Work, error: WeightwireError | None) -> None:
+        self._world.at(0.0001, self.process, self._end, member, number, work, error)
+
+    def await_news(self, act: Callable[[], None], until_s: float) -> None:
+        """Has the engine's thread go on where there is something to place, or nothing more to come; or at that time."""
+        self._awaiting = act
+        self._world.at_time(until_s, self.process, lambda: self._news() if self._awaiting is act else None)
+
+    def _news(self) -> None:
+        act, self._awaiting = self._awaiting, None
+        if act is not None:
+            self._world.at(0.0, self.process, act)
 
     def _end(self, member: int, number: int, what: do.Work | Staging, error: WeightwireError | None) -> None:
         if number not in self.machine._shared.under_way:
@@ -334,16 +403,19 @@ class SimulatedWorker:
             self.post(WorkEnded(number, error=failed))
         else:
             self.post(WorkEnded(number, result))
+        if isinstance(what, do.Stage):
+            self._news()
 
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
     def operate(self, operation: RankOperation) -> RankReply:
         """What `RankRuntime.call` does."""
         name, commit, card = operation.name, None, None
+        left: Left = ""
         self.replica.changed()
         try:
             if name == "tear":
-                self.post(Tear(operation.group, operation.reason))
+                self.post(Tear(operation.group, operation.txn, operation.reason))
             elif name == "tear_all":
                 self.post(TearAll(operation.reason))
             else:
@@ -356,7 +428,7 @@ class SimulatedWorker:
                 elif name == "release":
                     group.release()
                 elif name == "install":
-                    group.install(operation.txn)
+                    left = group.install(operation.txn)
                 elif name == "undo":
                     group.undo(operation.reason)
                 else:
@@ -365,7 +437,7 @@ class SimulatedWorker:
         except Exception as error:  # noqa: BLE001 -- it is the answer
             where = {"side": "worker", "replica": self.replica.name, "rank": self.rank}
             return RankReply(operation.nonce, self.rank, error=WeightwireError.wrap(error).at(**where).info())
-        return RankReply(operation.nonce, self.rank, commit=commit, card=card)
+        return RankReply(operation.nonce, self.rank, commit=commit, card=card, left=left)
 
     def _engine_side(self, name: str) -> EngineSide:
         group = self.machine.named(name)

@@ -392,7 +392,7 @@ class Walk:
         if group in self.machine.groups:
             self._tear(group)
             self.installing.pop(group, None)
-        self.shell.do(Tear(group, "the test says so"))
+        self.shell.do(Tear(group, "", "the test says so"))
 
     def _tear(self, group: str) -> None:
         self.refusing.add(self.machine.groups[group].member)
@@ -586,7 +586,7 @@ def test_a_torn_group_is_healed_by_what_covers_it_and_a_smaller_group_of_its_nam
     shell = Shell()
     shell.opened()
     shell.committed("t1", 1)
-    shell.do(Tear("policy", "half way"))
+    shell.do(Tear("policy", "", "half way"))
     shell.request(CloseGroup("policy"))
     shell.end_all()
     refused = shell.opened(terms="a")

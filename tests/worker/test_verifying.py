@@ -75,7 +75,7 @@ def test_whatever_may_change_the_weights_between_two_portions_ends_the_reading(
             group.check_sealed("t2", 2)
             group.undo("the test says so")
     elif event == "tear":
-        worker.table.tear("policy", "the test says so")
+        worker.table.tear("policy", "", "the test says so")
     elif event == "open":
         trainer.open(install="copy")
     elif event == "stop":

@@ -87,6 +87,8 @@ class TransactionMachine:
         self._ending: list[Participant] = []
         self._until_s = math.inf
         self._now_s = 0.0
+        self._stood_s = math.inf
+        """When the first replica stood still to be streamed into."""
         self._segments: dict[str, bytes] = {}
         self._list_digest = ""
         self._actions: list[Action] = []
@@ -94,7 +96,9 @@ class TransactionMachine:
     @property
     def wakes_at_s(self) -> float | None:
         """When a `Tick` is due, if nothing happens before."""
-        due_s = [one.ends_at_s for one in self._ending] + ([self._ends_at_s] if self._is_on else [])
+        due_s = [one.ends_at_s for one in self._ending]
+        if self._is_on:
+            due_s += [self._until_s, *map(self._ends_at_s, self._in_state(*AT_WORK[self.step]))]
         return min(due_s, default=None)
 
     @property
@@ -110,7 +114,7 @@ class TransactionMachine:
     @property
     def may_have_torn(self) -> bool:
         """Whether a replica that did not commit may hold a part of the version already."""
-        return any(each.has_stood and each.committed is None for each in self.participants.values())
+        return any(self._is_streaming(each) for each in self.participants.values())
 
     def on(self, event: Event, now_s: float) -> list[Action]:
         self._now_s = now_s
@@ -207,7 +211,7 @@ class TransactionMachine:
     def _abort(self, reason: str) -> None:
         self._is_on = False
         for one in self.participants.values():
-            if one.has_stood and one.state not in ENDED:
+            if self._is_streaming(one) and one.state not in ENDED:
                 self._end_stream(one, CommitFailed(f"the update failed: {reason}"))
             elif one.state not in ENDED:
                 self._actions.append(StopWaiting(one.replica))
@@ -305,6 +309,7 @@ class TransactionMachine:
             one.answers[worker] = answer
             if len(one.answers) == one.workers:
                 one.state = "begun"
+                self._stood_s = min(self._stood_s, now_s)
 
     def _take_sealed(self, one: Participant, worker: int, answer: object) -> None:
         terms = self.terms
@@ -374,13 +379,14 @@ class TransactionMachine:
 
     # --- when a step is over -----------------------------------------------------------------------------------------
 
-    @property
-    def _ends_at_s(self) -> float:
-        """An opening ends earlier once another replica is open: the later steps need their time."""
-        if self.step != "agree":
-            return self._until_s
-        spare_s = OPEN_SHARE * self.terms.timeout_s if self._in_state("opening") and self._others_wait else 0.0
-        return self._until_s - spare_s
+    def _ends_at_s(self, one: Participant) -> float:
+        """Until when a replica is waited for. An opening ends earlier once another replica is open: the later steps need their
+        time. Who does not stand in time lets others stand still meanwhile."""
+        if one.state == "opening" and self._others_wait:
+            return self._until_s - OPEN_SHARE * self.terms.timeout_s
+        if one.state == "standing":
+            return min(self._until_s, self._stood_s + self.terms.silence_s)
+        return self._until_s
 
     @property
     def _others_wait(self) -> bool:
@@ -403,9 +409,8 @@ class TransactionMachine:
                 self._actions += [StopWaiting(one.replica) for one in at_work]
                 self._judge()
             return
-        ends_at_s = self._ends_at_s
         for one in at_work:
-            if now_s >= (ends_at_s if one.state == "opening" else self._until_s):
+            if now_s >= self._ends_at_s(one):
                 self._fail(one, self._too_late(one))
         self._is_on = bool(self._in_state(*AT_WORK[self.step]))
 
@@ -416,7 +421,8 @@ class TransactionMachine:
             words = waits if self._others_wait else "the group was not opened"
             return SyncTimeout(words, hint=hint, side="worker", phase="open")
         if one.state == "standing":
-            return SyncTimeout("its generation did not stand in time to take the update", side="coordinator")
+            hint = "the others stood still meanwhile; in_flight='keep' waits for one step only"
+            return SyncTimeout("its generation did not stand in time to take the update", hint=hint, side="coordinator")
         if one.state == "beginning":
             return SyncTimeout("its workers did not begin the update in time", side="worker")
         self._actions.append(Holds(one.replica, "either"))
@@ -442,7 +448,7 @@ class TransactionMachine:
     def _fail(self, one: Participant, error: WeightwireError) -> None:
         """Takes a replica out. Before the commit an error of the trainer's own (another model, an older version) fails the
         whole update instead."""
-        if one.has_stood and not one.has_answered or one.committed is not None:
+        if one.committed is not None or (self._is_streaming(one) and not one.has_answered):
             self._end_stream(one, error)
             return
         if one in self._ending:
@@ -454,12 +460,16 @@ class TransactionMachine:
         error.at(replica=one.replica, group=self.terms.group, version=self.terms.version, phase=self.step)
         if isinstance(error, SyncTimeout | PeerLost):
             hint = LEFT_OUT if self.step != "commit" else UNKNOWN
-            error.advise(STREAMED if one.has_stood else hint)
+            error.advise(STREAMED if self._is_streaming(one) else hint)
         begun = one.is_in
         one.state, one.error = "failed", error
         self._actions.append(StopWaiting(one.replica))
         routes_around = begun and self.step in ("stage", "seal") and not self.has_committed
         self._actions.append(Drop(one.replica, str(error), begun, routes_around, is_lost=isinstance(error, PeerLost)))
+
+    def _is_streaming(self, one: Participant) -> bool:
+        """Whether bytes may lie in its parameters, and it has not said that all of them do."""
+        return one.has_stood and one.committed is None and self.step != "agree"
 
     def _end_stream(self, one: Participant, error: WeightwireError) -> None:
         """No more bytes go into its parameters; its coordinator says what they hold: it may have committed by then."""
@@ -469,7 +479,7 @@ class TransactionMachine:
         elif one not in self._ending:
             one.state, one.error, one.ends_at_s = "ending", error, self._now_s + self.terms.silence_s
             self._ending.append(one)
-            self._actions.append(EndStream(one.replica, str(error)))
+            self._actions.append(EndStream(one.replica, error.message))
 
     def _in_state(self, *states: State) -> list[Participant]:
         return [each for each in self.participants.values() if each.state in states]

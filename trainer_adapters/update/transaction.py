@@ -142,7 +142,7 @@ class Transaction:
             except BaseException as error:
                 if not isinstance(error, Exception) or not self._machine.has_committed:
                     with harmless("aborting an update"):
-                        self._do(AbortAll(str(error)))
+                        self._do(AbortAll(error.message if isinstance(error, WeightwireError) else str(error)))
                         self._wait()
                     self._raise_failed(error)
                 logger.exception("weightwire: version %d is committed, and then something failed", self.terms.version)
