@@ -22,6 +22,7 @@ OURS = [
     ("weightwire shm", "standby"),
     ("weightwire zmq", "copy"),
     ("weightwire zmq", "standby"),
+    ("weightwire stream", "streaming"),
 ]
 ZONE = "weightwire zone"
 Row = dict[str, Any]

@@ -123,22 +123,26 @@ class Settings:
         return self.config.lease_s
 
     def offered(self) -> list[Transport]:
-        """The transports for `install`, in order of preference. Raises `ConfigError` where there is none, and for streaming with
-        a commit that waits for other replicas."""
+        """The transports for `install`, in order of preference; for "auto" also those that stream, for replicas that stand still
+        and lack the memory for anything else. Raises `ConfigError` where there is none, and for streaming where the commit is
+        to wait for other replicas."""
         streams = self.install == "streaming"
-        offered = [transport for transport in self.transports if transport.streams == streams]
+        waits = self.stragglers == "all" or isinstance(self.stragglers, Quorum)
+        offered = [each for each in self.transports if each.streams == streams]
         if not offered:
             named = ", ".join(transport.name for transport in self.transports)
             raise ConfigError(
                 f"install={self.install!r} does not go over transport {named!r}",
                 hint="leave transport='auto': streaming has a transport of its own, and nothing else uses that",
             )
-        if streams and (self.stragglers == "all" or isinstance(self.stragglers, Quorum)):
+        if streams and waits:
             raise ConfigError(
                 f"install='streaming' with stragglers={self.stragglers!r}: a replica that streams holds the new version before "
                 "the others are ready",
                 hint="use stragglers='report', or another way to install",
             )
+        if self.install == "auto" and not waits:
+            offered += [each for each in self.transports if each.streams]
         return offered
 
     def silence_s(self, timeout_s: float | None = None) -> float:

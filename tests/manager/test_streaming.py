@@ -34,6 +34,7 @@ from tests.support.phases import AtPhase
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, eventually
 from trainer_adapters import Quorum
+from trainer_adapters.update import transaction
 
 __all__ = ["stops"]
 
@@ -96,6 +97,28 @@ def test_bytes_wait_until_the_engine_stands(start: Start) -> None:
         rig.ask("go on")
         assert pending.result(60).failed == ()
     assert holds(rig, 1)
+
+
+def test_auto_streams_into_replicas_that_stand_and_lack_the_memory_and_into_no_others(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rigs = [start(tp=2), start()]
+    free_bytes = [0]
+    monkeypatch.setattr(transaction, "free_host_bytes", lambda: free_bytes[0])
+    with SyncManager(timeout_s=60) as manager:
+
+        def installs(version: int) -> set[tuple[str, str]]:
+            report = manager.update(source(version), version)
+            assert report.failed == () and all(holds(rig, version) for rig in rigs)
+            return {(replica.install, replica.transport) for replica in report.replicas}
+
+        assert installs(1) == {("standby", "shm")}
+        manager.pause()
+        assert installs(2) == {("streaming", "stream")}
+        free_bytes[0] = 1 << 30
+        assert installs(3) == {("standby", "shm")}
+        manager.resume()
+        assert installs(4) == {("standby", "shm")}
 
 
 @pytest.mark.parametrize("kind", [OpenGroup, Begin, Commit, AskStands, Bucket, Seal])

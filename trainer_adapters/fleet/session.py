@@ -46,7 +46,8 @@ def _where(card: ReplicaCard, silence_s: float) -> dict[str, Any]:
 @dataclass(eq=False)
 class ReplicaSession:
     """Channels to one replica, for one thread. `agreed`: None until the group is open, and again once the replica's terms may
-    be others. `held_segments`: ids of the segments that the replica has mapped as its way back."""
+    be others. `held_segments`: ids of the segments that the replica has mapped as its way back. `stands`: somebody holds it
+    paused or asleep."""
 
     card: ReplicaCard
     config: Config
@@ -54,6 +55,7 @@ class ReplicaSession:
     workers: list[Channel]
     agreed: Agreed | None = None
     held_segments: frozenset[str] = field(default_factory=frozenset)
+    stands: bool = False
 
     @staticmethod
     def connect(card: ReplicaCard, config: Config) -> ReplicaSession:
@@ -64,6 +66,10 @@ class ReplicaSession:
             workers = [opened.enter_context(connect()) for connect in connections]
             opened.pop_all()
         return ReplicaSession(card, config, coordinator, workers)
+
+    def sees(self, card: ReplicaCard) -> None:
+        """What the replica's card says now."""
+        self.stands = card.state in ("paused", "asleep")
 
     @property
     def messages(self) -> int:

@@ -190,6 +190,7 @@ class CatchingUp:
         session: ReplicaSession | None = None
         try:
             session = ReplicaSession.connect(card, self._settings.config)
+            session.sees(card)
             self._bring_up(session, retained)
             self._fleet.caught_up(session)
         except BaseException as error:  # noqa: BLE001 -- it is this replica's, and must not become an update's

@@ -154,9 +154,7 @@ class TransactionMachine:
         on_host = collections.Counter(joining.host for joining in event.replicas)
         for joining in event.replicas:
             one = self.participants[joining.replica] = Participant(joining.replica, joining.workers)
-            one.offered = terms.transports
-            if on_host[joining.host] > 1 and not terms.alone.issuperset(terms.transports):
-                one.offered = tuple(name for name in terms.transports if name not in terms.alone)
+            one.offered = self._offered(joining.lacks_memory, is_alone=on_host[joining.host] == 1)
             agreed = joining.agreed
             if agreed is not None and (agreed.key, agreed.offered) == (terms.key, one.offered):
                 one.state, one.agreed = "open", agreed
@@ -164,6 +162,19 @@ class TransactionMachine:
             self.participants[name] = Participant(name, 0, "failed", error=error)
         for one in self._in_state("opening"):
             self._ask_to_open(one)
+
+    def _offered(self, lacks_memory: bool, *, is_alone: bool) -> tuple[str, ...]:
+        """The transports that a replica may be reached by: what streams is for those that stand still and lack the memory, or for
+        all; what serves the only replica of a host, for that one."""
+        terms = self.terms
+        offered = terms.transports
+        if not terms.streams.issuperset(offered):
+            streaming = tuple(name for name in offered if name in terms.streams)
+            others = tuple(name for name in offered if name not in terms.streams)
+            offered = streaming + others if lacks_memory else others
+        if not is_alone and not terms.alone.issuperset(offered):
+            offered = tuple(name for name in offered if name not in terms.alone)
+        return offered
 
     def _begin(self, event: BeginAll, now_s: float) -> None:
         self._segments = dict(event.segments)
@@ -209,15 +220,15 @@ class TransactionMachine:
             self._fail(one, SyncTimeout("its workers had not checked the update in time", hint=hint, side="worker"))
 
     def _abort(self, reason: str) -> None:
-        self._is_on = False
-        for one in self.participants.values():
-            if self._is_streaming(one) and one.state not in ENDED:
+        for one in [each for each in self.participants.values() if each.state not in ENDED]:
+            if one.committed is not None or self._is_streaming(one):
                 self._end_stream(one, CommitFailed(f"the update failed: {reason}"))
-            elif one.state not in ENDED:
+            else:
                 self._actions.append(StopWaiting(one.replica))
                 if one.is_in:
                     self._actions.append(TellAbort(one.replica, reason))
                 one.state = "aborted"
+        self._is_on = False
 
     def _starts(self, step: Step, until_s: float, now_s: float) -> bool:
         """Begins a step; false if the operation's time is over."""
@@ -469,7 +480,8 @@ class TransactionMachine:
 
     def _is_streaming(self, one: Participant) -> bool:
         """Whether bytes may lie in its parameters, and it has not said that all of them do."""
-        return one.has_stood and one.committed is None and self.step != "agree"
+        may_be_written_to = self.step != "agree" or not self._is_on
+        return one.has_stood and one.committed is None and may_be_written_to
 
     def _end_stream(self, one: Participant, error: WeightwireError) -> None:
         """No more bytes go into its parameters; its coordinator says what they hold: it may have committed by then."""

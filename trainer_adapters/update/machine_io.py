@@ -49,7 +49,8 @@ __all__ = [
 class Terms:
     """What one transaction brings, its limits, and for whom its commit waits.
 
-    `transports`: names, in order of preference; `alone`: those of them that serve the only replica of a host. `digest`: the
+    `transports`: names, in order of preference; `alone`: those of them that serve the only replica of a host; `streams`: those
+    that stream into live parameters. `digest`: the
     whole group's, if it is known before the bytes are written. `deadline_s` is a time; the other seconds are durations.
     `silence_s`: how long to wait for a sign of life; `control_timeout_s`: for a small request.
     """
@@ -71,6 +72,7 @@ class Terms:
     control_timeout_s: float
     digest: str = ""
     alone: frozenset[str] = frozenset()
+    streams: frozenset[str] = frozenset()
 
     @property
     def key(self) -> tuple[str, str, bool]:
@@ -165,12 +167,14 @@ class Participant:
 
 @dataclass(frozen=True)
 class Joining:
-    """A replica that takes part: how many workers it has, the terms that were agreed with it before, and its host."""
+    """A replica that takes part: how many workers it has, the terms that were agreed with it before, and its host.
+    `lacks_memory`: it stands still, and has no memory in which an update could wait for its commit."""
 
     replica: str
     workers: int
     agreed: Agreed | None = None
     host: str = ""
+    lacks_memory: bool = False
 
 
 @dataclass(frozen=True)

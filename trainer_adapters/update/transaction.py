@@ -23,6 +23,7 @@ from inference_plugin.transports.base import Transport
 from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TornReplica, WeightwireError
 from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Abort, Done, GoTarget, GoTransport, OpenGroup, Renew, ReplicaCard, Sender
 from inference_plugin.wire.reports import ReplicaReport
@@ -119,6 +120,7 @@ class Transaction:
             control_timeout_s=settings.config.control_timeout_s,
             digest=digest,
             alone=frozenset(transport.name for transport, _ in offers if transport.lands_in_zone),
+            streams=frozenset(transport.name for transport, _ in offers if transport.streams),
         )
         self.terms = terms
         self._machine = TransactionMachine(terms)
@@ -191,7 +193,9 @@ class Transaction:
         self._sessions = {session.card.replica: session for session in sessions}
         self._cards = {card.replica: card for card in [*(s.card for s in sessions), *(card for card, _ in unreached)]}
         self._sent_before = {name: session.messages for name, session in self._sessions.items()}
-        joining = [Joining(s.card.replica, len(s.workers), s.agreed, s.card.boot_id) for s in sessions]
+        joining = [
+            Joining(s.card.replica, len(s.workers), s.agreed, s.card.boot_id, self._lacks_memory(s)) for s in sessions
+        ]
         self._opened_s = time.perf_counter()
         self._run(OpenAll(joining, {card.replica: error for card, error in unreached}))
         segments: dict[str, bytes] = {}
@@ -333,7 +337,18 @@ class Transaction:
 
     def _open_request(self, transport: str) -> OpenGroup:
         terms, (_, sender) = self.terms, self._offers[transport]
-        return OpenGroup(terms.group, terms.manifest, transport, sender.probe(), terms.install, terms.partial)
+        install = "streaming" if transport in terms.streams else terms.install
+        return OpenGroup(terms.group, terms.manifest, transport, sender.probe(), install, terms.partial)
+
+    def _lacks_memory(self, session: ReplicaSession) -> bool:
+        """Whether a replica that stands still has less memory than a second set, or a segment, takes. Of another host only what
+        its workers said when they started is known."""
+        card = session.card
+        if not session.stands:
+            return False
+        here = [free_host_bytes()] if card.boot_id == addresses.boot_id() else []
+        free_bytes = min([*here, *(worker.free_bytes for worker in card.workers)], default=0)
+        return free_bytes < self.terms.manifest.nbytes
 
     def _tell_abort(self, aborts: Sequence[TellAbort]) -> None:
         """Tells all of these replicas at once to drop the transaction; their leases do it if this cannot."""
