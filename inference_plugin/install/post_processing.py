@@ -51,15 +51,20 @@ class PostProcessing:
             data = whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())
             return with_data(tensor, data)
 
-        def made(name: str) -> StandIn:
-            inner = {attribute: made(read) for attribute, read in self.read_by(name).items()}
-            for attribute, read in self.read_by(name).items():
-                if read in self.finishers:
-                    self.finish(read, inner[attribute])
-            whose = self.skeleton_modules[name]
-            return StandIn(whose, real, lambda tensor: keys.get(storage_id(tensor)), self.model.boundary, inner)
+        return self._made(module, real, lambda tensor: keys.get(storage_id(tensor)))
 
-        return made(module)
+    def _made(
+        self,
+        name: str,
+        real: Callable[[torch.Tensor], torch.Tensor],
+        key_of: Callable[[torch.Tensor], str | None],
+    ) -> StandIn:
+        # No function within a function: what refers to itself keeps an update's memory until Python looks for garbage.
+        inner = {attribute: self._made(read, real, key_of) for attribute, read in self.read_by(name).items()}
+        for attribute, read in self.read_by(name).items():
+            if read in self.finishers:
+                self.finish(read, inner[attribute])
+        return StandIn(self.skeleton_modules[name], real, key_of, self.model.boundary, inner)
 
     def read_by(self, module: str) -> dict[str, str]:
         """The submodules whose finished weights the post-processing of `module` reads: attribute -> module."""

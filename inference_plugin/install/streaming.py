@@ -13,6 +13,7 @@ import torch
 
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import Throttle
+from inference_plugin.install.memory import return_freed_memory
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.policies import PolicyInstaller, WayBack
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, TornReplica, first_few
@@ -159,6 +160,8 @@ class StreamingInstaller(PolicyInstaller):
         memory = passing.memory.pop(module, {})
         self._layout.move_in(self._layout.rebuild(module, {**passing.storages, **memory}))
         passing.held_bytes -= sum(t.nbytes for t in memory.values())
+        memory.clear()
+        return_freed_memory()  # else the heap would keep about a model's worth of it
 
     def _waiting_for(self, place: _Place) -> list[str]:
         """The rebuilt modules that are made from what lies at a place."""

@@ -97,10 +97,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Seconds, _for("engine", "for one operation, such as an installation, on all ranks of a replica")
     ] = 300.0
     bucket_bytes: Annotated[
-        Size, _for("trainer", "payload of one message of `zmq`, one broadcast of `collective`, one gathering of LoRA")
+        Size, _for("trainer", "one bucket of `zmq` or `stream`, one broadcast of `collective`, one gathering of LoRA")
     ] = 8 << 20
     buffers: Annotated[
-        Buffers, _for("trainer", "buckets that are kept for each worker of `zmq`: in flight, packed, being packed")
+        Buffers,
+        _for("trainer", "buckets that are kept for each worker of `zmq` and `stream`: in flight, packed, being packed"),
     ] = 2
     collective_backend: Annotated[
         Backend, _for("trainer", "of torch.distributed, for `collective`; by default the one for the trainer's device")

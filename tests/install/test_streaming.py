@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, TornReplica
 from inference_plugin.wire.geometry import Box
-from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.manifest import Manifest, TensorSpec
 from tests.install.installing import update
-from tests.install.test_added_parameters import Engine, cold, weights
+from tests.install.test_added_parameters import Engine, Packs, Projection, cold, weights
 from tests.install.test_installer import ComputingLoader
+from tests.support.memory import peak_bytes
 from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, digests_expected, live_digests, manifest_of
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -129,3 +134,49 @@ def test_a_model_whose_loader_computes_is_refused_by_name() -> None:
     installer = ModelInstaller(ComputingLoader(2, 0, 1))
     with pytest.raises(EngineUnsupported, match="the engine's own loader has to fill it"):
         installer.open(manifest_of(checkpoint(0), TIED), "streaming", partial=False)
+
+
+class Layers(nn.Module):
+    """Eight projections of 16 MiB."""
+
+    COUNT, WIDTH = 8, 2048
+
+    def __init__(self, packs: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Projection(packs) for _ in range(self.COUNT))
+        for layer in self.layers:
+            layer.weight = nn.Parameter(torch.empty(self.WIDTH, self.WIDTH), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+class LayersEngine(LiveModel):
+    post_processing = Packs
+
+    def __init__(self, packs: bool) -> None:
+        live = Layers(packs)
+        live.load_weights((name, torch.zeros(live.WIDTH, live.WIDTH)) for name, _ in live.named_parameters())
+        for layer in live.layers:
+            Packs().process_weights_after_loading(layer)
+        super().__init__(live, torch.device("cpu"), *build_skeleton(lambda: Layers(packs), torch.no_grad()))
+
+    def free_bytes(self) -> int:
+        return 1 << 40
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
+def test_the_process_takes_no_memory_but_that_of_one_module(packs: bool) -> None:
+    engine = LayersEngine(packs)
+    names = [f"layers.{i}.weight" for i in range(Layers.COUNT)]
+    layer = torch.ones(Layers.WIDTH, Layers.WIDTH)
+    manifest = Manifest(tuple(TensorSpec(name, "float32", tuple(layer.shape)) for name in names))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "streaming", partial=False)
+    stream(installer, manifest, dict.fromkeys(names, 2 * layer), whole(manifest))
+    threes = dict.fromkeys(names, 3 * layer)
+    taken = peak_bytes(lambda: stream(installer, manifest, threes, whole(manifest)))
+    assert taken < (2.5 if packs else 0.5) * layer.nbytes, f"{taken >> 20} MiB, one layer has {layer.nbytes >> 20}"
+    assert installer.prepare(NOTHING, lambda _: None) == (layer.nbytes if packs else 0)
+    assert all(parameter.min() == parameter.max() == 3 for parameter in engine.live.parameters())

@@ -53,6 +53,10 @@ Outcome = tuple[int, dict[str, str], str]
 """Of one update: the seed of its weights, what the report says of each replica, the error."""
 
 
+STREAMED = "what was streamed lies over the version before"
+"""Why a replica is torn into which an update was streamed that came to nothing."""
+
+
 class StormChecks(Generic[R]):
     """What is known of a storm so far, and the comparison of that with its replicas.
 
@@ -175,9 +179,9 @@ class StormChecks(Generic[R]):
                 self.violated(f"{replica.replica} does not answer: {error!r}; {processes_of(replica)}")
                 self.bury(replica)
                 continue
-            if refusal is not None and replica.replica not in self.may_tear | self.torn | self._without_a_way_back(
-                refusal
-            ):
+            was_streamed = STREAMED in (refusal or "")
+            may_be_torn = self.may_tear | self.torn | self._without_a_way_back(refusal or "")
+            if refusal is not None and not was_streamed and replica.replica not in may_be_torn:
                 self.violated(f"{replica.replica} is torn: {refusal}")
             (self.torn.discard if refusal is None else self.torn.add)(replica.replica)
             if refusal is None and held is None:
@@ -189,6 +193,8 @@ class StormChecks(Generic[R]):
                 self._compare(replica, held, served)
             elif served is not None and self.options["catch_up"] != "auto":
                 self.violated(f"{replica.replica} is torn and says that it serves v{served}")
+            elif was_streamed and len(self.others) > 1:
+                pass  # one manager's version was committed, and then another one's was streamed over it
             elif any(said.get(replica.replica) in ("committed", "already") for _, said, _ in self.others):
                 self.violated(f"{replica.replica} is torn and was reported as committed: {self.others}")
 

@@ -341,9 +341,10 @@ class Troubles(StormChecks[R]):
         return self._manager
 
     def _drawn_options(self) -> dict[str, Any]:
+        install = self.chance.choice(("copy", "standby", "auto", "streaming"))
         return {
-            "install": self.chance.choice(("copy", "standby", "auto")),
-            "transport": self.chance.choice(("auto", "shm", "zmq")),
+            "install": install,
+            "transport": self.chance.choice(("auto", "shm", "zmq")) if install != "streaming" else "auto",
             "catch_up": self.chance.choice(("never", "never", "auto")),
         }
 
