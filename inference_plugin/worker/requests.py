@@ -62,6 +62,11 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
         raise ProtocolError("the group is not open", hint="send OpenGroup before Begin")
     if request.fingerprint != group.agreement.fingerprint:
         raise ManifestMismatch("the manifest changed since the group was opened", hint="open the group again")
+    agreed = group.agreement
+    if request.transport and (request.transport, request.install, request.partial) != (
+        agreed.transport, agreed.install, agreed.partial
+    ):  # fmt: skip
+        raise ProtocolError("another trainer has opened the group since, by other terms", hint="open the group again")
     current = group.transaction
     if current is not None and current.txn == request.txn:
         if current.begun:

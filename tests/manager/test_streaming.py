@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from typing import Any
@@ -119,6 +120,23 @@ def test_auto_streams_into_replicas_that_stand_and_lack_the_memory_and_into_no_o
         assert installs(3) == {("standby", "shm")}
         manager.resume()
         assert installs(4) == {("standby", "shm")}
+
+
+def test_trainers_that_update_in_turn_each_in_its_own_way_agree_on_it_anew(start: Start) -> None:
+    rigs = [start(tp=2), start()]
+    ways: list[dict[str, Any]] = [
+        {"install": "streaming"},
+        {"install": "standby", "transport": "zmq"},
+        {"install": "copy", "transport": "shm"},
+    ]
+    with contextlib.ExitStack() as stack:
+        managers = [stack.enter_context(SyncManager(timeout_s=60, **way)) for way in ways]
+        for version, (way, manager) in enumerate(
+            itertools.islice(itertools.cycle(zip(ways, managers, strict=True)), 9), 1
+        ):
+            report = manager.update(source(version), version)
+            assert {r.install for r in report.replicas} == {way["install"]} and report.failed == ()
+            assert all(holds(rig, version) for rig in rigs)
 
 
 @pytest.mark.parametrize("kind", [OpenGroup, Begin, Commit, AskStands, Bucket, Seal])

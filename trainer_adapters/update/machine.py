@@ -294,11 +294,7 @@ class TransactionMachine:
         if len(begun) < one.workers:
             error = _as_error(next(each for each in answers if not isinstance(each, Begun)), Begun)
             if isinstance(error, ProtocolError | ManifestMismatch) and not one.begins_on:
-                # The workers' terms are another trainer's by now: agree on them anew, once.
-                one.state, one.begins_on = "opening", one.agreed.transport if one.agreed else ""
-                one.agreed = None
-                self._actions.append(TermsAgreed(one.replica, None))
-                self._ask_to_open(one)
+                self._agree_anew(one)
             else:
                 self._fail(one, error)
         elif all(each.already for each in begun):
@@ -309,6 +305,17 @@ class TransactionMachine:
             one.state, one.landings = "begun", tuple(each.landing for each in begun)
             if one.streams:
                 self._ask_to_stand(one, now_s)
+
+    def _agree_anew(self, one: Participant) -> None:
+        """Once: the terms of the workers that did not begin are another trainer's by now. The others are left alone: to open the
+        group there would drop what they have begun."""
+        assert one.agreed is not None, "its group was open"
+        opened, one.begins_on, one.agreed = one.agreed.opened, one.agreed.transport, None
+        one.begun = {i: each for i, each in one.answers.items() if isinstance(each, Begun)}
+        one.state, one.left = "opening", deque([one.begins_on])
+        one.answers = {i: opened[i] for i in one.begun}
+        missing = tuple(i for i in range(one.workers) if i not in one.begun)
+        self._actions += [TermsAgreed(one.replica, None), AskToOpen(one.replica, one.begins_on, missing)]
 
     def _take_stands(self, one: Participant, worker: int, answer: object, now_s: float) -> None:
         """The bytes may come once all of its workers take them."""
@@ -372,10 +379,11 @@ class TransactionMachine:
     def _ask_to_begin(self, one: Participant, now_s: float) -> None:
         terms = self.terms
         assert one.agreed is not None, "its group is open"
-        request = terms.begin(self._segments[one.agreed.transport])
-        one.state, one.answers = "beginning", {}
+        request = terms.begin(one.agreed.transport, self._segments[one.agreed.transport])
+        one.state, one.answers = "beginning", dict(one.begun)
         silence_s = max(0.0, min(terms.silence_s, terms.deadline_s - now_s))
-        self._actions += [Ask(one.replica, worker, request, silence_s) for worker in range(one.workers)]
+        missing = [worker for worker in range(one.workers) if worker not in one.begun]
+        self._actions += [Ask(one.replica, worker, request, silence_s) for worker in missing]
 
     def _ask_to_stand(self, one: Participant, now_s: float) -> None:
         """Its commit begins before the bytes come: they go where they belong while its generation stands."""

@@ -79,7 +79,11 @@ class Terms:
         """Terms with equal keys are the same for an open group."""
         return self.manifest.fingerprint, self.install, self.partial
 
-    def begin(self, segment: bytes) -> Begin:
+    def install_over(self, transport: str) -> InstallPolicy:
+        """The policy to ask for over a transport."""
+        return "streaming" if transport in self.streams else self.install
+
+    def begin(self, transport: str, segment: bytes) -> Begin:
         """The request that begins the transaction on a worker."""
         return Begin(
             self.group,
@@ -90,6 +94,9 @@ class Terms:
             self.manifest.fingerprint,
             segment,
             self.digest,
+            transport,
+            self.install_over(transport),
+            self.partial,
         )
 
     def commit(self, now_s: float) -> Commit:
@@ -130,7 +137,8 @@ AT_WORK: dict[Step, tuple[State, ...]] = {
 @dataclass(eq=False)
 class Participant:
     """One replica. `answers`: of its workers, for the step under way. `offered`: transports that it may be reached by; `left`:
-    those of them that it has not refused. `landings`: what each worker said of where the trainer writes. `has_stood`: its
+    those of them that it has not refused. `begins_on`: the transport over which terms are agreed
+    anew, `begun` by the workers that need not. `landings`: what each worker said of where the trainer writes. `has_stood`: its
     coordinator was asked to commit before the bytes came; `has_answered`: and said how that ended; `ends_at_s`: how long
     that is waited for once something failed. `committed`: its answer, which nothing changes any more."""
 
@@ -143,6 +151,7 @@ class Participant:
     refusals: list[str] = field(default_factory=list)
     answers: dict[int, object] = field(default_factory=dict)
     begins_on: str = ""
+    begun: dict[int, object] = field(default_factory=dict)
     landings: tuple[bytes, ...] = ()
     has_stood: bool = False
     has_answered: bool = False
@@ -247,10 +256,12 @@ Event: TypeAlias = OpenAll | BeginAll | Dropped | SealAll | CommitAll | LeaveBeh
 
 @dataclass(frozen=True)
 class AskToOpen:
-    """Ask all workers of a replica to open the group over a transport, with one probe of it. They may take long."""
+    """Ask the workers of a replica (none named: all) to open the group over a transport, with one probe of it. They may take
+    long."""
 
     replica: str
     transport: str
+    workers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

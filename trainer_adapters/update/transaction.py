@@ -315,7 +315,9 @@ class Transaction:
     def _ask(self, action: Ask | AskToOpen) -> list[Event]:
         """Sends a request. What cannot be sent is answered with its error: it costs this replica only."""
         session = self._sessions[action.replica]
-        workers = range(len(session.workers)) if isinstance(action, AskToOpen) else (action.worker,)
+        workers: Sequence[int | None] = (
+            action.workers or range(len(session.workers)) if isinstance(action, AskToOpen) else (action.worker,)
+        )
         failed: list[Event] = []
         try:
             body = self._open_request(action.transport) if isinstance(action, AskToOpen) else action.body
@@ -337,7 +339,7 @@ class Transaction:
 
     def _open_request(self, transport: str) -> OpenGroup:
         terms, (_, sender) = self.terms, self._offers[transport]
-        install = "streaming" if transport in terms.streams else terms.install
+        install = terms.install_over(transport)
         return OpenGroup(terms.group, terms.manifest, transport, sender.probe(), install, terms.partial)
 
     def _lacks_memory(self, session: ReplicaSession) -> bool:

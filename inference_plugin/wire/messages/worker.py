@@ -89,7 +89,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Starts a transaction. `segment` is the transport's description of where the bytes will be.
 
     `digest` is that of the whole group, where the trainer knows it already: it tells equal weights from an equal version
-    number of another trainer.
+    number of another trainer. `transport`, `install` and `partial` are those of the trainer's `OpenGroup`: another trainer may
+    have opened the group since.
     """
 
     group: GroupName
@@ -100,6 +101,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     fingerprint: Fingerprint
     segment: Description = b""
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    transport: TransportName = ""
+    install: InstallPolicy = "auto"
+    partial: bool = False
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
