@@ -49,7 +49,7 @@ def measure(engine: Engine, trainer: Remote, case: Row, runs: int, only: str, sa
                 time.sleep(SETTLE_S)
                 sample = engine.update(way, trainer, weights)
             else:
-                sample = ours(trainer, way.split()[1], install, weights)
+                sample = ours(trainer, way.split()[1], install)
             if run:
                 taken.setdefault((way, install), []).append(sample)
             elif way != PLAIN_COPY and not trainer.ask("verify")["result"]:
@@ -66,7 +66,7 @@ def measure(engine: Engine, trainer: Remote, case: Row, runs: int, only: str, sa
     return rows
 
 
-def ours(trainer: Remote, transport: str, install: str, weights: Weights) -> Sample:
+def ours(trainer: Remote, transport: str, install: str) -> Sample:
     # A manager per way: its first update agrees on the plan, the second warms the second segment.
     for _ in range(2):
         trainer.ask("weightwire", transport=transport, install=install)
@@ -77,7 +77,7 @@ def ours(trainer: Remote, transport: str, install: str, weights: Weights) -> Sam
         got["stopped_s"],
         got["messages"],
         got["copies_per_byte"],
-        got["extra_bytes"] + (got["segments"] * weights.nbytes if transport == "shm" else 0),
+        got["extra_bytes"] + got["held_bytes"],
         {key: got[key] for key in ("phases", "verify_s", "prepare_s", "install_s")},
     )
 

@@ -100,7 +100,7 @@ class Trainer:
             "extra_bytes": replica.extra_bytes,
             "install": replica.install,
             "mechanism": replica.mechanism,
-            "segments": 2 if install == "copy" else 1,
+            "held_bytes": report.held_bytes,
         }
 
     def digest_cost(self) -> float:

@@ -68,9 +68,8 @@ class SyncManager:
 
     - `group`: name of the weight-update group on the workers.
     - `transport`: a name, or "auto": the first that works between this host and each replica.
-    - `install`: "copy" (overwrite at the step boundary), "standby" (swap a prepared set in), "streaming" (written into the live
-      parameters as it comes, while generation stands: takes next to no memory, and there is no way back; docs/how-it-works.md),
-      or "auto": one of the first two, and streaming for replicas that are paused or asleep and have no memory for these.
+    - `install`: "copy" (overwrite at the step boundary), "standby" (swap a prepared set in), "streaming" (write into the live
+      parameters as the bytes come, while generation stands) or "auto"; docs/how-it-works.md says what each costs.
     - `in_flight`: what happens to running requests: "keep", "recompute", "abort" or "drain".
     - `timeout_s`: for a whole operation; every wait inside it ends by then. The first update of a replica takes longer
       than later ones: its placement plan is traced and proven (some seconds per GB).

@@ -72,6 +72,8 @@ class WriteStats:
     messages: int = 0
     sent_bytes: int = 0
     """Payload that left this rank in messages."""
+    held_bytes: int = 0
+    """Memory that this rank keeps for the bytes on their way: segments, buckets."""
     move_s: float = 0.0
     digest_s: float = 0.0
     """Time of separate digests; a digest that is computed while its bytes are copied counts in `move_s`."""

@@ -313,6 +313,7 @@ class CollectiveSender(Sender):
             packed.wait()
             stats.messages += 1
         stats.move_s += time.perf_counter() - started_s
+        stats.held_bytes = 2 * self.config.bucket_bytes
 
     def close(self) -> None:
         self._forget()

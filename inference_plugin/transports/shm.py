@@ -280,6 +280,7 @@ class ShmSender(Sender):
                 pieces.append(_place_and_digest(segment, manifest, place, data, stats))
             if time.monotonic() > deadline_s:
                 raise SyncTimeout(f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline")
+        stats.held_bytes = sum(owned.nbytes for owned in self._owned.values())
         return pieces, stats
 
     def kept(self, manifest: Manifest, description: bytes, targets: Sequence[Target]) -> Kept | None:

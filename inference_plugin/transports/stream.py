@@ -86,7 +86,7 @@ class StreamStaging(Staging):
             self._offered = None
             self._check()
         self._received.update((piece.box, piece.digest) for piece, _ in pieces)
-        self.extra_bytes = max(self.extra_bytes, self._buffers.nbytes, len(data))
+        self.extra_bytes = max(self.extra_bytes, len(payload))
 
     def place(self, put: Put, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s
@@ -148,10 +148,6 @@ class Buffers:
 
     def __init__(self) -> None:
         self._mapped: dict[str, SharedSegment] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in self._mapped.values())
 
     def bytes_of(self, bucket: Bucket) -> memoryview:
         """The bytes of a bucket, where they lie. Raises `TransportUnavailable` where they can't be reached."""

@@ -95,6 +95,7 @@ class ZmqSender(Sender):
         stats.move_s += time.perf_counter() - started_s
         stats.messages = sum(lane.messages for lane in lanes)
         stats.sent_bytes = sum(lane.sent_bytes for lane in lanes)
+        stats.held_bytes = len(self._lanes) * config.buffers * config.bucket_bytes
         for lane in lanes:
             stats.lost |= lane.lost()
         return pieces, stats

@@ -22,34 +22,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "MAX_DIMS",
-    "MAX_TENSORS",
-    "Box",
-    "Dims",
-    "Edges",
-    "Piece",
-    "PiecePlace",
-    "Region",
-    "Slice",
-    "bounding_box",
-    "box_volume",
-    "c_strides",
-    "cut_at_edges",
-    "edges_of",
-    "hull",
-    "in_box",
-    "intersect",
-    "may_overlap",
-    "merge_dims",
-    "overlap",
-    "region_of",
-    "rows_region",
-    "segment_region",
-    "split_box",
-    "subtract",
-    "through_copy",
-    "tile",
-]
+    "MAX_DIMS", "MAX_TENSORS", "Box", "Dims", "Edges", "Piece", "PiecePlace", "Region", "Slice", "bounding_box",
+    "box_volume", "c_strides", "cut_at_edges", "edges_of", "hull", "in_box", "intersect", "may_overlap", "merge_dims",
+    "overlap", "region_of", "rows_region", "segment_region", "split_box", "subtract", "through_copy", "tile",
+]  # fmt: skip
 
 MAX_TENSORS = 1 << 20
 MAX_DIMS = 8

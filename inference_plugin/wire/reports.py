@@ -58,7 +58,8 @@ class UpdateReport(msgspec.Struct, frozen=True):
     checked, standby prepared), commit (wait for the boundary, pause, install). `messages` are all requests sent, by all
     ranks; `copies_per_byte` counts copies of a payload byte from the trainer's memory to the parameter, those inside
     the kernel included. `egress_bytes` is the payload that the trainer's ranks sent in messages (by `zmq`). Neither it nor
-    `messages` includes what workers relay to each other.
+    `messages` includes what workers relay to each other. `held_bytes`: memory that the trainer's ranks keep for updates of the
+    group (segments, buckets); what replicas hold is their `extra_bytes`.
     """
 
     group: str
@@ -71,6 +72,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     copies_per_byte: float
     replicas: tuple[ReplicaReport, ...]
     egress_bytes: int = 0
+    held_bytes: int = 0
 
     def __str__(self) -> str:
         return str(report_texts.of_update(self))

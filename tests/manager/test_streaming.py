@@ -88,6 +88,29 @@ def test_nothing_is_sent_in_messages_on_one_host(start: Start) -> None:
     assert holds(rig, 1)
 
 
+@pytest.mark.parametrize(
+    ("way", "held", "extra"),
+    [
+        ({"transport": "zone"}, "nothing", "second set"),
+        ({"transport": "shm", "install": "standby"}, "one segment", "second set"),
+        ({"transport": "shm", "install": "copy"}, "two segments", "nothing"),
+        ({"install": "streaming"}, "buckets", "nothing"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_report_says_what_each_way_holds(start: Start, way: dict[str, Any], held: str, extra: str) -> None:
+    start()
+    with SyncManager(timeout_s=60, **way) as manager:
+        for version in (1, 2):
+            report = manager.update(source(version), version)
+        config = manager.settings.config
+    segment = -(-report.bytes // 4096) * 4096
+    sizes = {"nothing": (0, 0), "one segment": (segment, 1), "two segments": (segment, 2)}
+    size, count = sizes.get(held, (config.bucket_bytes, config.buffers))
+    assert count * size <= report.held_bytes <= count * (size + 4096 * bool(size))
+    assert (report.replicas[0].extra_bytes > 0) == (extra != "nothing")
+
+
 def test_bytes_wait_until_the_engine_stands(start: Start) -> None:
     rig = start(tp=2)
     with SyncManager(install="streaming", timeout_s=60) as manager:

@@ -236,6 +236,7 @@ class _Update:
             phases=phases,
             messages=own + sum(wrote.messages for wrote in self.wrote),
             egress_bytes=sum(wrote.sent_bytes for wrote in self.wrote),
+            held_bytes=sum(wrote.held_bytes for wrote in self.wrote),
             copies_per_byte=copies,
             replicas=self.transaction.reports(),
         )

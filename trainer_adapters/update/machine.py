@@ -27,14 +27,14 @@ from inference_plugin.wire.errors import (
     WeightwireError,
     first_few,
 )
-from inference_plugin.wire.messages import AskStands, Begun, Committed, GroupOpened, Seal, Sealed, TakesBytes
-from trainer_adapters.fleet.machine_io import Agreed
+from inference_plugin.wire.messages import AskStands, Seal
 from trainer_adapters.settings import BestEffort, Quorum
-from trainer_adapters.update.coverage import check_needs
+from trainer_adapters.update.answers import answered
 from trainer_adapters.update.hints import LEFT_OUT, STREAMED, UNKNOWN
 from trainer_adapters.update.machine_io import (
     AT_WORK,
     ENDED,
+    SEAL_WAIT_S,
     AbortAll,
     Action,
     Answered,
@@ -56,14 +56,10 @@ from trainer_adapters.update.machine_io import (
     StopWaiting,
     TellAbort,
     Terms,
-    TermsAgreed,
     Tick,
 )
 
 __all__ = ["TransactionMachine"]
-
-SEAL_WAIT_S = 0.5
-"""How long a worker may take to answer that it has not checked all bytes yet."""
 
 INSTALLING_S = 4.0
 """An installation that has begun may take this much longer than the deadline; the other ranks wait a little longer still."""
@@ -84,19 +80,19 @@ class TransactionMachine:
         self.step: Step = "agree"
         self.error: WeightwireError | None = None
         self._is_on = False
-        self._ending: list[Participant] = []
+        self.ending: list[Participant] = []
         self._until_s = math.inf
         self._now_s = 0.0
-        self._stood_s = math.inf
+        self.stood_s = math.inf
         """When the first replica stood still to be streamed into."""
         self._segments: dict[str, bytes] = {}
-        self._list_digest = ""
+        self.list_digest = ""
         self._actions: list[Action] = []
 
     @property
     def wakes_at_s(self) -> float | None:
         """When a `Tick` is due, if nothing happens before."""
-        due_s = [one.ends_at_s for one in self._ending]
+        due_s = [one.ends_at_s for one in self.ending]
         if self._is_on:
             due_s += [self._until_s, *map(self._ends_at_s, self._in_state(*AT_WORK[self.step]))]
         return min(due_s, default=None)
@@ -104,7 +100,7 @@ class TransactionMachine:
     @property
     def is_busy(self) -> bool:
         """Whether a step still runs, or a replica has still to say what became of what was streamed into it."""
-        return self._is_on or bool(self._ending)
+        return self._is_on or bool(self.ending)
 
     @property
     def has_committed(self) -> bool:
@@ -123,8 +119,8 @@ class TransactionMachine:
                 self._abort(event.reason)
             case LeaveBehind():
                 self._leave_behind()
-            case Answered() if self._ending:
-                self._answered(event, now_s)
+            case Answered() if self.ending:
+                answered(self, event, now_s)
             case _ if self.error is not None:
                 pass
             case OpenAll():
@@ -138,7 +134,7 @@ class TransactionMachine:
             case CommitAll():
                 self._commit(now_s)
             case Answered():
-                self._answered(event, now_s)
+                answered(self, event, now_s)
             case Tick():
                 pass
         self._look_whether_over(now_s)
@@ -154,38 +150,25 @@ class TransactionMachine:
         on_host = collections.Counter(joining.host for joining in event.replicas)
         for joining in event.replicas:
             one = self.participants[joining.replica] = Participant(joining.replica, joining.workers)
-            one.offered = self._offered(joining.lacks_memory, is_alone=on_host[joining.host] == 1)
+            one.offered = terms.offered(joining.lacks_memory, is_alone=on_host[joining.host] == 1)
             agreed = joining.agreed
             if agreed is not None and (agreed.key, agreed.offered) == (terms.key, one.offered):
                 one.state, one.agreed = "open", agreed
         for name, error in event.unreached.items():
             self.participants[name] = Participant(name, 0, "failed", error=error)
         for one in self._in_state("opening"):
-            self._ask_to_open(one)
-
-    def _offered(self, lacks_memory: bool, *, is_alone: bool) -> tuple[str, ...]:
-        """The transports that a replica may be reached by: what streams is for those that stand still and lack the memory, or for
-        all; what serves the only replica of a host, for that one."""
-        terms = self.terms
-        offered = terms.transports
-        if not terms.streams.issuperset(offered):
-            streaming = tuple(name for name in offered if name in terms.streams)
-            others = tuple(name for name in offered if name not in terms.streams)
-            offered = streaming + others if lacks_memory else others
-        if not is_alone and not terms.alone.issuperset(offered):
-            offered = tuple(name for name in offered if name not in terms.alone)
-        return offered
+            self.ask_to_open(one)
 
     def _begin(self, event: BeginAll, now_s: float) -> None:
         self._segments = dict(event.segments)
         if self._starts("agree", self.terms.deadline_s, now_s):
             for one in self._in_state("open"):
-                self._ask_to_begin(one, now_s)
+                self.ask_to_begin(one, now_s)
 
     def _drop(self, event: Dropped) -> None:
         self.step = "stage"
         if (one := self.participants.get(event.replica)) is not None and one.is_in:
-            self._fail(one, event.error)
+            self.fail(one, event.error)
 
     def _seal(self, event: SealAll, now_s: float) -> None:
         terms = self.terms
@@ -195,12 +178,12 @@ class TransactionMachine:
             until_s = min(until_s, now_s + terms.stragglers.deadline_s)
         if not self._starts("seal", until_s, now_s):
             return
-        self._list_digest = event.digest
+        self.list_digest = event.digest
         request = Seal(terms.group, terms.txn, event.digest, event.pieces, SEAL_WAIT_S)
         for one in self._in_state("begun"):
             one.state, one.answers = "sealing", {}
             for worker in range(one.workers):
-                self._actions.append(Ask(one.replica, worker, request, terms.control_timeout_s))
+                self.do(Ask(one.replica, worker, request, terms.control_timeout_s))
 
     def _commit(self, now_s: float) -> None:
         terms = self.terms
@@ -210,23 +193,23 @@ class TransactionMachine:
         for one in self._in_state("sealed"):
             one.state = "committing" if one.committed is None else "committed"
             if not one.has_stood:
-                self._actions.append(Ask(one.replica, None, request, terms.silence_s))
+                self.do(Ask(one.replica, None, request, terms.silence_s))
 
     def _leave_behind(self) -> None:
         """Telling these replicas was left until the others serve the version."""
         self.step, self._is_on = "seal", False
         for one in [each for each in self.participants.values() if each.is_in]:
             hint = "it is caught up, or the next update brings it up"
-            self._fail(one, SyncTimeout("its workers had not checked the update in time", hint=hint, side="worker"))
+            self.fail(one, SyncTimeout("its workers had not checked the update in time", hint=hint, side="worker"))
 
     def _abort(self, reason: str) -> None:
         for one in [each for each in self.participants.values() if each.state not in ENDED]:
             if one.committed is not None or self._is_streaming(one):
                 self._end_stream(one, CommitFailed(f"the update failed: {reason}"))
             else:
-                self._actions.append(StopWaiting(one.replica))
+                self.do(StopWaiting(one.replica))
                 if one.is_in:
-                    self._actions.append(TellAbort(one.replica, reason))
+                    self.do(TellAbort(one.replica, reason))
                 one.state = "aborted"
         self._is_on = False
 
@@ -238,145 +221,21 @@ class TransactionMachine:
             self.error, self._is_on = SyncTimeout(words), False
         return self._is_on
 
-    # --- answers -----------------------------------------------------------------------------------------------------
-
-    def _answered(self, event: Answered, now_s: float) -> None:
-        one = self.participants.get(event.replica)
-        if one is None or one.state in ENDED:
-            return
-        if event.worker is None:
-            if one.state == "committing" or one.has_stood:
-                one.has_answered = True
-                self._take_committed(one, event.answer)
-        elif one.state == "standing":
-            self._take_stands(one, event.worker, event.answer, now_s)
-        elif one.state == "opening":
-            self._take_opened(one, event.worker, event.answer, now_s)
-        elif one.state == "beginning":
-            self._take_begun(one, event.worker, event.answer, now_s)
-        elif one.state == "sealing" and self.step == "seal":
-            self._take_sealed(one, event.worker, event.answer)
-
-    def _take_opened(self, one: Participant, worker: int, answer: object, now_s: float) -> None:
-        if not isinstance(answer, GroupOpened | TransportUnavailable):
-            self._fail(one, _as_error(answer, GroupOpened))
-            return
-        one.answers[worker] = answer
-        if len(one.answers) < one.workers:
-            return
-        answers = [one.answers[i] for i in range(one.workers)]
-        if refused := [each for each in answers if isinstance(each, TransportUnavailable)]:
-            one.refusals.append(f"{one.left.popleft()}: {refused[0].message} ({refused[0].hint})")
-            self._ask_to_open(one)
-            return
-        opened = tuple(each for each in answers if isinstance(each, GroupOpened))
-        try:
-            check_needs(self.terms.manifest, [each.needs for each in opened], partial=self.terms.partial)
-        except WeightwireError as error:
-            self._fail(one, error)
-            return
-        one.state, one.agreed = "open", Agreed(self.terms.key, one.left[0], opened, one.offered)
-        self._actions.append(TermsAgreed(one.replica, one.agreed))
-        if not one.begins_on:
-            return
-        if one.begins_on == one.agreed.transport:
-            self._ask_to_begin(one, now_s)
-        else:
-            words = f"it is reached by {one.agreed.transport!r} now, and the update begins on {one.begins_on!r}"
-            self._fail(one, TransportUnavailable(words, hint="the next update reaches it"))
-
-    def _take_begun(self, one: Participant, worker: int, answer: object, now_s: float) -> None:
-        one.answers[worker] = answer
-        if len(one.answers) < one.workers:
-            return
-        answers = [one.answers[i] for i in range(one.workers)]
-        begun = [each for each in answers if isinstance(each, Begun)]
-        if len(begun) < one.workers:
-            error = _as_error(next(each for each in answers if not isinstance(each, Begun)), Begun)
-            if isinstance(error, ProtocolError | ManifestMismatch) and not one.begins_on:
-                self._agree_anew(one)
-            else:
-                self._fail(one, error)
-        elif all(each.already for each in begun):
-            one.state = "already"
-        elif any(each.already for each in begun):
-            self._fail(one, CommitFailed("its ranks serve different versions", hint="restart the engine"))
-        else:
-            one.state, one.landings = "begun", tuple(each.landing for each in begun)
-            if one.streams:
-                self._ask_to_stand(one, now_s)
-
-    def _agree_anew(self, one: Participant) -> None:
-        """Once: the terms of the workers that did not begin are another trainer's by now. The others are left alone: to open the
-        group there would drop what they have begun."""
-        assert one.agreed is not None, "its group was open"
-        opened, one.begins_on, one.agreed = one.agreed.opened, one.agreed.transport, None
-        one.begun = {i: each for i, each in one.answers.items() if isinstance(each, Begun)}
-        one.state, one.left = "opening", deque([one.begins_on])
-        one.answers = {i: opened[i] for i in one.begun}
-        missing = tuple(i for i in range(one.workers) if i not in one.begun)
-        self._actions += [TermsAgreed(one.replica, None), AskToOpen(one.replica, one.begins_on, missing)]
-
-    def _take_stands(self, one: Participant, worker: int, answer: object, now_s: float) -> None:
-        """The bytes may come once all of its workers take them."""
-        if not isinstance(answer, TakesBytes):
-            self._fail(one, _as_error(answer, TakesBytes))
-        elif not answer.stands:
-            self._actions.append(self._ask_stands(one, worker, now_s))
-        else:
-            one.answers[worker] = answer
-            if len(one.answers) == one.workers:
-                one.state = "begun"
-                self._stood_s = min(self._stood_s, now_s)
-
-    def _take_sealed(self, one: Participant, worker: int, answer: object) -> None:
-        terms = self.terms
-        if not isinstance(answer, Sealed):
-            self._fail(one, _as_error(answer, Sealed))
-        elif not answer.done:
-            again = Seal(terms.group, terms.txn, self._list_digest, wait_s=SEAL_WAIT_S)
-            self._actions.append(Ask(one.replica, worker, again, terms.control_timeout_s))
-        else:
-            one.answers[worker] = answer
-            if len(one.answers) == one.workers:
-                one.state = "sealed"
-                one.sealed = tuple(each for each in one.answers.values() if isinstance(each, Sealed))
-
-    def _take_committed(self, one: Participant, answer: object) -> None:
-        if isinstance(answer, Committed):
-            one.committed = answer
-            if one in self._ending:
-                self._ending.remove(one)
-                one.state, one.error = "committed", None
-            elif one.state == "committing":
-                one.state = "committed"
-            released = all(rank.releases_segment for rank in answer.ranks)
-            self._actions.append(Holds(one.replica, "none" if released else "new"))
-            return
-        error = _as_error(answer, Committed)
-        if isinstance(error, SyncTimeout | PeerLost):
-            self._actions.append(Holds(one.replica, "either"))
-            if (
-                not error.phase
-            ):  # no answer at all; a coordinator that gave up names its phase, and knows what is served
-                error.hint = UNKNOWN
-        self._fail(one, error)
-
     # --- asking ------------------------------------------------------------------------------------------------------
 
-    def _ask_to_open(self, one: Participant) -> None:
+    def ask_to_open(self, one: Participant) -> None:
         """Asks with the next transport. Fails the replica if none is left."""
         if not one.left and not one.refusals:
             one.left = deque(one.offered)
         one.answers = {}
         if not one.workers:
-            self._fail(one, ProtocolError("its card names no worker", hint="restart the engine"))
+            self.fail(one, ProtocolError("its card names no worker", hint="restart the engine"))
         elif not one.left:
-            self._fail(one, TransportUnavailable(f"no transport reaches it: {'; '.join(one.refusals)}"))
+            self.fail(one, TransportUnavailable(f"no transport reaches it: {'; '.join(one.refusals)}"))
         else:
-            self._actions.append(AskToOpen(one.replica, one.left[0]))
+            self.do(AskToOpen(one.replica, one.left[0]))
 
-    def _ask_to_begin(self, one: Participant, now_s: float) -> None:
+    def ask_to_begin(self, one: Participant, now_s: float) -> None:
         terms = self.terms
         assert one.agreed is not None, "its group is open"
         request = terms.begin(one.agreed.transport, self._segments[one.agreed.transport])
@@ -385,13 +244,13 @@ class TransactionMachine:
         missing = [worker for worker in range(one.workers) if worker not in one.begun]
         self._actions += [Ask(one.replica, worker, request, silence_s) for worker in missing]
 
-    def _ask_to_stand(self, one: Participant, now_s: float) -> None:
+    def ask_to_stand(self, one: Participant, now_s: float) -> None:
         """Its commit begins before the bytes come: they go where they belong while its generation stands."""
         one.state, one.answers, one.has_stood = "standing", {}, True
-        self._actions.append(Ask(one.replica, None, self.terms.commit(now_s), self.terms.silence_s))
-        self._actions += [self._ask_stands(one, worker, now_s) for worker in range(one.workers)]
+        self.do(Ask(one.replica, None, self.terms.commit(now_s), self.terms.silence_s))
+        self._actions += [self.ask_stands(one, worker, now_s) for worker in range(one.workers)]
 
-    def _ask_stands(self, one: Participant, worker: int, now_s: float) -> Ask:
+    def ask_stands(self, one: Participant, worker: int, now_s: float) -> Ask:
         terms = self.terms
         silence_s = max(0.0, min(terms.silence_s, terms.deadline_s - now_s))
         return Ask(one.replica, worker, AskStands(terms.group, terms.txn, SEAL_WAIT_S), silence_s)
@@ -404,7 +263,7 @@ class TransactionMachine:
         if one.state == "opening" and self._others_wait:
             return self._until_s - OPEN_SHARE * self.terms.timeout_s
         if one.state == "standing":
-            return min(self._until_s, self._stood_s + self.terms.silence_s)
+            return min(self._until_s, self.stood_s + self.terms.silence_s)
         return self._until_s
 
     @property
@@ -412,11 +271,11 @@ class TransactionMachine:
         return any(each.is_in or each.state == "already" for each in self.participants.values())
 
     def _look_whether_over(self, now_s: float) -> None:
-        for one in [each for each in self._ending if now_s >= each.ends_at_s]:
-            self._actions.append(Holds(one.replica, "either"))
+        for one in [each for each in self.ending if now_s >= each.ends_at_s]:
+            self.do(Holds(one.replica, "either"))
             words = f"{one.error.message if one.error else ''}; and it did not say in time what became of it"
             one.has_answered = True
-            self._fail(one, SyncTimeout(words, hint=UNKNOWN, side="coordinator", phase="commit"))
+            self.fail(one, SyncTimeout(words, hint=UNKNOWN, side="coordinator", phase="commit"))
         if not self._is_on or self.error is not None:
             return
         at_work = self._in_state(*AT_WORK[self.step])
@@ -430,7 +289,7 @@ class TransactionMachine:
             return
         for one in at_work:
             if now_s >= self._ends_at_s(one):
-                self._fail(one, self._too_late(one))
+                self.fail(one, self._too_late(one))
         self._is_on = bool(self._in_state(*AT_WORK[self.step]))
 
     def _too_late(self, one: Participant) -> WeightwireError:
@@ -444,7 +303,7 @@ class TransactionMachine:
             return SyncTimeout("its generation did not stand in time to take the update", hint=hint, side="coordinator")
         if one.state == "beginning":
             return SyncTimeout("its workers did not begin the update in time", side="worker")
-        self._actions.append(Holds(one.replica, "either"))
+        self.do(Holds(one.replica, "either"))
         return SyncTimeout("it did not say in time whether the update is installed", hint=UNKNOWN, side="coordinator")
 
     def _judge(self) -> None:
@@ -464,14 +323,14 @@ class TransactionMachine:
 
     # --- parts of them -----------------------------------------------------------------------------------------------
 
-    def _fail(self, one: Participant, error: WeightwireError) -> None:
+    def fail(self, one: Participant, error: WeightwireError) -> None:
         """Takes a replica out. Before the commit an error of the trainer's own (another model, an older version) fails the
         whole update instead."""
         if one.committed is not None or (self._is_streaming(one) and not one.has_answered):
             self._end_stream(one, error)
             return
-        if one in self._ending:
-            self._ending.remove(one)
+        if one in self.ending:
+            self.ending.remove(one)
         if isinstance(error, ManifestMismatch | VersionConflict) and self.step != "commit" and not one.has_stood:
             self.error = self.error or error.at(replica=one.replica)
             self._is_on = False
@@ -482,9 +341,13 @@ class TransactionMachine:
             error.advise(STREAMED if self._is_streaming(one) else hint)
         begun = one.is_in
         one.state, one.error = "failed", error
-        self._actions.append(StopWaiting(one.replica))
+        self.do(StopWaiting(one.replica))
         routes_around = begun and self.step in ("stage", "seal") and not self.has_committed
-        self._actions.append(Drop(one.replica, str(error), begun, routes_around, is_lost=isinstance(error, PeerLost)))
+        self.do(Drop(one.replica, str(error), begun, routes_around, is_lost=isinstance(error, PeerLost)))
+
+    def do(self, action: Action) -> None:
+        """Has the shell do something about this event."""
+        self._actions.append(action)
 
     def _is_streaming(self, one: Participant) -> bool:
         """Whether bytes may lie in its parameters, and it has not said that all of them do."""
@@ -495,17 +358,11 @@ class TransactionMachine:
         """No more bytes go into its parameters; its coordinator says what they hold: it may have committed by then."""
         if one.committed is not None:
             one.state = "committed"
-            self._actions.append(StopWaiting(one.replica))
-        elif one not in self._ending:
+            self.do(StopWaiting(one.replica))
+        elif one not in self.ending:
             one.state, one.error, one.ends_at_s = "ending", error, self._now_s + self.terms.silence_s
-            self._ending.append(one)
-            self._actions.append(EndStream(one.replica, error.message))
+            self.ending.append(one)
+            self.do(EndStream(one.replica, error.message))
 
     def _in_state(self, *states: State) -> list[Participant]:
         return [each for each in self.participants.values() if each.state in states]
-
-
-def _as_error(answer: object, expected: type) -> WeightwireError:
-    if isinstance(answer, WeightwireError):
-        return answer
-    return ProtocolError(f"expected {expected.__name__}, got {type(answer).__name__}")

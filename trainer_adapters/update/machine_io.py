@@ -35,6 +35,7 @@ __all__ = [
     "ENDED",
     "OpenAll",
     "Participant",
+    "SEAL_WAIT_S",
     "SealAll",
     "State",
     "Step",
@@ -43,6 +44,10 @@ __all__ = [
     "Terms",
     "Tick",
 ]
+
+
+SEAL_WAIT_S = 0.5
+"""How long a worker may take to answer that it has not checked all bytes, or does not stand, yet."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,18 @@ class Terms:
             self.install_over(transport),
             self.partial,
         )
+
+    def offered(self, lacks_memory: bool, *, is_alone: bool) -> tuple[str, ...]:
+        """The transports that a replica may be reached by: what streams is for those that stand still and lack the memory, or for
+        all; what serves the only replica of a host, for that one."""
+        offered = self.transports
+        if not self.streams.issuperset(offered):
+            streaming = tuple(name for name in offered if name in self.streams)
+            others = tuple(name for name in offered if name not in self.streams)
+            offered = streaming + others if lacks_memory else others
+        if not is_alone and not self.alone.issuperset(offered):
+            offered = tuple(name for name in offered if name not in self.alone)
+        return offered
 
     def commit(self, now_s: float) -> Commit:
         """The request to a coordinator, which gives up a little earlier than this rank, so that its answer arrives."""

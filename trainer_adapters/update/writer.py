@@ -109,6 +109,7 @@ class Writer:
             copies=copies,
             kept_equal=kept_equal,
             secret=self._secret,
+            held_bytes=stats.held_bytes,
         )
 
     def close(self) -> None:
@@ -195,6 +196,7 @@ class _Total:
         self.stats.nbytes += stats.nbytes
         self.stats.messages += stats.messages
         self.stats.sent_bytes += stats.sent_bytes
+        self.stats.held_bytes += stats.held_bytes
         self.stats.move_s += stats.move_s
         self.stats.digest_s += stats.digest_s
         self.stats.lost |= stats.lost

@@ -105,6 +105,7 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     copies: Pieces = ()
     kept_equal: Pieces = ()
     secret: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    held_bytes: Count = 0
 
 
 class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
