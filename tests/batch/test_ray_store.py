@@ -27,7 +27,7 @@ from inference_plugin.wire.errors import (
 from tests.batch.owners import MIB, as_bytes, fetched, rows_of
 from tests.batch.rollout_support import generate
 from tests.batch.store_promises import SMALL, StorePromises
-from tests.support.rig import eventually
+from tests.support.rig import eventually, gone
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.client import clear_tasks
 from trainer_adapters.batch.parts import local_part
@@ -217,6 +217,7 @@ def test_a_rollout_actor_that_is_killed_is_restarted_by_ray_and_its_task_is_lost
         if on_lost == "fail":
             with pytest.raises(PeerLost):
                 running.result(120)
+        eventually(lambda: gone(before.tags["pid"]), "the end of the actor, which must not finish the task")
         gate.touch()
         if on_lost == "rerun":
             assert running.result(120).tags["pid"] != before.tags["pid"]

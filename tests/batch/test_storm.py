@@ -83,7 +83,8 @@ class Storm:
         for name in self.running:
             assert (self.directory / f"{name}.closed").exists(), f"{name} did not end as it should"
         for name in pools:
-            assert set(json.loads((self.directory / f"{name}.futures").read_text())) == {"ended"}
+            # One that was started last may have had none.
+            assert set(json.loads((self.directory / f"{name}.futures").read_text())) <= {"ended"}
 
     def stop(self) -> None:
         for _, pid in self.running.values():
