@@ -10,6 +10,7 @@ import pytest
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import PLUGIN, Faulty
 from tests.engines.test_vllm_streaming import (  # noqa: F401 -- collected here once more
+    check_a_worker_killed_amid_the_bytes,
     test_a_killed_trainer_rank_fails_the_update_which_says_that_the_replica_is_torn,
     test_a_manager_killed_while_it_streams_tears_the_replica_until_the_next_update,
     test_a_paused_replica_takes_what_is_streamed_and_stays_paused,
@@ -34,3 +35,10 @@ def tp2_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
         driver.open(model_a)
         yield Faulty(driver, faults, model_a, model_b)
     assert driver.leftovers() == []
+
+
+def test_a_worker_killed_while_it_streams_takes_its_engine_down_and_the_manager_is_told(tp2: Faulty) -> None:  # noqa: F811
+    """The last one for this engine."""
+    assert isinstance(tp2.engine, SglangDriver)
+    tp2.engine.ends_itself = True
+    check_a_worker_killed_amid_the_bytes(tp2)

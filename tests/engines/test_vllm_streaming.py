@@ -3,6 +3,7 @@ parameters. Before the first byte the old version is served; after it the replic
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from inference_plugin.wire.errors import CommitFailed, TornReplica, WeightwireError
 from tests.engines.conftest import Checkpoint
-from tests.engines.test_vllm_faults import PLUGIN, Faulty, Halted, statuses, trainer
+from tests.engines.test_vllm_faults import PLUGIN, Faulty, Halted, assert_gone, statuses, trainer
 from tests.engines.test_vllm_tokens import COUNT, LONG, PROMPTS, source
 from tests.support.engines import Driver, eventually
 from tests.support.managers import SyncManager
@@ -167,3 +168,23 @@ def test_a_paused_replica_takes_what_is_streamed_and_stays_paused(tp2: Faulty) -
         sync.resume()
         assert {*tp2.engine.wait(running)[0]["versions"]} == {tp2.stamp}
     tp2.assert_serves()
+
+
+def check_a_worker_killed_amid_the_bytes(tp2: Faulty) -> None:
+    """Its engine ends, and the manager is told."""
+    with SyncManager(install="streaming", timeout_s=120) as sync:
+        tp2.update(sync=sync)
+        halted = Halted(sync, tp2.models[tp2.other], tp2.version + 1, "staging")
+        card = tp2.card
+        os.kill(card.workers[1].pid, signal.SIGKILL)
+        with pytest.raises(WeightwireError) as caught:
+            halted.go_on()
+        assert type(caught.value).__name__ in ("PeerLost", "TornReplica")
+        assert caught.value.replica == card.replica
+        assert_gone(card)
+        assert tp2.engine.cards == [] and tp2.engine.leftovers() == []
+
+
+def test_a_worker_killed_while_it_streams_takes_its_engine_down_and_the_manager_is_told(tp2: Faulty) -> None:
+    """The last one for this engine."""
+    check_a_worker_killed_amid_the_bytes(tp2)

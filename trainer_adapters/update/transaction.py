@@ -343,14 +343,14 @@ class Transaction:
         return OpenGroup(terms.group, terms.manifest, transport, sender.probe(), install, terms.partial)
 
     def _lacks_memory(self, session: ReplicaSession) -> bool:
-        """Whether a replica that stands still has less memory than a second set, or a segment, takes. Of another host only what
-        its workers said when they started is known."""
-        card = session.card
+        """Whether a replica that stands still has less host memory than a segment, or a second set, takes. Of another host only
+        what its workers said when they started is known, of a device's memory nothing need be: `copy` takes none."""
         if not session.stands:
             return False
+        card, nbytes = session.card, self.terms.manifest.nbytes
         here = [free_host_bytes()] if card.boot_id == addresses.boot_id() else []
-        free_bytes = min([*here, *(worker.free_bytes for worker in card.workers)], default=0)
-        return free_bytes < self.terms.manifest.nbytes
+        said = [worker.free_bytes for worker in card.workers if worker.device == "cpu"]
+        return min([*here, *said], default=nbytes) < nbytes
 
     def _tell_abort(self, aborts: Sequence[TellAbort]) -> None:
         """Tells all of these replicas at once to drop the transaction; their leases do it if this cannot."""
