@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from inference_plugin.net import addresses
@@ -185,9 +186,7 @@ class SyncManager:
         """As `update`, in the manager's thread. `callback` gets the finished future, in that thread.
 
         `wait_released()` of the returned future tells when the source may change, which is before the update is over. Callbacks
-        and listeners may call this too. There, calls that wait for an operation (`update`, `verify`) raise `ProtocolError`,
-        other calls (`versions`, `pause`, `resume`) answer, and `close` takes effect afterwards.
-        """
+        and listeners may call this too. There, `update` and `verify`, which would wait for themselves, raise `ProtocolError`."""
         deadline_s = time.monotonic() + self.settings.timeout_s
         number = checked_version(version)
         self._thread.check_open()
@@ -195,7 +194,8 @@ class SyncManager:
         pending = PendingUpdate(deadline_s, lambda: self._thread.is_this_thread, self._failure_of)
         if callback is not None:
             pending.add_done_callback(callback)  # type: ignore[arg-type]
-        self._thread.submit(deadline_s, pending.run, lambda: self._update(source, number, pending, deadline_s))
+        work = partial(self._update, source, number, pending, deadline_s)
+        self._thread.submit(deadline_s, pending.run, work, reads=True)
         return pending
 
     def on(self, event: Event, listener: Callable[..., Any]) -> Callable[[], None]:
@@ -208,7 +208,7 @@ class SyncManager:
         """Compares every replica's live parameters with the model, byte for byte, in engine coordinates; see `update`."""
         self._thread.check_open()
         source = self._models.source_of(model, dtype, hf_config)
-        return self._thread.call("verify()", lambda deadline_s: self._verify(source, deadline_s))
+        return self._thread.call("verify()", lambda deadline_s: self._verify(source, deadline_s), reads=True)
 
     def pause(self, in_flight: InFlight | None = None) -> PauseReport:
         """Stops generation in every living replica until `resume`; updates may be committed meanwhile.

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from inference_plugin.devices import device_of
 from inference_plugin.install.adapter import GROUP_PREFIX, AdapterInstaller
 from inference_plugin.install.contract import AdapterSlots, Installer
 from inference_plugin.install.graph import Boundary
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import EngineUnsupported
-from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["LiveModel", "without_wrappers"]
@@ -93,9 +93,7 @@ class LiveModel:
         return None
 
     def free_bytes(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
-        return free_host_bytes()
+        return device_of(self.device).free_bytes(self.device)
 
     def computing(self) -> AbstractContextManager[None]:
         return torch.no_grad()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from inference_plugin.devices import device_of, in_use
 from inference_plugin.net.addresses import process_is_alive
 from inference_plugin.net.processes import start_ticks
 from inference_plugin.transports.topology import SENDER
@@ -33,9 +34,6 @@ __all__ = [
     "backend_for",
     "backend_named",
     "chosen_backend",
-    "current_device",
-    "device_id",
-    "use_device",
 ]
 
 VARIABLE = variable_of("collective_backend")
@@ -127,44 +125,11 @@ def backend_for(device: str) -> str:
 
 def chosen_backend(named: str | None) -> str:
     """The backend that the user named; else the one for the device that this process computes on."""
-    return named or backend_for(device_in_use())
-
-
-def device_in_use() -> str:
-    """The type of accelerator that this process has initialised; "cpu" if none."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type == "cpu":
-        return "cpu"
-    return accelerator.type if _module(accelerator.type).is_initialized() else "cpu"
-
-
-def current_device() -> int | None:
-    """This thread's accelerator, for another thread's `use_device`; None if this process uses none."""
-    device = device_in_use()
-    return None if device == "cpu" else _current(device)
-
-
-def use_device(index: int | None) -> None:
-    """Makes `index` this thread's accelerator: a new thread starts with the first one."""
-    if index is not None:
-        _module(device_in_use()).set_device(index)
-
-
-def device_id() -> str:
-    """A unique id of this thread's accelerator; "" without one, or if it has no id."""
-    device = device_in_use()
-    if device == "cpu":
-        return ""
-    return str(getattr(_module(device).get_device_properties(_current(device)), "uuid", ""))
+    return named or backend_for(in_use().type)
 
 
 def _module(device: str) -> Any:
     return torch.get_device_module(device)
-
-
-def _current(device: str) -> int:
-    index: int = _module(device).current_device()
-    return index
 
 
 class Group:
@@ -181,7 +146,7 @@ class Group:
         self._peers = {(pid, start_ticks(pid)): name for pid, name in peers.items()}
         self._aborted = False
         self._pending: list[Any] = []
-        self._device = torch.device(backend.device, _current(backend.device) if backend.queues else 0)
+        self._device = torch.device(backend.device, device_of(torch.device(backend.device)).current() or 0)
         limit = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
         store.set_timeout(limit)
 

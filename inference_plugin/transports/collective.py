@@ -25,15 +25,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from inference_plugin.devices import in_use
 from inference_plugin.net.addresses import boot_id, runtime_dir
-from inference_plugin.transports.backends import (
-    Group,
-    backend_named,
-    chosen_backend,
-    current_device,
-    device_id,
-    use_device,
-)
+from inference_plugin.transports.backends import Group, backend_named, chosen_backend
 from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
 from inference_plugin.transports.bucket_staging import BucketReceiver, BucketStaging
 from inference_plugin.transports.pieces import Bytes, pieces_of
@@ -123,7 +117,7 @@ class CollectiveStaging(BucketStaging):
         self._rendezvous = rendezvous
         self._error: WeightwireError | None = None
         self._group: Group | None = None
-        self._device = current_device()
+        self._device = in_use().current()
         self._closing = False
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=carried(self._run), name="weightwire-collective", daemon=True)
@@ -149,7 +143,7 @@ class CollectiveStaging(BucketStaging):
     def _run(self) -> None:
         rendezvous = self._rendezvous
         try:
-            use_device(self._device)
+            in_use().use(self._device)
             deadline_s = time.monotonic() + rendezvous.timeout_s
             peers = {pid: f"the worker of process {pid}" for pid in rendezvous.receivers}
             for plan in plan_groups(rendezvous.senders, rendezvous.receivers):
@@ -206,7 +200,7 @@ class CollectiveReceiver(BucketReceiver):
                 "nobody, and meet there only",
                 hint="use transport 'zmq', between hosts with a key",
             )
-        if backend_named(offered.backend).queues and offered.device and offered.device == device_id():
+        if backend_named(offered.backend).queues and offered.device and offered.device == in_use().uuid():
             raise TransportUnavailable(
                 f"collective: {offered.backend} can't broadcast from a trainer to an engine on the same device",
                 hint=f"use transport 'shm', or {variable_of('collective_backend')}=gloo in the trainer",
@@ -234,7 +228,7 @@ class CollectiveSender(Sender):
         return backend_named(chosen_backend(self.config.collective_backend)).name
 
     def probe(self) -> bytes:
-        return msgspec.msgpack.encode(Probe(_here(), self._backend, device_id()))
+        return msgspec.msgpack.encode(Probe(_here(), self._backend, in_use().uuid()))
 
     def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
         self._met = tuple(targets), trainer_ranks, timeout_s

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
+from inference_plugin.devices import Mark, device_of
 from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.copying import copy_rows, digest_rows
 from inference_plugin.wire.digest import digest_bytes
@@ -58,12 +59,52 @@ def _cut(manifest: Manifest, item: Slice, dtype: torch.dtype) -> Iterator[tuple[
         for place in places:
             yield place, flat[place.start : place.end]
         return
-    for place in places:
-        part = item.tensor
-        for dim, (start, size) in enumerate(zip(place.box.offsets, place.box.sizes, strict=True)):
-            if size != item.box.sizes[dim]:
-                part = part.narrow(dim, start - item.box.offsets[dim], size)
-        yield place, bytes_view(part.to(device="cpu", dtype=dtype).contiguous()).numpy()
+    parts = [(place, _part(item, place)) for place in places]
+    if item.tensor.device.type != "cpu":
+        yield from _from_device(parts, item.tensor.device, dtype)
+        return
+    for place, part in parts:
+        yield place, bytes_view(part.to(dtype).contiguous()).numpy()
+
+
+def _part(item: Slice, place: PiecePlace) -> torch.Tensor:
+    part = item.tensor
+    for dim, (start, size) in enumerate(zip(place.box.offsets, place.box.sizes, strict=True)):
+        if size != item.box.sizes[dim]:
+            part = part.narrow(dim, start - item.box.offsets[dim], size)
+    return part
+
+
+def _from_device(
+    parts: Sequence[tuple[PiecePlace, torch.Tensor]], where: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[PiecePlace, Bytes]]:
+    """The next piece is on its way to the host while the caller works on the one before, in two buffers in turn."""
+    device = device_of(where)
+    is_current = where.index == device.current()
+    if not is_current:
+        device.drain(where)  # what waited for the trainer's step is this thread's queue, on another device
+    largest = max(place.end - place.start for place, _ in parts)
+    buffers = [device.host_memory(largest) for _ in parts[:2]]
+    marks: list[Mark] = []
+
+    def bytes_of(index: int) -> torch.Tensor:
+        place, _ = parts[index]
+        return buffers[index % 2][: place.end - place.start]
+
+    def start(index: int) -> None:
+        if index < len(parts):
+            _, part = parts[index]
+            device.copy(bytes_of(index).view(dtype).view(part.shape), part)
+            marks.append(device.record())
+
+    start(0)
+    for index, (place, _) in enumerate(parts):
+        start(index + 1)
+        if is_current:
+            device.finish(marks[index])
+        else:
+            device.drain(where)
+        yield place, bytes_of(index).numpy()
 
 
 def place_piece(segment: torch.Tensor, manifest: Manifest, place: PiecePlace, data: Bytes) -> None:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
+from inference_plugin.devices import in_use
 from inference_plugin.install.contract import Installer
 from inference_plugin.net.addresses import boot_id
 from inference_plugin.net.processes import ProcessId
 from inference_plugin.plugins import plugin_manager
-from inference_plugin.transports.backends import current_device
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import WeightwireError, first_few
 from inference_plugin.wire.messages import Body, GroupStatus, OpenGroup
@@ -66,7 +66,7 @@ class GroupTable:
         config: Config | None = None,
     ) -> None:
         self.sooner: Callable[[], None] = lambda: None
-        self._where = Where(replica, rank, current_device(), config or Config(), decoding)
+        self._where = Where(replica, rank, in_use().current(), config or Config(), decoding)
         self._make_installer = make_installer
         self._machine = WorkerGroups(rank, boot_id())
         self._lock = threading.Lock()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from inference_plugin.transports.backends import use_device
+from inference_plugin.devices import in_use
 
 __all__ = ["Lane", "fail", "resolve"]
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Lane:
-    """Starts its daemon thread when it is made. `device` is the accelerator that the thread uses, as for `use_device`.
+    """Starts its daemon thread when it is made. `device` is the accelerator that the thread uses, as for `Device.use`.
 
     `put` and `end` never block, so both may be called while a lock is held. Nobody waits for the thread to end: a job that
     hangs holds up only its own lane.
@@ -46,7 +46,7 @@ class Lane:
         self._jobs.put(None)
 
     def _run(self) -> None:
-        use_device(self._device)
+        in_use().use(self._device)
         while (entry := self._jobs.get()) is not None:
             _do(*entry)
             del entry  # an idle lane must not keep a payload alive

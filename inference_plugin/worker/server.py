@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from inference_plugin.devices import in_use
 from inference_plugin.net.processes import ProcessId
 from inference_plugin.net.reply_server import Asker, ReplyServer, Service
-from inference_plugin.transports.backends import current_device, use_device
 from inference_plugin.wire import codec
 from inference_plugin.wire.messages import Body, Describe, WorkerCard
 from inference_plugin.worker.groups import GroupTable
@@ -32,7 +32,7 @@ class WorkerServer(Service):
     def __init__(self, table: GroupTable, listen: str, card: Callable[[], WorkerCard], where: dict[str, Any]) -> None:
         self._table = table
         self._card = card
-        self._device = current_device()
+        self._device = in_use().current()
         self.server = ReplyServer(
             self, [listen], name="weightwire-rep", where=where, max_bytes=codec.MAX_PAYLOAD_BYTES, most_open=MAX_OPEN
         )
@@ -53,7 +53,7 @@ class WorkerServer(Service):
     # --- the server's thread -----------------------------------------------------------------------------------------
 
     def started(self) -> None:
-        use_device(self._device)
+        in_use().use(self._device)
 
     def answer(self, asker: Asker, body: Body, payload: memoryview | None) -> Body | None:
         if isinstance(body, Describe):

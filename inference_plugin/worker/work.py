@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inference_plugin.devices import in_use
 from inference_plugin.install.adapter import GROUP_PREFIX
 from inference_plugin.install.contract import Installer, InstallTerms, Throttle
-from inference_plugin.transports.backends import use_device
 from inference_plugin.transports.base import Receiver, Staging
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire.config import Config
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Where:
-    """The worker that the work is done in. `device` is its accelerator, as `use_device` takes it."""
+    """The worker that the work is done in. `device` is its accelerator, as `Device.use` takes it."""
 
     replica: str
     rank: int
@@ -179,7 +179,7 @@ class GroupWork:
     # --- the lane, and the thread of a `Stage` -----------------------------------------------------------------------
 
     def _run_stage(self, number: int, work: Stage) -> None:
-        use_device(self._where.device)
+        in_use().use(self._where.device)
         self._run(number, work)
 
     def _run(self, number: int, work: Work) -> None:

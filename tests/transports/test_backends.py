@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from inference_plugin.transports import backends
+from inference_plugin.devices import in_use
 from inference_plugin.transports.backends import (
     BACKENDS,
     VARIABLE,
@@ -22,8 +22,6 @@ from inference_plugin.transports.backends import (
     backend_for,
     backend_named,
     chosen_backend,
-    current_device,
-    use_device,
 )
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ConfigError, PeerLost, SyncTimeout, TransportUnavailable
@@ -67,8 +65,8 @@ def test_a_backend_that_is_not_there_says_what_it_needs_and_what_there_is() -> N
 
 @without_accelerator
 def test_threads_of_a_process_without_an_accelerator_are_given_none() -> None:
-    assert current_device() is None
-    use_device(None)
+    assert in_use().type == "cpu" and in_use().current() is None
+    in_use().use(None)
 
 
 def group(directory: Path, seconds: float, rank: int = 0, backend: str = "gloo", **peers: int) -> Group:
@@ -88,7 +86,6 @@ def pair(directory: Path, seconds: float, backend: str = "gloo") -> tuple[Group,
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """gloo as it is, and used as NCCL is: with copies beside the tensors, polled, ended from outside."""
     monkeypatch.setitem(BACKENDS, "queuing", dataclasses.replace(BACKENDS["gloo"], queues=True, watchdog="WATCHDOG"))
-    monkeypatch.setattr(backends, "_current", lambda _: 0)
     name: str = request.param
     return name
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from inference_plugin.transports.backends import current_device, use_device
+from inference_plugin.devices import Device, Mark, in_use
 from inference_plugin.wire.errors import ManagerClosed, ProtocolError
 from trainer_adapters.settings import Settings
 from trainer_adapters.update.handle import called_from_inside, still_running, wait_for
@@ -34,8 +34,9 @@ class OperationThread:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
+        self._works_on: tuple[Device, int | None] | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix="weightwire-manager", initializer=self._begin, initargs=(current_device(),)
+            1, thread_name_prefix="weightwire-manager", initializer=self._begin
         )
 
     @property
@@ -53,13 +54,18 @@ class OperationThread:
         return self._closed is not None and self._closed.done()
 
     def submit(
-        self, deadline_s: float, work: Callable[..., Result], *arguments: Any
+        self, deadline_s: float, work: Callable[..., Result], *arguments: Any, reads: bool = False
     ) -> concurrent.futures.Future[Result]:
-        """Runs `work(*arguments)` after the operations before it. Raises as `check_open` does."""
+        """Runs `work(*arguments)` after the operations before it. `reads`: it reads the trainer's tensors. Then it runs after
+        what the calling thread has queued on its device by now (the step that made them), and has read them when it ends.
+        Raises as `check_open` does."""
         with self._lock:
             self.check_open()
             self.last_deadline_s = max(self.last_deadline_s, deadline_s)
-            return self._pool.submit(work, *arguments)
+            if not reads:
+                return self._pool.submit(work, *arguments)
+            device = in_use()
+            return self._pool.submit(self._read, device, device.current(), device.record(), work, *arguments)
 
     def check_open(self) -> None:
         """Raises `ManagerClosed` once the manager is being closed, and `ProtocolError` in a fork of its process."""
@@ -73,16 +79,22 @@ class OperationThread:
             raise ManagerClosed("the manager is closed", side="manager")
 
     def call(
-        self, what: str, work: Callable[[float], Result], *, inside: bool = False, deadline_s: float = 0.0
+        self,
+        what: str,
+        work: Callable[[float], Result],
+        *,
+        inside: bool = False,
+        reads: bool = False,
+        deadline_s: float = 0.0,
     ) -> Result:
-        """Runs `work(deadline_s)` after the operations before it, and waits for it. Called in the manager's thread itself, it
-        runs at once if `inside` allows that, else it raises `ProtocolError`."""
+        """Runs `work(deadline_s)` after the operations before it, and waits for it; `reads` as for `submit`. Called in the
+        manager's thread itself, it runs at once if `inside` allows that, else it raises `ProtocolError`."""
         deadline_s = max(time.monotonic() + self._settings.timeout_s, deadline_s)
         if self.is_this_thread:
             if not inside:
                 raise called_from_inside(what)
             return work(deadline_s)
-        future = self.submit(deadline_s, work, deadline_s)
+        future = self.submit(deadline_s, work, deadline_s, reads=reads)
         if not wait_for(future, deadline_s):
             future.cancel()  # if it has not begun; else it ends by itself
             raise still_running()
@@ -102,6 +114,18 @@ class OperationThread:
         if not wait_for(closed, max(self.last_deadline_s, time.monotonic()) + CLOSE_S):
             raise still_running()
 
-    def _begin(self, device: Any) -> None:
+    def _begin(self) -> None:
         self._thread = threading.current_thread()
-        use_device(device)  # sources that gather on a device need the device of this rank
+
+    def _read(
+        self, device: Device, index: int | None, step: Mark, work: Callable[..., Result], *arguments: Any
+    ) -> Result:
+        if self._works_on != (device, index):
+            device.use(index)  # sources that gather on a device need the device of this rank
+            device.enter(device.new_queue())
+            self._works_on = device, index
+        device.wait(step)
+        try:
+            return work(*arguments)
+        finally:
+            device.synchronise()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from inference_plugin.transports.backends import current_device, use_device
+from inference_plugin.devices import in_use
 from inference_plugin.wire.errors import SyncTimeout
 from inference_plugin.wire.tracing import carried
 
@@ -48,7 +48,8 @@ class SlicesTogether:
         self._made: queue.SimpleQueue[LocalSlice | BaseException | None] = queue.SimpleQueue()
         self._asked = threading.Semaphore(0)
         self._is_taken = True
-        self._device = current_device()
+        self._device = in_use()
+        self._queue = self._device.current_queue()
         self._thread = threading.Thread(target=carried(self._run), name="weightwire-slices", daemon=True)
         self._thread.start()
 
@@ -92,7 +93,7 @@ class SlicesTogether:
     def _run(self) -> None:
         ended: BaseException | None = None
         try:
-            use_device(self._device)
+            self._device.enter(self._queue)  # so that slices are made before, and after, they are read
             self._asked.acquire()
             for item in self._source.slices():
                 if self._is_taken:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from inference_plugin.devices import in_use
 from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.transports.spread import classes_of
@@ -93,6 +94,7 @@ class Writer:
             if together:  # the other ranks run through the slices once for each transport that is left
                 self._keep_company(source, len(go.transports) - total.passes, deadline_s)
             return Wrote(go.txn, self._rank, error=failed.info(), secret=self._secret)
+        in_use().synchronise()  # another rank may have made all of it from this rank's part
         released()
         stats = total.stats
         return Wrote(

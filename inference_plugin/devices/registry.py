@@ -1,0 +1,33 @@
+"""The devices of this process."""
+
+from __future__ import annotations
+
+import torch
+
+from inference_plugin.devices.accelerator import Accelerator
+from inference_plugin.devices.base import Device
+from inference_plugin.devices.host import Host
+
+__all__ = ["DEVICES", "device_of", "in_use"]
+
+DEVICES: dict[str, Device] = {"cpu": Host()}
+"""By `torch.device.type`. Accelerators are added as they are met."""
+
+
+def device_of(device: torch.device) -> Device:
+    """The devices of the type of torch's `device`."""
+    return _of(device.type)
+
+
+def in_use() -> Device:
+    """The accelerator that this process has initialised; the host, if there is none."""
+    if (found := torch.accelerator.current_accelerator()) is not None:
+        _of(found.type)
+    accelerators = (device for kind, device in DEVICES.items() if kind != "cpu")
+    return next((device for device in accelerators if device.is_in_use()), DEVICES["cpu"])
+
+
+def _of(kind: str) -> Device:
+    if kind not in DEVICES:
+        DEVICES[kind] = Accelerator(kind)
+    return DEVICES[kind]
