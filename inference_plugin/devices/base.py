@@ -94,6 +94,10 @@ class Device(abc.ABC):
         """Bytes of the host's memory (1-D, uint8) that the device reads and writes at full speed: page-locked."""
 
     @abc.abstractmethod
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Bytes of this device's memory (1-D, uint8)."""
+
+    @abc.abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy between tensors of one shape, with a cast where their dtypes differ. Either may be the host's: that side
         must not be touched before the copy has ended."""

@@ -12,6 +12,7 @@ from inference_plugin.install.policies import (
     CopyInstaller,
     LoaderInstaller,
     PolicyInstaller,
+    StagedInstaller,
     StandbyInstaller,
     WayBack,
 )
@@ -77,7 +78,7 @@ class ModelInstaller:
 
     @property
     def _has_second_set(self) -> bool:
-        return self._agreement is not None and isinstance(self._policy, StandbyInstaller)
+        return self._agreement is not None and isinstance(self._policy, StandbyInstaller | StagedInstaller)
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         self._policy.check(segment)
@@ -129,11 +130,12 @@ def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[typ
         return StreamingInstaller, ""
     if agreement.why_loader:
         return LoaderInstaller, "the engine's own loader fills a second set"
-    if policy == "copy":
-        return CopyInstaller, ""
-    if model.fixed_addresses:
-        return CopyInstaller, "captured graphs or sleep mode hold the parameters' addresses, which must stay"
     free = model.free_bytes() + (shard if has_second else 0)
+    copy = StagedInstaller if model.device.type != "cpu" and free >= shard else CopyInstaller
+    if policy == "copy":
+        return copy, ""
+    if model.fixed_addresses:
+        return copy, "captured graphs or sleep mode hold the parameters' addresses, which must stay"
     if policy == "standby":
         if free < shard:
             raise EngineUnsupported(
@@ -143,5 +145,5 @@ def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[typ
             )
         return StandbyInstaller, ""
     if free < STANDBY_MEMORY_FACTOR * shard:
-        return CopyInstaller, f"{free >> 20} MiB are free, too few for a second set of {shard >> 20} MiB"
+        return copy, f"{free >> 20} MiB are free, too few for a second set of {shard >> 20} MiB"
     return StandbyInstaller, f"{free >> 20} MiB are free"

@@ -6,7 +6,8 @@ What the engine does with a parameter after loading it divides the work:
 - *rebuilt*: the engine's post-processing made something else of it (packed it, say). The module is built anew on a
   stand-in, from the segment, by the engine's own post-processing, and the result is moved into the live module.
 
-`CopyInstaller` writes the live parameters at the step boundary. `StandbyInstaller` prepares a second set in the background
+`CopyInstaller` writes the live parameters at the step boundary, `StagedInstaller` does so from the device's own memory.
+`StandbyInstaller` prepares a second set in the background
 and swaps it in. `LoaderInstaller` is a standby whose second set the engine's own `load_weights` fills, where no plan was
 proven. `install`, `undo` and `finish` run on the engine's own thread, and only they touch the live model.
 """
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from inference_plugin.devices import device_of
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import Throttle
 from inference_plugin.install.memory import free_later, return_freed_memory
@@ -33,7 +35,7 @@ from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, Protoco
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.tensors import box_view, bytes_view
 
-__all__ = ["CopyInstaller", "LoaderInstaller", "PolicyInstaller", "StandbyInstaller", "WayBack"]
+__all__ = ["CopyInstaller", "LoaderInstaller", "PolicyInstaller", "StagedInstaller", "StandbyInstaller", "WayBack"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -71,14 +73,15 @@ class PolicyInstaller(abc.ABC):
         raise ProtocolError(f"install={self.install_policy!r} takes whole updates only")
 
     def install(self, segment: torch.Tensor) -> None:
+        self._drain()  # steps that the engine has only queued read the weights of before
         self._put(segment)
-        self._wait_for_device()
+        self._drain()  # the segment may be written again from here on
 
     def undo(self, previous: torch.Tensor | None) -> None:
         """Raises `TornReplica` where the version before is gone."""
         if self._way_back.touched:
             self._put_back(previous)
-            self._wait_for_device()
+            self._drain()
             self._way_back.touched = False
 
     def finish(self) -> None:
@@ -110,10 +113,9 @@ class PolicyInstaller(abc.ABC):
         self.forget_segments()
         return_freed_memory()
 
-    def _wait_for_device(self) -> None:
-        """Waits for copies that a device only queued: the segment may be written again from here on."""
-        if self._model.device.type != "cpu":
-            torch.accelerator.synchronize(self._model.device)
+    def _drain(self) -> None:
+        """Returns once nothing reads or writes weights any more."""
+        device_of(self._model.device).drain(self._model.device)
 
     def _sources(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
         """The staged tensors by every name that they have."""
@@ -184,6 +186,46 @@ class CopyInstaller(PolicyInstaller):
                 self._bound.pop(next(iter(self._bound)))
             bound = self._bound[segment.data_ptr()] = replay, sources
         return bound
+
+
+class StagedInstaller(CopyInstaller):
+    """`copy` for a device that has room for a second set: there the bytes are before the engine stands, and then only move within
+    the device's memory. Addresses stay."""
+
+    def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
+        super().__init__(agreement, way_back)
+        self._staged: tuple[Replay, list[RebuiltModule]] | None = None
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
+        live, sources, plain = self._layout.live_storages(), self._sources(segment), self._layout.plain_placements
+        if not self._memory:
+            self._memory = {key: _poisoned_like(storage) for key, storage in self._layout.own_storages().items()}
+        with torch.no_grad():
+            self._bind(plain, sources, self._memory).run(between=throttle)
+        modules = list(self._rebuild(sources, self._memory, throttle))
+        in_place = [replace(placement, source=placement.dest) for placement in plain]
+        self._staged = self._bind(in_place, self._memory, live), modules
+        return sum(t.nbytes for t in self._memory.values()) + self._layout.rebuilt_nbytes
+
+    def _put(self, segment: torch.Tensor) -> None:
+        if self._staged is None:
+            raise CommitFailed("nothing was prepared for this transaction", phase="commit")
+        (replay, modules), self._staged = self._staged, None
+        self._way_back.touched = True
+        with torch.no_grad():
+            replay.run()
+        for module in modules:
+            self._layout.move_in(module)
+        self._layout.reset_references()
+
+    def discard(self) -> None:
+        self._staged = None
+
+    def close(self) -> None:
+        self._staged = None
+        self._memory = {}
+        super().close()
 
 
 class StandbyInstaller(PolicyInstaller):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from inference_plugin.devices import device_of
 from inference_plugin.install.plan import Fill, Placement
 from inference_plugin.install.row_copies import copy_on_all_cores, row_copies
+from inference_plugin.install.upload import Upload
 from inference_plugin.wire.geometry import Box, bounding_box, c_strides, in_box
 
 __all__ = ["Replay", "read_back"]
@@ -53,7 +55,7 @@ class Replay:
         """Writes everything. `between(bytes_done)` is called between steps of about `step_bytes` bytes; without it CPU memory is
         written by all cores of this process at once.
 
-        On a GPU the copies are queued on the current stream; the caller waits for it.
+        In a device's memory the copies are only queued; the caller waits for them.
         """
         if between is None and self._rows is not None:
             with torch.inference_mode():
@@ -68,11 +70,19 @@ class Replay:
             for view, value in self._fills:
                 view.fill_(value)
                 done += view.nbytes
-            for index, step in enumerate(self._steps[step_bytes]):
+            steps = self._steps[step_bytes]
+            copy = self._copying(steps)
+            for index, step in enumerate(steps):
                 if between is not None and index:
                     between(done)
-                torch._foreach_copy_(step.targets, step.sources)
+                copy(step.targets, step.sources)
                 done += step.nbytes
+
+    def _copying(self, steps: Sequence[_Step]) -> Callable[[list[Tensor], list[Tensor]], object]:
+        """Makes the copies of one step."""
+        if not steps or (device := steps[0].targets[0].device).type == "cpu" or steps[0].sources[0].device == device:
+            return torch._foreach_copy_
+        return Upload(device_of(device), max(sum(map(Upload.room, step.sources)) for step in steps)).copy
 
     def _cut(self, step_bytes: int) -> list[_Step]:
         """Groups small copies and splits large ones. Copies that may overlap never share a step: a fused GPU kernel gives
@@ -156,7 +166,7 @@ class _Step:
 
 
 def _rows(tensor: Tensor, first: int, count: int) -> Tensor:
-    return tensor[first : first + count] if tensor.dim() else tensor
+    return tensor.narrow(0, first, min(count, tensor.shape[0] - first)) if tensor.dim() else tensor
 
 
 def _check_sides(

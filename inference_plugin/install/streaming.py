@@ -133,6 +133,7 @@ class StreamingInstaller(PolicyInstaller):
     # --- parts of them -----------------------------------------------------------------------------------------------
 
     def _begin(self) -> _Passing:
+        self._drain()
         self._way_back.touched = True
         self._peak_bytes = 0
         self._passing = passing = _Passing(self._layout.live_storages(), dict(self._elements))

@@ -124,6 +124,8 @@ class GroupWork:
         self._candidate: _Agreed | None = None
         self._updates: dict[str, Update] = {}
         self._lane = Lane(f"weightwire-group-{name}", where.device)
+        self._device = in_use()
+        self._queue = self._device.new_queue()
         self._do: dict[type, Callable[[Any], Any]] = {
             AgreeOnTerms: self._agree,
             PutInForce: self._put_in_force,
@@ -165,7 +167,7 @@ class GroupWork:
         """Any thread: begins the work; `ended` is told of its end."""
         if isinstance(work, Stage):
             name = f"weightwire-stage-{self.name}"
-            threading.Thread(target=self._run_stage, args=(number, work), name=name, daemon=True).start()
+            threading.Thread(target=self._run, args=(number, work), name=name, daemon=True).start()
         else:
             self._lane.put(lambda: self._run(number, work))
 
@@ -178,13 +180,13 @@ class GroupWork:
 
     # --- the lane, and the thread of a `Stage` -----------------------------------------------------------------------
 
-    def _run_stage(self, number: int, work: Stage) -> None:
-        in_use().use(self._where.device)
-        self._run(number, work)
-
     def _run(self, number: int, work: Work) -> None:
         try:
-            event = WorkEnded(number, self._do[type(work)](work))
+            self._device.enter(self._queue)  # beside the engine's own
+            try:
+                event = WorkEnded(number, self._do[type(work)](work))
+            finally:
+                self._device.synchronise()
         except BaseException as error:  # whatever it is, it is the answer
             if not isinstance(error, WeightwireError):
                 logger.error("weightwire: %s of group %s failed", type(work).__name__, self.name, exc_info=error)

@@ -31,9 +31,10 @@ class Queue:
     done: int = 0
 
     def run(self, until: int) -> None:
-        while self.done < until:
-            self.done += 1
-            self.work[self.done - 1]()
+        with torch.inference_mode():
+            while self.done < until:
+                self.done += 1
+                self.work[self.done - 1]()
 
 
 class LateDevice(Device):
@@ -130,6 +131,9 @@ class LateDevice(Device):
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), NEVER_WRITTEN, dtype=torch.uint8)
 
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return DeviceTensor(self.host_memory(nbytes), self)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         def run() -> None:
             _held(target).copy_(_held(source))
@@ -145,14 +149,15 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor, of: LateDevice) -> DeviceTensor:
-        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device="cuda:0",
-        )
+        with torch.inference_mode(False):  # an inference tensor can't be a view's base
+            made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                held.size(),
+                strides=held.stride(),
+                storage_offset=held.storage_offset(),
+                dtype=held.dtype,
+                device="cuda:0",
+            )
         return made
 
     def __init__(self, held: torch.Tensor, of: LateDevice) -> None:
@@ -179,7 +184,7 @@ class DeviceTensor(torch.Tensor):
                 func(*held_args, **held_kwargs)
 
             device.put(change)
-            return args[0]
+            return args[0] if func._schema.returns else None
         found = func(*held_args, **held_kwargs)  # for its shape
         for leaf in tree_leaves(found):
             _poison(leaf)

@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 import zmq
 
+from inference_plugin.devices import device_of
 from inference_plugin.engines.actions import (
     Ask,
     EngineAction,
@@ -85,8 +85,7 @@ class _TurnControl(abc.ABC):
         return self._ranks.gather(answer)
 
     def pause(self, in_flight: InFlight) -> Future[None] | None:
-        if self._rank.model.device.type != "cpu":
-            torch.accelerator.synchronize(self._rank.model.device)  # a forward pass may be queued
+        device_of(self._rank.model.device).drain(self._rank.model.device)  # a forward pass may be queued
         if in_flight == "keep":
             return None  # no step runs within a turn
         if in_flight == "recompute":

@@ -1,0 +1,151 @@
+"""Installing into a device's memory: no step reads half of a version, and no buffer is written before what reads it has ended.
+
+The device is `LateDevice`; each wait is left out once, to show that the test finds out.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference_plugin.devices import DEVICES
+from inference_plugin.install.agreement import agree
+from inference_plugin.install.contract import EngineModel
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.install.plan import Placement
+from inference_plugin.install.policies import StagedInstaller, WayBack
+from inference_plugin.install.replay import Replay
+from inference_plugin.install.upload import Upload
+from inference_plugin.wire.errors import CommitFailed
+from inference_plugin.wire.geometry import Region
+from tests.install.installing import segment_of
+from tests.install.test_added_parameters import Engine, cold, weights
+from tests.support.devices import DeviceTensor, LateDevice
+from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, digests_expected, live_digests, manifest_of
+
+NOWHERE = torch.device("cuda", 0)
+
+
+def held(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.held for tensor in tensors if isinstance(tensor, DeviceTensor)]
+
+
+def batches(count: int) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [torch.randn(7 + i, 5, generator=generator), torch.randn(3, generator=generator).to(torch.bfloat16)]
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("ignored", [(), ("finish",)])
+def test_a_buffer_is_packed_anew_once_the_device_has_read_it(ignored: tuple[str, ...]) -> None:
+    device = LateDevice(*ignored)
+    sent = batches(5)
+    upload = Upload(device, max(sum(map(Upload.room, batch)) for batch in sent))
+    targets = [[device.tensor(torch.zeros_like(each)) for each in batch] for batch in sent]
+    with torch.inference_mode():
+        for batch, places in zip(sent, targets, strict=True):
+            upload.copy(places, [tensor.clone() for tensor in batch])
+    device.drain(NOWHERE)
+    arrived = all(
+        torch.equal(here, there)
+        for batch, places in zip(sent, targets, strict=True)
+        for here, there in zip(batch, held(list(places)), strict=True)
+    )
+    assert arrived is not bool(ignored)
+
+
+@pytest.mark.parametrize("step_bytes", [64, 1000, 16 << 20])
+def test_rows_columns_and_whole_tensors_of_the_host_arrive_in_a_devices_memory(
+    monkeypatch: pytest.MonkeyPatch, step_bytes: int
+) -> None:
+    device = LateDevice()
+    monkeypatch.setitem(DEVICES, "cuda", device)
+    origin = torch.randn(40, 64, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    flat = device.tensor(torch.full((40 * 16 + 40 * 64,), -7.0, dtype=torch.bfloat16))
+    columns = Placement(Region("w", 8, (40, 16), (64, 1)), Region("p", 0, (40, 16), (16, 1)), torch.bfloat16, (40, 64))
+    turned = Placement(
+        Region("w", 0, (64, 40), (1, 64)), Region("p", 40 * 16, (64, 40), (40, 1)), torch.bfloat16, (40, 64)
+    )
+    Replay([columns, turned], {"w": origin}, {"p": flat}).run(between=lambda _: None, step_bytes=step_bytes)
+    device.drain(NOWHERE)
+    assert torch.equal(flat.held[: 40 * 16].view(40, 16), origin[:, 8:24])
+    assert torch.equal(flat.held[40 * 16 :].view(64, 40), origin.T)
+
+
+class Stepping(LateDevice):
+    """The host's memory as a device's: a step that was only queued reads it later."""
+
+    type = "cpu"
+
+
+@pytest.mark.parametrize("ignored", [(), ("drain",)])
+@pytest.mark.parametrize("policy", ["copy", "standby", "streaming"])
+def test_a_step_that_was_queued_before_an_installation_reads_the_weights_of_before(
+    monkeypatch: pytest.MonkeyPatch, policy: str, ignored: tuple[str, ...]
+) -> None:
+    model, manifest = PlainEngineModel(2, 0, 1), manifest_of(checkpoint(0), TIED)
+    installer = ModelInstaller(model)
+    installer.open(manifest, policy, partial=False)
+    device = Stepping(*ignored)
+    monkeypatch.setitem(DEVICES, "cpu", device)
+    seen: list[dict[str, int]] = []
+    digests = live_digests(model.live)
+    device.put(lambda: seen.append(live_digests(model.live)))
+    if policy == "streaming":
+        for i, spec in enumerate(manifest.tensors):
+            installer.place(manifest.whole(i), checkpoint(1)[spec.name])
+        installer.install(torch.empty(0, dtype=torch.uint8))
+    else:
+        segment = segment_of(checkpoint(1), manifest)
+        installer.prepare(segment, lambda _: None)
+        installer.install(segment)
+    if ignored:
+        device.ignores = frozenset()
+        device.drain(NOWHERE)
+    assert (seen == [digests]) is not bool(ignored)
+    assert [live_digests(model.live)] == digests_expected(checkpoint(1), 1, 2)
+
+
+def staged(model: EngineModel, manifest_tensors: dict[str, torch.Tensor], tied: dict[str, str]) -> StagedInstaller:
+    return StagedInstaller(agree(model, manifest_of(manifest_tensors, tied), partial=False), WayBack())
+
+
+@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+def test_staged_bytes_are_copied_into_the_live_parameters_whose_addresses_stay(rank: int, tp: int) -> None:
+    model, manifest = PlainEngineModel(2, rank, tp), manifest_of(checkpoint(0), TIED)
+    installer = staged(model, checkpoint(0), TIED)
+    addresses = {name: parameter.data_ptr() for name, parameter in model.live.named_parameters()}
+    previous = segment_of(checkpoint(0), manifest)
+    for seed in (1, 2, 0, 3):
+        segment = segment_of(checkpoint(seed), manifest)
+        before = live_digests(model.live)
+        assert installer.prepare(segment, lambda _: None) >= sum(p.nbytes for p in model.live.parameters())
+        assert live_digests(model.live) == before
+        segment.fill_(0xFF)  # the bytes are the device's by now
+        installer.install(segment)
+        assert live_digests(model.live) == digests_expected(checkpoint(seed), tp, 2)[rank]
+        if seed == 2:
+            installer.undo(previous)
+            assert live_digests(model.live) == before
+            continue
+        installer.finish()
+        previous = segment_of(checkpoint(seed), manifest)
+    assert addresses == {name: parameter.data_ptr() for name, parameter in model.live.named_parameters()}
+    with pytest.raises(CommitFailed, match="nothing was prepared"):
+        installer.install(previous)
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
+def test_what_the_engine_makes_of_the_weights_is_made_before_the_stop_too(packs: bool) -> None:
+    model = Engine(packs)
+    manifest = manifest_of(weights(0))
+    installer = staged(model, weights(0), {})
+    for seed in (1, 2, 0):
+        segment = segment_of(weights(seed), manifest)
+        installer.prepare(segment, lambda _: None)
+        segment.fill_(0xFF)
+        installer.install(segment)
+        installer.finish()
+        assert model.state() == cold(seed, packs)
