@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from inference_plugin.install.collectives import NoCollectives
 from inference_plugin.install.graph import Path, child_at, equivalent
 from inference_plugin.install.live_storages import LiveStorages
 from inference_plugin.install.stand_in import ABSENT, StandIn
@@ -72,8 +73,9 @@ class PostProcessing:
         return {name: self._name_of[id(getattr(original, name))] for name in self.model.reads(original)}
 
     def finish(self, module: str, stand_in: StandIn) -> None:
-        """Runs the engine's post-processing of `module` on a stand-in for it."""
-        with self.model.computing():
+        """Runs the engine's post-processing of `module` on a stand-in for it. Raises `EngineUnsupported` where it talks to other
+        ranks."""
+        with self.model.computing(), NoCollectives(f"the engine's post-processing of {module}"):
             self.finishers[module](stand_in.module)
 
     def noise(self, seed: int) -> Callable[[str], torch.Tensor]:

@@ -10,19 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.messages import InstallPolicy
 from tests.support.engines import Driver
 from tests.support.families import FAMILIES, make_versions
 from tests.support.family_trials import Host, SglangHost, VllmHost, run_trial
 from tests.support.reachable import differences
-from tests.support.trials import whole
+from tests.support.trials import COUNT, PROMPTS, whole
 from trainer_adapters import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 VLLM = [
     *("deepseek_v2", "deepseek_v3", "mamba2", "phi", "falcon", "hunyuan_moe", "bert-classifier", "qwen3-classifier"),
-    *("llama-w4a16", "llama-w8a8-int8-static", "llama-gptq", "llama-awq"),
+    *("llama-w4a16", "llama-w8a8-int8-static", "llama-gptq", "llama-awq", "llama-fp8-by-the-engine"),
 ]
 SGLANG = ["glm4_moe", "gemma2"]
 
@@ -73,3 +74,17 @@ def test_what_each_rank_derives_from_its_shard_follows_the_updates(runtime: Path
                             assert differences(held, wanted) == []
                     assert [replica.differ for replica in manager.verify(whole(model_a)).replicas] == [()]
     assert differences(fresh[model_a][1], fresh[model_b][1])
+
+
+def test_an_engine_that_quantises_by_a_maximum_over_all_ranks_refuses_and_serves_on(
+    runtime: Path, tmp_path: Path
+) -> None:
+    family = FAMILIES["llama-fp8-by-the-engine"]
+    model_a, model_b = make_versions(family, tmp_path)
+    with Driver(runtime) as engine:
+        engine.open(model_a, tensor_parallel_size=2, dtype=family.dtype, **family.vllm)
+        served = engine.tokens(PROMPTS, COUNT)
+        words = r"post-processing of model\.layers\.\d+\.\S+ talks to the other ranks"
+        with SyncManager(timeout_s=60) as manager, pytest.raises(EngineUnsupported, match=words):
+            manager.update(whole(model_b), 1)
+        assert engine.tokens(PROMPTS, COUNT) == served

@@ -450,6 +450,16 @@ FAMILIES: dict[str, Family] = {
             {"kv_cache_dtype": "fp8"},
             {"kv_cache_dtype": "fp8_e4m3"},
         ),
+        *(
+            _family(
+                f"{stem.lower()}-fp8-by-the-engine",
+                stem,
+                dtype="bfloat16",
+                vllm={"quantization": "fp8_per_channel"},
+                engines=("vllm",),
+            )
+            for stem in ("Llama", "Qwen3", "Qwen2")
+        ),
         *(Family(f"llama-{scheme}", maker, "tokens", "bfloat16") for scheme, maker in QUANTISED.items()),
         _existing("gpt_oss-float16", "gpt-oss-float16", "float16"),
     )

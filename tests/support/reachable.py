@@ -33,8 +33,9 @@ NOT_WEIGHTS = (
     "name_or_path",
     "prefix",
     "layer_name",
+    "online_quantization_time",
 )
-"""Attributes that hold an address, what was cached of requests, or how the engine was started."""
+"""Attributes that hold an address, what was cached of requests, or how the engine was started and how long that took."""
 
 ADDRESS = 1 << 32
 """Integers from here on are addresses."""

@@ -158,6 +158,17 @@ def _skeleton(engine_config: Any) -> Skeleton:
 
     def make() -> nn.Module:
         model: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
+        _load_at_once(model)
         return model.eval()
 
     return build_skeleton(make, set_default_torch_dtype(config.model_config.dtype), rotary_embedding._ROPE_DICT)
+
+
+def _load_at_once(model: nn.Module) -> None:
+    """Has parameters take weights as they come. Where vLLM quantises while it loads, they are kept until a layer has all of its
+    own, which is then quantised."""
+    for parameter in model.parameters():
+        loader: Any = getattr(parameter, "weight_loader", None)
+        while getattr(loader, "__name__", "") == "online_process_loader":
+            loader = loader.__wrapped__
+            parameter.weight_loader = loader  # type: ignore[attr-defined]
