@@ -35,8 +35,9 @@ def build_skeleton(
     all models of the process) empty for that while.
 
     A constructor may compute with tensors of its own (`.item()`, `.tolist()`): they are real. A parameter moves to meta
-    as it is registered, so that no memory of weights is ever touched. On the engine's own thread only: default dtype, table
-    and torch's registration are the process's. Raises `EngineUnsupported` where the constructor fails.
+    as it is registered, so that no memory of weights is ever touched; one of a single element moves when the constructor
+    has ended, which may read its value. On the engine's own thread only: default dtype, table and torch's registration are
+    the process's. Raises `EngineUnsupported` where the constructor fails.
     """
     table = {} if ropes is None else ropes
     kept = dict(table)
@@ -70,14 +71,24 @@ def build_skeleton(
 
 @contextlib.contextmanager
 def _parameters_to_meta(built: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Every parameter that is registered meanwhile is on meta from then on, the same object. `built` gets small ones' values."""
+    """Every parameter that is registered meanwhile is on meta from then on, the same object; those of a single element are at
+    the end. `built` gets small ones' values."""
     register = nn.Module.register_parameter
     keep: list[Any] = []  # an id in `built` stays its parameter's
     storages: dict[int, torch.Tensor] = {}
+    single: list[nn.Parameter] = []
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
-        if param is None or param.is_meta or is_lazy(param):
+        if param is None or is_lazy(param):
+            return
+        if param.numel() == 1:
+            single.append(param)
+        else:
+            to_meta(param)
+
+    def to_meta(param: nn.Parameter) -> None:
+        if param.is_meta:
             return
         if param.numel() <= SMALL_ELEMENTS:
             built[id(param)] = param.detach().clone()
@@ -97,6 +108,8 @@ def _parameters_to_meta(built: dict[int, torch.Tensor]) -> Iterator[None]:
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     try:
         yield
+        for param in single:
+            to_meta(param)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
