@@ -258,7 +258,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 class _Noise:
     """Reproducible random bytes: a pool of prime length, tiled from an offset that the label gives.
 
-    All bit patterns occur, NaN too, which copies keep. Of booleans only the last bit is random.
+    All bit patterns occur, NaN too, which copies keep. Of booleans only the last bit is random; a single number is neither
+    negative nor NaN: some loaders read its value and fill it in, which does not keep the bits of a NaN.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -268,6 +269,8 @@ class _Noise:
     def tensor(self, label: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         flat = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=self._pool.device)
         self.fill(flat, label)
+        if flat.numel() == 1 and dtype in _WIDE_FLOATS:
+            flat.nan_to_num_(nan=1.0).abs_()
         return flat.view(shape)
 
     def fill(self, flat: Tensor, label: str) -> None:
@@ -282,6 +285,7 @@ class _Noise:
             out &= 1
 
 
+_WIDE_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _POOL_BYTES = (1 << 20) - 3  # the largest prime below a megabyte: no row length of a weight divides it
 
 

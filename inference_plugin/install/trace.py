@@ -94,6 +94,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._derived: dict[int, _Derived] = {}
         self._fresh: set[int] = set()
         self._constants: dict[int, Any] = {}
+        self._numbers: dict[float, Tensor] = {}
+        """Numbers that the loader read, and the tensor of one element that each stands for."""
+        self._unused_numbers: set[float] = set()
         self._handed_out = ""
         self.findings = LoadFindings(list(self._dests.values()), list(self._placeholders))
 
@@ -112,6 +115,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             return
         self._check_bindings()
         self._check_attributes()
+        if origins := frozenset().union(*(self._origins(self._numbers[number]) for number in self._unused_numbers)):
+            self.findings.refuse_all(_read(_ATEN._local_scalar_dense.default, origins))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -122,8 +127,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {storage_id(tensor) for tensor in inputs}
         origins = frozenset().union(*map(self._origins, inputs)) if inputs else frozenset()
+        if func is _ATEN._local_scalar_dense.default and self._is_number(args[0]):
+            return self._number(args[0])
         if origins and torch.Tag.data_dependent_output in getattr(func, "tags", ()):
-            self.findings.refuse_all(f"{func} reads the values of {_words(origins)}")
+            self.findings.refuse_all(_read(func, origins))
         for target in written_tensors(func, args, kwargs):
             self._write(func, target, args, origins)
             if storage_id(target) in self._dests and not target.is_meta:
@@ -215,7 +222,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             self.findings.mutated(self._sources[into], str(func))
         elif into in self._dests:
             dest = self._dests[into]
-            if func is _ATEN.zero_.default:
+            if func is _ATEN.fill_.Scalar and args[1] in self._numbers:
+                read = self._numbers[args[1]]
+                self._unused_numbers.discard(args[1])
+                self._copy_to(dest, target, read.reshape(()).expand(target.shape), self._origins(read))
+            elif func is _ATEN.zero_.default:
                 self._fill(dest, target, 0)
             elif func is _ATEN.fill_.Scalar:
                 self._fill(dest, target, args[1])
@@ -258,6 +269,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         sizes, (strides,) = merge_dims([target.shape[d] for d in order], [target.stride(d) for d in order])
         region = Region(dest.name, int(target.storage_offset()), sizes, strides)
         self.findings.wrote(dest, Fill(region, value, target.dtype))
+
+    def _is_number(self, tensor: Tensor) -> bool:
+        """Whether this is all of a checkpoint tensor, and one floating element."""
+        return tensor.nbytes == tensor.untyped_storage().nbytes() and (
+            storage_id(tensor) in self._sources and tensor.is_floating_point() and tensor.numel() == 1
+        )
+
+    def _number(self, tensor: Tensor) -> float:
+        """A number to recognise where the loader fills something with the value of `tensor`: that is a copy. A number that it
+        fills nothing with refuses the plan, as it may decide something. It is negative, and those of the proof are not: a loader
+        that tells them apart fails one of the two."""
+        number = -731.0 - len(self._numbers) * 2.0**-20
+        self._numbers[number] = tensor
+        self._unused_numbers.add(number)
+        return number
 
     # -- where a tensor comes from
 
@@ -317,6 +343,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                     value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
                 )
                 for held in values:
+                    if isinstance(held, float) and held in self._numbers:
+                        self._unused_numbers.add(held)
                     if isinstance(held, Tensor) and storage_id(held) not in self._dests and self._origins(held):
                         self.findings.refuse_all(
                             f"{path or 'the model'} keeps a tensor of the load in its attribute {attribute}"
@@ -359,6 +387,10 @@ def _outermost_first(tensor: Tensor) -> list[int]:
 def _sent(origins: frozenset[str]) -> frozenset[str]:
     """Those of the origins that are checkpoint tensors."""
     return frozenset(name for name in origins if not name.startswith(_OWN))
+
+
+def _read(func: Any, origins: frozenset[str]) -> str:
+    return f"{func} reads the values of {_words(origins)}"
 
 
 def _words(origins: frozenset[str]) -> str:

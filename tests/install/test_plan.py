@@ -313,6 +313,50 @@ def test_scalars_and_one_element_tensors() -> None:
     assert case.check().needs() == {"one": Box(0, (), ()), "zero_d": Box(0, (0,), (1,)), "scale": Box(0, (), ())}
 
 
+def fill_in(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """As loaders do where parameter and tensor are one number in any shape."""
+    {**dict(model.named_parameters()), **dict(model.named_buffers())}[name].data.fill_(tensor.item())
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_number_that_the_loader_reads_and_fills_in_is_a_copy(dtype: torch.dtype) -> None:
+    model = {f"p{i}": ((), dtype) for i in range(20)} | {"wide": ((3,), dtype)}
+    tensors = dict.fromkeys([*model, "b"], (1,))
+    case = Case(lambda: Bag(model, {"b": ((1,), dtype)}), fill_in, tensors, **dict.fromkeys(tensors, dtype))
+    plan = case.check()
+    assert {(p.source.tensor, p.dest.tensor, p.dest.numel) for p in plan.placements} == {
+        (name, name, 3 if name == "wide" else 1) for name in tensors
+    }
+    assert plan.fills == ()
+    assert plan.uncovered == {}
+
+
+def test_a_number_of_another_dtype_is_refused_where_it_is_filled_in() -> None:
+    plan = Case(lambda: Bag({"s": ()}), fill_in, {"s": (1,)}, s=BF16).trace()
+    assert plan.dtype_conflicts == {"s": "torch.bfloat16 in the checkpoint, torch.float32 in s"}
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda m, n, t: m.s.data.copy_(t.view(())) if t.item() < 1 else None,
+        lambda m, n, t: m.s.data.fill_(t.item() if t.item() < 1 else 1),
+        lambda m, n, t: (fill_in(m, n, t), setattr(m, "scale", t.item())),
+        lambda m, n, t: (v := t.item(), m.s.data.fill_(v), setattr(m, "scale", v)),
+    ],
+)
+def test_a_number_that_the_loader_reads_for_something_else_refuses_the_plan(load: Callable[..., object]) -> None:
+    plan = Case(lambda: Bag({"s": ()}), load, {"s": (1,)}).trace()
+    assert plan.refusal == "aten._local_scalar_dense.default reads the values of s"
+
+
+@pytest.mark.parametrize("compute", [lambda v: 2 * v, abs, lambda v: max(v, 0.0), lambda v: min(v, 0.0)])
+def test_the_proof_finds_what_a_loader_makes_of_a_number(compute: Callable[[float], float]) -> None:
+    case = Case(lambda: Bag({"s": ()}), lambda m, n, t: m.s.data.fill_(compute(t.item())), {"s": (1,)})
+    plan = case.trace()
+    assert plan.refusal is not None or plan.refused or not case.prove(plan).ok
+
+
 def test_empty_tensors_need_nothing() -> None:
     plan = Case(lambda: Bag({"w": (0, 4), "b": (2,)}), default, {"w": (0, 4), "b": (2,)}).check()
     assert [p.dest.tensor for p in plan.placements] == ["b"]
