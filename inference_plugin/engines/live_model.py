@@ -68,6 +68,9 @@ class LiveModel:
             )
         return AdapterInstaller(self.adapter_slots, group.removeprefix(GROUP_PREFIX))
 
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {}
+
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         return model.load_weights(tensors)  # type: ignore[operator]
 

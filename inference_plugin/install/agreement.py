@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.dtype_hint import dtype_line
@@ -30,7 +31,8 @@ class Agreement:
     """A manifest that an engine's model can take, and how.
 
     `ties`: storages that are two in the skeleton and one in the live model. `why_loader`: why the engine's own loader has
-    to install, "" where the plan was proven. `partial`: the manifest is a part of the model.
+    to install, "" where the plan was proven. `partial`: the manifest is a part of the model. `passed_over`: as in
+    `contract.InstallTerms`.
     """
 
     model: EngineModel
@@ -40,6 +42,7 @@ class Agreement:
     layout: LiveLayout
     ties: Mapping[str, str]
     why_loader: str
+    passed_over: tuple[int, ...]
 
     @cached_property
     def needs(self) -> tuple[Box, ...]:
@@ -104,7 +107,7 @@ class _Negotiation:
 
     def agree(self) -> Agreement:
         ties = live_ties(self._model)
-        traced = trace_plan(self._model.skeleton, self._load, self._tensors).without_repeats()
+        traced = self._traced = trace_plan(self._model.skeleton, self._load, self._tensors).without_repeats()
         plan, apart = traced.tied(ties, lambda name: self._manifest.tied.get(name, name))
         self._check_plan(plan)
         if apart:
@@ -126,7 +129,44 @@ class _Negotiation:
         self._check_layout(layout)
         if (why := self._model.unfinishable()) is not None:
             raise EngineUnsupported(f"this model can't be updated in place: {why}", phase="open")
-        return Agreement(self._model, self._manifest, self._partial, plan, layout, ties, why_loader)
+        return Agreement(
+            self._model, self._manifest, self._partial, plan, layout, ties, why_loader, self._passed_over()
+        )
+
+    @cached_property
+    def _checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self._model.checkpoint()
+
+    @cached_property
+    def _own_load(self) -> PlacementPlan:
+        """What the engine's loader does with the checkpoint that the engine was started from."""
+        held = [(name, shape, dtype) for name, (shape, dtype) in self._checkpoint.items()]
+        if {name: shape for name, shape, _ in held} == {name: shape for name, shape, _ in self._tensors}:
+            return self._traced
+        return trace_plan(self._model.skeleton, self._load, held) if held else PlacementPlan(refusal="it can't be read")
+
+    def _passed_over(self) -> tuple[int, ...]:
+        """Tensors of the manifest, by index, of which the loader takes nothing, here as in the engine's own checkpoint.
+
+        That checkpoint tells them from misspelt names: it holds each of them, in the same shape, and the engine serves it. A
+        tensor in the shape of a vocabulary's table is never one of them: it may be a head of its own in the trainer, where the
+        engine computes with the table.
+        """
+        idle = set(self._traced.unused)
+        idle -= {name for alias, name in self._manifest.tied.items() if alias not in idle}
+        if not idle:
+            return ()
+        idle &= set(self._own_load.unused)
+        placements = (*self._traced.placements, *self._own_load.placements)
+        tables = {p.shape for p in placements if self._model.pads(self._holder(p.dest.tensor))}
+        return tuple(
+            i
+            for i, spec in enumerate(self._manifest.tensors)
+            if spec.name in idle and self._checkpoint[spec.name][0] == spec.shape and spec.shape not in tables
+        )
+
+    def _holder(self, key: str) -> nn.Module:
+        return self._model.skeleton.get_submodule(key.rpartition(".")[0])
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         return self._model.load_weights(self._model.skeleton, tensors)
@@ -181,7 +221,11 @@ class _Negotiation:
 
     def _check_whole(self, layout: LiveLayout, uncovered: Mapping[str, int]) -> None:
         """Nothing that a checkpoint fills is left out."""
-        missing = [f"{name} ({count} elements)" for name, count in uncovered.items() if not layout.is_default(name)]
+        missing = [
+            f"{name} ({count} elements)"
+            for name, count in uncovered.items()
+            if not layout.is_default(name) and not (layout.leaves(name) and self._own_load.uncovered.get(name) == count)
+        ]
         if missing:
             raise ManifestMismatch(
                 f"parameters that nothing in the manifest fills: {first_few(missing)}",

@@ -32,6 +32,8 @@ class InstallTerms:
     """Names of what the engine makes anew of the parameters that an update writes."""
     untouched: tuple[str, ...] = ()
     """Parameters and buffers of the model that an update neither writes nor derives."""
+    passed_over: tuple[int, ...] = ()
+    """Tensors of the manifest, by index, that the engine's loader passes over, here as in the engine's own checkpoint."""
     zone: ZoneLayout | None = None
     """What a zone has to be, where `prepare` is to be given one in the place of a segment."""
 
@@ -63,6 +65,9 @@ class EngineModel(Protocol):
     @property
     def boundary(self) -> Boundary:
         """Packages of the engine whose objects hold no weights: configurations, process groups."""
+
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what the engine's own checkpoint holds, by name; empty where that can't be told."""
 
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Runs the engine's own loader on `model`, never on the live model. May be called on any thread."""

@@ -63,6 +63,7 @@ class ModelInstaller:
             why="; ".join(filter(None, [agreement.why_loader, why])),
             derived=agreement.layout.derived,
             untouched=agreement.layout.untouched,
+            passed_over=agreement.passed_over,
             zone=layout,
         )
 

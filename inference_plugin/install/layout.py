@@ -122,6 +122,11 @@ class LiveLayout:
         module, _, name = parameter.rpartition(".")
         return makes_default(self._post, module, name)
 
+    def leaves(self, parameter: str) -> bool:
+        """Whether an update leaves all of a parameter, and nothing is derived from it."""
+        key = self._key_of[parameter]
+        return key in self._plain and key not in self.written
+
     def halved(self) -> list[str]:
         """Modules that the engine rebuilds as one, of whose parameters the group has a part only."""
         return [name for name in self.rebuilt if self._uncovered & set(self.rebuilt_keys(name))]

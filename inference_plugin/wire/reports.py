@@ -26,7 +26,8 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
     `written`: how many parameters and buffers of all its ranks an update writes. `derived`: how many the engine makes anew of
     those (packed forms, scales). `untouched`: how many stay, because they come from no checkpoint or belong to other groups.
-    `lacks`: what users of this version of the engine miss, in words.
+    `passed_over`: names that the engine's loader passes over, in this update as in the checkpoint that the engine was started
+    from; their bytes are held nowhere. `lacks`: what users of this version of the engine miss, in words.
     """
 
     replica: str
@@ -48,6 +49,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     written: int = 0
     derived: int = 0
     untouched: int = 0
+    passed_over: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
 
 

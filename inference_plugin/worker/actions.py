@@ -174,6 +174,7 @@ class Terms:
     untouched: int
     nbytes: int
     whole: bool
+    passed_over: tuple[int, ...] = ()
 
     def opened(self, version: int | None) -> GroupOpened:
         """The answer to `OpenGroup`."""
@@ -186,6 +187,7 @@ class Terms:
             written=len(self.claims),
             derived=self.derived,
             untouched=self.untouched,
+            passed_over=self.passed_over,
         )
 
 

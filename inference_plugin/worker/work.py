@@ -226,6 +226,7 @@ class GroupWork:
                 claims=self._installer.claims,
                 derived=len(terms.derived),
                 untouched=len(terms.untouched),
+                passed_over=terms.passed_over,
                 nbytes=request.manifest.nbytes,
                 whole=not request.partial and not self.name.startswith(GROUP_PREFIX),
             )
@@ -237,12 +238,19 @@ class GroupWork:
     def _put_in_force(self, work: PutInForce) -> None:
         replaced, self._in_force, self._candidate = self._in_force, self._candidate, None
         assert self._in_force is not None
-        terms = self._in_force.terms
+        terms, sent = self._in_force.terms, self._in_force.manifest.tensors
         names = [
             first_few(list(each)) if each else "nothing"
-            for each in (sorted(self.installer.claims), terms.derived, terms.untouched)
+            for each in (
+                sorted(self.installer.claims),
+                terms.derived,
+                terms.untouched,
+                [sent[i].name for i in terms.passed_over],
+            )
         ]
-        logger.info("weightwire: an update of group %s writes %s; derives %s; leaves %s", self.name, *names)
+        logger.info(
+            "weightwire: an update of group %s writes %s; derives %s; leaves %s; passes over %s", self.name, *names
+        )
         try:
             if replaced is not None:
                 replaced.receiver.close()

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch
 from inference_plugin.wire.messages import InstallPolicy
+from tests.support.checkpoints import load
 from tests.support.engines import Driver
 from tests.support.families import FAMILIES, make_versions
 from tests.support.family_trials import Host, SglangHost, VllmHost, run_trial
@@ -25,7 +26,7 @@ VLLM = [
     *("deepseek_v2", "deepseek_v3", "mamba2", "phi", "falcon", "hunyuan_moe", "bert-classifier", "qwen3-classifier"),
     *("llama-w4a16", "llama-w8a8-int8-static", "llama-gptq", "llama-awq", "llama-fp8-by-the-engine"),
 ]
-SGLANG = ["glm4_moe", "gemma2"]
+SGLANG = ["glm4_moe", "gemma2", "helium", "apertus", "bert-embedding"]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,27 @@ def test_a_family_in_vllm_is_a_fresh_engine_after_every_update(
     family = FAMILIES[name]
     trial = run_trial(vllm, family, make_versions(family, tmp_path), plain=False, install=install)
     assert (trial.outcome, trial.updates) == ("right", 5), trial
+
+
+def test_the_pooler_that_an_embedding_model_passes_over_is_reported_and_a_misspelt_one_refused(
+    vllm: Host, tmp_path: Path
+) -> None:
+    family = FAMILIES["bert-embedding"]
+    model_a, model_b = make_versions(family, tmp_path)
+    vllm.open(family, model_b, plain=True)
+    fresh = vllm.say(family)
+    vllm.open(family, model_a, plain=True)
+    tensors = load(model_b)
+    with SyncManager(install="standby", timeout_s=60) as manager:
+        misspelt = {name.replace("pooler.dense.bias", "pooler.dense.bais"): tensor for name, tensor in tensors.items()}
+        with pytest.raises(ManifestMismatch, match=r"no place for: pooler\.dense\.bais \(1 in all\)"):
+            manager.update(misspelt, 1)
+        (replica,) = manager.update(tensors, 1).replicas
+        assert set(replica.passed_over) == {"pooler.dense.bias", "pooler.dense.weight"}
+        assert vllm.say(family) == fresh
+        (verified,) = manager.verify(tensors).replicas
+    assert verified.differ == ()
+    assert [words.partition(": ")[0] for words in verified.unreadable] == ["passed over by the engine's loader"]
 
 
 @pytest.mark.parametrize("name", SGLANG)

@@ -11,6 +11,7 @@ from torch import nn
 
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.messages import GroupOpened
 from tests.install.test_installer import Case, ComputingLoader
 from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, manifest_of
 from trainer_adapters.update.coverage import check_needs
@@ -54,7 +55,7 @@ def test_a_name_that_the_loader_passes_over_is_refused_where_the_plan_is() -> No
     manifest = manifest_of(checkpoint(1) | {"extra.weight": torch.zeros(3)}, TIED)
     terms = ModelInstaller(KeepsOneForAnother(2, 0, 1)).open(manifest, "standby", partial=False)
     with pytest.raises(ManifestMismatch, match=r"extra\.weight"):
-        check_needs(manifest, [terms.needs], partial=False)
+        check_needs(manifest, [GroupOpened(terms.needs, terms.mechanism, terms.install)], partial=False)
 
 
 def test_an_installation_is_finished_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,12 @@ import pytest
 
 from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, TornReplica
 from inference_plugin.wire.manifest import Manifest, TensorSpec
+from inference_plugin.wire.messages import GroupOpened
 from tests.manager.conftest import Start
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
 from tests.support.rig import Rig
-from trainer_adapters.update.coverage import check_needs
+from trainer_adapters.update.coverage import check_needs, passed_over
 
 PARTS: dict[str, tuple[str, ...]] = {
     "A": ("layers.0.",),
@@ -120,9 +121,21 @@ def test_two_groups_whose_parts_change_keep_out_of_each_others_bytes(start: Star
 def test_indices_that_an_engine_passes_over_are_left_out_of_a_whole_model_alone() -> None:
     """Where a group is a part, nothing tells a misspelt packed weight from an index that the engine does without."""
     manifest = Manifest((TensorSpec("a.scales", "float32", (2,)), TensorSpec("a.g_idx", "int32", (4,))))
-    needs = [[manifest.whole(0)]]
-    check_needs(manifest, needs, partial=False)
+    scales, indices = (GroupOpened((manifest.whole(i),), "plan", "copy") for i in (0, 1))
+    check_needs(manifest, [scales], partial=False)
     with pytest.raises(ManifestMismatch, match=r"no place for: a\.g_idx"):
-        check_needs(manifest, needs, partial=True)
+        check_needs(manifest, [scales], partial=True)
     with pytest.raises(ManifestMismatch, match=r"no place for: a\.scales"):
-        check_needs(manifest, [[manifest.whole(1)]], partial=False)
+        check_needs(manifest, [indices], partial=False)
+
+
+def test_a_tensor_counts_as_passed_over_where_every_rank_passes_over_it() -> None:
+    """Of two ranks one knows a layer, or the other does: what only one passes over is nowhere."""
+    manifest = Manifest(tuple(TensorSpec(name, "float32", (2,)) for name in ("first", "second", "pooler")))
+    first = GroupOpened((manifest.whole(0),), "plan", "copy", passed_over=(1, 2))
+    second = GroupOpened((manifest.whole(1),), "plan", "copy", passed_over=(0, 2))
+    check_needs(manifest, [first, second], partial=False)
+    assert passed_over(manifest, [first, second]) == ("pooler",)
+    unknown = GroupOpened((manifest.whole(1),), "plan", "copy", passed_over=(0,))
+    with pytest.raises(ManifestMismatch, match=r"no place for: pooler \(1 in all\)"):
+        check_needs(manifest, [first, unknown], partial=False)

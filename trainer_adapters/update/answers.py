@@ -68,7 +68,7 @@ def _take_opened(machine: TransactionMachine, one: Participant, worker: int, ans
         return
     opened = tuple(each for each in answers if isinstance(each, GroupOpened))
     try:
-        check_needs(machine.terms.manifest, [each.needs for each in opened], partial=machine.terms.partial)
+        check_needs(machine.terms.manifest, opened, partial=machine.terms.partial)
     except WeightwireError as error:
         machine.fail(one, error)
         return

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box, box_volume, intersect
 from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.messages import GroupOpened
 
-__all__ = ["check_needs", "unread"]
+__all__ = ["check_needs", "passed_over", "unread"]
 
 INDICES = ("int32", "int64")
 
@@ -33,9 +34,18 @@ def unread(manifest: Manifest, boxes: Iterable[Box], *, partial: bool) -> list[s
     return found
 
 
-def check_needs(manifest: Manifest, needs: Sequence[Sequence[Box]], *, partial: bool) -> None:
-    """Raises `ManifestMismatch` unless some rank of a replica reads every byte of the manifest."""
-    if missing := unread(manifest, itertools.chain.from_iterable(needs), partial=partial):
+def passed_over(manifest: Manifest, opened: Sequence[GroupOpened]) -> tuple[str, ...]:
+    """Names of what all ranks of a replica pass over: each of them passes over what belongs to others, too."""
+    common = set(opened[0].passed_over).intersection(*(each.passed_over for each in opened))
+    return tuple(spec.name for i, spec in enumerate(manifest.tensors) if i in common)
+
+
+def check_needs(manifest: Manifest, opened: Sequence[GroupOpened], *, partial: bool) -> None:
+    """Raises `ManifestMismatch` unless some rank of a replica reads every byte of the manifest, apart from the tensors that the
+    engine is known to pass over."""
+    needs = itertools.chain.from_iterable(each.needs for each in opened)
+    known = set(passed_over(manifest, opened))
+    if missing := [name for name in unread(manifest, needs, partial=partial) if name not in known]:
         raise ManifestMismatch(
             f"the engine's model has no place for: {first_few(missing)}",
             hint="a name, a shape or a tie differs between trainer and engine; exclude what the engine doesn't load",

@@ -242,7 +242,8 @@ class Transaction:
     def reports(self) -> tuple[ReplicaReport, ...]:
         """What became of each replica, by id."""
         ended = sorted(self._machine.participants.values(), key=lambda one: one.replica)
-        return tuple(replica_report(self._cards[one.replica], one, self.terms.version) for one in ended)
+        manifest, version = self.terms.manifest, self.terms.version
+        return tuple(replica_report(self._cards[one.replica], one, manifest, version) for one in ended)
 
     # --- performing what the machine wants ---------------------------------------------------------------------------
 

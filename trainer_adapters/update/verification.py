@@ -21,7 +21,7 @@ from inference_plugin.wire.tracing import call_it
 from trainer_adapters.events import phase_begins
 from trainer_adapters.fleet.asking import ask_all
 from trainer_adapters.fleet.session import ReplicaSession
-from trainer_adapters.update.coverage import unread
+from trainer_adapters.update.coverage import passed_over, unread
 from trainer_adapters.update.leader import gather_ready, write
 from trainer_adapters.update.rank_context import RankContext
 
@@ -84,9 +84,13 @@ def _compare(
     )
     excused = {name for rank in reply.ranks for name in rank.unreadable if name in manifest.index}
     unreadable_boxes = (manifest.whole(manifest.index[name]) for name in excused)
-    if missing := unread(manifest, (*boxes, *unreadable_boxes), partial=partial):
+    skipped = passed_over(manifest, session.agreed.opened) if session.agreed is not None else ()
+    missing = [name for name in unread(manifest, (*boxes, *unreadable_boxes), partial=partial) if name not in skipped]
+    if missing:
         differ.append(f"held by no rank: {first_few(missing)}")
     unreadable = [f"rank {r.rank}: {name}: {why}" for r in reply.ranks for name, why in r.unreadable.items()]
+    if skipped:
+        unreadable.append(f"passed over by the engine's loader: {first_few(list(skipped))}")
     return ReplicaVerify(
         session.card.replica,
         reply.ranks[0].version if reply.ranks else None,

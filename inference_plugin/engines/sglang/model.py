@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.engines.live_model import LiveModel, without_wrappers
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
@@ -34,10 +37,14 @@ class SglangModel(LiveModel):
             self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
         self.post_processing = QuantizeMethodBase
         super().__init__(live, next(live.parameters()).device, *_skeleton(runner))
+        self._config = runner.model_config
         self._updater = scheduler.weight_updater
         self._backup = bool(runner.server_args.enable_weights_cpu_backup)
         captured = self.device.type != "cpu" and not runner.server_args.disable_cuda_graph
         self.fixed_addresses = captured or self._updater.memory_saver_adapter.enabled  # only memory of its own sleeps
+
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return checkpoint_headers(self._config.model_path, self._config.revision)
 
     def unfinishable(self) -> str | None:
         if hasattr(self.live, "post_load_weights"):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.engines.default_dtype import default_dtype_here
 from inference_plugin.engines.live_model import LiveModel, without_wrappers
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
@@ -50,6 +51,9 @@ class VllmModel(LiveModel):
             # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
             # would die of SIGILL.
             torch.cpu._init_amx()
+
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return checkpoint_headers(self._config.model_config.model, self._config.model_config.revision)
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         """vLLM post-processes by quantisation methods first, and attention layers after all of them."""

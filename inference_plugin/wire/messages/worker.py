@@ -11,6 +11,7 @@ from inference_plugin.wire.errors import Text
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages.common import (
     MAX_PEERS,
+    MAX_PIECES,
     Address,
     BootId,
     Boxes,
@@ -72,7 +73,8 @@ class GroupOpened(msgspec.Struct, frozen=True, tag="opened"):
 
     `written`: how many of the model's parameters and buffers an update writes. `derived`: how many the engine makes anew of
     those. `untouched`: how many stay, because they come from no checkpoint or belong to other groups. The worker logs
-    their names.
+    their names. `passed_over`: tensors of the manifest, by index, that the engine's loader passes over, as it does in the
+    checkpoint that the engine was started from.
     """
 
     needs: Boxes
@@ -83,6 +85,7 @@ class GroupOpened(msgspec.Struct, frozen=True, tag="opened"):
     written: Count = 0
     derived: Count = 0
     untouched: Count = 0
+    passed_over: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_PIECES)] = ()
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):

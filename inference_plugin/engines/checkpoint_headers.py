@@ -1,0 +1,54 @@
+"""What the checkpoint holds that an engine was started from: names, shapes and dtypes, from the headers of its files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["checkpoint_headers"]
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+
+
+def checkpoint_headers(model: str, revision: str | None = None) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes by name, of `model`: a directory, or a name in the hub of which this machine holds a copy.
+
+    Asks no network. Empty where there are no safetensors files, or where they can't be read.
+    """
+    try:
+        return _headers(_directory(model, revision))
+    except Exception as error:  # noqa: BLE001 - the hub's, safetensors' or the file system's: the checkpoint is then unknown
+        logger.info("weightwire: the checkpoint %s can't be read: %s: %s", model, type(error).__name__, error)
+        return {}
+
+
+def _directory(model: str, revision: str | None) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, local_files_only=True))
+
+
+def _headers(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    from safetensors import safe_open
+
+    index = directory / INDEX
+    files = sorted(directory.glob("*.safetensors"))
+    if index.is_file():  # as engines do: other files may hold the same weights under other names
+        files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                view: Any = file.get_slice(name)
+                shape = tuple(view.get_shape())
+                found[name] = shape, (view[:0] if shape else file.get_tensor(name)).dtype
+    return found
