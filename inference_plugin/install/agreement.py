@@ -106,6 +106,7 @@ class _Negotiation:
         self._tensors = _tensor_infos(manifest)
 
     def agree(self) -> Agreement:
+        self._check_modules()
         ties = live_ties(self._model)
         traced = self._traced = trace_plan(self._model.skeleton, self._load, self._tensors).without_repeats()
         plan, apart = traced.tied(ties, lambda name: self._manifest.tied.get(name, name))
@@ -201,6 +202,17 @@ class _Negotiation:
             if plan.broke:
                 wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {plan.refusal}")
         return wrong
+
+    def _check_modules(self) -> None:
+        """A loader that removes modules would remove them from the skeleton, too: no load can be watched there."""
+        live = {name for name, _ in self._model.live.named_modules()}
+        held = [name for name, module in self._model.skeleton.named_modules() if module._parameters]
+        if removed := [name for name in held if name not in live]:
+            raise EngineUnsupported(
+                f"the engine made something else of modules and removed them: {first_few(removed)}",
+                hint="that can't be made again while the engine runs: serve this model without updates",
+                phase="open",
+            )
 
     def _why_loader(self, plan: PlacementPlan, traced: PlacementPlan) -> str:
         """Why the engine's own loader has to install; "" if the plan can."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.install.installer import ModelInstaller
-from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch
 from inference_plugin.wire.messages import GroupOpened
 from tests.install.installing import segment_of
 from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, digests_expected, live_digests, manifest_of
@@ -185,3 +185,23 @@ def test_headers_are_read_from_the_files_that_the_index_names(tmp_path: Path) ->
     index.write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
     assert checkpoint_headers(str(tmp_path)) == {}, "a file is missing"
     assert checkpoint_headers(str(tmp_path / "nowhere")) == {}
+
+
+class RemovesAModule(PlainEngineModel):
+    """Makes something else of a module after its first load, and loads into it no second time."""
+
+    def __init__(self, layers: int, rank: int, tp: int) -> None:
+        super().__init__(layers, rank, tp)
+        self.live.table = self.live.norm.weight.detach() * 2
+        del self.live.norm
+
+
+def test_a_model_whose_modules_the_engine_removed_is_refused_by_their_names() -> None:
+    model = RemovesAModule(2, 0, 1)
+    for _ in range(2):
+        with pytest.raises(
+            EngineUnsupported, match=r"made something else of modules and removed them: norm \(1 in all\)"
+        ):
+            opened(model, checkpoint(1))
+    assert model.live.table.shape == (16,)
+    assert "norm.weight" in dict(model.skeleton.named_parameters())
