@@ -13,7 +13,7 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions models docs lint format setup engines megatron trl verl lock model clean distclean
+.PHONY: help demo test test-full test-gpu test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions models docs lint format setup engines megatron trl verl lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ test-full: ## those and all their variants, 100,000 simulated jobs, long storms 
 test-integrations: ## other projects' trainers that sync through us, for real, in environments of their own
 	@$(MAKE) --no-print-directory --jobs 3 setup engines trl verl
 	@$(PY) -m pytest -n 0 -m integration tests/integrations $(ARGS)
+
+test-gpu: ## the tests that need a GPU, with an interpreter that has torch for CUDA and transformers: PYTHON=
+	@$(PYTHON) -c 'import pytest, torch, transformers' || { echo 'make test-gpu needs PYTHON=, an interpreter with torch for CUDA, transformers and pytest: docs/gpu.md'; exit 1; }
+	@$(PYTHON) -m pytest -o addopts= tests/gpu $(ARGS)
 
 smoke: setup engines ## the tests to run before each push: the main promises, in about 3 minutes
 	@$(PY) -m pytest -m smoke $(ARGS)

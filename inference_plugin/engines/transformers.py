@@ -49,13 +49,13 @@ class Completion:
 
 
 class TransformersEngine:
-    """Serves one model from a thread of its own. `version` is the one it serves; 0 is the checkpoint's."""
+    """Serves one model from a thread of its own, on `device`. `version` is the one it serves; 0 is the checkpoint's."""
 
-    def __init__(self, checkpoint: str | Path) -> None:
+    def __init__(self, checkpoint: str | Path, *, device: torch.device | str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
 
         models: Any = AutoModelForCausalLM
-        live = models.from_pretrained(checkpoint).eval()
+        live = models.from_pretrained(checkpoint).to(device).eval()
         skeleton = build_skeleton(lambda: models.from_config(live.config, dtype=live.dtype).eval(), nullcontext())
         self._loop = _Loop(_Model(live, live.device, *skeleton))
         self._coordinator = open_coordinator(
