@@ -53,6 +53,7 @@ class LiveModel:
         self.skeleton = skeleton
         self.constants = constants or {}
         self.lock = threading.Lock()
+        self.updated: set[str] = set()
         self._stepping = False
         self._stepped_at_s = -math.inf
 

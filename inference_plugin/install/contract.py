@@ -63,6 +63,10 @@ class EngineModel(Protocol):
         """Names of attributes in which the engine keeps working memory, such as the KV cache: never weights."""
 
     @property
+    def updated(self) -> set[str]:
+        """Storages, by key, that an update has written since the engine started; installers add to it."""
+
+    @property
     def boundary(self) -> Boundary:
         """Packages of the engine whose objects hold no weights: configurations, process groups."""
 

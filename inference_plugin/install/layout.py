@@ -123,9 +123,9 @@ class LiveLayout:
         return makes_default(self._post, module, name)
 
     def leaves(self, parameter: str) -> bool:
-        """Whether an update leaves all of a parameter, and nothing is derived from it."""
+        """Whether an update leaves all of a parameter as it was when the engine started, and nothing is derived from it."""
         key = self._key_of[parameter]
-        return key in self._plain and key not in self.written
+        return key in self._plain and key not in self.written and key not in self._model.updated
 
     def halved(self) -> list[str]:
         """Modules that the engine rebuilds as one, of whose parameters the group has a part only."""

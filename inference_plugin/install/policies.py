@@ -74,6 +74,7 @@ class PolicyInstaller(abc.ABC):
 
     def install(self, segment: torch.Tensor) -> None:
         self._drain()  # steps that the engine has only queued read the weights of before
+        self._model.updated.update(self._layout.written)
         self._put(segment)
         self._drain()  # the segment may be written again from here on
 

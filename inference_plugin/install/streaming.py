@@ -134,6 +134,7 @@ class StreamingInstaller(PolicyInstaller):
 
     def _begin(self) -> _Passing:
         self._drain()
+        self._model.updated.update(self._layout.written)
         self._way_back.touched = True
         self._peak_bytes = 0
         self._passing = passing = _Passing(self._layout.live_storages(), dict(self._elements))

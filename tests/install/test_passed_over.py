@@ -169,6 +169,22 @@ def test_a_parameter_that_the_engines_own_checkpoint_does_not_fill_stays_as_it_i
     assert {name: live_digests(model.live)[name] for name in expected} == expected
 
 
+def test_a_parameter_that_an_earlier_update_wrote_must_be_sent_again() -> None:
+    model = LeavesOne(2, 0, 1)
+    tensors = checkpoint(1) | {"positions": torch.full((6,), 7.0)}
+    for _ in range(2):  # another installer is what a group gets that was closed and is opened again
+        installer = ModelInstaller(model)
+        manifest = manifest_of(tensors, TIED)
+        installer.open(manifest, "standby", partial=False)
+        segment = segment_of(tensors, manifest)
+        installer.prepare(segment, lambda _: None)
+        installer.install(segment)
+        installer.finish()
+        for which in (installer, ModelInstaller(model)):
+            with pytest.raises(ManifestMismatch, match=r"nothing in the manifest fills: positions \(6 elements\)"):
+                which.open(manifest_of(checkpoint(2), TIED), "standby", partial=False)
+
+
 def test_a_parameter_that_the_engines_own_checkpoint_fills_must_be_sent() -> None:
     with pytest.raises(ManifestMismatch, match=r"nothing in the manifest fills: positions \(6 elements\)"):
         opened(Fills(2, 0, 1), checkpoint(1))
