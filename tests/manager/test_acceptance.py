@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from inference_plugin.devices import DEVICES
 from inference_plugin.net.channel import Channel
-from inference_plugin.transports import backends
 from inference_plugin.transports.backends import BACKENDS, Group, chosen_backend
 from inference_plugin.transports.base import Receiver, Sender, Staging
 from inference_plugin.transports.shm import ShmSender
@@ -27,6 +27,7 @@ from inference_plugin.wire.errors import CommitFailed, PeerLost, ProtocolError, 
 from inference_plugin.wire.messages import Describe, WorkerCard
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source, waiting
+from tests.support.devices import LateDevice
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import ROOT, eventually, fork, kill
@@ -183,7 +184,9 @@ def test_a_version_is_set_on_the_replicas_that_took_it_and_before_they_go_on(sta
 
 
 def test_an_explicit_backend_wins_on_a_device_that_the_table_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "device_in_use", lambda: "xpu")
+    device = LateDevice()
+    device.type = "xpu"
+    monkeypatch.setitem(DEVICES, "xpu", device)
     assert chosen_backend("gloo") == "gloo"
     with pytest.raises(TransportUnavailable, match=r"'xpu'; known: cpu \(gloo\), cuda \(nccl\), npu \(hccl\)"):
         chosen_backend(None)

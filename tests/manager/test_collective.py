@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from inference_plugin.devices import DEVICES
 from inference_plugin.net import addresses
 from inference_plugin.transports import collective
 from inference_plugin.transports.backends import BACKENDS, VARIABLE
@@ -20,6 +21,7 @@ from inference_plugin.transports.collective import CollectiveReceiver, Probe
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TransportUnavailable, WeightwireError
 from tests.manager.conftest import Start
 from tests.manager.test_manager import Ranks, holds, source
+from tests.support.devices import LateDevice
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, kill
@@ -50,12 +52,12 @@ def test_a_device_that_trainer_and_engine_share_is_refused_where_the_backend_wan
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BACKENDS, "two", dataclasses.replace(BACKENDS["gloo"], queues=True))
-    monkeypatch.setattr(collective, "device_id", lambda: "GPU-1")
+    monkeypatch.setitem(DEVICES, "cuda", device := LateDevice())
     with pytest.raises(
         TransportUnavailable, match="two can't broadcast from a trainer to an engine on the same device"
     ):
-        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe(collective._here(), "two", "GPU-1")))
-    for fine in (Probe(collective._here(), "two", "GPU-2"), Probe(collective._here(), "gloo", "GPU-1")):
+        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe(collective._here(), "two", device.uuid())))
+    for fine in (Probe(collective._here(), "two", "GPU-2"), Probe(collective._here(), "gloo", device.uuid())):
         CollectiveReceiver().check_probe(msgspec.msgpack.encode(fine))
 
 
