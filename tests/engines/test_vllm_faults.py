@@ -480,6 +480,30 @@ def test_an_installation_that_fails_on_one_rank_is_undone_on_all(
     tp2.assert_recovered()
 
 
+@pytest.mark.parametrize(("install", "phase"), [("copy", "commit"), ("standby", "seal")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_post_processing_that_fails_half_way_on_one_rank_is_undone_on_all(
+    tp2: Faulty, install: str, phase: str, rank: int
+) -> None:
+    """`copy` makes packed layers anew at the step boundary, one after the other, `standby` before it."""
+    assert isinstance(tp2.engine, Driver)
+    with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
+        tp2.update(sync=sync)
+        running = tp2.engine.submit([LONG, PROMPTS[1]], 500)
+        tp2.engine.wait_for_tokens(running, 2)
+        tp2.order({"rank": rank, "step": "post-process", "when": 3})
+        with pytest.raises(WeightwireError, match=f"planned fault: post-process on rank {rank}") as caught:
+            sync.update(source(tp2.models[tp2.other]), tp2.version + 1)
+        tp2.order()
+        assert (caught.value.phase, caught.value.version) == (phase, tp2.version + 1)
+        assert [set(r["versions"]) for r in tp2.engine.wait(running)] == [{tp2.stamp}] * 2
+        tp2.assert_serves()
+        assert sync.verify(source(tp2.models[tp2.serves])).ok
+        tp2.update(sync=sync)
+        tp2.assert_serves()
+    tp2.assert_recovered()
+
+
 @pytest.mark.parametrize("install", ["copy", "standby"])
 def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_healed_by_an_update(
     tp2: Faulty, install: str

@@ -1,7 +1,8 @@
 """A Weightwire plug-in that makes installations fail on order: `WEIGHTWIRE_PLUGINS=tests.support.fault_plugin:plugin`.
 
 `WEIGHTWIRE_TEST_FAULTS` names a file of JSON: a list of `{"rank", "step", "when"}`. `when`: "before" raises before a byte
-of the live model changes, "after" once everything is written, "hang" waits there, having made a file `<faults>.<rank>`.
+of the live model changes, "after" once everything is written, "hang" waits there, having made a file `<faults>.<rank>`. With the
+step "post-process" `when` is a number: the engine's post-processing of as many modules succeeds, and that of the next one raises.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from inference_plugin.install.adapter import AdapterInstaller
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.plugins import hookimpl
 
 __all__ = ["plugin"]
@@ -23,7 +27,7 @@ class FaultPlugin:
     @hookimpl
     def weightwire_installing(self, version: int, rank: int, step: str) -> None:
         path = Path(os.environ["WEIGHTWIRE_TEST_FAULTS"])
-        for fault in json.loads(path.read_text()):
+        for fault in ordered():
             if (fault["rank"], fault["step"]) != (rank, step):
                 continue
             text = f"planned fault: {step} on rank {rank}"
@@ -34,6 +38,32 @@ class FaultPlugin:
                 fail_after_install(text)
             else:
                 raise RuntimeError(text)
+
+
+def ordered() -> list[dict[str, Any]]:
+    faults: list[dict[str, Any]] = json.loads(Path(os.environ["WEIGHTWIRE_TEST_FAULTS"]).read_text())
+    return faults
+
+
+def fail_in_post_processing() -> None:
+    """From now on post-processing in this process fails as ordered, once for each order."""
+    original = PostProcessing.finish
+    left: list[int] = []
+    taken_ns = 0
+
+    def finish(self: PostProcessing, *args: Any) -> None:
+        nonlocal taken_ns
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if (written_ns := Path(os.environ["WEIGHTWIRE_TEST_FAULTS"]).stat().st_mtime_ns) != taken_ns:
+            taken_ns = written_ns
+            left[:] = [fault["when"] for fault in ordered() if (fault["rank"], fault["step"]) == (rank, "post-process")]
+        if left and left[0] == 0:
+            left.clear()
+            raise RuntimeError(f"planned fault: post-process on rank {rank}")
+        original(self, *args)
+        left[:] = [count - 1 for count in left]
+
+    PostProcessing.finish = finish  # type: ignore[method-assign]
 
 
 def fail_after_install(text: str) -> None:
@@ -51,3 +81,4 @@ def fail_after_install(text: str) -> None:
 
 
 plugin = FaultPlugin()
+fail_in_post_processing()
