@@ -13,7 +13,7 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 export HF_HUB_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-gpu test-integrations smoke bench bench-batch bench-trainers bench-scale plots simulate versions models docs lint format setup engines megatron trl verl lock model clean distclean
+.PHONY: help demo test test-full test-gpu test-integrations smoke bench bench-batch bench-trainers bench-scale bench-replicas plots simulate versions models docs lint format setup engines megatron trl verl lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ bench-batch: setup ## measure rows from owners to consumers against msgpack, Ray
 
 bench-scale: setup ## simulate 1 to 256 replicas with each fan-out and measure the control plane; writes benchmarks/results/scale.json
 	@$(PY) -m benchmarks.scale $(ARGS)
+
+bench-replicas: setup ## measure 1 to 3 replicas of one host, by one segment and by a zone of each; writes benchmarks/results/replicas.json
+	@$(PY) -m benchmarks.replicas $(ARGS)
 
 plots: setup ## draw the benchmarks' pictures again from benchmarks/results/*.json
 	@$(PY) -m benchmarks.plots $(ARGS)
