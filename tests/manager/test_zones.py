@@ -232,3 +232,11 @@ def test_bytes_of_a_kept_zone_that_are_no_longer_what_the_trainer_wrote_are_not_
 
 def is_ours(file: Path) -> bool:
     return str(file.readlink()).startswith("/memfd:weightwire")
+
+
+def test_several_replicas_of_a_host_have_zones_where_these_are_asked_for(start: Start) -> None:
+    rigs = [start(), start(tp=2)]
+    with SyncManager(timeout_s=60, transport="zone", install="standby") as manager:
+        for version in (1, 2, 3):
+            assert ways(manager.update(source(version), version)) == ZONE * 2
+            assert all(holds(rig, version) for rig in rigs)
