@@ -27,7 +27,7 @@ test: ## the tests to pass before a merge, on real engines and trainers (about h
 	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
 	@$(PY) -m pytest $(ARGS)
 
-test-full: ## those and all their variants, 100,000 simulated jobs, long storms on real engines (an hour and more)
+test-full: ## those and all their variants, half a million simulated jobs, long storms on real engines (an hour and more)
 	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
 	@WEIGHTWIRE_TEST_FULL=1 $(PY) -m pytest -m "not integration" $(ARGS)
 

@@ -25,8 +25,9 @@ from trainer_adapters.fleet.session import worker_connections
 from trainer_adapters.update.leases import Leases
 from trainer_adapters.update.machine import TransactionMachine
 
-SCHEDULES = 100_000 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 25_000
-"""25,000 take 80 seconds of CPU. `make simulate SEEDS=1000000` runs more."""
+SCHEDULES = 500_000 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 100_000
+"""100,000 take about 200 seconds of CPU: less than two minutes on two cores that do nothing else. `make simulate SEEDS=1000000`
+runs more."""
 
 
 @pytest.fixture(autouse=True)
