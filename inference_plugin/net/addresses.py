@@ -52,6 +52,7 @@ __all__ = [
     "registry_address",
     "remove_card",
     "remove_replica",
+    "replace_file",
     "runtime_dir",
     "stale_replicas",
     "starting",
@@ -67,7 +68,7 @@ _OWNER = re.compile(r"([a-z]+-(?P<pid>\d+)-(?:(?P<started>\d+)-)?[0-9a-f]+)(\.|$
 """Names of files of a replica or of trainer ranks: the owner's id, with its process in it."""
 
 
-_LEFTOVERS = (".problem", ".starting", ".counts", ".counts-tmp")
+_LEFTOVERS = (".problem", ".starting", ".counts", ".tmp")
 """Files that no longer mean anything once their process has ended and no card leads to them."""
 
 
@@ -167,12 +168,22 @@ def local_pools() -> dict[str, tuple[int, int]]:
     return _living("pool-*.p")
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file of the runtime directory; a reader sees what was there before or all of `content`, never a part of it.
+    Raises OSError where there is no room."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_card(card: ReplicaCard) -> None:
-    """Publishes a card; a reader sees the old card or the new one, never half of one."""
-    path = _card_path(card.replica, card.job)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.msgpack.encode(card))
-    temporary.replace(path)
+    """Publishes a card, in the place of the one before."""
+    replace_file(_card_path(card.replica, card.job), msgspec.msgpack.encode(card))
 
 
 def is_published(card: ReplicaCard) -> bool:
@@ -208,7 +219,12 @@ def remove_replica(replica: str, job: str | None = None) -> None:
 
 def note_problem(engine: str, text: str) -> None:
     """Records why this process runs `engine` without the plug-in, for `problems`."""
-    (runtime_dir() / f"{new_replica_id(engine)}.problem").write_text(text)
+    path = runtime_dir() / f"{new_replica_id(engine)}.problem"
+    try:
+        replace_file(path, text.encode())
+    except OSError:
+        path.touch()  # on a full disk the file alone still says that there is a problem
+        raise
 
 
 def problems(job: str | None = None) -> list[str]:
@@ -228,7 +244,7 @@ def note_start(engine: str, about: str) -> Path:
     """Records that this process starts `engine`, for `starting`. Whoever called removes the file when the replica is there; the
     next reader does so when the process has ended."""
     path = runtime_dir() / f"{new_replica_id(engine)}.starting"
-    path.write_text(about)
+    replace_file(path, about.encode())
     return path
 
 

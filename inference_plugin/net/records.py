@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from inference_plugin.net.addresses import runtime_dir
+from inference_plugin.net.addresses import replace_file, runtime_dir
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ProtocolError
 from inference_plugin.wire.messages import ReplicaCard
@@ -36,10 +36,7 @@ class ReplicaRecord(msgspec.Struct, frozen=True):
 
 def save_record(replica: str, record: ReplicaRecord, job: str | None = None) -> None:
     """Replaces the replica's record. Raises OSError where the directory can't be written."""
-    path = runtime_dir(job) / f"{replica}.counts"
-    temporary = path.with_suffix(".counts-tmp")
-    temporary.write_bytes(msgspec.msgpack.encode(record))
-    temporary.replace(path)
+    replace_file(runtime_dir(job) / f"{replica}.counts", msgspec.msgpack.encode(record))
 
 
 def record_of(card: ReplicaCard) -> ReplicaRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
 from pathlib import Path
 
 import msgspec
@@ -174,6 +175,28 @@ def test_what_a_process_left_is_swept_even_if_its_pid_is_taken(directory: Path) 
     addresses.discover()
     left = sorted(path.name for path in addresses.runtime_dir().iterdir() if path.is_socket())
     assert left == sorted([f"registry-{now}-ab.r", f"registry-{os.getpid()}-ab.r"])
+
+
+def test_whoever_reads_what_a_process_noted_sees_all_of_it_or_nothing(directory: Path) -> None:
+    about = "model m" * 1000
+    done = threading.Event()
+
+    def note() -> None:
+        while not done.is_set():
+            earlier = list(addresses.runtime_dir().iterdir())
+            addresses.note_start("vllm", about)
+            addresses.note_problem("vllm", about)
+            for path in earlier:
+                path.unlink()
+
+    writer = threading.Thread(target=note)
+    writer.start()
+    try:
+        seen = [text for _ in range(1000) for text in addresses.starting() + addresses.problems()]
+    finally:
+        done.set()
+        writer.join()
+    assert set(seen) == {f"vllm process {os.getpid()}: {about}"}
 
 
 def test_a_runtime_directory_that_cannot_be_made_is_a_typed_error(

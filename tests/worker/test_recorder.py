@@ -61,14 +61,14 @@ def test_a_record_that_cannot_be_written_is_written_with_the_next_commit(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica = addresses.new_replica_id("plain")
-    (addresses.runtime_dir() / f"{replica}.counts-tmp").mkdir()
+    (addresses.runtime_dir() / f"{replica}.counts.tmp").mkdir()
     recorder = CommitRecorder(replica)
     recorder.start()
     for version in (1, 2):
         recorder.tell_commit("policy", committed(version))
     recorder.close()
     assert sum("can't be written" in line for line in caplog.messages) == 1
-    (addresses.runtime_dir() / f"{replica}.counts-tmp").rmdir()
+    (addresses.runtime_dir() / f"{replica}.counts.tmp").rmdir()
     again = CommitRecorder(replica)
     again.start()
     again.tell_commit("policy", committed(3))
