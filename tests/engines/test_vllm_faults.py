@@ -537,7 +537,7 @@ def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_h
 @contextlib.contextmanager
 def card_unwritable(faulty: Faulty) -> Iterator[Path]:
     """Not even root can write the replica's card meanwhile; what it said before stays there to be read."""
-    path = faulty.engine.runtime / faulty.engine.job / f"{faulty.card.replica}.tmp"
+    path = faulty.engine.runtime / faulty.engine.job / f"{faulty.card.replica}.card.tmp"
     path.mkdir()
     try:
         yield path

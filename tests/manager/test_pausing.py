@@ -271,7 +271,7 @@ def test_a_replica_whose_card_cannot_be_written_goes_on_when_its_manager_is_kill
 ) -> None:
     rig = start()
     ready = tmp_path / "ready"
-    unwritable = addresses.runtime_dir() / f"{rig.replica}.tmp"
+    unwritable = addresses.runtime_dir() / f"{rig.replica}.card.tmp"
     unwritable.mkdir()
     environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
     killed = fork("tests.manager.test_pausing:pause_and_wait", environment, ready=str(ready), lease_s=600, level=1)

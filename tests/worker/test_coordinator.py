@@ -175,7 +175,7 @@ def failing(*steps: str) -> Callable[[RankOperation], list[RankReply]]:
     return answers
 
 
-@pytest.mark.parametrize("kind", ["tmp", "card"])
+@pytest.mark.parametrize("kind", ["card.tmp", "card"])
 def test_a_torn_replica_refuses_before_anybody_is_told_and_whether_or_not_its_card_can_be_written(
     directory: Path, kind: str
 ) -> None:
@@ -217,7 +217,7 @@ def test_a_model_of_which_nothing_is_known_is_refused_before_the_ranks_and_the_c
 def test_a_pause_and_its_end_go_on_without_a_card(directory: Path) -> None:
     control = Control(lambda operation: committed(operation, 1))
     coordinator = coordinator_of(control, 1)
-    path = unwritable(coordinator, "tmp")
+    path = unwritable(coordinator, "card.tmp")
     sender = Sender("session")
     with Channel(coordinator.address) as asking:
         assert asking.request(Pause(sender, 600), Stands, timeout_s=60).state == "paused"
