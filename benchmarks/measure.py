@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from benchmarks.engines.base import Engine, Sample, Weights
 from benchmarks.plots import PLAIN_COPY
 from benchmarks.processes import Remote
@@ -87,6 +89,17 @@ def plain_copy(trainer: Remote) -> Sample:
     copies_s = trainer.ask("copy", threads=2)["result"]
     seconds = statistics.median(copies_s)
     return Sample(seconds, seconds, 0, 1, 0, {"best_seconds": min(copies_s)})
+
+
+def copy_seconds(nbytes: int) -> float:
+    """A copy of as many bytes by torch, on all cores."""
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8).fill_(1) for _ in range(2))
+    taken = []
+    for _ in range(7):
+        began_s = time.perf_counter()
+        target.copy_(source)
+        taken.append(time.perf_counter() - began_s)
+    return statistics.median(taken)
 
 
 def row(head: Row, samples: list[Sample]) -> Row:

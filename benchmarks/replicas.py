@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
+from benchmarks.measure import copy_seconds
 from benchmarks.processes import ROOT, make_model
 from inference_plugin.net import addresses
 from trainer_adapters import SyncManager
@@ -97,17 +98,6 @@ def measure(way: str, weights: dict[str, torch.Tensor], runs: int, first: int) -
         "held_bytes": report.held_bytes + sum(replica.extra_bytes for replica in report.replicas),
         "bytes": report.bytes,
     }
-
-
-def copy_seconds(nbytes: int) -> float:
-    """A copy of as many bytes by torch, on all cores."""
-    source, target = (torch.zeros(nbytes, dtype=torch.uint8).fill_(1) for _ in range(2))
-    taken = []
-    for _ in range(7):
-        began_s = time.perf_counter()
-        target.copy_(source)
-        taken.append(time.perf_counter() - began_s)
-    return median(taken)
 
 
 def show(console: Console, rows: list[Row]) -> None:

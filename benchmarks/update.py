@@ -21,6 +21,7 @@ from benchmarks.engines.registry import ENGINES
 from benchmarks.measure import Row, measure, measure_decoding
 from benchmarks.plots import draw_all
 from benchmarks.processes import ROOT, Remote, make_model, start_trainer
+from benchmarks.reload import measure_reloads, show_reloads, write_reloads
 from benchmarks.report import merge, show
 from benchmarks.timeline import measure_timeline
 
@@ -40,8 +41,12 @@ def main() -> None:
     parser.add_argument(
         "--timeline", action="store_true", help="only the time line of single updates, in the first case"
     )
+    parser.add_argument("--models", action="store_true", help="vLLM: only a quantised model and a mixture of experts")
     arguments = parser.parse_args()
     kind = ENGINES[arguments.engine]
+    if arguments.models:
+        bench_models(arguments)
+        return
     model = make_model(arguments.layers)
     rows: list[Row] = []
     decoding: list[Row] = []
@@ -63,6 +68,14 @@ def main() -> None:
     show(console, kind.title, rows, decoding)
     draw_all(arguments.out)
     console.print(f"written to {arguments.out}")
+    if kind.name == "vllm" and not (arguments.decoding or arguments.timeline or arguments.ways):
+        bench_models(arguments)
+
+
+def bench_models(arguments: argparse.Namespace) -> None:
+    rows = measure_reloads(arguments.runs, console)
+    write_reloads(arguments.out, rows)
+    show_reloads(console, rows)
 
 
 def write(out: Path, **measured: list[Row]) -> None:

@@ -14,6 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--tp", type=int, required=True)
+    parser.add_argument("--quantization", help="made by the engine of a checkpoint in bf16")
     parser.add_argument("--address", required=True)
     arguments = parser.parse_args()
 
@@ -22,6 +23,7 @@ def main() -> None:
     llm = LLM(
         model=arguments.model,
         tensor_parallel_size=arguments.tp,
+        quantization=arguments.quantization,
         dtype="bfloat16",
         enforce_eager=True,
         max_model_len=1024,
@@ -40,10 +42,21 @@ def main() -> None:
         started_s = time.monotonic()
         if command["do"] == "decode":
             result: Any = decode(llm, **command["args"])
+        elif command["do"] == "generate":
+            result = generate(llm, **command["args"])
         else:
             result = llm.collective_rpc(command["do"], kwargs=command["args"])
         now_s = time.monotonic()
         socket.send(json.dumps({"result": result, "seconds": now_s - started_s, "end_s": now_s}).encode())
+
+
+def generate(llm: Any, tokens: int) -> list[list[int]]:
+    """Greedy tokens for some prompts."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [1 + i, 5, 9, 7, 3, 40 + i]} for i in range(2)]
+    how = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, how, use_tqdm=False)]
 
 
 def decode(llm: Any, tokens: int, requests: int) -> list[float]:

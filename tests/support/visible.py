@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families as parse
 from packaging.version import Version
+from prometheus_client.parser import text_string_to_metric_families as parse
 from typer.testing import CliRunner
 
 from inference_plugin.cli import app
