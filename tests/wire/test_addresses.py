@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -189,6 +192,7 @@ def test_whoever_reads_what_a_process_noted_sees_all_of_it_or_nothing(directory:
             for path in earlier:
                 path.unlink()
 
+    addresses.note_start("vllm", about)
     writer = threading.Thread(target=note)
     writer.start()
     try:
@@ -197,6 +201,35 @@ def test_whoever_reads_what_a_process_noted_sees_all_of_it_or_nothing(directory:
         done.set()
         writer.join()
     assert set(seen) == {f"vllm process {os.getpid()}: {about}"}
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Files can be made meanwhile, but not one byte can be written into them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_the_old_card_stays_a_problem_is_told_without_its_reason_and_nothing_half_written_is_left(
+    directory: Path,
+) -> None:
+    path = addresses.runtime_dir() / "vllm.card"
+    addresses.replace_file(path, b"old")
+    with full_disk():
+        with pytest.raises(OSError, match="too large"):
+            addresses.replace_file(path, b"new")
+        with pytest.raises(OSError, match="too large"):
+            addresses.note_start("vllm", "model m")
+        with pytest.raises(OSError, match="too large"):
+            addresses.note_problem("vllm", "a reason")
+    assert path.read_bytes() == b"old" and addresses.starting() == []
+    (problem,) = addresses.problems()
+    assert problem.startswith(f"vllm process {os.getpid()}: its reason could not be written down")
+    assert list(addresses.runtime_dir().glob("*.tmp")) == []
 
 
 def test_a_runtime_directory_that_cannot_be_made_is_a_typed_error(
