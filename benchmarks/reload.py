@@ -1,6 +1,6 @@
 """A quantised model and a mixture of experts in vLLM: an update beside the engine's own reload of the same weights from disk.
 
-`make bench` calls this after its other cases, `make bench ARGS=--models` alone. It writes benchmarks/results/reload.json.
+`make bench` measures this last, `make bench ARGS=--models` measures nothing else. Both write benchmarks/results/reload.json.
 
 Both models hold about 1 GB in bf16 and are served in the layout that vLLM makes of them on this machine. Every way goes to other
 weights and back, in turn. In the first round trip of each way the engine must answer as engines that start with these weights do;
@@ -34,7 +34,7 @@ WAYS = ("copy", "standby", RELOAD)
 WARM_UP = 2
 """Round trips until all memory is touched, and used in turn."""
 TOKENS = 6
-"""That an engine answers to be compared. Few: what emulates FP8 on a CPU is slow."""
+"""Length of each answer that is compared; short, because a CPU that emulates FP8 is slow."""
 
 Row = dict[str, Any]
 

@@ -9,6 +9,8 @@ measured; and their pictures (benchmarks/plots.py).
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +46,10 @@ def main() -> None:
     parser.add_argument("--models", action="store_true", help="vLLM: only a quantised model and a mixture of experts")
     arguments = parser.parse_args()
     kind = ENGINES[arguments.engine]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and the engines and trainers with it
     if arguments.models:
+        if kind.name != "vllm":
+            parser.error("--models measures vLLM: leave ENGINE out")
         bench_models(arguments)
         return
     model = make_model(arguments.layers)
