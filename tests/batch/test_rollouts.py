@@ -388,6 +388,33 @@ def test_a_function_that_blocks_its_worker_delays_no_announcement_and_is_no_sile
         assert blocked.result(LONG_S).task_id == "blocked"
 
 
+def test_a_function_that_returns_in_the_step_before_another_blocks_the_loop_is_announced(pools: Any) -> None:
+    pool = pools()
+    go, gate = asyncio.Event(), threading.Event()
+    waits: list[str] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def function(task_id: str, payload: Any) -> dict[str, Any]:
+        loops.append(asyncio.get_running_loop())
+        waits.append(task_id)
+        await go.wait()  # both wake up in one turn of the loop, in the order in which they came
+        if task_id == "blocks":
+            gate.wait(LONG_S)
+        return {"ids": torch.arange(3)}
+
+    with LocalWorker(function) as local:
+        returns = pool.submit("returns", {})
+        eventually(lambda: waits == ["returns"], "the first function")
+        blocks = pool.submit("blocks", {})
+        eventually(lambda: waits == ["returns", "blocks"], "the second function")
+        loops[0].call_soon_threadsafe(go.set)
+        try:
+            assert returns.result(LONG_S).task_id == "returns" and not blocks.done()
+        finally:
+            gate.set()
+        assert blocks.result(LONG_S).task_id == "blocks"
+
+
 def test_collectives_run_in_order_on_one_thread_beside_announcements_and_are_drained_at_close(
     pools: Any, directory: Path
 ) -> None:

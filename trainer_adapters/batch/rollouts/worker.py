@@ -60,6 +60,10 @@ class _Attempt:
     def ref(self) -> TaskRef:
         return TaskRef(self.task.task_id, self.task.attempt)
 
+    @property
+    def key(self) -> tuple[int, int, TaskRef]:
+        return id(self.link), self.era, self.ref
+
 
 @dataclass
 class _Turns:
@@ -222,23 +226,27 @@ class RolloutWorker:
             if not wanted or self._closed:
                 self._ended(attempt, None)
                 continue
-            self._attempts[id(attempt.link), attempt.era, attempt.ref] = attempt
-            attempt.future = self._loop.create_task(self._run(attempt.task))
+            self._attempts[attempt.key] = attempt
+            attempt.future = self._loop.create_task(self._run(attempt))
             attempt.future.add_done_callback(lambda future, attempt=attempt: self._done(attempt, future))  # type: ignore[misc]
 
-    async def _run(self, task: AssignedTask) -> Generated | BaseException:
+    async def _run(self, attempt: _Attempt) -> None:
+        """Settles the attempt in the step in which the function returns: the loop's next step may be one that blocks it."""
         async with self._running:
-            try:
-                (payload,) = msgspec.msgpack.decode(task.payload, type=list[Any])
-                result = await self._generate(task.task_id, payload)
-                return result if isinstance(result, Generated) else Generated(result)
-            except asyncio.CancelledError as error:
-                current = asyncio.current_task()
-                if current is not None and current.cancelling():
-                    raise
-                return error  # the function cancelled itself
-            except BaseException as error:  # noqa: BLE001 -- even a SystemExit must not end the loop: it fails its task
-                return error
+            self._settle(attempt, await self._result(attempt.task))
+
+    async def _result(self, task: AssignedTask) -> Generated | BaseException:
+        try:
+            (payload,) = msgspec.msgpack.decode(task.payload, type=list[Any])
+            result = await self._generate(task.task_id, payload)
+            return result if isinstance(result, Generated) else Generated(result)
+        except asyncio.CancelledError as error:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            return error  # the function cancelled itself
+        except BaseException as error:  # noqa: BLE001 -- even a SystemExit must not end the loop: it fails its task
+            return error
 
     def _cancel(self, link: PoolLink, refs: tuple[TaskRef, ...]) -> None:
         unwanted = set(refs)
@@ -246,12 +254,8 @@ class RolloutWorker:
             if linked == id(link) and ref in unwanted and attempt.future is not None:
                 attempt.future.cancel()
 
-    def _done(self, attempt: _Attempt, future: asyncio.Task[Generated | BaseException]) -> None:
-        del self._attempts[id(attempt.link), attempt.era, attempt.ref]
-        if future.cancelled():
-            self._ended(attempt, None)
-            return
-        made = future.result()
+    def _settle(self, attempt: _Attempt, made: Generated | BaseException) -> None:
+        del self._attempts[attempt.key]
         if isinstance(made, BaseException):
             self._ended(attempt, self._failed(attempt, made))
             return
@@ -259,6 +263,12 @@ class RolloutWorker:
             self._puts.submit(self._put, attempt, made)
         except WeightwireError:  # the worker is closed
             self._ended(attempt, None)
+
+    def _done(self, attempt: _Attempt, future: asyncio.Task[None]) -> None:
+        if self._attempts.pop(attempt.key, None) is not None:  # cancelled before it was settled
+            self._ended(attempt, None)
+        if not future.cancelled() and (error := future.exception()) is not None:
+            logger.error("weightwire: task %r could not be settled", attempt.task.task_id, exc_info=error)
 
     async def _end_attempts(self, until_s: float) -> None:
         """Cancels every attempt, and ends the loop once they have ended or at the deadline."""
