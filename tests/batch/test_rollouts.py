@@ -402,7 +402,7 @@ def test_a_function_that_returns_in_the_step_before_another_blocks_the_loop_is_a
             gate.wait(LONG_S)
         return {"ids": torch.arange(3)}
 
-    with LocalWorker(function) as local:
+    with LocalWorker(function):
         returns = pool.submit("returns", {})
         eventually(lambda: waits == ["returns"], "the first function")
         blocks = pool.submit("blocks", {})
