@@ -135,6 +135,8 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 32,
 }
 """Multi-head latent attention; kernels take these two sizes of the cache, 512 and 64, and no smaller ones."""
+PLAIN_LATENT: dict[str, Any] = {"attention_backend": "CPU_MLA"}
+"""On a CPU with AMX, vLLM would choose a backend that takes no float32."""
 STATE: dict[str, Any] = {
     "num_attention_heads": REMOVED,
     "num_key_value_heads": REMOVED,
@@ -318,11 +320,17 @@ FAMILIES: dict[str, Family] = {
         ),
         _family("jetmoe", "JetMoe", **LOCAL_EXPERTS, kv_channels=32, num_key_value_heads=2, head_dim=REMOVED),
         # latent attention
-        _family("deepseek_v2", "DeepseekV2", **LATENT, **ROUTED_EXPERTS),
+        _family("deepseek_v2", "DeepseekV2", vllm=PLAIN_LATENT, **LATENT, **ROUTED_EXPERTS),
         _family(
-            "deepseek_v3", "DeepseekV3", **LATENT, **ROUTED_EXPERTS, topk_method="noaux_tc", scoring_func="sigmoid"
+            "deepseek_v3",
+            "DeepseekV3",
+            vllm=PLAIN_LATENT,
+            **LATENT,
+            **ROUTED_EXPERTS,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
         ),
-        _family("glm4_moe_lite", "Glm4MoeLite", **LATENT, **ROUTED_EXPERTS, pad_token_id=0),
+        _family("glm4_moe_lite", "Glm4MoeLite", vllm=PLAIN_LATENT, **LATENT, **ROUTED_EXPERTS, pad_token_id=0),
         _family("minicpm3", "MiniCPM3", **LATENT, dim_model_base=64),
         # state spaces, alone or beside attention
         _family("mamba", "Mamba", **STATE, state_size=16, pad_token_id=0),
