@@ -65,7 +65,7 @@ def drawn(seed: int, kinds: Sequence[FaultKind] = FAULTS) -> Plan:
     is_small = chance.random() < 7 / 8
     replicas = tuple(chance.choice((1, 2, 2)) for _ in range(chance.choice((1, 1, 1, 2) if is_small else (1, 2, 2, 3))))
     updates = 1 if is_small else chance.choice((1, 1, 2))
-    length = updates * (30 + 45 * sum(replicas))
+    length = updates * (15 + 23 * sum(replicas))  # about as many events as come before the faults end
     faults = tuple(
         Fault(chance.choice(kinds), int(length * chance.random()), chance.random(), chance.random())
         for _ in range(chance.choice((1, 1, 2, 2, 3) if is_small else (0, 1, 1, 2, 2, 3)))

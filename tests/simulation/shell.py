@@ -18,27 +18,31 @@ from trainer_adapters.update import leases, transaction
 
 __all__ = ["enter", "simulated"]
 
-GARBAGE = 20_000
-"""Objects after which Python looks for garbage; a job leaves about 500."""
+JOBS_PER_COLLECTION = 20
+"""A job leaves about 500 objects of garbage, and nothing of it is garbage before its end."""
 
 
 class _Now:
-    """The world that runs."""
+    """The world that runs, and how many ran since the last collection of garbage."""
 
     world: World
+    jobs = 0
 
 
 def enter(world: World, network: Network) -> None:
     """From now on this world runs."""
     _Now.world = world
+    _Now.jobs += 1
+    if _Now.jobs % JOBS_PER_COLLECTION == 0:
+        gc.collect()
     SimulatedChannel.network = network
     SimulatedLeases.world = SimulatedTransaction.world = world
 
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """While this lasts, the product's shells of rank 0 have simulated time, ids and channels; and Python looks for garbage
-    only every few jobs: nothing of a job is garbage before its end."""
+    """While this lasts, the product's shells of rank 0 have simulated time, ids and channels; and Python collects garbage
+    between jobs only."""
     clock = SimpleNamespace(monotonic=lambda: _Now.world.now_s, perf_counter=lambda: _Now.world.now_s)
     with contextlib.ExitStack() as stack:
         for module in (asking, fleet_module, transaction, leases):
@@ -54,8 +58,8 @@ def simulated() -> Iterator[None]:
         }
         for (module, name), value in replaced.items():
             stack.enter_context(mock.patch.object(module, name, value))
-        stack.callback(gc.set_threshold, *gc.get_threshold())
-        gc.set_threshold(GARBAGE)
+        gc.disable()
+        stack.callback(gc.enable)
         gc.freeze()
         stack.callback(gc.unfreeze)
         yield

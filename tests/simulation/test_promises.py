@@ -107,7 +107,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, str]] = {
     "what is streamed outlives its trainer": (
         WeightUpdateGroup, "is_streaming", property(lambda _self: False), "nobody will end",
     ),
-    "a rank that fails is not looked at": (commit, "first_error", lambda _replies: None, "P1"),
+    "a rank that fails is not looked at": (commit, "first_error", lambda _replies: None, "P8"),
 }  # fmt: skip
 
 
