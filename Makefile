@@ -80,6 +80,7 @@ lint: setup ## ruff, mypy --strict, import-linter
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@.venvs/vllm/bin/lint-imports
+	@.venvs/vllm/bin/lint-imports --config tools/import_cycles.toml
 
 format: setup ## let ruff rewrite what it can
 	@$(PY) -m ruff check --fix-only .

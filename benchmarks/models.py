@@ -15,10 +15,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.processes import make_model
+from benchmarks.model import bench_model, make_model
 from trainer_adapters import DTensorAdapter, FSDPAdapter, MegatronAdapter, WeightSource
 
-__all__ = ["SETUPS", "Setup", "bench_config", "bench_model"]
+__all__ = ["SETUPS", "Setup"]
 
 PLAN = {
     "model.embed_tokens": RowwiseParallel(),
@@ -41,42 +41,6 @@ class Setup:
     source: WeightSource
     native: str
     gather: Callable[[], Iterator[torch.Tensor]]
-
-
-def bench_config(layers: int) -> Any:
-    """A Qwen3 in bf16 with tied embeddings: 506 M parameters (1.01 GB) with 28 layers."""
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=64,
-        vocab_size=150000,
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-        dtype=torch.bfloat16,
-    )
-
-
-def bench_model(layers: int) -> Any:
-    """That model; its weights don't matter."""
-    from transformers import Qwen3ForCausalLM
-
-    config = bench_config(layers)
-    on_meta = torch.get_default_device().type == "meta"
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    if not on_meta:
-        model.to_empty(device="cpu")
-        model.tie_weights()
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.uniform_(-0.02, 0.02)
-    return model
 
 
 def fsdp1(layers: int) -> Setup:

@@ -1,4 +1,4 @@
-"""The processes of a benchmark: commands to them, their logs, their end. And the model that they hold."""
+"""The processes of a benchmark: commands to them, their logs, their end."""
 
 from __future__ import annotations
 
@@ -73,19 +73,3 @@ def start_trainer(model: Path, engine: str, scratch: Path, environment: dict[str
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += ["-m", "benchmarks.trainer", "--model", str(model), "--engine", engine]
     return Remote(command, f"ipc://{scratch}/trainer", scratch / "trainer.log", environment | {"OMP_NUM_THREADS": "1"})
-
-
-def make_model(layers: int) -> Path:
-    """A random Qwen3, made once; 28 layers give 506 M parameters."""
-    path = ROOT / ".models" / f"bench-qwen3-{layers}-layers"
-    if not (path / "model.safetensors").exists():
-        import torch
-        from transformers import Qwen3ForCausalLM
-
-        from benchmarks.models import bench_config
-        from tests.support.models import tiny_tokenizer
-
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(bench_config(layers)).to(torch.bfloat16).save_pretrained(path)
-        tiny_tokenizer(512).save_pretrained(path)
-    return path

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.models import bench_model
+from benchmarks.model import bench_model
 from inference_plugin.engines.live_model import LiveModel
 from tests.support import plain_engine
 

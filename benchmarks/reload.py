@@ -26,7 +26,8 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from benchmarks.measure import copy_seconds
-from benchmarks.processes import ROOT, Remote, make_model
+from benchmarks.model import make_model
+from benchmarks.processes import ROOT, Remote
 from trainer_adapters import SyncManager
 
 RELOAD = "engine's reload from disk"

@@ -21,7 +21,8 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from benchmarks.measure import copy_seconds
-from benchmarks.processes import ROOT, make_model
+from benchmarks.model import make_model
+from benchmarks.processes import ROOT
 from inference_plugin.net import addresses
 from trainer_adapters import SyncManager
 

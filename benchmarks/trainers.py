@@ -55,8 +55,8 @@ def main() -> None:
     if arguments.rank_of:
         run_rank(arguments)
         return
+    from benchmarks.model import make_model
     from benchmarks.models import SETUPS
-    from benchmarks.processes import make_model
 
     make_model(arguments.layers)  # for Megatron-Bridge, which wants a checkpoint
     rows = [row for name in arguments.adapters or SETUPS for row in measure(name, arguments)]

@@ -21,8 +21,9 @@ from rich.console import Console
 from benchmarks.engines.base import Engine
 from benchmarks.engines.registry import ENGINES
 from benchmarks.measure import Row, measure, measure_decoding
+from benchmarks.model import make_model
 from benchmarks.plots import draw_all
-from benchmarks.processes import ROOT, Remote, make_model, start_trainer
+from benchmarks.processes import ROOT, Remote, start_trainer
 from benchmarks.reload import measure_reloads, show_reloads, write_reloads
 from benchmarks.report import merge, show
 from benchmarks.timeline import measure_timeline

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from inference_plugin.transports.base import Transport
     from inference_plugin.wire.errors import WeightwireError
     from inference_plugin.wire.messages import ReplicaCard
     from inference_plugin.wire.reports import UpdateReport
@@ -32,8 +31,8 @@ class HookSpecs:
     """What a plug-in may implement; each implementation may take any subset of the arguments."""
 
     @hookspec
-    def weightwire_transports(self) -> Sequence[Transport]:
-        """Transports to add to the registry."""
+    def weightwire_transports(self) -> Sequence[Any]:
+        """Transports to add to the registry; each is an `inference_plugin.transports.base.Transport`."""
         raise AssertionError("a specification is never called")
 
     @hookspec

@@ -5,12 +5,9 @@ An error crosses processes as an `ErrorInfo` and is raised on the other side as 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
-
-if TYPE_CHECKING:
-    from inference_plugin.wire.reports import UpdateReport
 
 __all__ = [
     "ArgumentError",
@@ -78,7 +75,7 @@ class WeightwireError(Exception):
     """
 
     default_hint = ""
-    report: UpdateReport | None = None
+    report: Any = None  # an `UpdateReport`; reports are made of errors, so this file cannot import them
 
     def __init__(
         self,

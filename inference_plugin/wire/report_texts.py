@@ -1,17 +1,14 @@
-"""Reports as people read them: lines of text for `print`, a table for rich."""
+"""The words and tables of reports: lines of text for `print`, a table for rich."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from inference_plugin.wire.errors import ErrorInfo
-    from inference_plugin.wire.reports import PauseReport, UpdateReport, VerifyReport
+from inference_plugin.wire.errors import ErrorInfo
 
-__all__ = ["Text", "gib", "of_pause", "of_update", "of_verify"]
+__all__ = ["Text", "error_text", "gib", "seconds"]
 
-PHASES = ("scan", "agree", "stage", "seal", "commit")
 GIB = 1 << 30
 
 
@@ -56,62 +53,5 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 0.1 else f"{value * 1000:.3g} ms"
 
 
-def of_update(report: UpdateReport) -> Text:
-    took = len(report.replicas) - len(report.failed)
-    phases = ", ".join(f"{name} {seconds(report.phases[name])}" for name in PHASES if name in report.phases)
-    rate = f" ({gib(int(report.bytes / report.seconds))}/s)" if report.seconds > 0 else ""
-    heading = (
-        f"{report.group} version {report.version}: {took} of {len(report.replicas)} replicas serve it, "
-        f"{gib(report.bytes)} in {seconds(report.seconds)}{rate}; {phases}"
-    )
-    rows = [
-        (
-            one.replica,
-            one.status,
-            "version unknown" if one.version is None else f"version {one.version}",
-            f"stopped {seconds(one.stopped_s)}" if one.status == "committed" else "",
-            "/".join(filter(None, (one.transport, one.install, one.mechanism))),
-            _error(one.error),
-        )
-        for one in report.replicas
-    ]
-    return Text(heading, ("replica", "status", "serves", "generation", "how", "error"), rows)
-
-
-def of_verify(report: VerifyReport) -> Text:
-    equal = sum(one.ok for one in report.replicas)
-    heading = f"{report.group}: {equal} of {len(report.replicas)} replicas hold what the trainer holds"
-    rows = [
-        (
-            one.replica,
-            "equal" if one.ok else "failed" if one.error else "DIFFERENT" if one.differ else "not all readable",
-            "version unknown" if one.version is None else f"version {one.version}",
-            f"{one.boxes} boxes",
-            "; ".join((*one.differ, *(f"unreadable: {name}" for name in one.unreadable))),
-            _error(one.error),
-        )
-        for one in report.replicas
-    ]
-    return Text(heading, ("replica", "result", "serves", "compared", "differences", "error"), rows)
-
-
-def of_pause(report: PauseReport) -> Text:
-    counts: dict[str, int] = {}
-    for one in report.replicas:
-        counts[one.state] = counts.get(one.state, 0) + 1
-    heading = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no replicas (not rank 0)"
-    rows = [
-        (
-            one.replica,
-            one.engine,
-            one.state,
-            f"released: {', '.join(one.asleep)}" if one.asleep else "",
-            _error(one.error),
-        )
-        for one in report.replicas
-    ]
-    return Text(heading, ("replica", "engine", "state", "memory", "error"), rows)
-
-
-def _error(info: ErrorInfo | None) -> str:
+def error_text(info: ErrorInfo | None) -> str:
     return "" if info is None else f"{info.kind}: {info.message}" + (f" -- {info.hint}" if info.hint else "")

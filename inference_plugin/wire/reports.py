@@ -1,5 +1,5 @@
 """Results of updates, verifications and pauses: the same struct on every trainer rank, in the runtime directory, in the CLI.
-`print` shows them as `report_texts` words them."""
+`print` and rich show each as a heading and a line per replica."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from inference_plugin.wire import report_texts
 from inference_plugin.wire.errors import ErrorInfo, WeightwireError
 from inference_plugin.wire.messages import MemoryTag, ReplicaState
+from inference_plugin.wire.report_texts import Text, error_text, gib, seconds
 
 __all__ = [
     "PauseReport",
@@ -19,6 +19,8 @@ __all__ = [
     "UpdateReport",
     "VerifyReport",
 ]
+
+PHASES = ("scan", "agree", "stage", "seal", "commit")
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
@@ -77,10 +79,31 @@ class UpdateReport(msgspec.Struct, frozen=True):
     held_bytes: int = 0
 
     def __str__(self) -> str:
-        return str(report_texts.of_update(self))
+        return str(self._text())
 
     def __rich__(self) -> Any:
-        return report_texts.of_update(self).table()
+        return self._text().table()
+
+    def _text(self) -> Text:
+        took = len(self.replicas) - len(self.failed)
+        phases = ", ".join(f"{name} {seconds(self.phases[name])}" for name in PHASES if name in self.phases)
+        rate = f" ({gib(int(self.bytes / self.seconds))}/s)" if self.seconds > 0 else ""
+        heading = (
+            f"{self.group} version {self.version}: {took} of {len(self.replicas)} replicas serve it, "
+            f"{gib(self.bytes)} in {seconds(self.seconds)}{rate}; {phases}"
+        )
+        rows = [
+            (
+                one.replica,
+                one.status,
+                "version unknown" if one.version is None else f"version {one.version}",
+                f"stopped {seconds(one.stopped_s)}" if one.status == "committed" else "",
+                "/".join(filter(None, (one.transport, one.install, one.mechanism))),
+                error_text(one.error),
+            )
+            for one in self.replicas
+        ]
+        return Text(heading, ("replica", "status", "serves", "generation", "how", "error"), rows)
 
     @property
     def failed(self) -> tuple[ReplicaReport, ...]:
@@ -116,10 +139,26 @@ class VerifyReport(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaVerify, ...]
 
     def __str__(self) -> str:
-        return str(report_texts.of_verify(self))
+        return str(self._text())
 
     def __rich__(self) -> Any:
-        return report_texts.of_verify(self).table()
+        return self._text().table()
+
+    def _text(self) -> Text:
+        equal = sum(one.ok for one in self.replicas)
+        heading = f"{self.group}: {equal} of {len(self.replicas)} replicas hold what the trainer holds"
+        rows = [
+            (
+                one.replica,
+                "equal" if one.ok else "failed" if one.error else "DIFFERENT" if one.differ else "not all readable",
+                "version unknown" if one.version is None else f"version {one.version}",
+                f"{one.boxes} boxes",
+                "; ".join((*one.differ, *(f"unreadable: {name}" for name in one.unreadable))),
+                error_text(one.error),
+            )
+            for one in self.replicas
+        ]
+        return Text(heading, ("replica", "result", "serves", "compared", "differences", "error"), rows)
 
     @property
     def ok(self) -> bool:
@@ -143,10 +182,27 @@ class PauseReport(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaPause, ...]
 
     def __str__(self) -> str:
-        return str(report_texts.of_pause(self))
+        return str(self._text())
 
     def __rich__(self) -> Any:
-        return report_texts.of_pause(self).table()
+        return self._text().table()
+
+    def _text(self) -> Text:
+        counts: dict[str, int] = {}
+        for one in self.replicas:
+            counts[one.state] = counts.get(one.state, 0) + 1
+        heading = ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no replicas (not rank 0)"
+        rows = [
+            (
+                one.replica,
+                one.engine,
+                one.state,
+                f"released: {', '.join(one.asleep)}" if one.asleep else "",
+                error_text(one.error),
+            )
+            for one in self.replicas
+        ]
+        return Text(heading, ("replica", "engine", "state", "memory", "error"), rows)
 
     @property
     def failed(self) -> tuple[ReplicaPause, ...]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.base import DtypeRules, WeightSource
-from trainer_adapters.sources.lora.found import has_lora_layers
+from trainer_adapters.sources.lora_layers import has_lora_layers
 from trainer_adapters.sources.sharded import is_dtensor, is_fully_sharded, is_wrapped_by_fsdp1
 from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
 

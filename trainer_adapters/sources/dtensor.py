@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.experts import checkpoint_layout
-from trainer_adapters.sources.lora.found import refuse_lora_layers
+from trainer_adapters.sources.lora_layers import refuse_lora_layers
 from trainer_adapters.sources.module import Buffers, module_stream, module_ties
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Dims, Rename, Rules, TensorInfo, whole_shard

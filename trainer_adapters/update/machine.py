@@ -13,24 +13,17 @@ update failed as a whole; then only `AbortAll` has an effect. An outcome never c
 from __future__ import annotations
 
 import collections
-import math
-from collections import deque
 
 from inference_plugin.wire.errors import (
     CommitFailed,
-    ManifestMismatch,
-    PeerLost,
-    ProtocolError,
     SyncTimeout,
-    TransportUnavailable,
-    VersionConflict,
     WeightwireError,
     first_few,
 )
-from inference_plugin.wire.messages import AskStands, Seal
+from inference_plugin.wire.messages import Seal
 from trainer_adapters.settings import BestEffort, Quorum
 from trainer_adapters.update.answers import answered
-from trainer_adapters.update.hints import LEFT_OUT, STREAMED, UNKNOWN
+from trainer_adapters.update.hints import UNKNOWN
 from trainer_adapters.update.machine_io import (
     AT_WORK,
     ENDED,
@@ -39,25 +32,21 @@ from trainer_adapters.update.machine_io import (
     Action,
     Answered,
     Ask,
-    AskToOpen,
     BeginAll,
     CommitAll,
-    Drop,
     Dropped,
-    EndStream,
     Event,
     Holds,
     LeaveBehind,
     OpenAll,
     Participant,
     SealAll,
-    State,
     Step,
     StopWaiting,
     TellAbort,
-    Terms,
     Tick,
 )
+from trainer_adapters.update.state import TransactionState
 
 __all__ = ["TransactionMachine"]
 
@@ -71,81 +60,56 @@ COMMIT_SHARE = 0.2
 """Share of the operation's time that is kept for the commit when one replica is slow to seal."""
 
 
-class TransactionMachine:
+class TransactionMachine(TransactionState):
     """`on` takes one event and returns what is to be done about it."""
-
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
-        self.participants: dict[str, Participant] = {}
-        self.step: Step = "agree"
-        self.error: WeightwireError | None = None
-        self._is_on = False
-        self.ending: list[Participant] = []
-        self._until_s = math.inf
-        self._now_s = 0.0
-        self.stood_s = math.inf
-        """When the first replica stood still to be streamed into."""
-        self._segments: dict[str, bytes] = {}
-        self.list_digest = ""
-        self._actions: list[Action] = []
 
     @property
     def wakes_at_s(self) -> float | None:
         """When a `Tick` is due, if nothing happens before."""
         due_s = [one.ends_at_s for one in self.ending]
-        if self._is_on:
-            due_s += [self._until_s, *map(self._ends_at_s, self._in_state(*AT_WORK[self.step]))]
+        if self.is_on:
+            due_s += [self.until_s, *map(self._ends_at_s, self.in_state(*AT_WORK[self.step]))]
         return min(due_s, default=None)
 
     @property
     def is_busy(self) -> bool:
         """Whether a step still runs, or a replica has still to say what became of what was streamed into it."""
-        return self._is_on or bool(self.ending)
-
-    @property
-    def has_committed(self) -> bool:
-        """Whether a replica has installed the version in this transaction."""
-        return any(each.committed is not None for each in self.participants.values())
-
-    @property
-    def may_have_torn(self) -> bool:
-        """Whether a replica that did not commit may hold a part of the version already."""
-        return any(self._is_streaming(each) for each in self.participants.values())
+        return self.is_on or bool(self.ending)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        self._now_s = now_s
+        self.now_s = now_s
         match event:
             case AbortAll():
                 self._abort(event.reason)
             case LeaveBehind():
                 self._leave_behind()
             case Answered() if self.ending:
-                answered(self, event, now_s)
+                answered(self, event)
             case _ if self.error is not None:
                 pass
             case OpenAll():
-                self._open(event, now_s)
+                self._open(event)
             case BeginAll():
-                self._begin(event, now_s)
+                self._begin(event)
             case Dropped():
                 self._drop(event)
             case SealAll():
-                self._seal(event, now_s)
+                self._seal(event)
             case CommitAll():
-                self._commit(now_s)
+                self._commit()
             case Answered():
-                answered(self, event, now_s)
+                answered(self, event)
             case Tick():
                 pass
-        self._look_whether_over(now_s)
-        actions, self._actions = self._actions, []
+        self._look_whether_over()
+        actions, self.actions = self.actions, []
         return actions
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def _open(self, event: OpenAll, now_s: float) -> None:
+    def _open(self, event: OpenAll) -> None:
         terms = self.terms
-        if not self._starts("agree", terms.deadline_s, now_s):
+        if not self._starts("agree", terms.deadline_s):
             return
         on_host = collections.Counter(joining.host for joining in event.replicas)
         for joining in event.replicas:
@@ -156,104 +120,70 @@ class TransactionMachine:
                 one.state, one.agreed = "open", agreed
         for name, error in event.unreached.items():
             self.participants[name] = Participant(name, 0, "failed", error=error)
-        for one in self._in_state("opening"):
+        for one in self.in_state("opening"):
             self.ask_to_open(one)
 
-    def _begin(self, event: BeginAll, now_s: float) -> None:
-        self._segments = dict(event.segments)
-        if self._starts("agree", self.terms.deadline_s, now_s):
-            for one in self._in_state("open"):
-                self.ask_to_begin(one, now_s)
+    def _begin(self, event: BeginAll) -> None:
+        self.segments = dict(event.segments)
+        if self._starts("agree", self.terms.deadline_s):
+            for one in self.in_state("open"):
+                self.ask_to_begin(one)
 
     def _drop(self, event: Dropped) -> None:
         self.step = "stage"
         if (one := self.participants.get(event.replica)) is not None and one.is_in:
             self.fail(one, event.error)
 
-    def _seal(self, event: SealAll, now_s: float) -> None:
+    def _seal(self, event: SealAll) -> None:
         terms = self.terms
         # A replica that is slow or silent must not use up the time in which the others are to commit.
         until_s = terms.deadline_s - COMMIT_SHARE * terms.timeout_s
         if isinstance(terms.stragglers, BestEffort):
-            until_s = min(until_s, now_s + terms.stragglers.deadline_s)
-        if not self._starts("seal", until_s, now_s):
+            until_s = min(until_s, self.now_s + terms.stragglers.deadline_s)
+        if not self._starts("seal", until_s):
             return
         self.list_digest = event.digest
         request = Seal(terms.group, terms.txn, event.digest, event.pieces, SEAL_WAIT_S)
-        for one in self._in_state("begun"):
+        for one in self.in_state("begun"):
             one.state, one.answers = "sealing", {}
             for worker in range(one.workers):
                 self.do(Ask(one.replica, worker, request, terms.control_timeout_s))
 
-    def _commit(self, now_s: float) -> None:
+    def _commit(self) -> None:
         terms = self.terms
-        if not self._starts("commit", terms.deadline_s + INSTALLING_S, now_s):
+        if not self._starts("commit", terms.deadline_s + INSTALLING_S):
             return
-        request = terms.commit(now_s)
-        for one in self._in_state("sealed"):
+        request = terms.commit(self.now_s)
+        for one in self.in_state("sealed"):
             one.state = "committing" if one.committed is None else "committed"
             if not one.has_stood:
                 self.do(Ask(one.replica, None, request, terms.silence_s))
 
     def _leave_behind(self) -> None:
         """Telling these replicas was left until the others serve the version."""
-        self.step, self._is_on = "seal", False
+        self.step, self.is_on = "seal", False
         for one in [each for each in self.participants.values() if each.is_in]:
             hint = "it is caught up, or the next update brings it up"
             self.fail(one, SyncTimeout("its workers had not checked the update in time", hint=hint, side="worker"))
 
     def _abort(self, reason: str) -> None:
         for one in [each for each in self.participants.values() if each.state not in ENDED]:
-            if one.committed is not None or self._is_streaming(one):
-                self._end_stream(one, CommitFailed(f"the update failed: {reason}"))
+            if one.committed is not None or self.is_streaming(one):
+                self.end_stream(one, CommitFailed(f"the update failed: {reason}"))
             else:
                 self.do(StopWaiting(one.replica))
                 if one.is_in:
                     self.do(TellAbort(one.replica, reason))
                 one.state = "aborted"
-        self._is_on = False
+        self.is_on = False
 
-    def _starts(self, step: Step, until_s: float, now_s: float) -> bool:
+    def _starts(self, step: Step, until_s: float) -> bool:
         """Begins a step; false if the operation's time is over."""
-        self.step, self._until_s, self._is_on = step, until_s, True
-        if now_s >= self.terms.deadline_s:
+        self.step, self.until_s, self.is_on = step, until_s, True
+        if self.now_s >= self.terms.deadline_s:
             words = f"update:{self.terms.version} took longer than {self.terms.timeout_s:g} s"
-            self.error, self._is_on = SyncTimeout(words), False
-        return self._is_on
-
-    # --- asking ------------------------------------------------------------------------------------------------------
-
-    def ask_to_open(self, one: Participant) -> None:
-        """Asks with the next transport. Fails the replica if none is left."""
-        if not one.left and not one.refusals:
-            one.left = deque(one.offered)
-        one.answers = {}
-        if not one.workers:
-            self.fail(one, ProtocolError("its card names no worker", hint="restart the engine"))
-        elif not one.left:
-            self.fail(one, TransportUnavailable(f"no transport reaches it: {'; '.join(one.refusals)}"))
-        else:
-            self.do(AskToOpen(one.replica, one.left[0]))
-
-    def ask_to_begin(self, one: Participant, now_s: float) -> None:
-        terms = self.terms
-        assert one.agreed is not None, "its group is open"
-        request = terms.begin(one.agreed.transport, self._segments[one.agreed.transport])
-        one.state, one.answers = "beginning", dict(one.begun)
-        silence_s = max(0.0, min(terms.silence_s, terms.deadline_s - now_s))
-        missing = [worker for worker in range(one.workers) if worker not in one.begun]
-        self._actions += [Ask(one.replica, worker, request, silence_s) for worker in missing]
-
-    def ask_to_stand(self, one: Participant, now_s: float) -> None:
-        """Its commit begins before the bytes come: they go where they belong while its generation stands."""
-        one.state, one.answers, one.has_stood = "standing", {}, True
-        self.do(Ask(one.replica, None, self.terms.commit(now_s), self.terms.silence_s))
-        self._actions += [self.ask_stands(one, worker, now_s) for worker in range(one.workers)]
-
-    def ask_stands(self, one: Participant, worker: int, now_s: float) -> Ask:
-        terms = self.terms
-        silence_s = max(0.0, min(terms.silence_s, terms.deadline_s - now_s))
-        return Ask(one.replica, worker, AskStands(terms.group, terms.txn, SEAL_WAIT_S), silence_s)
+            self.error, self.is_on = SyncTimeout(words), False
+        return self.is_on
 
     # --- when a step is over -----------------------------------------------------------------------------------------
 
@@ -261,36 +191,36 @@ class TransactionMachine:
         """Until when a replica is waited for. An opening ends earlier once another replica is open: the later steps need their
         time. Who does not stand in time lets others stand still meanwhile."""
         if one.state == "opening" and self._others_wait:
-            return self._until_s - OPEN_SHARE * self.terms.timeout_s
+            return self.until_s - OPEN_SHARE * self.terms.timeout_s
         if one.state == "standing":
-            return min(self._until_s, self.stood_s + self.terms.silence_s)
-        return self._until_s
+            return min(self.until_s, self.stood_s + self.terms.silence_s)
+        return self.until_s
 
     @property
     def _others_wait(self) -> bool:
         return any(each.is_in or each.state == "already" for each in self.participants.values())
 
-    def _look_whether_over(self, now_s: float) -> None:
-        for one in [each for each in self.ending if now_s >= each.ends_at_s]:
+    def _look_whether_over(self) -> None:
+        for one in [each for each in self.ending if self.now_s >= each.ends_at_s]:
             self.do(Holds(one.replica, "either"))
             words = f"{one.error.message if one.error else ''}; and it did not say in time what became of it"
             one.has_answered = True
             self.fail(one, SyncTimeout(words, hint=UNKNOWN, side="coordinator", phase="commit"))
-        if not self._is_on or self.error is not None:
+        if not self.is_on or self.error is not None:
             return
-        at_work = self._in_state(*AT_WORK[self.step])
+        at_work = self.in_state(*AT_WORK[self.step])
         if self.step == "seal":
             quorum = self.terms.stragglers
-            enough = isinstance(quorum, Quorum) and len(self._in_state("sealed")) >= quorum.count
-            self._is_on = bool(at_work) and now_s < self._until_s and not enough
-            if not self._is_on:
-                self._actions += [StopWaiting(one.replica) for one in at_work]
+            enough = isinstance(quorum, Quorum) and len(self.in_state("sealed")) >= quorum.count
+            self.is_on = bool(at_work) and self.now_s < self.until_s and not enough
+            if not self.is_on:
+                self.actions += [StopWaiting(one.replica) for one in at_work]
                 self._judge()
             return
         for one in at_work:
-            if now_s >= self._ends_at_s(one):
+            if self.now_s >= self._ends_at_s(one):
                 self.fail(one, self._too_late(one))
-        self._is_on = bool(self._in_state(*AT_WORK[self.step]))
+        self.is_on = bool(self.in_state(*AT_WORK[self.step]))
 
     def _too_late(self, one: Participant) -> WeightwireError:
         if one.state == "opening":
@@ -309,60 +239,14 @@ class TransactionMachine:
     def _judge(self) -> None:
         """Before the commit: whether as many replicas are ready as the policy wants."""
         policy = self.terms.stragglers
-        ready = len(self._in_state("sealed"))
-        served = len(self._in_state("already"))
+        ready = len(self.in_state("sealed"))
+        served = len(self.in_state("already"))
         everyone = len(self.participants) - served
         wanted = policy.count - served if isinstance(policy, Quorum) else everyone if policy == "all" else 0
         if ready < wanted:
             others = [f"{p.replica}: {p.error.message}" for p in self.participants.values() if p.error is not None]
-            others += [f"{one.replica}: not ready in time" for one in self._in_state("sealing")]
+            others += [f"{one.replica}: not ready in time" for one in self.in_state("sealing")]
             self.error = CommitFailed(
                 f"{ready} of {everyone} replicas are ready, the commit wants {wanted}; none commits",
                 hint=f"the others: {first_few(others)}",
             )
-
-    # --- parts of them -----------------------------------------------------------------------------------------------
-
-    def fail(self, one: Participant, error: WeightwireError) -> None:
-        """Takes a replica out. Before the commit an error of the trainer's own (another model, an older version) fails the
-        whole update instead."""
-        if one.committed is not None or (self._is_streaming(one) and not one.has_answered):
-            self._end_stream(one, error)
-            return
-        if one in self.ending:
-            self.ending.remove(one)
-        if isinstance(error, ManifestMismatch | VersionConflict) and self.step != "commit" and not one.has_stood:
-            self.error = self.error or error.at(replica=one.replica)
-            self._is_on = False
-            return
-        error.at(replica=one.replica, group=self.terms.group, version=self.terms.version, phase=self.step)
-        if isinstance(error, SyncTimeout | PeerLost):
-            hint = LEFT_OUT if self.step != "commit" else UNKNOWN
-            error.advise(STREAMED if self._is_streaming(one) else hint)
-        begun = one.is_in
-        one.state, one.error = "failed", error
-        self.do(StopWaiting(one.replica))
-        routes_around = begun and self.step in ("stage", "seal") and not self.has_committed
-        self.do(Drop(one.replica, str(error), begun, routes_around, is_lost=isinstance(error, PeerLost)))
-
-    def do(self, action: Action) -> None:
-        """Has the shell do something about this event."""
-        self._actions.append(action)
-
-    def _is_streaming(self, one: Participant) -> bool:
-        """Whether bytes may lie in its parameters, and it has not said that all of them do."""
-        may_be_written_to = self.step != "agree" or not self._is_on
-        return one.has_stood and one.committed is None and may_be_written_to
-
-    def _end_stream(self, one: Participant, error: WeightwireError) -> None:
-        """No more bytes go into its parameters; its coordinator says what they hold: it may have committed by then."""
-        if one.committed is not None:
-            one.state = "committed"
-            self.do(StopWaiting(one.replica))
-        elif one not in self.ending:
-            one.state, one.error, one.ends_at_s = "ending", error, self._now_s + self.terms.silence_s
-            self.ending.append(one)
-            self.do(EndStream(one.replica, error.message))
-
-    def _in_state(self, *states: State) -> list[Participant]:
-        return [each for each in self.participants.values() if each.state in states]
