@@ -11,9 +11,11 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 
 # No test, no demo and no check asks a model hub for anything.
 export HF_HUB_OFFLINE = 1
+# pip leaves bytecode to the first import (tools/envs.py). Where none may be written, each interpreter compiles torch again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-gpu test-integrations smoke bench bench-batch bench-trainers bench-scale bench-replicas plots simulate versions models docs lint format setup engines megatron trl verl lock model clean distclean
+.PHONY: help demo test test-full test-gpu test-integrations smoke bench bench-batch bench-trainers bench-scale bench-replicas plots simulate versions models docs site lint format setup engines megatron trl verl lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,9 +65,12 @@ plots: setup ## draw the benchmarks' pictures again from benchmarks/results/*.js
 simulate: setup ## run SEEDS simulated jobs under faults, on all cores; a violation is printed as a seed that replays
 	@$(PY) -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
-docs: setup ## check the pages' links, names and code, then build them as a site, build/site (its environment: half a minute, 40 MB)
-	@$(PYTHON) tools/envs.py docs
+docs: setup site ## check the pages' links, names and code, and build them as a site, build/site
 	@$(PY) -m pytest -n 0 -q tests/docs
+
+site: ## only build the site, strictly and without a network (its environment: half a minute, 40 MB)
+	@$(FOUND_PYTHON)
+	@$(PYTHON) tools/envs.py docs
 	@NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict --quiet
 	@echo "built: build/site/index.html"
 

@@ -129,7 +129,9 @@ FULL = (
 """Left to `make test-full`, which runs everything: variants of tests that stay, whole programs, and the long random ones."""
 
 FIRST = (
-    "tests/simulation/",
+    "tests/simulation/",  # in two processes of its own, while the next two wait for deadlines
+    "tests/manager/test_silence",
+    "tests/worker/test_isolation",
     ENGINES,
     "tests/batch/test_ray",
     "tests/batch/test_tr",
