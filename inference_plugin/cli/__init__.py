@@ -1,6 +1,6 @@
 """`weightwire`: what runs, whether it is healthy, and whether an engine holds what it should. Extra `cli`.
 
-One command or two to a file; `app` holds what they share. Nothing imports this package but the entry points.
+A file holds one command or a few; `app` holds what they share. Nothing imports this package but the entry points.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import sys
 from inference_plugin.cli.app import app
 from inference_plugin.wire.errors import WeightwireError
 
-from inference_plugin.cli import status, top, doctor, push, settings, verify, check_engine  # isort: skip  # noqa: F401 -- commands, as --help lists them
-
-__all__ = ["main"]
+__all__ = ["app", "main"]
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Shared by the commands: the application, its options, and asking a replica."""
+"""Shared by the commands: the application, which imports a command when it is asked for, options, and asking a replica."""
 
 from __future__ import annotations
 
+import importlib
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 from inference_plugin import __version__
 from inference_plugin.net import addresses
@@ -13,41 +14,57 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
 
 try:
-    import typer
+    import click
 except ImportError as error:
     raise SystemExit(f"the weightwire command needs more packages ({error}): pip install 'weightwire[cli]'") from None
 
-__all__ = ["AsJson", "Job", "app", "asked", "coordinator_of"]
+__all__ = ["app", "as_json_option", "asked", "coordinator_of", "job_option"]
 
-app = typer.Typer(
-    help="What runs, whether it is healthy, and whether an engine holds the weights that it should.",
-    epilog="Exit status: 0 all is well; 1 the command found a problem or a difference, or an update failed; 2 the command "
-    "could not be carried out (usage, configuration, nothing to ask).",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+COMMANDS = {
+    "status": "status",
+    "top": "top",
+    "doctor": "doctor",
+    "push": "push",
+    "transports": "settings",
+    "config": "settings",
+    "keygen": "settings",
+    "verify": "verify",
+    "check-engine": "check_engine",
+}
+"""Each command, as --help lists them, and its module here. A module's function `config` is the command `config`."""
 
 ASK_TIMEOUT_S = 5.0
 
-Job = Annotated[str | None, typer.Option(help="Job whose replicas are meant; default WEIGHTWIRE_JOB, or 'default'.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs: one JSON document, no table.")]
+job_option = click.option(
+    "--job", metavar="NAME", help="Job whose replicas are meant; default WEIGHTWIRE_JOB, or 'default'."
+)
+as_json_option = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON document, no table.")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"weightwire {__version__}")
-        raise typer.Exit
+class Commands(click.Group):
+    """Imports the module of a command when that command, or the list of all, is wanted."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"inference_plugin.cli.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
 
 
-@app.callback()
-def common(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
-    ] = False,
-) -> None:
+@click.group(
+    cls=Commands,
+    help="What runs, whether it is healthy, and whether an engine holds the weights that it should.",
+    epilog="Exit status: 0 all is well; 1 the command found a problem or a difference, or an update failed; 2 the command "
+    "could not be carried out (usage, configuration, nothing to ask).",
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="weightwire", message="%(prog)s %(version)s")
+@click.pass_context
+def app(context: click.Context) -> None:
     if context.invoked_subcommand != "doctor":  # it lists them among the problems
         for text in misspelt_variables():
             print(f"weightwire: warning: {text}", file=sys.stderr)

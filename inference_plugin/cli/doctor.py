@@ -6,10 +6,10 @@ import os
 import sys
 from typing import Any
 
-import typer
+import click
 
 from inference_plugin import __version__
-from inference_plugin.cli.app import AsJson, Job, app, asked
+from inference_plugin.cli.app import as_json_option, asked, job_option
 from inference_plugin.cli.output import line, print_json, problem
 from inference_plugin.net import addresses
 from inference_plugin.wire.config import OTHER_VARIABLES, Config, misspelt_variables, settings
@@ -19,9 +19,12 @@ from inference_plugin.wire.messages import ReplicaCard
 __all__ = ["doctor"]
 
 
-@app.command()
-def doctor(job: Job = None, as_json: AsJson = False) -> None:
-    """Runtime directory, stale leftovers, where the plug-in is live, and which transports work. Exit status 1: a problem."""
+@click.command(short_help="Looks for problems: directory, plug-ins, transports.")
+@job_option
+@as_json_option
+def doctor(job: str | None, as_json: bool) -> None:
+    """Looks at the runtime directory, at leftovers of processes that have ended, at where the plug-in is live, and at which
+    transports work. Exit status 1: there is a problem."""
     from inference_plugin.plugins import plugin_manager
     from inference_plugin.transports.registry import transports  # imports torch
     from inference_plugin.wire.copying import how_copies_are_made
@@ -44,7 +47,7 @@ def doctor(job: Job = None, as_json: AsJson = False) -> None:
             problem(text)
         if not problems:
             line("no problem found" + ("" if replicas else "; no replica runs"), colour="green")
-    raise typer.Exit(1 if problems else 0)
+    raise SystemExit(1 if problems else 0)
 
 
 def _look_at_directory(job: str | None, facts: dict[str, Any], problems: list[str]) -> list[ReplicaCard]:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import click
 import msgspec
-import typer
 
 __all__ = ["JSON_SCHEMA", "line", "print_json", "problem", "stop", "table", "terminal"]
 
@@ -22,7 +22,7 @@ PIPE_COLUMNS = 1000
 
 def line(text: str, *, colour: str | None = None) -> None:
     """One line, however long. The colour is left out where stdout is no terminal."""
-    typer.secho(text, fg=colour)
+    click.secho(text, fg=colour)
 
 
 def problem(text: str, indent: str = "") -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
-from inference_plugin.cli.app import AsJson, Job, app
+from inference_plugin.cli.app import as_json_option, job_option
 from inference_plugin.cli.checkpoints import Checkpoint
 from inference_plugin.cli.output import line, print_json, problem, stop
 from inference_plugin.wire.errors import WeightwireError
@@ -16,30 +16,40 @@ from inference_plugin.wire.errors import WeightwireError
 if TYPE_CHECKING:
     import torch
 
+    from inference_plugin.wire.messages import InFlight
+
 __all__ = ["push"]
 
 
-@app.command()
+@click.command(short_help="Brings a checkpoint into all running replicas.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--version", type=click.IntRange(min=0), help="Default: one more than any replica of the job serves.")
+@click.option("--group", default="policy", help="Weight-update group.")
+@click.option("--dtype", help="Send every tensor in this dtype, such as bfloat16; default: as it is stored.")
+@click.option(
+    "--in-flight",
+    type=click.Choice(["keep", "recompute", "abort", "drain"]),
+    default="keep",
+    help="What happens to requests in flight.",
+)
+@click.option("--verify", is_flag=True, help="Then compare the live parameters with the checkpoint.")
+@click.option("--timeout-s", type=float, default=600.0, help="Seconds for the update, and again for the comparison.")
+@job_option
+@as_json_option
 def push(
-    checkpoint: Annotated[Path, typer.Argument(help="Directory with *.safetensors, or one such file.")],
-    version: Annotated[
-        int | None, typer.Option(min=0, help="Default: one more than any replica of the job serves.")
-    ] = None,
-    group: Annotated[str, typer.Option(help="Weight-update group.")] = "policy",
-    dtype: Annotated[
-        str | None, typer.Option(help="Send every tensor in this dtype, such as bfloat16; default: as it is stored.")
-    ] = None,
-    in_flight: Annotated[
-        Literal["keep", "recompute", "abort", "drain"], typer.Option(help="What happens to requests in flight.")
-    ] = "keep",
-    verify: Annotated[bool, typer.Option("--verify", help="Then compare the live parameters with it.")] = False,
-    timeout_s: Annotated[float, typer.Option(help="For the update, and again for the comparison.")] = 600.0,
-    job: Job = None,
-    as_json: AsJson = False,
+    checkpoint: Path,
+    version: int | None,
+    group: str,
+    dtype: str | None,
+    in_flight: InFlight,
+    verify: bool,
+    timeout_s: float,
+    job: str | None,
+    as_json: bool,
 ) -> None:
     """Brings a checkpoint into all running replicas, without a restart. Exit status 1: not every replica has it.
 
-    The files are read tensor by tensor while they are sent.
+    CHECKPOINT is a directory with *.safetensors, or one such file. The files are read tensor by tensor while they are sent.
     """
     import torch
 
@@ -62,11 +72,11 @@ def push(
                 print_json(ok=False, version=version, error=error.info())
             else:
                 problem(str(error))
-            raise typer.Exit(1) from None
+            raise SystemExit(1) from None
     ok = not report.failed and (verified is None or verified.ok)
     if as_json:
         print_json(ok=ok, version=version, report=report, verified=verified)
-        raise typer.Exit(0 if ok else 1)
+        raise SystemExit(0 if ok else 1)
     line(f"version {version} of {group}: {report.bytes / 1e6:.1f} MB in {report.seconds:.3f} s")
     for replica in report.replicas:
         why = (
@@ -77,7 +87,7 @@ def push(
         line(f"  {compared.replica}: {'equal' if compared.ok else 'DIFFERENT'} ({compared.boxes} boxes compared)")
         for text in (*compared.differ, *compared.unreadable):
             line(f"    {text}")
-    raise typer.Exit(0 if ok else 1)
+    raise SystemExit(0 if ok else 1)
 
 
 class _Tensors(Mapping[str, "torch.Tensor"]):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from inference_plugin.cli.app import AsJson, app
+from inference_plugin.cli.app import as_json_option
 from inference_plugin.cli.output import line, print_json, stop, table
 from inference_plugin.net import curve
 from inference_plugin.wire.config import OTHER_VARIABLES, Config, settings, unknown_variables, written
 
-__all__ = ["keygen", "show_config", "transports"]
+__all__ = ["config", "keygen", "transports"]
 
 
-@app.command()
-def transports(as_json: AsJson = False) -> None:
-    """Transports in the order in which `auto` tries them, and why any of them can't be used here."""
+@click.command(short_help="Transports, and why one can't be used here.")
+@as_json_option
+def transports(as_json: bool) -> None:
+    """Lists the transports in the order in which `auto` tries them, and says why any of them can't be used here."""
     from inference_plugin.transports.registry import transports as known_transports  # imports torch
 
     rows = [
@@ -31,14 +32,15 @@ def transports(as_json: AsJson = False) -> None:
     table(columns, [[row[column] for column in columns] for row in rows])
 
 
-@app.command("config")
-def show_config(as_json: AsJson = False) -> None:
-    """Every setting as this environment gives it, and where it comes from. Exit status 2: one has an invalid value."""
-    config = Config.from_environment()
+@click.command(short_help="Every setting, and where its value comes from.")
+@as_json_option
+def config(as_json: bool) -> None:
+    """Shows every setting as this environment gives it, and where its value comes from. Exit status 2: a value is invalid."""
+    given = Config.from_environment()
     rows = [
         {
             "setting": setting.field,
-            "value": getattr(config, setting.field),
+            "value": getattr(given, setting.field),
             "from": setting.variable if os.environ.get(setting.variable) else "default",
             "side": setting.side,
             "for": setting.text,
@@ -66,13 +68,13 @@ def _shown(row: dict[str, Any]) -> list[str]:
     return [row["setting"], unset if row["value"] is None else written(row["value"]), row["from"], row["side"]]
 
 
-@app.command()
-def keygen(
-    file: Annotated[
-        Path, typer.Argument(help="A new file; copy it to every host of the job, name it in WEIGHTWIRE_KEY.")
-    ],
-) -> None:
-    """Makes the key with which the sockets of a job may be reached from other hosts."""
+@click.command(short_help="Makes the key for a job on several hosts.")
+@click.argument("file", type=click.Path(path_type=Path))
+def keygen(file: Path) -> None:
+    """Makes the key with which the sockets of a job may be reached from other hosts.
+
+    FILE is a new file; copy it to every host of the job, and name it in WEIGHTWIRE_KEY.
+    """
     try:
         curve.make_key(file)
     except OSError as error:

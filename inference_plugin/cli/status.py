@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from inference_plugin.cli.app import AsJson, Job, app, asked
+import click
+
+from inference_plugin.cli.app import as_json_option, asked, job_option
 from inference_plugin.cli.output import line, print_json, problem
 from inference_plugin.net import addresses
 from inference_plugin.net.report_files import last_report
@@ -14,10 +16,12 @@ from inference_plugin.wire.reports import UpdateReport
 __all__ = ["status"]
 
 
-@app.command()
-def status(job: Job = None, as_json: AsJson = False) -> None:
-    """Replicas of the job, their groups, versions and states, and each group's last update; engines that are starting; and
-    engines that run without the plug-in, with the reason."""
+@click.command(short_help="Replicas, their versions and states; the last updates.")
+@job_option
+@as_json_option
+def status(job: str | None, as_json: bool) -> None:
+    """Shows the job's replicas with their groups, versions and states, and each group's last update; engines that are starting;
+    and engines that run without the plug-in, with the reason."""
     found = [asked(card) for card in addresses.discover(job)]
     starting = addresses.starting(job)
     without = addresses.problems(job)
@@ -35,6 +39,9 @@ def status(job: Job = None, as_json: AsJson = False) -> None:
         problem(f"runs without the plug-in: {text}")
     if not found and not starting:
         line(f"no replica of job {job or addresses.job_name()!r} runs; looked in {addresses.runtime_dir(job)}")
+        line(
+            "an engine that was started just now appears as soon as it loads its model; `weightwire doctor` looks for problems"
+        )
         return
     for replica in found:
         _print_replica(replica)
@@ -54,10 +61,11 @@ def _standing(ranks: list[GroupStatus], last: UpdateReport | None) -> str:
 
 def _print_replica(replica: dict[str, Any]) -> None:
     card: ReplicaCard = replica["card"]
+    dtype = f", {card.dtype}" if card.dtype else ""
     ranks = f"tp {card.tp}, pp {card.pp}, dp rank {card.dp_rank}"
     why = f" ({card.detail})" if card.detail and card.state != "torn" else ""  # why it is torn is among its problems
     line(
-        f"{card.replica}: {card.engine} {card.engine_version}, {card.model}, {ranks}: {replica['state']}{why}",
+        f"{card.replica}: {card.engine} {card.engine_version}, {card.model}{dtype}, {ranks}: {replica['state']}{why}",
     )
     for what in card.lacks:
         line(f"  in this version of {card.engine} {what}")

@@ -6,11 +6,11 @@ import contextlib
 import sys
 import threading
 import time
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from inference_plugin.cli.app import AsJson, Job, app
+from inference_plugin.cli.app import as_json_option, job_option
 from inference_plugin.cli.output import print_json, terminal
 from inference_plugin.net import addresses
 from inference_plugin.net.records import record_of
@@ -33,16 +33,15 @@ REPLICA_COLUMNS = (
 UPDATE_COLUMNS = ("group", "version", "when", "replicas", "failed", "size", "seconds", "throughput")
 
 
-@app.command()
-def top(
-    job: Job = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it once and end, as in a pipe.")] = False,
-    interval_s: Annotated[float, typer.Option(min=0.1, help="Between two looks.")] = 1.0,
-    as_json: AsJson = False,
-) -> None:
-    """A live view of the replicas of this host (versions, how far behind, commits) and of each group's last update.
+@click.command(short_help="A live view of replicas and updates.")
+@job_option
+@click.option("--once", is_flag=True, help="Show it once and end, as in a pipe.")
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between two looks.")
+@as_json_option
+def top(job: str | None, once: bool, interval_s: float, as_json: bool) -> None:
+    """Shows, live, the replicas of this host (versions, how far behind, commits) and each group's last update.
 
-    It reads files only and asks no process: an engine doesn't notice. Ctrl-C ends it.
+    It reads files only and asks no process, so engines don't notice it. Ctrl-C ends it.
     """
     if as_json:
         print_json(**_look(job))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import typer
+import click
 
-from inference_plugin.cli.app import AsJson, Job, app, coordinator_of
+from inference_plugin.cli.app import as_json_option, coordinator_of, job_option
 from inference_plugin.cli.checkpoints import Checkpoint
 from inference_plugin.cli.output import line, print_json, stop
-from inference_plugin.cli.probe import probe
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import ReplicaCard, Verified, Verify
@@ -28,25 +27,39 @@ SHOWN_DIFFERENCES = 20
 """Differences of a replica that are shown without `--all`; `--json` has all of them."""
 
 
-@app.command()
+@click.command(short_help="Compares live engines with a checkpoint.")
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory with *.safetensors, or one such file.",
+)
+@click.option("--group", default="policy", help="Weight-update group.")
+@click.option("--replica", help="Only this replica.")
+@job_option
+@click.option("--timeout-s", type=float, default=120.0, help="Seconds for each replica.")
+@click.option("--all", "show_all", is_flag=True, help="Every difference, not the first 20 of a replica.")
+@click.option(
+    "--probe", "probe_url", metavar="URL", help="Also ask this server, and transformers, for log-probabilities."
+)
+@as_json_option
 def verify(
-    checkpoint: Annotated[Path, typer.Option(help="Directory with *.safetensors, or one such file.")],
-    group: Annotated[str, typer.Option(help="Weight-update group.")] = "policy",
-    replica: Annotated[str | None, typer.Option(help="Only this replica.")] = None,
-    job: Job = None,
-    timeout_s: Annotated[float, typer.Option(help="For each replica.")] = 120.0,
-    show_all: Annotated[bool, typer.Option("--all", help="Every difference, not the first 20 of a replica.")] = False,
-    probe_url: Annotated[
-        str | None,
-        typer.Option("--probe", help="Also ask the server at this URL, and transformers, for log-probabilities."),
-    ] = None,
-    as_json: AsJson = False,
+    checkpoint: Path,
+    group: str,
+    replica: str | None,
+    job: str | None,
+    timeout_s: float,
+    show_all: bool,
+    probe_url: str | None,
+    as_json: bool,
 ) -> None:
     """Compares what live engines hold with a checkpoint, byte for byte. Exit status 1: they differ.
 
     The engine must have taken an update of the group: only then is it known which parameter holds which tensor. With
     --probe it also shows how far engine and transformers lie apart on fixed prompts: is it the weights, or something else?
     """
+    from inference_plugin.cli.probe import probe
+
     tensor_named = Checkpoint(checkpoint).tensor
     cards = [card for card in addresses.discover(job) if replica in (None, card.replica)]
     if not cards:
@@ -69,7 +82,7 @@ def verify(
             line(str(probed))
             if all(result["ok"] for result in results):
                 line("  It is not the weights: what is left comes from dtypes, kernels, attention or quantisation.")
-    raise typer.Exit(0 if all(result["ok"] for result in results) else 1)
+    raise SystemExit(0 if all(result["ok"] for result in results) else 1)
 
 
 def _verified(card: ReplicaCard, group: str, timeout_s: float, tensor_named: TensorNamed) -> dict[str, Any]:

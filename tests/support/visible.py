@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from click.testing import CliRunner
 from packaging.version import Version
 from prometheus_client.parser import text_string_to_metric_families as parse
-from typer.testing import CliRunner
 
 from inference_plugin.cli import app
 from inference_plugin.engines.monkeypatch import installed_version
