@@ -1,8 +1,8 @@
 """Plug-in points for third parties, by pluggy: transports, Megatron architectures and listeners.
 
 A plug-in is found through the entry point group `weightwire`, or named as `module:object` in `WEIGHTWIRE_PLUGINS`
-(comma-separated; set it for the trainer and for the engine alike). One that can't be imported doesn't break anything:
-it is listed, with its reason, wherever something that it might have given is missing.
+(comma-separated; set it for the trainer and for the engine alike). A plug-in that can't be imported breaks nothing: where
+something is missing that it may provide, the error names it, with the reason.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HookSpecs:
 
     @hookspec
     def weightwire_state_changed(self, replica: str, rank: int, group: str, state: str) -> None:
-        """On a worker, after a group's state changed, on a thread for listeners: whatever it does holds up nobody else."""
+        """On a worker, after a group's state changed, on a thread for listeners, so that a slow one delays nobody else."""
 
     @hookspec
     def weightwire_phase(self, operation: str, group: str, version: int | None, phase: str, rank: int) -> None:
@@ -79,7 +79,7 @@ class HookSpecs:
 
     @hookspec
     def weightwire_replica_lost(self, group: str, replica: str, reason: str) -> None:
-        """On a trainer's rank 0, when a replica takes part no longer."""
+        """On a trainer's rank 0, when a replica no longer takes part."""
 
     @hookspec
     def weightwire_replica_state(self, group: str, status: Any) -> None:

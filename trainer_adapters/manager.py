@@ -35,7 +35,7 @@ from inference_plugin.wire.reports import PauseReport, UpdateReport, VerifyRepor
 from inference_plugin.wire.tracing import Trace, flush, save, under
 from trainer_adapters.events import Event, harmless
 from trainer_adapters.fleet import registry
-from trainer_adapters.fleet.fleet import Fleet
+from trainer_adapters.fleet.fleet import Fleet, leading
 from trainer_adapters.fleet.machine_io import ReplicaStatus
 from trainer_adapters.fleet.pauses import Pauses
 from trainer_adapters.fleet.versions import versions_of
@@ -85,6 +85,8 @@ class SyncManager:
       see `inference_plugin.transports.spread`.
     - `catch_up`: whether replicas that join, or fell behind, get the last version between updates: "auto" (where it lies in
       shared memory anyway), "always" (one more copy of each update, all trainer ranks on one host) or "never".
+    - `replicas`: which replicas of the job this manager is for, where the job has other engines too: those of one model, by the
+      name that the engine was started with, or those for which a function of a card says True (called on several threads).
     - `check_finite`: NaN or infinity in any rank's weights makes an update raise `NotFinite`, and nothing is applied.
     - `process_group`: the trainer's ranks, default all of torch.distributed, or this process alone.
 
@@ -106,6 +108,7 @@ class SyncManager:
         fan_out: FanOut = "auto",
         catch_up: CatchUpPolicy = "auto",
         check_finite: bool = False,
+        replicas: Callable[[ReplicaCard], bool] | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         config: Config | None = None,
     ) -> None:
@@ -121,6 +124,7 @@ class SyncManager:
             catch_up=catch_up,
             on_failure=on_failure,
             check_finite=check_finite,
+            replicas=replicas,
         )
         if catch_up == "always":
             transport_named("shm")  # an error now rather than in the first update
@@ -259,26 +263,20 @@ class SyncManager:
         return self._of_pauses("wake_up()", lambda pauses, deadline_s: pauses.resume(tags, deadline_s))
 
     def discover(self) -> list[ReplicaCard]:
-        """The living replicas of the job: those of this host by the runtime directory, on rank 0 also those that
-        registered at `WEIGHTWIRE_REGISTRY`."""
+        """The living replicas that the manager is for: this host's, on rank 0 also those registered at `WEIGHTWIRE_REGISTRY`."""
         self._thread.check_open()
-        return self._fleet.cards() if self._fleet is not None else addresses.discover()
+        return self._fleet.cards() if self._fleet is not None else self.settings.chosen(addresses.discover())
 
     def wait_for_replicas(self, count: int, *, timeout_s: float) -> list[ReplicaCard]:
         """Rank 0: `discover()` once at least `count` replicas are there. Raises `SyncTimeout`. Not collective."""
         self._thread.check_open()
-        if self._fleet is None:
-            raise RuntimeError("only rank 0 waits for replicas; its update waits for the others anyway")
-        return self._fleet.registry.wait(count, timeout_s)
+        return leading(self._fleet).wait(count, timeout_s)
 
     def replicas(self) -> list[ReplicaStatus]:
         """Rank 0: every replica and what is known of it, without asking any. The last 32 lost replicas are listed as well. Any
         thread, also while an update runs. Not collective."""
         self._thread.check_open()
-        if self._fleet is None:
-            raise RuntimeError("only rank 0 knows the replicas")
-        self._fleet.look()
-        return self._fleet.statuses()
+        return leading(self._fleet).statuses()
 
     def versions(self) -> dict[str, int | None]:
         """Asks all living replicas at once which version they serve. None stands for a replica before its first update, a torn

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.config import Config, misspelt_variables
 from inference_plugin.wire.errors import ConfigError
-from inference_plugin.wire.messages import InFlight, InstallPolicy
+from inference_plugin.wire.messages import InFlight, InstallPolicy, ReplicaCard
 from inference_plugin.wire.messages.common import GROUP_NAME
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class Settings:
     catch_up: CatchUpPolicy = "auto"
     on_failure: OnFailure = "raise"
     check_finite: bool = False
+    replicas: Callable[[ReplicaCard], bool] | str | None = None
 
     def __post_init__(self) -> None:
         for text in misspelt_variables():
@@ -100,6 +101,11 @@ class Settings:
         if name == "stragglers" and not isinstance(value, Quorum | BestEffort) and value not in ("report", "all"):
             words = f"stragglers={value!r} is none of 'report', 'all', Quorum(n), BestEffort(seconds)"
             raise ConfigError(words, hint="give stragglers one of these")
+        if name == "replicas" and not (value is None or callable(value) or isinstance(value, str)):
+            raise ConfigError(
+                f"replicas={value!r} is neither the name of a model nor a function of a replica's card",
+                hint="such as replicas=lambda card: card.model.endswith('policy'); `weightwire status --json` shows the cards",
+            )
         if name == "check_finite" and not isinstance(value, bool):
             raise ConfigError(f"check_finite={value!r} is neither True nor False", hint="True refuses NaN and infinity")
         if name == "group" and not (isinstance(value, str) and re.fullmatch(GROUP_NAME, value)):
@@ -121,6 +127,18 @@ class Settings:
     @property
     def lease_s(self) -> float:
         return self.config.lease_s
+
+    def chosen(self, cards: Sequence[ReplicaCard]) -> list[ReplicaCard]:
+        """The replicas among `cards` that the manager is for. Raises `ConfigError` if the user's function does."""
+        chosen = self.replicas
+        if chosen is None:
+            return list(cards)
+        if isinstance(chosen, str):
+            return [card for card in cards if card.model == chosen]
+        try:
+            return [card for card in cards if chosen(card)]
+        except Exception as error:
+            raise ConfigError(f"replicas= raised {error!r} for a replica's card", hint="mend the function") from error
 
     def offered(self) -> list[Transport]:
         """The transports for `install`, in order of preference; for "auto" also those that stream, for replicas that stand still

@@ -65,6 +65,7 @@ class TransformersEngine:
             engine="transformers",
             engine_version=installed_version("transformers"),
             model=str(checkpoint),
+            dtype=str(live.dtype).removeprefix("torch."),
             tp=1,
         )
 

@@ -66,11 +66,11 @@ def norm_bytes() -> int:
 
 
 UNKNOWN: dict[str, tuple[Any, str]] = {
-    "a number": (7, "a int cannot be sent"),
-    "nothing": (None, "a NoneType cannot be sent"),
+    "a number": (7, "type int cannot be sent"),
+    "nothing": (None, "type NoneType cannot be sent"),
     "a path": ("models/policy", "load the tensors"),
     "a class": (torch.nn.Linear, "pass an instance"),
-    "a tensor": (torch.zeros(2), "a Tensor cannot be sent"),
+    "a tensor": (torch.zeros(2), "type Tensor cannot be sent"),
     "a generator": ((pair for pair in checkpoint(1).items()), "lambda: model.named_parameters()"),
     "a training checkpoint": ({"model": checkpoint(1), "step": 3}, "'model': dict"),
     "a list of tensors": ([torch.zeros(2)], "list pairs"),

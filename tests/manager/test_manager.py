@@ -27,6 +27,7 @@ from inference_plugin.transports import shm
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import (
     CommitFailed,
+    ConfigError,
     DigestMismatch,
     ManifestMismatch,
     PeerLost,
@@ -231,6 +232,38 @@ def test_without_a_replica_it_says_where_it_looked_and_what_to_do(manager: SyncM
         manager.update(source(1), 1)
     assert (raised.value.phase, raised.value.side, raised.value.group) == ("agree", "manager", "policy")
     assert "WEIGHTWIRE_JOB" in raised.value.hint and "weightwire doctor" in raised.value.hint
+
+
+def test_a_manager_for_some_replicas_of_the_job_leaves_the_others_alone(start: Start) -> None:
+    policy, judge = start(), start(RIG_MODEL="a-reward-model")
+    before = judge.peek()
+    with SyncManager(timeout_s=60, replicas=lambda card: "reward" not in card.model) as manager:
+        assert [card.replica for card in manager.wait_for_replicas(1, timeout_s=60)] == [policy.replica]
+        report = manager.update(source(1), 5)
+        assert [replica.replica for replica in report.replicas] == [policy.replica]
+        assert [replica.replica for replica in manager.pause().replicas] == [policy.replica]
+        manager.resume()
+        assert [status.replica for status in manager.replicas()] == [policy.replica]
+        assert manager.versions() == {policy.replica: 5}
+    with SyncManager(timeout_s=60, replicas="plain") as manager:
+        assert [card.replica for card in manager.discover()] == [policy.replica]
+    assert policy.peek() == digests_expected(checkpoint(1), 1) and judge.peek() == before
+
+
+def test_a_function_that_chooses_no_replica_or_raises_is_told_apart_from_a_job_without_any(start: Start) -> None:
+    start()
+    with SyncManager(timeout_s=60, replicas=lambda card: False) as manager:
+        with pytest.raises(PeerLost, match=r"1 replicas of job .* run, and replicas= leaves out every one"):
+            manager.update(source(1))
+        with pytest.raises(PeerLost, match="leaves out every one"):
+            manager.pause()
+    with (
+        SyncManager(timeout_s=60, replicas=lambda card: card.name == "m") as manager,  # type: ignore[attr-defined]
+        pytest.raises(ConfigError, match=r"replicas= raised .*no attribute 'name'"),
+    ):
+        manager.update(source(1))
+    with pytest.raises(ConfigError, match="neither the name of a model nor a function"):
+        SyncManager(replicas=7)  # type: ignore[arg-type]
 
 
 def test_arguments_that_cannot_be_meant_are_refused_at_once(directory: Path) -> None:

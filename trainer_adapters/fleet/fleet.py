@@ -45,7 +45,7 @@ from trainer_adapters.fleet.session import ReplicaSession, worker_connections
 from trainer_adapters.fleet.versions import NextVersion
 from trainer_adapters.settings import Settings
 
-__all__ = ["Fleet", "TakingPart"]
+__all__ = ["Fleet", "TakingPart", "leading"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,13 @@ class TakingPart:
 
     sessions: list[ReplicaSession]
     unreached: list[tuple[ReplicaCard, WeightwireError]]
+
+
+def leading(fleet: Fleet | None) -> Fleet:
+    """Rank 0's fleet. Raises on the other ranks, which have none."""
+    if fleet is None:
+        raise RuntimeError("only rank 0 knows the replicas; its update waits for the others anyway")
+    return fleet
 
 
 class Fleet:
@@ -77,8 +84,30 @@ class Fleet:
         self._looking = threading.Lock()
 
     def cards(self) -> list[ReplicaCard]:
-        """The living replicas of the job, by id."""
-        return self.registry.cards()
+        """The living replicas of the job that the manager is for, by id."""
+        return self._settings.chosen(self.registry.cards())
+
+    def wait(self, count: int, timeout_s: float) -> list[ReplicaCard]:
+        """`cards()` once there are at least `count`. Raises `SyncTimeout`."""
+        return self.registry.wait(count, timeout_s, self.cards)
+
+    def nobody(self, phase: str) -> PeerLost:
+        """The error of an operation that finds no replica."""
+        job = addresses.job_name()
+        if others := self.registry.cards():
+            return PeerLost(
+                f"{len(others)} replicas of job {job!r} run, and replicas= leaves out every one",
+                hint="name the model as the engine was started with it; `weightwire status` shows it",
+                side="manager",
+                phase=phase,
+            )
+        return PeerLost(
+            f"no replica of job {job!r} is running; looked in {addresses.runtime_dir()}",
+            hint="start the engine with the plug-in installed, the same WEIGHTWIRE_JOB and WEIGHTWIRE_RUNTIME_DIR; "
+            "`weightwire doctor` tells what is there; on other hosts also the same WEIGHTWIRE_REGISTRY and WEIGHTWIRE_KEY",
+            side="manager",
+            phase=phase,
+        )
 
     def look(self) -> None:
         """Takes in which replicas are there now, and when each was last heard of."""
@@ -91,7 +120,8 @@ class Fleet:
         return self.versions.after(self.cards(), self._settings.group, timeout_s, self._settings.config.silence_s)
 
     def statuses(self) -> list[ReplicaStatus]:
-        """All replicas, by id."""
+        """All replicas that are there now or were lost lately, by id."""
+        self.look()
         with self._changed:
             return self._machine.statuses()
 
@@ -117,12 +147,7 @@ class Fleet:
         for gone in set(self._sessions) - set(cards):
             self.lose(gone, "it is no longer among the replicas of the job")
         if not cards:
-            raise PeerLost(
-                f"no replica of job {addresses.job_name()!r} is running; looked in {addresses.runtime_dir()}",
-                hint="start the engine with the plug-in installed, the same WEIGHTWIRE_JOB and WEIGHTWIRE_RUNTIME_DIR; "
-                "`weightwire doctor` tells what is there; on other hosts also the same WEIGHTWIRE_REGISTRY and WEIGHTWIRE_KEY",
-                phase="agree",
-            )
+            raise self.nobody("agree")
         part = TakingPart([], [])
         for name in sorted(free):
             try:

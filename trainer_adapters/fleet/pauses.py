@@ -65,12 +65,7 @@ class Pauses:
         waited for. Raises the first error if no replica stands still, `PeerLost` if there is no replica."""
         cards = self._fleet.cards()
         if not cards:
-            raise PeerLost(
-                f"no replica of job {addresses.job_name()!r} is running",
-                hint="`weightwire doctor` tells what is there",
-                side="manager",
-                phase="pause",
-            )
+            raise self._fleet.nobody("pause")
         left_s = self._left_s(deadline_s)
         request = Pause(
             Sender(self._trainer, os.getpid(), addresses.boot_id(), start_ticks()),

@@ -71,13 +71,16 @@ class Registry(Service):
         with self._changed:
             return self._heard_s.get(replica, 0.0)
 
-    def wait(self, count: int, timeout_s: float) -> list[ReplicaCard]:
-        """`cards()` once there are at least `count`. Raises `SyncTimeout`."""
+    def wait(
+        self, count: int, timeout_s: float, look: Callable[[], list[ReplicaCard]] | None = None
+    ) -> list[ReplicaCard]:
+        """What `look` sees, by default `cards()`, once there are at least `count`. Raises `SyncTimeout`."""
+        look = look or self.cards
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._changed:
                 changes = self._changes
-            if len(found := self.cards()) >= count:
+            if len(found := look()) >= count:
                 return found
             with self._changed:
                 if not self._changed.wait_for(lambda: self._changes > changes, deadline_s - time.monotonic()):  # noqa: B023

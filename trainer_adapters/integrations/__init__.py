@@ -1,1 +1,1 @@
-"""Our parts in other projects' places: one file each. A file imports its project, so none is imported unless it is named."""
+"""Adapters for other projects, one file each. A file may import its project, so import the one that you need by its name."""

@@ -124,7 +124,7 @@ def kind_of(model: object) -> Kind:
         )
     if callable(model) and not isinstance(model, torch.Tensor):
         return "tensors"
-    raise _unknown(f"a {type(model).__name__}", "")
+    raise _unknown(f"an object of type {type(model).__name__}", "")
 
 
 def _kind_of_module(model: torch.nn.Module) -> Kind:

@@ -174,6 +174,7 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
                 engine="sglang",
                 engine_version=installed_version(*SGLANG.distributions),
                 model=str(rank.scheduler.model_config.model_path),
+                dtype=str(rank.scheduler.model_config.dtype).removeprefix("torch."),
                 tp=rank.ranks.size,
                 pp=1,
                 dp_rank=int(parallel.dp_rank or 0),

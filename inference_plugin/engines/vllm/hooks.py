@@ -163,6 +163,7 @@ def _started(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoo
             engine="vllm",
             engine_version=installed_version(*VLLM.distributions),
             model=str(config.model_config.model),
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
             tp=config.parallel_config.tensor_parallel_size,
             pp=config.parallel_config.pipeline_parallel_size,
             dp_rank=config.parallel_config.data_parallel_index,

@@ -66,7 +66,7 @@ class WorkerCard(msgspec.Struct, frozen=True, tag="worker"):
 
 class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     """One engine instance; its coordinator writes this as a file into the runtime directory. `lacks`: what users of this
-    version of the engine miss, in words."""
+    version of the engine miss, in words. `dtype`: in which the engine computes, such as "bfloat16"; "" from an older release."""
 
     replica: ReplicaId
     engine: Word
@@ -88,6 +88,7 @@ class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     protocol: ProtocolNumber = PROTOCOL_VERSION
     start_ticks: StartTicks = 0
     lacks: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)] = ()
+    dtype: Word = ""
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
