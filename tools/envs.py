@@ -107,25 +107,34 @@ def ensure(name: str) -> Path:
             return python
         stamp.unlink(missing_ok=True)
         started = time.monotonic()
-        if environment.over:
-            shutil.rmtree(directory, ignore_errors=True)  # what pip would remove, it might remove below
-        make_venv(directory, environment.purpose)
-        pip = Pip(python, VENVS / f"{name}-pip.log")
-        install_lock(pip, _lock(environment, name), environment.free_gb, _lock_below(environment))
-        if environment.stand_ins:
-            with tempfile.TemporaryDirectory() as scratch:  # building leaves files behind, and not in our tree
-                copy = shutil.copytree(ROOT / environment.stand_ins, Path(scratch) / "copy")
-                pip.install("stand-ins for packages without a CPU build", ["--force-reinstall", str(copy)])
-        if environment.package:
-            with _one_at_a_time(VENVS / ".weightwire.lock"):  # it is built in our tree, which all environments share
-                pip.install("Weightwire itself", ["--editable", str(ROOT)])
-        if environment.over:  # last: pip leaves alone what it does not see
-            below = site_packages(VENVS / environment.over)
-            (site_packages(directory) / "below.pth").write_text(f"{below}\n")
-        _check_import(python, environment)
+        fill(directory, environment, _lock(environment, name))
         stamp.write_text(wanted)
         say(f"{directory.relative_to(ROOT)} is ready ({time.monotonic() - started:.0f} s)")
     return python
+
+
+def fill(directory: Path, environment: Environment, lock: Path) -> Path:
+    """Install into `directory` what `lock` pins, with Weightwire itself; return its interpreter. Raises :class:`SetupError`.
+
+    The environment that it is laid over must be there already.
+    """
+    if environment.over:
+        shutil.rmtree(directory, ignore_errors=True)  # what pip would remove, it might remove below
+    make_venv(directory, environment.purpose)
+    pip = Pip(directory / "bin" / "python", VENVS / f"{directory.name}-pip.log")
+    install_lock(pip, lock, environment.free_gb, _lock_below(environment))
+    if environment.stand_ins:
+        with tempfile.TemporaryDirectory() as scratch:  # building leaves files behind, and not in our tree
+            copy = shutil.copytree(ROOT / environment.stand_ins, Path(scratch) / "copy")
+            pip.install("stand-ins for packages without a CPU build", ["--force-reinstall", str(copy)])
+    if environment.package:
+        with _one_at_a_time(VENVS / ".weightwire.lock"):  # it is built in our tree, which all environments share
+            pip.install("Weightwire itself", ["--editable", str(ROOT)])
+    if environment.over:  # last: pip leaves alone what it does not see
+        below = site_packages(VENVS / environment.over)
+        (site_packages(directory) / "below.pth").write_text(f"{below}\n")
+    _check_import(pip.python, environment)
+    return pip.python
 
 
 def install_lock(pip: Pip, lock: Path, free_gb: float = 0, below: Path | None = None) -> None:
@@ -134,6 +143,7 @@ def install_lock(pip: Pip, lock: Path, free_gb: float = 0, below: Path | None = 
     _forget_half_installed(pip.python)
     present = _distributions(pip.python) or set()
     wanted = dict(locked(lock).items() - (locked(below).items() if below else set()))
+    wanted |= {"setuptools": locked(lock)["setuptools"]} if below else {}  # builds what is installed from our tree
     if "torch" not in present:
         _check_disk(free_gb)
     left_over = sorted(name for name in present - wanted.keys() if name != "pip" and not name.startswith("weightwire"))

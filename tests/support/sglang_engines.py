@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ from tests.support.engines import ROOT, START_TIMEOUT_S, Driver, HttpEngine
 
 __all__ = ["PYTHON", "SglangDriver", "SglangServer"]
 
-PYTHON = ROOT / ".venvs" / "sglang" / "bin" / "python"
+PYTHON = Path(os.environ.get("WEIGHTWIRE_TEST_SGLANG_PYTHON", ROOT / ".venvs" / "sglang" / "bin" / "python"))
+"""Of an environment with SGLang; `make versions` names those of other versions."""
 
 PRELOADED = (
     "sglang",
