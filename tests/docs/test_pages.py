@@ -46,7 +46,7 @@ def exists(module: str, attribute: str = "") -> bool:
         return False
     if module.startswith(INTEGRATIONS) and importlib.util.find_spec(module.removeprefix(INTEGRATIONS)) is None:
         text = (ROOT / f"{module.replace('.', '/')}.py").read_text()  # it imports its project, which isn't here
-        return not attribute or f"class {attribute}(" in text or f"def {attribute}(" in text
+        return not attribute or re.search(rf"^(class|def) {attribute}\b", text, re.MULTILINE) is not None
     found = importlib.import_module(module)
     return not attribute or hasattr(found, attribute) or importlib.util.find_spec(f"{module}.{attribute}") is not None
 
