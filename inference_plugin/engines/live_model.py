@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from inference_plugin.devices import device_of
-from inference_plugin.install.adapter import GROUP_PREFIX, AdapterInstaller
-from inference_plugin.install.contract import AdapterSlots, Installer
+from inference_plugin.install.adapter import AdapterInstaller
+from inference_plugin.install.contract import AdapterSlots, EngineModel, Installer
 from inference_plugin.install.graph import Boundary
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.groups import ADAPTER_PREFIX, DRAFT
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
-__all__ = ["LiveModel", "without_wrappers"]
+__all__ = ["LiveModel", "with_children", "without_wrappers"]
 
 DECODING_S = 0.1
 """An engine counts as decoding for this long after a step."""
@@ -37,6 +38,8 @@ class LiveModel:
     adapter_slots: AdapterSlots | None = None
     """The engine's own LoRA slots, where it has some."""
 
+    prefix = ""
+    leaves_out = ""
     runtime_state: frozenset[str] = frozenset()
     """Attributes of layers that are working memory, by name."""
     boundary = Boundary()
@@ -58,8 +61,10 @@ class LiveModel:
         self._stepped_at_s = -math.inf
 
     def installer(self, group: str) -> Installer:
-        """The installer of a group: of an adapter where the group's name says so, else of the whole model."""
-        if not group.startswith(GROUP_PREFIX):
+        """The installer of a group: its name says whether it is an adapter, the draft model, or else the served model."""
+        if group == DRAFT:
+            return ModelInstaller(self.draft_model())
+        if not group.startswith(ADAPTER_PREFIX):
             return ModelInstaller(self)
         if self.adapter_slots is None:
             raise EngineUnsupported(
@@ -67,7 +72,15 @@ class LiveModel:
                 hint="start the engine with LoRA enabled, or send the merged model with MergedLoRAAdapter",
                 phase="open",
             )
-        return AdapterInstaller(self.adapter_slots, group.removeprefix(GROUP_PREFIX))
+        return AdapterInstaller(self.adapter_slots, group.removeprefix(ADAPTER_PREFIX))
+
+    def draft_model(self) -> EngineModel:
+        """The draft model of an engine that decodes speculatively. Raises `EngineUnsupported` where none can be updated."""
+        raise EngineUnsupported(
+            f"group {DRAFT!r} is the draft model of speculative decoding, and this engine has none that can be updated",
+            hint="give a group of the served model another name",
+            phase="open",
+        )
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}
@@ -81,6 +94,9 @@ class LiveModel:
             for name, module in self.skeleton.named_modules()
             if isinstance(getattr(module, "quant_method", None), self.post_processing)
         }
+
+    def expert_places(self) -> str:
+        return ""
 
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         return ()
@@ -146,13 +162,13 @@ def without_wrappers(model: nn.Module, wrapper: type[nn.Module]) -> nn.Module:
             else:
                 children = {name: child if child is None else visit(child) for name, child in module._modules.items()}
                 plain = all(child is children[name] for name, child in module._modules.items())
-                done[id(module)] = module if plain else _with_children(module, children)
+                done[id(module)] = module if plain else with_children(module, children)
         return done[id(module)]
 
     return visit(model)
 
 
-def _with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+def with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
     twin: nn.Module = object.__new__(type(module))
     twin.__dict__ = module.__dict__ | {"_modules": children}
     return twin

@@ -27,10 +27,7 @@ from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.messages import BoxDigest
 from inference_plugin.wire.tensors import box_view, bytes_view, dtype_name
 
-__all__ = ["GROUP_PREFIX", "AdapterInstaller"]
-
-GROUP_PREFIX = "lora."
-"""A group with this prefix is the adapter whose name follows it."""
+__all__ = ["AdapterInstaller"]
 
 Factors: TypeAlias = dict[str, tuple[TensorSpec, TensorSpec]]
 
@@ -80,6 +77,9 @@ class AdapterInstaller:
         self.discard()
         self._manifest, self._needs = manifest, tuple(manifest.whole(i) for i in sorted(needed))
         return InstallTerms(self._needs, "loader", "standby", "the engine's own LoRA slots")
+
+    def check_terms(self) -> None:
+        """An adapter's slots stay where they are."""
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         assert self._manifest is not None

@@ -32,7 +32,7 @@ class Agreement:
 
     `ties`: storages that are two in the skeleton and one in the live model. `why_loader`: why the engine's own loader has
     to install, "" where the plan was proven. `partial`: the manifest is a part of the model. `passed_over`: as in
-    `contract.InstallTerms`.
+    `contract.InstallTerms`. `expert_places`: as in `contract.EngineModel`, when the plan was traced.
     """
 
     model: EngineModel
@@ -43,6 +43,7 @@ class Agreement:
     ties: Mapping[str, str]
     why_loader: str
     passed_over: tuple[int, ...]
+    expert_places: str
 
     @cached_property
     def needs(self) -> tuple[Box, ...]:
@@ -107,6 +108,7 @@ class _Negotiation:
 
     def agree(self) -> Agreement:
         self._check_modules()
+        expert_places = self._model.expert_places()
         ties = live_ties(self._model)
         traced = self._traced = trace_plan(self._model.skeleton, self._load, self._tensors).without_repeats()
         plan, apart = traced.tied(ties, lambda name: self._manifest.tied.get(name, name))
@@ -131,7 +133,15 @@ class _Negotiation:
         if (why := self._model.unfinishable()) is not None:
             raise EngineUnsupported(f"this model can't be updated in place: {why}", phase="open")
         return Agreement(
-            self._model, self._manifest, self._partial, plan, layout, ties, why_loader, self._passed_over()
+            self._model,
+            self._manifest,
+            self._partial,
+            plan,
+            layout,
+            ties,
+            why_loader,
+            self._passed_over(),
+            expert_places,
         )
 
     @cached_property

@@ -63,6 +63,14 @@ class EngineModel(Protocol):
         """Names of attributes in which the engine keeps working memory, such as the KV cache: never weights."""
 
     @property
+    def prefix(self) -> str:
+        """Put before the names of parameters where two groups are compared: two models of an engine may use one name."""
+
+    @property
+    def leaves_out(self) -> str:
+        """What else the engine computes with that an update of this model leaves as it is, in words; "" if nothing."""
+
+    @property
     def updated(self) -> set[str]:
         """Storages, by key, that an update has written since the engine started; installers add to it."""
 
@@ -78,6 +86,10 @@ class EngineModel(Protocol):
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         """The engine's post-processing after a load, by module name. Each is called with a stand-in for that module."""
+
+    def expert_places(self) -> str:
+        """A digest of which experts this rank holds, and in which places; "" where experts stay where the model's class puts
+        them. The skeleton's loader places experts as the live model has them now."""
 
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         """The submodules, by attribute, whose finished weights the post-processing of `module` reads."""
@@ -144,6 +156,9 @@ class Installer(Protocol):
     def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
         """Agrees on a manifest, or raises `ManifestMismatch`. Never touches the live model. `zone`: trainer ranks are to write
         the second set themselves; raises `TransportUnavailable` where they can't."""
+
+    def check_terms(self) -> None:
+        """Any thread: raises `ManifestMismatch` where the engine has changed since `open`, so that the terms no longer fit it."""
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         """Background half of an installation; returns the bytes that it holds in addition. Never touches the live model."""

@@ -19,7 +19,7 @@ from inference_plugin.install.policies import (
 from inference_plugin.install.streaming import StreamingInstaller
 from inference_plugin.install.verify import live_digests
 from inference_plugin.install.zones import ZoneInstaller, zone_layout
-from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
@@ -60,7 +60,7 @@ class ModelInstaller:
             needs=agreement.needs,
             mechanism=chosen.mechanism,
             install=chosen.install_policy,
-            why="; ".join(filter(None, [agreement.why_loader, why])),
+            why="; ".join(filter(None, [agreement.why_loader, why, self._model.leaves_out])),
             derived=agreement.layout.derived,
             untouched=agreement.layout.untouched,
             passed_over=agreement.passed_over,
@@ -70,8 +70,9 @@ class ModelInstaller:
     def _agree(self, manifest: Manifest, partial: bool) -> Agreement:
         """The agreement on a manifest. Where a zone is refused after it, the next transport is asked for at once: the proof is
         made once."""
+        asked = manifest, partial, self._model.expert_places()
         for known in (self._agreement, self._proven):
-            if known is not None and (known.manifest, known.partial) == (manifest, partial):
+            if known is not None and (known.manifest, known.partial, known.expert_places) == asked:
                 return known
         with self._model.lock:
             self._proven = agree(self._model, manifest, partial=partial)
@@ -80,6 +81,13 @@ class ModelInstaller:
     @property
     def _has_second_set(self) -> bool:
         return self._agreement is not None and isinstance(self._policy, StandbyInstaller | StagedInstaller)
+
+    def check_terms(self) -> None:
+        if self._agreement is not None and self._agreement.expert_places != self._model.expert_places():
+            raise ManifestMismatch(
+                "the engine holds its experts in other places than when the group was opened",
+                hint="the next update opens the group anew by itself",
+            )
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         self._policy.check(segment)
@@ -116,7 +124,8 @@ class ModelInstaller:
 
     @property
     def claims(self) -> frozenset[str]:
-        return self._agreement.layout.written if self._agreement is not None else frozenset()
+        written = self._agreement.layout.written if self._agreement is not None else ()
+        return frozenset(f"{self._model.prefix}{key}" for key in written)
 
     @property
     def needs_previous(self) -> bool:

@@ -86,6 +86,12 @@ class EngineSide:
     def check_sealed(self, txn: str, version: int) -> RankCommit | None:
         """First half of a commit: nothing is written. Returns the earlier answer if the transaction is committed."""
         done: RankCommit | None = self._ask(CheckSealed, self.group.name, txn, version)
+        if done is None:
+            try:
+                self.installer.check_terms()
+            except BaseException:
+                self.release()
+                raise
         return done
 
     def release(self) -> None:

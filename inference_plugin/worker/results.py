@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from inference_plugin.wire.errors import VersionConflict, WeightwireError
+from inference_plugin.wire.errors import ManifestMismatch, VersionConflict, WeightwireError
 from inference_plugin.wire.messages import Begun, Bucket, Done, Relaying, Sealed
 from inference_plugin.worker.actions import (
     AgreeOnTerms,
@@ -92,6 +92,8 @@ def _mapped(group: WeightUpdateGroup, job: Job, mapped: Mapped, error: Weightwir
     assert transaction is not None
     if transaction.dropped:
         return  # what was mapped is cleaned up
+    if isinstance(error, ManifestMismatch):  # the terms no longer fit the engine: the group has to be opened again
+        group.opened = group.agreement = None
     if error is not None:  # nothing is remembered: it may be begun again
         group.transaction = None
         if group.state != "torn":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inference_plugin.wire.errors import TornReplica, first_few
+from inference_plugin.wire.groups import is_apart
 
 __all__ = ["MODEL", "TornParameters"]
 
@@ -39,9 +40,10 @@ class TornParameters:
             )
 
     def heal(self, parameters: frozenset[str], *, whole: bool) -> None:
-        """These parameters were written; with `whole`, everything that a checkpoint fills."""
+        """These parameters were written; with `whole`, every parameter of the served model that a checkpoint fills."""
         for group, torn in list(self._by_group.items()):
-            left = frozenset[str]() if whole else None if torn is None else torn - parameters
+            healed = whole and not is_apart(group)
+            left = frozenset[str]() if healed else None if torn is None else torn - parameters
             if left is not None and not left:
                 del self._by_group[group]
             else:

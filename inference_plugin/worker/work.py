@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inference_plugin.devices import in_use
-from inference_plugin.install.adapter import GROUP_PREFIX
 from inference_plugin.install.contract import Installer, InstallTerms, Throttle
 from inference_plugin.transports.base import Receiver, Staging
 from inference_plugin.transports.registry import transport_named
@@ -30,6 +29,7 @@ from inference_plugin.wire.errors import (
     first_few,
 )
 from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.groups import is_apart
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Sealed
 from inference_plugin.wire.tracing import Trace, save, span, under
@@ -228,7 +228,7 @@ class GroupWork:
                 untouched=len(terms.untouched),
                 passed_over=terms.passed_over,
                 nbytes=request.manifest.nbytes,
-                whole=not request.partial and not self.name.startswith(GROUP_PREFIX),
+                whole=not request.partial and not is_apart(self.name),
             )
         except BaseException:
             self._candidate = None
@@ -267,6 +267,7 @@ class GroupWork:
 
     def _map(self, work: MapStaging) -> Mapped:
         assert self._in_force is not None
+        self.installer.check_terms()
         manifest, terms = self._in_force.manifest, self._in_force.terms
         where = {"rank": self._where.rank, "replica": self._where.replica, "group": self.name}
         trace = Trace.begun(self._where.config.profile_dir, role="worker", version=work.version, txn=work.txn, **where)

@@ -207,6 +207,9 @@ class SimulatedInstaller:
     def forget(self) -> None:
         self._before = None
 
+    def check_terms(self) -> None:
+        """A simulated engine moves nothing."""
+
     def read_back(self) -> Any:
         return iter(())
 

@@ -18,6 +18,8 @@ import time
 import traceback
 from typing import Any
 
+import tests.support.no_torchvision  # noqa: F401 -- before vLLM looks at a model
+
 PASS_S = 0.002
 
 if os.environ.get("WEIGHTWIRE_TEST_START_FAULT"):  # processes that are spawned import this module as well
@@ -141,7 +143,10 @@ class Driver:
             name, lora = request["name"], request.get("lora")
             adapter = {"lora_request": LoRARequest(*lora)} if lora else {}
             self.requests[name] = begun(name)
-            self.llm.llm_engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params, **adapter)
+            prompt: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
+            if (seed := request.get("image")) is not None:
+                prompt["multi_modal_data"] = {"image": _image(seed)}
+            self.llm.llm_engine.add_request(name, prompt, params, **adapter)
 
     def do_wait(self, names: list[str], number: int) -> None:
         self.waiting.append((number, names))
@@ -149,6 +154,11 @@ class Driver:
 
     def do_look(self, names: list[str]) -> list[dict[str, Any]]:
         return [self.requests[name] for name in names]
+
+    def do_drafted(self) -> list[int]:
+        """How many tokens the draft model has proposed since the engine started, and how many of them were accepted."""
+        values = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
+        return [int(values[f"vllm:spec_decode_num_{which}_tokens"]) for which in ("draft", "accepted")]
 
     def do_rpc(self, method: str, args: list[Any]) -> list[Any]:
         return [json.loads(text) for text in self.llm.collective_rpc(method, args=tuple(args))]
@@ -159,6 +169,15 @@ class Driver:
         self.llm = None
         self.requests.clear()
         gc.collect()
+
+
+def _image(seed: int) -> Any:
+    """An image of random pixels, the same for the same seed."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (28, 28, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def begun(name: str) -> dict[str, Any]:

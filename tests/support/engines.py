@@ -347,12 +347,14 @@ class Driver(Engine):
         max_tokens: int = 16,
         lora: tuple[str, int, str] | None = None,
         logprobs: int | None = None,
+        image: int | None = None,
     ) -> list[str]:
         """Starts requests and returns their names. `lora`: name, number and path of an adapter. `logprobs`: how many of each
-        token's are noted (vLLM)."""
+        token's are noted (vLLM). `image`: the seed of an image that each prompt is about (vLLM)."""
         names = [f"r{next(self._names)}" for _ in prompts]
         requests = [
             {"name": name, "prompt": list(prompt), "max_tokens": max_tokens, "lora": lora, "logprobs": logprobs}
+            | ({} if image is None else {"image": image})
             for name, prompt in zip(names, prompts, strict=True)
         ]
         self.call("submit", requests=requests)

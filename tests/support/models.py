@@ -7,10 +7,13 @@ greedy tokens then show a wrong weight, and do not show rounding.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -86,10 +89,36 @@ def make_qwen3_moe(
     return _save(Qwen3MoeForCausalLM, config, directory, seed=seed, dtype=dtype)
 
 
-def tiny_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of ``vocab_size`` entries: id 0 ends a text, then 256 bytes, then filler."""
+def make_paligemma(directory: str | Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """A Gemma that reads images: a vision tower of two layers makes four tokens of an image of 28 pixels."""
+    from transformers import GemmaConfig, PaliGemmaConfig, PaliGemmaForConditionalGeneration, SiglipVisionConfig
+
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )  # fmt: skip
+    text = GemmaConfig(**(SHAPE | {"tie_word_embeddings": True}))
+    width, words = SHAPE["hidden_size"], SHAPE["vocab_size"]
+    config = PaliGemmaConfig(
+        vision_config=vision, text_config=text, image_token_index=words - 1, vocab_size=words, projection_dim=width,
+        hidden_size=width,
+    )  # fmt: skip
+    path = _save(PaliGemmaForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
+    tower, published = "vision_tower.", "vision_tower.vision_model."
+    tensors = {name.replace(tower, published): t for name, t in load_file(path / "model.safetensors").items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = tiny_tokenizer(words, last=("\n", "<image>"))
+    tokenizer.bos_token, tokenizer.image_token = EOS, "<image>"
+    tokenizer.save_pretrained(path)
+    image = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 28, "width": 28}, "image_seq_length": 4}
+    (path / "preprocessor_config.json").write_text(json.dumps(image | {"processor_class": "PaliGemmaProcessor"}))
+    return path
+
+
+def tiny_tokenizer(vocab_size: int, last: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of ``vocab_size`` entries: id 0 ends a text, then 256 bytes, then filler, and ``last``."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [EOS, *letters, *(f"<|filler{i}|>" for i in range(vocab_size - len(letters) - 1))]
+    words[vocab_size - len(last) :] = last
     backend = Tokenizer(BPE(vocab={word: i for i, word in enumerate(words[:vocab_size])}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,15 +1,17 @@
 """A worker extension of vLLM, as another project would bring one: it must get along with Weightwire.
 
-Importing it (in every engine process that builds a model, before the model is built) does three things:
+Importing it (in every engine process that builds a model, before the model is built) does four things:
 
 - with `WEIGHTWIRE_TEST_LAYOUT=plain` linear layers keep their weights as they were loaded, as on a GPU, instead of
   being packed by oneDNN;
+- the kernel for experts, which on a CPU ignores which of them a rank has, no longer does;
 - with `WEIGHTWIRE_TEST_POISON=1` memory that an installation makes starts as 0xFF (see `poison.py`);
 - every step notes what the live weights were before and after it, so that ranks can be compared step by step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -35,7 +37,26 @@ def gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
         packed_gemm(layer, remove_weight)
 
 
+def only_own_experts(apply: Any) -> Any:
+    """In place of `CPUUnquantizedExperts.apply`, which takes the numbers of all experts for places of this rank."""
+
+    @functools.wraps(apply)
+    def mapped(self: Any, *, topk_weights: Any, topk_ids: Any, expert_map: Any, **fields: Any) -> Any:
+        if expert_map is not None:
+            places = expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(places < 0, 0)
+            topk_ids = places.clamp(min=0).to(topk_ids.dtype)
+        return apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **fields)
+
+    return mapped
+
+
 layer_utils.dispatch_cpu_unquantized_gemm = gemm
+with contextlib.suppress(ImportError):  # older versions
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    if not hasattr(CPUUnquantizedExperts.apply, "__wrapped__"):
+        CPUUnquantizedExperts.apply = only_own_experts(CPUUnquantizedExperts.apply)
 poison.spread_if_asked()
 
 if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
@@ -53,6 +74,11 @@ if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
 
     execute_model.notes_steps = True  # type: ignore[attr-defined]
     WorkerWrapperBase.execute_model = execute_model
+
+
+def _expert_layers(worker: Any) -> list[Any]:
+    modules = worker.model_runner.get_model().modules()
+    return [module for module in modules if "expert_map_manager" in vars(module)]
 
 
 def weights_seen(worker: Any) -> list[float]:
@@ -76,6 +102,21 @@ class Extension:
     def ext_state(self) -> str:
         """Everything reachable that the model computes with."""
         return json.dumps(reachable(self.model_runner.get_model()))  # type: ignore[attr-defined]
+
+    def ext_draft_state(self) -> str:
+        """Everything reachable that the draft model computes with."""
+        return json.dumps(reachable(self.model_runner.drafter.model))  # type: ignore[attr-defined]
+
+    def ext_expert_maps(self) -> str:
+        """Of each layer of experts, which place of this rank each expert has; -1 for another rank's."""
+        return json.dumps([layer.expert_map_manager.expert_map.tolist() for layer in _expert_layers(self)])
+
+    def ext_swap_experts(self) -> str:
+        """Ranks change experts: each place gets the expert that the next rank has in the same place. The weights stay."""
+        for layer in _expert_layers(self):
+            held = layer.expert_map_manager.expert_map
+            held.copy_(held.roll(held.numel() // self.parallel_config.tensor_parallel_size))  # type: ignore[attr-defined]
+        return self.ext_expert_maps()
 
     def ext_fix_pipeline(self) -> str:
         """vLLM 0.32 on CPU with pipeline stages: what a warm-up would have made, and CPU skips."""

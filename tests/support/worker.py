@@ -85,6 +85,8 @@ class KeepingInstaller:
     def needs_previous(self) -> bool:
         return self.keeps_previous
 
+    def check_terms(self) -> None: ...
+
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
         return iter(())
 

@@ -594,3 +594,13 @@ def test_a_torn_group_is_healed_by_what_covers_it_and_a_smaller_group_of_its_nam
     shell.opened()
     assert shell.committed("t2", 1).torn == ()
     assert shell.machine.torn.groups == ()
+
+
+@pytest.mark.parametrize("apart", ["draft", "lora.adapter"])
+def test_an_update_of_the_served_model_heals_no_draft_and_no_adapter(apart: str) -> None:
+    shell = Shell()
+    shell.opened(apart, terms="c")
+    shell.do(Tear(apart, "", "half way"))
+    shell.opened()
+    assert shell.committed("t1", 1).torn == (apart,)
+    assert shell.committed("t2", 1, apart).torn == ()

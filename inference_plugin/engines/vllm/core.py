@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.vllm.api import TORN
-from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.errors import CommitFailed
+from inference_plugin.wire.groups import DRAFT
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
 __all__ = ["CoreCommand", "CoreControl"]
@@ -69,18 +71,13 @@ class CoreControl(EngineControl):
         return replies
 
     def pause(self, in_flight: InFlight) -> Future[None] | None:
-        if in_flight == "keep" and self.core.vllm_config.model_config.is_multimodal_model:
-            raise EngineUnsupported(
-                "a multi-modal model's cached encodings would outlive the weights that made them",
-                hint="use in_flight='recompute', 'abort' or 'drain'",
-            )
         if self._previous_pause is None:
             self._previous_pause = self.core.scheduler.pause_state
         if self.in_process:
             return self._pause_in_process(in_flight)
         mode = {"keep": "keep", "recompute": "keep", "abort": "abort", "drain": "wait"}[in_flight]
-        stopped: Future[None] | None = self.core.pause_scheduler(mode=mode, clear_cache=in_flight != "keep")
-        return stopped
+        stopped: Future[None] | None = self.core.pause_scheduler(mode=mode, clear_cache=False)
+        return stopped if in_flight == "keep" else _then(stopped, self._reset_caches)
 
     def hold(self, asleep: frozenset[MemoryTag]) -> None:
         # `pause` has stopped the scheduler. The executor's own record keeps vLLM from stepping on memory that isn't there.
@@ -104,7 +101,8 @@ class CoreControl(EngineControl):
     def installed(self, group: str, version: int, in_flight: InFlight) -> None:
         if in_flight == "keep":
             self._turn_prefix_root(group, version)
-        if hasattr(self.core, "set_weight_version"):  # since 0.27
+        # Tokens are the served model's, whichever draft proposed them.
+        if group != DRAFT and hasattr(self.core, "set_weight_version"):  # since 0.27
             self.core.set_weight_version(str(version))
 
     def refuse(self, reason: str | None) -> None:
@@ -145,7 +143,7 @@ class CoreControl(EngineControl):
             if self._drained is not None and not self._has_running():
                 drained, self._drained = self._drained, None
                 try:
-                    self.core._reset_caches()
+                    self._reset_caches()
                 except Exception as error:  # noqa: BLE001 -- it is the pause's, not this step's
                     drained.set_exception(error)
                 else:
@@ -164,7 +162,7 @@ class CoreControl(EngineControl):
             if self._has_running():
                 self._drained = Future()  # `step` completes it
                 return self._drained
-            core._reset_caches()
+            self._reset_caches()
             return None
         if in_flight == "abort":
             self.end_outputs([request_id for request_id, _ in self._finished(RequestStatus.FINISHED_ABORTED)], None)
@@ -173,8 +171,18 @@ class CoreControl(EngineControl):
             outputs, _ = core.step_with_batch_queue()
             self._stash.extend(outputs.values() if outputs else ())
         if in_flight != "keep":
-            core._reset_caches()
+            self._reset_caches()
         return None
+
+    def _reset_caches(self) -> None:
+        """Drops what the old weights computed: KV blocks, and the encodings of images and sound.
+
+        vLLM's own `_reset_caches` also drops the inputs of the encoders, which no weights made. The API server has a cache of
+        the same inputs and would go on sending only their hashes, on which the core fails.
+        """
+        if not self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise CommitFailed("the KV connector's cache could not be reset")
+        self.core.reset_encoder_cache()
 
     def _finished(self, status: Any) -> list[tuple[str, int]]:
         """Takes all requests from the scheduler; their ids and clients."""
@@ -197,13 +205,17 @@ class CoreControl(EngineControl):
         from vllm.v1.request import RequestStatus
 
         core = self.core
-        if core.request_block_hasher is None:
-            return
-        if core.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=True):
-            return  # nobody held a block: all are gone
-        hash_fn = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
-        root = (kv_cache_utils.NONE_HASH, f"weightwire:{group}:{version}")
-        kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_fn(root))
+        caches = core.request_block_hasher is not None
+        if caches and core.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=True):
+            if self._encodes:
+                core.reset_encoder_cache()
+            return  # nobody held a block, or an encoding: all are gone
+        if caches:
+            hash_fn = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
+            root = (kv_cache_utils.NONE_HASH, f"weightwire:{group}:{version}")
+            kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_fn(root))
+        elif not self._encodes:
+            return  # there is nothing to find
         self.root_epoch += 1
         for request in core.scheduler.requests.values():
             if request.status != RequestStatus.RUNNING and request.num_computed_tokens == 0:
@@ -214,10 +226,49 @@ class CoreControl(EngineControl):
                 request.weightwire_epoch = self.root_epoch
 
     def hash_anew(self, request: Any) -> None:
-        """Computes a request's prefix hashes from the present root."""
+        """Computes a request's prefix hashes from the present root, and has it find no encoding that an older version made."""
+        epoch = self.root_epoch  # where it turns meanwhile, `add_request` finds another one and calls this again
+        if request.mm_features:
+            request.mm_features = [_renamed(feature, epoch) for feature in request.mm_features]
         request.block_hashes.clear()
-        request.update_block_hashes()
-        request.weightwire_epoch = self.root_epoch
+        if self.core.request_block_hasher is not None:
+            request.update_block_hashes()
+        request.weightwire_epoch = epoch
+
+    @property
+    def _encodes(self) -> bool:
+        """Whether the model has encoders of images or sound, whose outputs the engine caches by name."""
+        return bool(self.core.vllm_config.model_config.is_multimodal_model)
+
+
+_EPOCH = "@weightwire:"
+"""Between the name of an encoder's input and the number of the prefix root under which it came."""
+
+
+def _renamed(feature: Any, epoch: int) -> Any:
+    """An encoder's input under the name that its encoding by the present weights has in the cache."""
+    name, _, _ = feature.identifier.partition(_EPOCH)
+    return dataclasses.replace(feature, identifier=f"{name}{_EPOCH}{epoch}")
+
+
+def _then(stopped: Future[None] | None, act: Callable[[], None]) -> Future[None] | None:
+    """Calls `act` once the engine stands, on its own thread; completes after that."""
+    if stopped is None:
+        act()
+        return None
+    acted: Future[None] = Future()
+
+    def reached(future: Future[None]) -> None:
+        try:
+            future.result(timeout=0)
+            act()
+        except BaseException as error:  # noqa: BLE001 -- it is the pause's
+            acted.set_exception(error)
+        else:
+            acted.set_result(None)
+
+    stopped.add_done_callback(reached)
+    return acted
 
 
 def _request_error(output: Any, message: str) -> dict[str, Any]:

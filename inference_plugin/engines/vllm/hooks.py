@@ -70,6 +70,8 @@ def hook_core(lacks: tuple[str, ...]) -> None:
         epoch = control.root_epoch
         prepared, wave = original(self, request)
         prepared.weightwire_epoch = epoch
+        if epoch and prepared.mm_features:
+            control.hash_anew(prepared)  # not with encodings that an older version of the weights made
         return prepared, wave
 
     @wrap(EngineCore, "add_request")

@@ -1,4 +1,4 @@
-"""The model of one vLLM worker, and its skeleton."""
+"""A model that vLLM made, and its skeleton."""
 
 from __future__ import annotations
 
@@ -14,51 +14,44 @@ from torch import nn
 
 from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.engines.default_dtype import default_dtype_here
-from inference_plugin.engines.live_model import LiveModel, without_wrappers
+from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
-from inference_plugin.engines.vllm.lora import VllmAdapterSlots
 from inference_plugin.install.graph import Boundary
-from inference_plugin.wire.messages import MemoryTag, SleepLevel
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["VllmModel"]
+__all__ = ["VllmModel", "holds_addresses", "skeleton_of"]
 
 
 class VllmModel(LiveModel):
-    """`install.contract.EngineModel` of one worker."""
+    """`install.contract.EngineModel` of a model that vLLM made from `config`, an engine's whole configuration."""
 
     runtime_state = frozenset({"kv_cache", "lora_manager", "moe_state"})
     boundary = Boundary(
         ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm.forward_context", "vllm.lora", "transformers")
     )
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(
+        self, live: nn.Module, device: torch.device, config: Any, model_config: Any, skeleton: Skeleton
+    ) -> None:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-        self._worker = worker
-        self._config = worker.vllm_config
+        self._config = config
+        self._model_config = model_config
         self.post_processing = QuantizeMethodBase
-        live: nn.Module = worker.model_runner.get_model()
-        if self._config.lora_config is not None:
-            from vllm.lora.layers import BaseLayerWithLoRA
-
-            live = without_wrappers(live, BaseLayerWithLoRA)
-            self.adapter_slots = VllmAdapterSlots(worker.model_runner.lora_manager)
-        super().__init__(live, torch.device(worker.device), *_skeleton(self._config))
-        model_config = self._config.model_config
-        captured = self.device.type != "cpu" and not model_config.enforce_eager
-        self.fixed_addresses = captured or model_config.enable_sleep_mode  # only memory of its own pool sleeps
-        if self.device.type == "cpu":
-            # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
-            # would die of SIGILL.
-            torch.cpu._init_amx()
+        super().__init__(live, device, *skeleton)
+        self.fixed_addresses = holds_addresses(config, device)
+        self._experts = _expert_maps(live)
+        for name, places in self._experts.items():
+            self.skeleton.get_submodule(name).expert_map_manager = places
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        return checkpoint_headers(self._config.model_config.model, self._config.model_config.revision)
+        return checkpoint_headers(self._model_config.model, self._model_config.revision)
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         """vLLM post-processes by quantisation methods first, and attention layers after all of them."""
         first = super().finishers()
-        dtype = self._config.model_config.dtype
+        dtype = self._model_config.dtype
 
         def finish(name: str, module: nn.Module) -> None:
             if name in first:
@@ -77,9 +70,22 @@ class VllmModel(LiveModel):
 
         return ("kv_b_proj",) if isinstance(module, MLAAttention) else ()
 
+    def expert_places(self) -> str:
+        words = [
+            f"{name} {digest_bytes(bytes_view(places.expert_map.cpu()).numpy())}"
+            for name, places in self._experts.items()
+            if places.expert_map is not None
+        ]
+        return f"{digest_bytes(' '.join(words).encode()):016x}" if words else ""
+
     def unfinishable(self) -> str | None:
         from vllm.model_executor.layers.attention import MLAAttention
 
+        if self._config.parallel_config.enable_eplb:
+            return (
+                "expert load balancing (enable_eplb) moves experts while the engine runs, and vLLM's loader knows only the "
+                "places where they began"
+            )
         if hasattr(self.live, "process_weights_after_loading"):
             return f"{type(self.live).__name__} post-processes as a whole"
         for name, module in self.live.named_modules():
@@ -108,27 +114,30 @@ class VllmModel(LiveModel):
             plain[:, start : start + count] = compute(probe, module.weight, None).view(count, rows).t()
         return plain
 
-    def why_no_sleep(self, level: SleepLevel) -> str | None:
-        if not self._config.model_config.enable_sleep_mode:
-            return "vLLM was started without --enable-sleep-mode (which needs a GPU)"
-        return None
-
-    def sleep(self, level: SleepLevel) -> None:
-        self._worker.sleep(level=level)
-
-    def wake_up(self, tag: MemoryTag) -> None:
-        self._worker.wake_up(tags=[tag])
-
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
         with (
             set_current_vllm_config(self._config),
-            default_dtype_here(self._config.model_config.dtype),
+            default_dtype_here(self._model_config.dtype),
             torch.no_grad(),
         ):
             yield
+
+
+def _expert_maps(model: nn.Module) -> dict[str, Any]:
+    """What says which expert lies where, of each layer of experts by name. Before 0.27 vLLM has no such object, and nothing that
+    could move an expert but load balancing."""
+    held = {name: vars(module).get("expert_map_manager") for name, module in model.named_modules()}
+    return {name: places for name, places in held.items() if places is not None}
+
+
+def holds_addresses(engine_config: Any, device: torch.device) -> bool:
+    """Whether the engine holds raw addresses of parameters: captured graphs do, and only memory of vLLM's own pool sleeps."""
+    model_config = engine_config.model_config
+    captured = device.type != "cpu" and not model_config.enforce_eager
+    return bool(captured or model_config.enable_sleep_mode)
 
 
 def _processes_itself_last(module: nn.Module) -> bool:
@@ -145,8 +154,9 @@ def _processes_itself_last(module: nn.Module) -> bool:
     return isinstance(module, kinds) and hasattr(module, "process_weights_after_loading")
 
 
-def _skeleton(engine_config: Any) -> Skeleton:
-    """The model's class once more: no memory of weights, and nothing of it in the engine's own tables."""
+def skeleton_of(engine_config: Any, model_config: Any, prefix: str = "") -> Skeleton:
+    """The model's class once more: no memory of weights, and nothing of it in the engine's own tables. `prefix`: as the engine
+    gave it to the model's constructor."""
     from vllm.config import CompilationMode
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -161,11 +171,11 @@ def _skeleton(engine_config: Any) -> Skeleton:
     compilation.mode = CompilationMode.NONE
 
     def make() -> nn.Module:
-        model: nn.Module = initialize_model(vllm_config=config, model_config=config.model_config)
+        model: nn.Module = initialize_model(vllm_config=config, model_config=model_config, prefix=prefix)
         _load_at_once(model)
         return model.eval()
 
-    return build_skeleton(make, set_default_torch_dtype(config.model_config.dtype), rotary_embedding._ROPE_DICT)
+    return build_skeleton(make, set_default_torch_dtype(model_config.dtype), rotary_embedding._ROPE_DICT)
 
 
 def _load_at_once(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from inference_plugin.engines.monkeypatch import add, contained, wrap
 from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
-from inference_plugin.engines.vllm.model import VllmModel
+from inference_plugin.engines.vllm.served import ServedModel
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import PeerLost, WeightwireError
 
@@ -48,7 +48,7 @@ def _worker_start(worker: Any, replica: str) -> bytes:
     try:
         identity = _identity(replica)
         rank = identity.rank
-        runtime = worker._weightwire_runtime = RankRuntime(identity, VllmModel(worker))
+        runtime = worker._weightwire_runtime = RankRuntime(identity, ServedModel(worker))
         return msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card()))
     except Exception as error:
         logger.debug("weightwire: the worker could not start", exc_info=True)  # the engine core warns, or refuses

@@ -1,0 +1,122 @@
+"""The draft model of speculative decoding: a model of its own beside the served one, which the group `draft` updates.
+
+vLLM's proposer builds it and then may put modules of the served model in the place of the draft's: the embedding, the head.
+Such a module belongs to the served model. Updates of the draft leave it alone, and refuse a tensor that would go there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from inference_plugin.engines.live_model import with_children
+from inference_plugin.engines.vllm.model import VllmModel, holds_addresses, skeleton_of
+from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.groups import DRAFT
+
+__all__ = ["DraftModel", "NoDraft", "draft_of"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NoDraft:
+    """A draft model that cannot be updated, and why."""
+
+    why: str
+
+    @property
+    def told(self) -> str:
+        return f"the draft model keeps its old weights: {self.why}"
+
+
+class DraftModel(VllmModel):
+    """`install.contract.EngineModel` of the draft model."""
+
+    prefix = f"{DRAFT}:"
+    told = f"the draft model is not part of this group: group {DRAFT!r} updates it"
+
+
+def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:
+    """The worker's draft model; None where it drafts without weights, or not at all. `served`: the served model."""
+    proposer: Any = getattr(worker.model_runner, "drafter", None)
+    live: Any = getattr(proposer, "model", None)
+    if not isinstance(live, nn.Module):
+        return None
+    if (why := _why_not(proposer)) is not None:
+        return NoDraft(why)
+    try:
+        return _draft_model(worker, proposer, live, served)
+    except Exception as error:  # noqa: BLE001 -- whatever it is, the served model can be updated
+        logger.warning("weightwire: the draft model can't be updated: %s", error)
+        return NoDraft(WeightwireError.wrap(error).message)
+
+
+def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module) -> DraftModel:
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+    with set_current_vllm_config(worker.vllm_config):
+        config = proposer._create_draft_vllm_config()
+    model_config = proposer.speculative_config.draft_model_config
+    prefix = "draft_model" if isinstance(proposer, DraftModelProposer) else ""
+    skeleton = skeleton_of(config, model_config, prefix)
+    borrowed = set(_borrowed(live, served))
+    for name in borrowed:
+        with contextlib.suppress(AttributeError):  # inside another one that is gone
+            holder, _, own = name.rpartition(".")
+            delattr(skeleton.model.get_submodule(holder), own)
+    constants = {
+        name: value
+        for name, value in skeleton.constants.items()
+        if not any(_is_in(name, module) for module in borrowed)
+    }
+    device = torch.device(worker.device)
+    draft = DraftModel(_without(live, borrowed), device, config, model_config, skeleton._replace(constants=constants))
+    draft.fixed_addresses = holds_addresses(worker.vllm_config, device)
+    return draft
+
+
+def _why_not(proposer: Any) -> str | None:
+    """Why vLLM's proposer would go on with the old weights of a draft that was updated; None if it would not."""
+    try:
+        from vllm.v1.spec_decode.draft_model import DraftModelProposer
+        from vllm.v1.spec_decode.eagle import EagleProposer
+    except ImportError:
+        return "this version of vLLM builds it in a way that is not known"
+    if not hasattr(proposer, "_create_draft_vllm_config") or type(proposer) not in (DraftModelProposer, EagleProposer):
+        return f"what {type(proposer).__name__} computes from the draft's weights is not known"
+    if getattr(proposer, "parallel_drafting", False):
+        return "with parallel drafting vLLM keeps a mask computed from the draft's first weights"
+    return None
+
+
+def _borrowed(live: nn.Module, served: nn.Module) -> Iterator[str]:
+    """The modules of a draft that are the served model's own, by name in the draft."""
+    own = set(map(id, served.modules()))
+    for name, module in live.named_modules(remove_duplicate=False):
+        if name and id(module) in own:
+            yield name
+
+
+def _without(module: nn.Module, names: set[str], at: str = "") -> nn.Module:
+    """The model without these submodules. Its other modules keep their parameters; those above what is left out are copies."""
+    children: dict[str, nn.Module | None] = {}
+    for own, child in module._modules.items():
+        name = f"{at}{own}"
+        if name not in names:
+            children[own] = child if child is None else _without(child, names, f"{name}.")
+    same = children.keys() == module._modules.keys() and all(
+        child is module._modules[own] for own, child in children.items()
+    )
+    return module if same else with_children(module, children)
+
+
+def _is_in(name: str, module: str) -> bool:
+    return name.startswith(f"{module}.")

@@ -1,0 +1,63 @@
+"""The model that a vLLM worker serves, with what belongs to it: LoRA slots, sleep mode, the draft model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from inference_plugin.engines.live_model import without_wrappers
+from inference_plugin.engines.vllm.draft import NoDraft, draft_of
+from inference_plugin.engines.vllm.lora import VllmAdapterSlots
+from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
+from inference_plugin.install.contract import EngineModel
+from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.messages import MemoryTag, SleepLevel
+
+__all__ = ["ServedModel"]
+
+
+class ServedModel(VllmModel):
+    """`install.contract.EngineModel` of what one worker serves."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        config = worker.vllm_config
+        live: nn.Module = worker.model_runner.get_model()
+        if config.lora_config is not None:
+            from vllm.lora.layers import BaseLayerWithLoRA
+
+            live = without_wrappers(live, BaseLayerWithLoRA)
+            self.adapter_slots = VllmAdapterSlots(worker.model_runner.lora_manager)
+        model_config = config.model_config
+        super().__init__(live, torch.device(worker.device), config, model_config, skeleton_of(config, model_config))
+        self._draft = draft_of(worker, live)
+        if self._draft is not None:
+            self.leaves_out = self._draft.told
+        if self.device.type == "cpu":
+            # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
+            # would die of SIGILL.
+            torch.cpu._init_amx()
+
+    def draft_model(self) -> EngineModel:
+        if self._draft is None:
+            return super().draft_model()
+        if isinstance(self._draft, NoDraft):
+            raise EngineUnsupported(
+                self._draft.why, hint="restart the engine with the new draft, or keep the old one", phase="open"
+            )
+        return self._draft
+
+    def why_no_sleep(self, level: SleepLevel) -> str | None:
+        if not self._config.model_config.enable_sleep_mode:
+            return "vLLM was started without --enable-sleep-mode (which needs a GPU)"
+        if level == 2 and self._draft is not None:
+            return "level 2 discards the weights of the draft model too, which an update of the served model does not bring back"
+        return None
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._worker.sleep(level=level)
+
+    def wake_up(self, tag: MemoryTag) -> None:
+        self._worker.wake_up(tags=[tag])
