@@ -6,23 +6,23 @@ It touches no process group and waits for no other thread of the process, so con
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from inference_plugin.net.addresses import boot_id
 from inference_plugin.net.processes import ProcessId
 from inference_plugin.net.reply_server import Asker, ReplyServer, Service
 from inference_plugin.wire.errors import ProtocolError
 from inference_plugin.wire.messages import Body, ClearTasks, Done, EndLeases, Lease, Leased, Pull, Pulled, TasksCleared
-from inference_plugin.wire.messages.batch import MAX_PULL_BYTES, Place
-from trainer_adapters.batch.memory import Segment
+from inference_plugin.wire.messages.batch import MAX_PULL_BYTES, Cut, LeaseEnd, Place, RefusedShard, WantedShard
+from inference_plugin.wire.messages.common import Sender
+from trainer_adapters.batch.memory import Block, Segment
 
-if TYPE_CHECKING:
-    from trainer_adapters.batch.store import Store
-
-__all__ = ["StoreServer"]
+__all__ = ["ServedStore", "StoreServer"]
 
 MAX_REQUEST_BYTES = 128 << 20
 """Largest request: `MAX_WANTED` shards with the longest ids fit."""
@@ -34,10 +34,23 @@ CLEARS_REMEMBERED = 256
 """Answers to clears that are kept, for requests that are sent again."""
 
 
+class ServedStore(Protocol):
+    """What the server asks of a `Store`."""
+
+    def lease(
+        self, consumer: Sender, number: int, wanted: Sequence[WantedShard]
+    ) -> tuple[list[Block], Sequence[RefusedShard]]: ...
+    def end_leases(self, session: str, ends: Iterable[LeaseEnd]) -> None: ...
+    def end_leases_of(self, processes: Collection[ProcessId]) -> None: ...
+    def consumers(self) -> set[ProcessId]: ...
+    def read(self, cuts: Sequence[Cut]) -> tuple[npt.NDArray[np.uint8], list[RefusedShard]]: ...
+    def drop(self, task_ids: Iterable[str]) -> list[str]: ...
+
+
 class StoreServer(ReplyServer):
     """Serves `store` at `address`. `owner_id` is in the errors that it answers with."""
 
-    def __init__(self, store: Store, address: str, owner_id: str) -> None:
+    def __init__(self, store: ServedStore, address: str, owner_id: str) -> None:
         super().__init__(
             StoreService(store),
             [address],
@@ -51,7 +64,7 @@ class StoreServer(ReplyServer):
 class StoreService(Service):
     """The answers of a store. Nothing here waits."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ServedStore) -> None:
         self._store = store
         self._cleared: OrderedDict[tuple[str, int], TasksCleared] = OrderedDict()
 
