@@ -45,7 +45,6 @@ class _Passing:
     memory: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     placed: int = 0
     held_bytes: int = 0
-    peak_bytes: int = 0
 
 
 class StreamingInstaller(PolicyInstaller):

@@ -22,7 +22,7 @@ def free_host_bytes() -> int:
 
 
 def check_fits(nbytes: int, what: str, hint: str) -> None:
-    """Raises `TransportUnavailable`, with both numbers, where so many bytes are not free."""
+    """Raises `TransportUnavailable`, which names both numbers, unless `nbytes` are free."""
     if nbytes > (free := free_host_bytes()):
         raise TransportUnavailable(f"{what} of {nbytes >> 20} MiB does not fit: {free >> 20} MiB are free", hint=hint)
 

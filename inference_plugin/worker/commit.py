@@ -27,7 +27,7 @@ __all__ = [
 
 
 def check_sealed(group: WeightUpdateGroup, asker: Any, txn: str, version: int) -> None:
-    """From now on the group is `committing`, unless the transaction is committed already."""
+    """The group is `committing` from now on. A transaction that is committed already gets its earlier answer."""
     if isinstance(done := group.finished.get(txn), RankCommit):
         group.reply(asker, done)
         return
@@ -60,7 +60,7 @@ def check_committing(group: WeightUpdateGroup, txn: str) -> Transaction:
 
 
 def install(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
-    """What was read of the live parameters is worth nothing any more. Whoever streams may begin."""
+    """The engine's thread is about to write: verifications under way begin again, and trainers that stream may send."""
     transaction = check_committing(group, txn)
     group.reading = ""
     transaction.stands = True
@@ -71,7 +71,7 @@ def install(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
 
 
 def check_stream(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
-    """Whether all has come. Raises why the rest will not."""
+    """Answers whether every streamed byte has come and is checked. Raises the reason if the rest will not come."""
     transaction = check_committing(group, txn)
     if transaction.error is not None:
         raise copy.copy(transaction.error)
@@ -79,7 +79,7 @@ def check_stream(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
 
 
 def finished(group: WeightUpdateGroup, event: Finished) -> None:
-    """The transaction's version is the installed one."""
+    """Makes the transaction's version the installed one."""
     transaction = check_committing(group, event.txn)
     assert transaction.sealed is not None
     previous = group.take_previous()
@@ -123,7 +123,7 @@ def start_undo(group: WeightUpdateGroup, asker: Any) -> None:
 
 
 def undone(group: WeightUpdateGroup, asker: Any, reason: str, error: str | None) -> None:
-    """The version of before is served again. Raises `TornReplica`, after the change, where the group is torn."""
+    """The previous version is served again. Raises `TornReplica`, after the change, if the group is torn."""
     if error is not None:
         tear(group, f"{reason}; the way back failed: {error}")
         raise TornReplica(group.detail)
@@ -138,8 +138,8 @@ def undone(group: WeightUpdateGroup, asker: Any, reason: str, error: str | None)
 
 
 def tear(group: WeightUpdateGroup, reason: str, txn: str = "") -> None:
-    """The group's parameters hold nobody knows what, until a commit of all of them. An update that began since that of `txn` goes
-    on: it may be the one that heals."""
+    """The content of the group's parameters is unknown until an update of all of them commits. An update that began after
+    `txn` goes on, as it may be the one that heals the group."""
     group.detail = reason
     group.reading = ""
     group.shared.torn.add(group.name, group.claims)

@@ -99,7 +99,7 @@ class EngineSide:
         self._ask(ReleaseCheck, self.group.name)
 
     def install(self, txn: str) -> Left:
-        """Writes the live model. "more" where bytes are still to come: then to be called again."""
+        """Writes the live model. Returns "more" while bytes are still to come: call it again then."""
         version: int = self._ask(Install, self.group.name, txn)
         update = self.work.update(txn)
         if not update.is_told:
@@ -113,18 +113,18 @@ class EngineSide:
         return "" if update.is_installed else "more"
 
     def _is_under_way(self, txn: str, update: Update) -> bool:
-        """Places what comes within `PLACING_S`; returns whether more is to come. Raises why it will not."""
+        """Places the bytes that come within `PLACING_S`. Returns whether more are to come; raises the reason if they will not."""
         with span("place"):
             try:
                 update.bytes.place(self.installer.place, PLACING_S)
             except WeightwireError:
-                self._ask(CheckStream, self.group.name, txn)  # why it was dropped, if that is it
+                self._ask(CheckStream, self.group.name, txn)  # if the transaction was dropped, this raises the reason
                 raise
         is_sealed: bool = self._ask(CheckStream, self.group.name, txn)
         return not is_sealed
 
     def finish(self, txn: str, install_s: float) -> RankCommit:
-        """The new version is on all ranks: it becomes the installed one."""
+        """Makes the new version the installed one. Call it once the version is on all ranks."""
         self._ask(StartFinish, self.group.name, txn)
         update = self.work.update(txn)
         with under(update.trace), span("finish"):
@@ -134,7 +134,7 @@ class EngineSide:
         return done
 
     def undo(self, reason: str) -> None:
-        """Back to the version of before; raises `TornReplica`, and the state is `torn`, if that can't be done."""
+        """Goes back to the previous version. If that fails, the group is `torn`, and this raises `TornReplica`."""
         back: WayBack = self._ask(StartUndo, self.group.name)
         trace = self.work.trace(back.undone)
         try:
@@ -149,7 +149,7 @@ class EngineSide:
             self._ask(Undone, self.group.name, reason)
 
     def _bytes_of(self, txn: str) -> torch.Tensor | None:
-        """The bytes of the version before, if they are kept. Raises `DigestMismatch` where somebody wrote over them."""
+        """The previous version's bytes, if they are kept. Raises `DigestMismatch` if they have changed."""
         if not txn or self.work.manifest is None:
             return None
         previous = self.work.update(txn)
@@ -163,12 +163,12 @@ class EngineSide:
     # --- verify ------------------------------------------------------------------------------------------------------
 
     def start_reading(self, token: str) -> None:
-        """A verification begins; an earlier one that wasn't read to its end is dropped."""
+        """Begins a verification. An earlier one that was not read to its end is dropped."""
         self._readings[self.group.member] = Reading(token, self.installer.read_back())
         self._ask(StartReading, self.group.name, token)
 
     def read_on(self, token: str) -> tuple[RankVerify, Left]:
-        """Digests of what the live parameters hold: the next portion of it."""
+        """Digests of the next portion of the live parameters."""
         reading = self._readings.get(self.group.member)
         state: ReadingState = self._ask(CheckReading, self.group.name, token)
         if reading is None or reading.token != token or not state.stands:
@@ -185,7 +185,7 @@ class EngineSide:
         return RankVerify(self._rank, state.version, boxes, unreadable), left
 
     def stop_reading(self, token: str) -> None:
-        """Nobody waits for the rest of it."""
+        """Ends a verification: nobody waits for the rest of it."""
         self._forget(token)
         self._ask(StopReading, self.group.name, token)
 
@@ -196,7 +196,7 @@ class EngineSide:
 
 
 def _next_portion(reading: Reading) -> tuple[tuple[BoxDigest, ...], dict[str, str], Left]:
-    """Boxes, parameters that can't be read with the reason, and whether there are more."""
+    """The next boxes, the parameters that cannot be read with the reasons, and whether more is left."""
     boxes: list[BoxDigest] = []
     unreadable: dict[str, str] = {}
     nbytes = 0

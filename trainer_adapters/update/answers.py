@@ -33,7 +33,7 @@ __all__ = ["answered"]
 
 
 def answered(state: TransactionState, event: Answered) -> None:
-    """What an answer does; one that nobody waits for any more does nothing."""
+    """Applies one answer. An answer that nobody waits for any more changes nothing."""
     one = state.participants.get(event.replica)
     if one is None or one.state in ENDED:
         return
@@ -103,8 +103,8 @@ def _take_begun(state: TransactionState, one: Participant, worker: int, answer: 
 
 
 def _agree_anew(state: TransactionState, one: Participant) -> None:
-    """Once: the terms of the workers that did not begin are another trainer's by now. The others are left alone: to open the
-    group there would drop what they have begun."""
+    """Opens the group again, once, on the workers that did not begin, as another trainer has replaced their terms. The other
+    workers are not asked: opening the group there would drop what they have begun."""
     assert one.agreed is not None, "its group was open"
     opened, one.begins_on, one.agreed = one.agreed.opened, one.agreed.transport, None
     one.begun = {i: each for i, each in one.answers.items() if isinstance(each, Begun)}

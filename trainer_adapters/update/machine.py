@@ -160,7 +160,7 @@ class TransactionMachine(TransactionState):
                 self.do(Ask(one.replica, None, request, terms.silence_s))
 
     def _leave_behind(self) -> None:
-        """Telling these replicas was left until the others serve the version."""
+        """Drops the replicas that the commit did not wait for. This comes once the others serve the version."""
         self.step, self.is_on = "seal", False
         for one in [each for each in self.participants.values() if each.is_in]:
             hint = "it is caught up, or the next update brings it up"
@@ -188,8 +188,8 @@ class TransactionMachine(TransactionState):
     # --- when a step is over -----------------------------------------------------------------------------------------
 
     def _ends_at_s(self, one: Participant) -> float:
-        """Until when a replica is waited for. An opening ends earlier once another replica is open: the later steps need their
-        time. Who does not stand in time lets others stand still meanwhile."""
+        """When the wait for a replica ends. An opening ends earlier once another replica is open, because the later steps need
+        time. So does the wait for a replica that is to stand, because others stand still meanwhile."""
         if one.state == "opening" and self._others_wait:
             return self.until_s - OPEN_SHARE * self.terms.timeout_s
         if one.state == "standing":
@@ -237,7 +237,7 @@ class TransactionMachine(TransactionState):
         return SyncTimeout("it did not say in time whether the update is installed", hint=UNKNOWN, side="coordinator")
 
     def _judge(self) -> None:
-        """Before the commit: whether as many replicas are ready as the policy wants."""
+        """Fails the update if fewer replicas are ready than the policy wants."""
         policy = self.terms.stragglers
         ready = len(self.in_state("sealed"))
         served = len(self.in_state("already"))

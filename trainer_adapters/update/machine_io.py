@@ -55,8 +55,8 @@ class Terms:
     """What one transaction brings, its limits, and for whom its commit waits.
 
     `transports`: names, in order of preference; `alone`: those of them that serve the only replica of a host; `streams`: those
-    that stream into live parameters. `digest`: the
-    whole group's, if it is known before the bytes are written. `deadline_s` is a time; the other seconds are durations.
+    that stream into live parameters. `digest`: the whole group's, if it is known before the bytes are written. `deadline_s` is
+    a time; the other seconds are durations.
     `silence_s`: how long to wait for a sign of life; `control_timeout_s`: for a small request.
     """
 
@@ -153,11 +153,13 @@ AT_WORK: dict[Step, tuple[State, ...]] = {
 
 @dataclass(eq=False)
 class Participant:
-    """One replica. `answers`: of its workers, for the step under way. `offered`: transports that it may be reached by; `left`:
-    those of them that it has not refused. `begins_on`: the transport over which terms are agreed
-    anew, `begun` by the workers that need not. `landings`: what each worker said of where the trainer writes. `has_stood`: its
-    coordinator was asked to commit before the bytes came; `has_answered`: and said how that ended; `ends_at_s`: how long
-    that is waited for once something failed. `committed`: its answer, which nothing changes any more."""
+    """One replica.
+
+    `answers`: its workers' answers in the step under way. `offered`: transports that may reach it; `left`: those of them that
+    it has not refused. `begins_on`: the transport for which the group is opened again; `begun`: the answers of the workers
+    that have begun and need not open it. `landings`: where the trainer writes, as each worker said. `has_stood`: its
+    coordinator was asked to commit before the bytes came; `has_answered`: the coordinator has said how that commit ended;
+    `ends_at_s`: when the wait for that ends after a failure. `committed`: the coordinator's answer, which is final."""
 
     replica: str
     workers: int
