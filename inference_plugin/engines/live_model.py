@@ -22,7 +22,7 @@ from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.groups import ADAPTER_PREFIX, DRAFT
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
-__all__ = ["LiveModel", "with_children", "without_wrappers"]
+__all__ = ["LiveModel", "with_children", "with_submodule", "without_wrappers"]
 
 DECODING_S = 0.1
 """An engine counts as decoding for this long after a step."""
@@ -33,8 +33,9 @@ class LiveModel:
     post-processed by a `quant_method` of theirs, or not at all. An engine's file overrides what it does otherwise."""
 
     fixed_addresses = False
-    post_processing: type | tuple[()] = ()
-    """The class of the engine's `quant_method`s that post-process."""
+    reads_finished = True
+    post_processing: type | tuple[type, ...] = ()
+    """The classes of the engine's `quant_method`s that post-process."""
     adapter_slots: AdapterSlots | None = None
     """The engine's own LoRA slots, where it has some."""
 
@@ -166,6 +167,16 @@ def without_wrappers(model: nn.Module, wrapper: type[nn.Module]) -> nn.Module:
         return done[id(module)]
 
     return visit(model)
+
+
+def with_submodule(module: nn.Module, name: str, replacement: nn.Module) -> nn.Module:
+    """A twin of `module` with another submodule under the dotted `name`. It shares all else with `module`; attributes that
+    are set on the twin stay there."""
+    first, _, rest = name.partition(".")
+    child = module._modules[first]
+    assert child is not None
+    inner = with_submodule(child, rest, replacement) if rest else replacement
+    return with_children(module, {**module._modules, first: inner})
 
 
 def with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,7 +32,8 @@ class Agreement:
 
     `ties`: storages that are two in the skeleton and one in the live model. `why_loader`: why the engine's own loader has
     to install, "" where the plan was proven. `partial`: the manifest is a part of the model. `passed_over`: as in
-    `contract.InstallTerms`. `expert_places`: as in `contract.EngineModel`, when the plan was traced.
+    `contract.InstallTerms`. `ignored`: names of which the engine's loader takes nothing. `expert_places`: as in
+    `contract.EngineModel`, when the plan was traced.
     """
 
     model: EngineModel
@@ -43,13 +44,17 @@ class Agreement:
     ties: Mapping[str, str]
     why_loader: str
     passed_over: tuple[int, ...]
+    ignored: frozenset[str]
     expert_places: str
 
     @cached_property
     def needs(self) -> tuple[Box, ...]:
         """The boxes that the installer reads: one of a tensor at most, in the manifest's order."""
         if self.why_loader:
-            return tuple(self.manifest.whole(i) for i in range(len(self.manifest.tensors)))
+            taken = {
+                self._sent(name) for name in (*self.manifest.index, *self.manifest.tied) if name not in self.ignored
+            }
+            return tuple(self.manifest.whole(i) for i, spec in enumerate(self.manifest.tensors) if spec.name in taken)
         boxes: dict[int, Box] = {}
         for name, needed in self.plan.needs().items():
             index = self.manifest.index[self.manifest.tied.get(name, name)]
@@ -107,6 +112,8 @@ class _Negotiation:
         self._tensors = _tensor_infos(manifest)
 
     def agree(self) -> Agreement:
+        if (why := self._model.unfinishable()) is not None:
+            raise EngineUnsupported(f"this model can't be updated in place: {why}", phase="open")
         self._check_modules()
         expert_places = self._model.expert_places()
         ties = live_ties(self._model)
@@ -121,17 +128,16 @@ class _Negotiation:
                 phase="open",
             )
         why_loader = self._why_loader(plan, traced)
-        uncovered, loaded = plan.uncovered, frozenset[str]()
+        uncovered, loaded, ignored = plan.uncovered, frozenset[str](), frozenset(traced.unused)
         if why_loader:
-            coverage = self._cover_by_loader()
+            coverage = self._cover_by_loader(self._tensors)
+            ignored = self._ignored(coverage)
             loaded = coverage.written if plan.refusal is not None else loaded
             uncovered = _left_by_loader(coverage, ties)
         layout = LiveLayout(self._model, plan, ties, loaded)
         if not self._partial:
             self._check_whole(layout, uncovered)
         self._check_layout(layout)
-        if (why := self._model.unfinishable()) is not None:
-            raise EngineUnsupported(f"this model can't be updated in place: {why}", phase="open")
         return Agreement(
             self._model,
             self._manifest,
@@ -140,7 +146,8 @@ class _Negotiation:
             layout,
             ties,
             why_loader,
-            self._passed_over(),
+            self._passed_over(ignored),
+            ignored,
             expert_places,
         )
 
@@ -156,14 +163,14 @@ class _Negotiation:
             return self._traced
         return trace_plan(self._model.skeleton, self._load, held) if held else PlacementPlan(refusal="it can't be read")
 
-    def _passed_over(self) -> tuple[int, ...]:
+    def _passed_over(self, ignored: Collection[str]) -> tuple[int, ...]:
         """Tensors of the manifest, by index, of which the loader takes nothing, here as in the engine's own checkpoint.
 
         That checkpoint tells them from misspelt names: it holds each of them, in the same shape, and the engine serves it. A
         tensor in the shape of a vocabulary's table is never one of them: it may be a head of its own in the trainer, where the
         engine computes with the table.
         """
-        idle = set(self._traced.unused)
+        idle = set(ignored)
         idle -= {name for alias, name in self._manifest.tied.items() if alias not in idle}
         if not idle:
             return ()
@@ -214,10 +221,17 @@ class _Negotiation:
         return wrong
 
     def _check_modules(self) -> None:
-        """A loader that removes modules would remove them from the skeleton, too: no load can be watched there."""
+        """A loader that removes modules would remove them from the skeleton, too: no load can be watched there. Those that the
+        post-processing of another module reads are known to the engine's file, which keeps them in the skeleton."""
+        skeleton = self._model.skeleton
         live = {name for name, _ in self._model.live.named_modules()}
-        held = [name for name, module in self._model.skeleton.named_modules() if module._parameters]
-        if removed := [name for name in held if name not in live]:
+        read = {
+            f"{name}.{part}"
+            for name in self._model.finishers()
+            for part in self._model.reads(skeleton.get_submodule(name))
+        }
+        held = [name for name, module in skeleton.named_modules() if module._parameters]
+        if removed := [name for name in held if name not in live and name not in read]:
             raise EngineUnsupported(
                 f"the engine made something else of modules and removed them: {first_few(removed)}",
                 hint="that can't be made again while the engine runs: serve this model without updates",
@@ -233,13 +247,27 @@ class _Negotiation:
         proof = prove_plan(traced, self._model.skeleton, self._load, self._tensors)
         return "" if proof.ok else f"the placement plan failed its proof: {proof.reason}"
 
-    def _cover_by_loader(self) -> LoaderCoverage:
+    def _cover_by_loader(self, tensors: Sequence[TensorInfo]) -> LoaderCoverage:
         try:
-            return loader_coverage(self._model.skeleton, self._load, self._tensors, device=self._model.device)
+            return loader_coverage(self._model.skeleton, self._load, tensors, device=self._model.device)
         except Exception as error:
             raise EngineUnsupported(
                 f"the engine's loader fails on trial weights: {type(error).__name__}: {error}", phase="open"
             ) from error
+
+    def _ignored(self, coverage: LoaderCoverage) -> frozenset[str]:
+        """Names of tensors of which the loader takes nothing, under no name that they have. Tracing does not see all that a
+        loader does: so a load without those that it did nothing with must leave the same bytes."""
+        unused, sent = set(self._traced.unused), self._manifest.tied
+        taken = {sent.get(name, name) for name, _, _ in self._tensors if name not in unused}
+        idle = frozenset(name for name in unused if sent.get(name, name) not in taken)
+        if not idle:
+            return idle
+        try:
+            without = self._cover_by_loader([info for info in self._tensors if info[0] not in idle])
+        except EngineUnsupported:
+            return frozenset()
+        return idle if without == coverage else frozenset()
 
     def _check_whole(self, layout: LiveLayout, uncovered: Mapping[str, int]) -> None:
         """Nothing that a checkpoint fills is left out."""

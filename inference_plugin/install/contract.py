@@ -92,7 +92,11 @@ class EngineModel(Protocol):
         them. The skeleton's loader places experts as the live model has them now."""
 
     def reads(self, module: nn.Module) -> tuple[str, ...]:
-        """The submodules, by attribute, whose finished weights the post-processing of `module` reads."""
+        """The submodules, by attribute, whose weights the post-processing of `module` reads."""
+
+    @property
+    def reads_finished(self) -> bool:
+        """Whether those submodules are post-processed before the modules that read them; else these read what a load wrote."""
 
     def unfinishable(self) -> str | None:
         """Why the model's post-processing can't be repeated module by module; None if it can."""

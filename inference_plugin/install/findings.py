@@ -23,6 +23,7 @@ class LoadFindings:
         self._writes: list[tuple[Destination, Placement | Fill]] = []
         self._mutated: dict[str, str] = {}
         self._used: set[str] = set()
+        self._touched: set[str] = set()
         self._refused: dict[str, str] = {}
         self._refused_sources: dict[str, set[str]] = defaultdict(set)
         self._refusal: str | None = None
@@ -36,6 +37,10 @@ class LoadFindings:
     def has_written(self, destination: Destination) -> bool:
         """Whether the loader has written something of the checkpoint to this destination so far."""
         return any(dest is destination and isinstance(write, Placement) for dest, write in self._writes)
+
+    def touched(self, name: str) -> None:
+        """The loader did something with this tensor."""
+        self._touched.add(name)
 
     def used(self, names: Iterable[str]) -> None:
         """The loader took these tensors, and wrote no byte of them."""
@@ -68,7 +73,8 @@ class LoadFindings:
     def plan(self) -> PlacementPlan:
         """The plan of everything that was found."""
         if self._refusal is not None:
-            return PlacementPlan(refusal=self._refusal, broke=self._broke)
+            untouched = () if self._broke else tuple(name for name in self._names if name not in self._touched)
+            return PlacementPlan(refusal=self._refusal, broke=self._broke, unused=untouched)
         writes: dict[str, list[Placement | Fill]] = defaultdict(list)
         for dest, write in self._writes:
             writes[dest.name].append(write)

@@ -40,6 +40,7 @@ class LiveLayout:
         self._trials = run_trials(self._post)
         rebuilt = {name: trial.replaced for name, trial in self._trials.items() if trial.rebuilds}
         own_form = {self._key_of[f"{module}.{name}"] for module, names in rebuilt.items() for name in names}
+        own_form |= {key for module in rebuilt for key in self._removed_keys(module)}
         live = self._storages.unchanged()
         self._plain = {key for key in self._storages.shapes if key not in own_form and key in live}
         placed = {placement.dest.tensor for placement in plan.placements}
@@ -213,8 +214,7 @@ class LiveLayout:
     def rebuilt_keys(self, module: str) -> list[str]:
         """The storages that exist only for rebuilding `module`."""
         own = {self._key_of[f"{module}.{name}"] for name in self.rebuilt[module]}
-        read = {key for each in self._post.read_by(module).values() for key in self._keys_of(each)}
-        return sorted((own | read) - self._plain)
+        return sorted((own | self._read_keys(module)) - self._plain)
 
     def plain_keys(self, module: str) -> list[str]:
         """The plain storages that `module` is rebuilt from too."""
@@ -260,9 +260,14 @@ class LiveLayout:
             if read is None and (read := unpacking.read(module, parameter)) is None:
                 return f"the engine's form of {parameter} can't be read back"
             found[key] = read
+        for key in self._read_keys(module) - self._plain:
+            if (read := unpacking.read_derived(module, key)) is not None:
+                found[key] = read
+            elif key in self._removed_keys(module):
+                return f"the engine keeps only what it computed from {key}"
         return found
 
-    def read_computed(self) -> dict[str, torch.Tensor]:
+    def read_computed(self, unpacking: Unpacking) -> dict[str, torch.Tensor]:
         """Plain parameters that rebuilt modules hold a second time, in the form that they compute with: the contents of that
         form, by key, where it can be read."""
         found: dict[str, torch.Tensor] = {}
@@ -271,6 +276,9 @@ class LiveLayout:
             for parameter, held in self._post.skeleton_modules[name]._parameters.items():
                 key = self._key_of[f"{name}.{parameter}"] if held is not None else ""
                 if key in plain and (read := self._read(name, parameter)) is not None:
+                    found[key] = read
+            for key in self._read_keys(name) & plain:
+                if (read := unpacking.read_derived(name, key)) is not None:
                     found[key] = read
         return found
 
@@ -302,7 +310,16 @@ class LiveLayout:
         """The storages that a module's own parameters lie in, and those of the modules that its post-processing reads."""
         parameters = self._post.skeleton_modules[module]._parameters
         own = {self._key_of[f"{module}.{name}"] for name, tensor in parameters.items() if tensor is not None}
-        return own.union(*map(self._keys_of, self._post.read_by(module).values()))
+        return own | self._read_keys(module)
+
+    def _read_keys(self, module: str) -> set[str]:
+        """The storages of the modules that the post-processing of `module` reads."""
+        return set().union(*map(self._keys_of, self._post.read_by(module).values()))
+
+    def _removed_keys(self, module: str) -> set[str]:
+        """The storages of modules that the post-processing of `module` reads, and that the live model no longer has."""
+        gone = (read for read in self._post.read_by(module).values() if read not in self._post.live_modules)
+        return set().union(*map(self._keys_of, gone))
 
     def _added(self, module: str) -> frozenset[str]:
         """Buffers that post-processing writes, and parameters that it adds."""

@@ -54,8 +54,9 @@ class PlacementPlan:
     - `fills`: constants, to be written before the placements.
     - `refused`: destination -> why it must go through the engine's own loader. `refused_sources`: the checkpoint tensors
       that this loader needs for it (none known: empty).
-    - `refusal`: why the whole plan is unusable; everything else is then empty. `broke`: because the loader raised.
-    - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`.
+    - `refusal`: why the whole plan is unusable; everything but `unused` is then empty. `broke`: because the loader raised.
+    - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`; where the plan is refused,
+      those with which the loader was seen to do nothing.
     - `uncovered`: parameter -> number of its elements that neither a placement nor a fill writes. Exact; without buffers
       and refused destinations (`trial_load.loader_coverage` is for those).
     - `doubled`: destinations where placements overlap, so that the order of names decides. `repeats`: placements that were left

@@ -318,7 +318,8 @@ class LoaderInstaller(StandbyInstaller):
                     storage.copy_(constant.reshape(-1))
                 else:
                     bytes_view(storage).fill_(0xFF)
-            copies = ((name, view.clone()) for name, view in self._sources(segment).items())
+            ignored = self._agreement.ignored  # no bytes of them were received
+            copies = ((n, view.clone()) for n, view in self._sources(segment).items() if n not in ignored)
             self._model.load_weights(skeleton, copies)
             held.gather(skeleton)
         for second, first in self._agreement.ties.items():

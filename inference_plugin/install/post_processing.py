@@ -32,7 +32,8 @@ class PostProcessing:
         self.model = storages.model
         self.skeleton_modules = dict(self.model.skeleton.named_modules())
         self.live_modules = dict(self.model.live.named_modules())
-        self.finishers = dict(self.model.finishers())
+        # An engine may remove a module after a load; whatever it derived from it belongs to the module that reads it.
+        self.finishers = {n: finish for n, finish in self.model.finishers().items() if n in self.live_modules}
         self._name_of = {id(module): name for name, module in reversed(self.skeleton_modules.items())}
         self._filled = filled
 
@@ -63,12 +64,12 @@ class PostProcessing:
         # No function within a function: what refers to itself keeps an update's memory until Python looks for garbage.
         inner = {attribute: self._made(read, real, key_of) for attribute, read in self.read_by(name).items()}
         for attribute, read in self.read_by(name).items():
-            if read in self.finishers:
+            if read in self.finishers and self.model.reads_finished:
                 self.finish(read, inner[attribute])
         return StandIn(self.skeleton_modules[name], real, key_of, self.model.boundary, inner)
 
     def read_by(self, module: str) -> dict[str, str]:
-        """The submodules whose finished weights the post-processing of `module` reads: attribute -> module."""
+        """The submodules whose weights the post-processing of `module` reads: attribute -> module."""
         original = self.skeleton_modules[module]
         return {name: self._name_of[id(getattr(original, name))] for name in self.model.reads(original)}
 

@@ -29,26 +29,28 @@ class RebuiltModule:
     def move_into(self, live: nn.Module, *, in_place: bool) -> RebuiltModule:
         """Engine's thread: puts these parts into the live module; returns the parts that it had.
 
-        `in_place`: addresses of parameters must stay. Raises `CommitFailed` where a shape or dtype makes that impossible.
+        `in_place`: addresses of parameters, and of tensors in attributes, must stay. Raises `CommitFailed` where a shape or dtype
+        makes that impossible.
         """
         old = RebuiltModule(self.module)
         for path, value in self.attributes.items():
             *way, name = path
-            old.attributes[path] = _set(child_at(live, tuple(way)), str(name), value)
+            node = child_at(live, tuple(way))
+            present = getattr(node, str(name), None)
+            if in_place and isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+                _check_form(words(self.module, path), present, value)
+                old.attributes[path] = _overwrite(present, value)
+            else:
+                old.attributes[path] = _set(node, str(name), value)
         for name, tensor in self.tensors.items():
             holder = live._parameters if name in live._parameters else live._buffers
             held = holder[name]
             assert held is not None
             # A buffer is often referred to by others, and small: its address stays.
-            stays = in_place or holder is live._buffers
-            if stays and held.shape == tensor.shape and held.dtype == tensor.dtype:
-                old.tensors[name] = held.detach().clone()
-                held.data.copy_(tensor)
-            elif in_place:
-                raise CommitFailed(
-                    f"{self.module}.{name} became {tuple(tensor.shape)} {tensor.dtype}, and its address must stay",
-                    phase="commit",
-                )
+            alike = held.shape == tensor.shape and held.dtype == tensor.dtype
+            if in_place or (holder is live._buffers and alike):
+                _check_form(f"{self.module}.{name}", held, tensor)
+                old.tensors[name] = _overwrite(held, tensor)
             else:
                 old.tensors[name] = held.data
                 held.data = tensor
@@ -81,6 +83,21 @@ def rebuild(
         if tensor is not None and not travels and name in {**live._parameters, **live._buffers}:
             rebuilt.tensors[name] = tensor.detach()
     return rebuilt
+
+
+def _check_form(name: str, held: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Raises `CommitFailed` where `tensor` can't be written over what is held."""
+    if held.shape != tensor.shape or held.dtype != tensor.dtype:
+        raise CommitFailed(
+            f"{name} became {tuple(tensor.shape)} {tensor.dtype}, and its address must stay", phase="commit"
+        )
+
+
+def _overwrite(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Writes over a tensor in its place; returns what it held."""
+    before = held.detach().clone()
+    held.data.copy_(tensor)
+    return before
 
 
 def _set(node: Any, name: str, value: Any) -> Any:

@@ -88,7 +88,7 @@ class StandIn:
         if value is ABSENT:
             return value
         memo: dict[int, Any] = {id(node): child_at(live, path) for path, node in self._nodes.items()}
-        memo |= {id(twin.module): live._modules[name] for name, twin in self._submodules.items()}
+        memo |= {id(twin.module): live._modules.get(name) for name, twin in self._submodules.items()}
         memo |= {
             id(held): live._parameters[name]
             for name, held in self.module._parameters.items()

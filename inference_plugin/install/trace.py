@@ -13,8 +13,7 @@ the proof finds those.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,17 @@ from inference_plugin.install.coverage import Destination
 from inference_plugin.install.findings import LoadFindings
 from inference_plugin.install.plan import Fill, LoadWeights, Placement, PlacementPlan, TensorInfo
 from inference_plugin.install.storages import named_tensors, storage_id, written_tensors
-from inference_plugin.wire.geometry import Region, c_strides, merge_dims, region_of, through_copy
+from inference_plugin.install.traced import (
+    CopiedRegion,
+    Derived,
+    Joined,
+    Refused,
+    bindings,
+    check_plain,
+    destination,
+    outermost_first,
+)
+from inference_plugin.wire.geometry import Region, merge_dims, region_of, through_copy
 
 __all__ = ["trace_plan"]
 
@@ -43,27 +52,6 @@ def trace_plan(model: nn.Module, load_weights: LoadWeights, tensors: Sequence[Te
         return PlacementPlan(refusal=f"the model holds a tensor without a plain storage: {error}")
     recorder.record(load_weights)
     return recorder.findings.plan()
-
-
-class _CopiedRegion(NamedTuple):
-    """Element `i` of a copy laid out with `strides` in its own storage is element `i` of `region`."""
-
-    region: Region
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass
-class _Derived:
-    """A tensor that the loader made from others; `copied` if it is nothing but a rearranged copy of a source."""
-
-    origins: frozenset[str]
-    how: str
-    copied: _CopiedRegion | None = None
-
-
-class _Refused(Exception):
-    """Why a write cannot be a placement."""
 
 
 _ATEN = torch.ops.aten
@@ -85,13 +73,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._sources = {storage_id(tensor): name for name, tensor in self._placeholders.items()}
         self._dests: dict[int, Destination] = {}
         for name, tensor, is_parameter in named_tensors(model):
-            dest = self._dests.setdefault(storage_id(tensor), _destination(name, tensor))
+            dest = self._dests.setdefault(storage_id(tensor), destination(name, tensor))
             if is_parameter and region_of(name, tensor) not in (r.named(name) for r in dest.parameters.values()):
                 dest.parameters[name] = region_of(name, tensor)
-        self._before = _bindings(model)
+        self._before = bindings(model)
         # Storages are told apart by address: none may be freed and given to another tensor while the load runs.
         self._kept: list[Any] = [tensor.untyped_storage() for _, tensor, _ in named_tensors(model)]
-        self._derived: dict[int, _Derived] = {}
+        self._derived: dict[int, Derived] = {}
         self._fresh: set[int] = set()
         self._constants: dict[int, Any] = {}
         self._numbers: dict[float, Tensor] = {}
@@ -165,7 +153,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             read = self._region_shown(source)
             whole = target.nbytes == target.untyped_storage().nbytes() and target.dtype == source.dtype
             plain = read is not None and whole and into not in self._derived
-            copied = _CopiedRegion(read, tuple(target.stride()), target.dtype) if read is not None and plain else None
+            copied = CopiedRegion(read, tuple(target.stride()), target.dtype) if read is not None and plain else None
             self._derive(target, origins | self._origins(target), "copies into a tensor of the loader's own", copied)
         else:
             self.findings.refuse_all(
@@ -182,11 +170,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         if storage_id(source) in self._constants:
             self._fill(dest, target, self._constants[storage_id(source)])
             return
+        if (derived := self._derived.get(storage_id(source))) is not None and (parts := derived.parts_of(source)):
+            for dim, start, part in parts:
+                self._copy_to(dest, target.narrow(dim, start, part.shape[dim]), part, self._origins(part))
+            return
         try:
             if not origins:
-                raise _Refused("copied from a tensor that doesn't come from the checkpoint")
+                raise Refused("copied from a tensor that doesn't come from the checkpoint")
             placement = self._placement(dest, target, source)
-        except _Refused as reason:
+        except Refused as reason:
             self.findings.refuse(dest.name, str(reason), _sent(origins))
         else:
             self.findings.wrote(dest, placement)
@@ -196,13 +188,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             for name in self._origins(source):
                 if name in self._placeholders:
                     self.findings.cast(name, source.dtype, target.dtype, dest.name)
-            raise _Refused(f"cast from {source.dtype} to {target.dtype}")
-        _check_plain(target, dest.dtype)
+            raise Refused(f"cast from {source.dtype} to {target.dtype}")
+        check_plain(target, dest.dtype)
         read = self._region_shown(source)
         if read is None:
             derived = self._derived.get(storage_id(source))
-            raise _Refused(derived.how if derived else "read through a view of another dtype, or conjugated or negated")
-        order = _outermost_first(target)
+            raise Refused(derived.how if derived else "read through a view of another dtype, or conjugated or negated")
+        order = outermost_first(target)
         sizes, (written, from_) = merge_dims(
             [target.shape[d] for d in order],
             [target.stride(d) for d in order],
@@ -256,16 +248,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         copied = None
         if func in _CLONES and output.dtype == args[0].dtype and not output.storage_offset():
             region = self._region_shown(args[0])
-            copied = _CopiedRegion(region, tuple(output.stride()), output.dtype) if region is not None else None
+            copied = CopiedRegion(region, tuple(output.stride()), output.dtype) if region is not None else None
         self._derive(output, origins, f"computed by {func}", copied)
+        if func is _ATEN.cat.default:
+            self._join(output, args[0], args[1] if len(args) > 1 else 0)
+
+    def _join(self, output: Tensor, parts: Sequence[Tensor], dim: int) -> None:
+        """Notes that a tensor is others, one after the other, where these are copies."""
+        if all(part.dim() == output.dim() and self._region_shown(part) is not None for part in parts):
+            self._derived[storage_id(output)].joined = Joined(output.shape, dim % output.dim(), tuple(parts))
 
     def _fill(self, dest: Destination, target: Tensor, value: Any) -> None:
         try:
-            _check_plain(target, dest.dtype)
-        except _Refused as reason:
+            check_plain(target, dest.dtype)
+        except Refused as reason:
             self.findings.refuse(dest.name, f"filled with a constant: {reason}", ())
             return
-        order = _outermost_first(target)
+        order = outermost_first(target)
         sizes, (strides,) = merge_dims([target.shape[d] for d in order], [target.stride(d) for d in order])
         region = Region(dest.name, int(target.storage_offset()), sizes, strides)
         self.findings.wrote(dest, Fill(region, value, target.dtype))
@@ -291,6 +290,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         """Names of the checkpoint tensors that `tensor` was made from, and of the model's storages with `_OWN` before them."""
         key = storage_id(tensor)
         if key in self._sources:
+            self.findings.touched(self._sources[key])
             return frozenset((self._sources[key],))
         if key in self._dests:
             return frozenset((_OWN + self._dests[key].name,))
@@ -312,13 +312,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             else None
         )
 
-    def _derive(self, tensor: Tensor, origins: frozenset[str], how: str, copied: _CopiedRegion | None = None) -> None:
-        self._derived[storage_id(tensor)] = _Derived(origins, how, copied)
+    def _derive(self, tensor: Tensor, origins: frozenset[str], how: str, copied: CopiedRegion | None = None) -> None:
+        self._derived[storage_id(tensor)] = Derived(origins, how, copied)
         self._kept.append(tensor.untyped_storage())
 
     def _check_bindings(self) -> None:
         """Refuses names whose tensor was replaced, moved, made or dropped: no operation shows that."""
-        after = _bindings(self._model)
+        after = bindings(self._model)
         canonical = {name: self._dests[key].name for name, (key, *_) in self._before.items()}
         for name in self._before.keys() | after.keys():
             if self._before.get(name) == after.get(name):
@@ -349,39 +349,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
                         self.findings.refuse_all(
                             f"{path or 'the model'} keeps a tensor of the load in its attribute {attribute}"
                         )
-
-
-def _check_plain(target: Tensor, dtype: torch.dtype) -> None:
-    """`_Refused` unless `target` is an ordinary view that names each of its elements once."""
-    if not target.is_meta:
-        raise _Refused("real memory in the skeleton, which may be the live model's")
-    if target.dtype != dtype or target.is_conj() or target.is_neg():
-        raise _Refused("written through a view of another dtype, or conjugated or negated")
-    reach = 0
-    for size, stride in sorted(zip(target.shape, target.stride(), strict=True), key=lambda pair: pair[1]):
-        if size > 1 and stride <= reach:
-            raise _Refused("written through a view that overlaps itself")
-        reach += (size - 1) * stride
-
-
-def _bindings(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    return {
-        name: (storage_id(t), t.storage_offset(), tuple(t.shape), tuple(t.stride()), t.dtype)
-        for name, t, _ in named_tensors(model)
-    }
-
-
-def _destination(name: str, tensor: Tensor) -> Destination:
-    numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    dims = [d for d in _outermost_first(tensor) if tensor.shape[d] > 1]
-    shape = tuple(tensor.shape[d] for d in dims)
-    dense = tensor.numel() == numel and tuple(tensor.stride(d) for d in dims) == c_strides(shape)
-    return Destination(name, tensor.dtype, numel, shape if dense else (numel,))
-
-
-def _outermost_first(tensor: Tensor) -> list[int]:
-    strides = tuple(tensor.stride())
-    return sorted(range(tensor.dim()), key=lambda d: -strides[d])
 
 
 def _sent(origins: frozenset[str]) -> frozenset[str]:

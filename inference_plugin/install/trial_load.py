@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,10 +88,11 @@ def _like(tensor: Tensor, flat: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class LoaderCoverage:
     """The effect of a real load. `unwritten`: elements that it left, by parameter. `written`: storages that it wrote to, by key,
-    buffers included."""
+    buffers included. `sums`: a checksum of each storage after it, by key."""
 
     unwritten: Mapping[str, int]
     written: frozenset[str]
+    sums: Mapping[str, int]
 
 
 def loader_coverage(
@@ -102,16 +104,17 @@ def loader_coverage(
 ) -> LoaderCoverage:
     """Loads trial tensors for real, to see what the loader writes where no plan describes it.
 
-    The skeleton starts as 0xFF, and no trial tensor holds such a byte. Needs the memory of the whole model meanwhile.
+    The skeleton starts as 0xFF, and no trial tensor holds such a byte. A tensor's bytes follow from its name, so that a load of
+    fewer tensors can be compared. Needs the memory of the whole model meanwhile.
     Raises what the loader raises, and what `Materialised.gather` does.
     """
     with materialised(skeleton, set(storage_views(skeleton)), torch.device(device)) as held:
         for flat in held.flats.values():
             bytes_view(flat).fill_(POISON)
-        random = torch.Generator().manual_seed(0)
 
         def trial_tensors() -> Iterator[tuple[str, Tensor]]:
             for name, shape, dtype in tensors:
+                random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 tensor = torch.empty(shape, dtype=dtype)
                 bytes_view(tensor).random_(0, 2 if dtype == torch.bool else POISON // 4, generator=random)
                 yield name, tensor.to(device)
@@ -124,7 +127,8 @@ def loader_coverage(
             if is_parameter and tensor.numel() and (count := _poisoned(tensor)):
                 unwritten[name] = count
         written = frozenset(name for name, flat in held.flats.items() if _poisoned(flat) < flat.numel())
-    return LoaderCoverage(unwritten, written)
+        sums = {name: zlib.crc32(bytes_view(flat.cpu()).numpy()) for name, flat in held.flats.items()}
+    return LoaderCoverage(unwritten, written, sums)
 
 
 def _poisoned(tensor: Tensor) -> int:

@@ -56,7 +56,8 @@ def run_trials(post: PostProcessing) -> dict[str, Trial]:
 
 def _kind(post: PostProcessing, module: str) -> Any:
     """Equal for modules that are post-processed alike."""
-    skeleton, live, boundary = post.skeleton_modules[module], post.live_modules[module], post.model.boundary
+    skeleton, boundary = post.skeleton_modules[module], post.model.boundary
+    live = post.live_modules.get(module, skeleton)
     helpers = tuple(
         (name, type(value), tuple((n, type(v)) for n, v in sorted(vars(value).items())))
         for name, value in sorted({**vars(skeleton), **skeleton._modules}.items())

@@ -1,4 +1,5 @@
-"""Plain parameters read out of a packed form that holds their elements in another order, padded with zeros perhaps.
+"""Plain parameters read out of a packed form that holds their elements in another order, padded with zeros perhaps, and those
+of a module from what another one derived from them by the same means.
 
 Which order that is, the engine's own post-processing tells: it packs a stand-in whose elements are their own indices, as many
 bits of them at a time as a trial weight can have. A form that computes with its elements (that scales or rounds them) gives no
@@ -7,10 +8,12 @@ order, and is not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
+from inference_plugin.install.graph import Path, child_at
 from inference_plugin.install.post_processing import NOISE_BOUND, PostProcessing
 from inference_plugin.install.trials import Trial
 from inference_plugin.wire.tensors import bytes_view
@@ -27,46 +30,56 @@ class Unpacking:
     def __init__(self, post: PostProcessing, trials: Mapping[str, Trial]) -> None:
         self._post = post
         self._trials = trials
-        self._orders: dict[tuple[int, str], torch.Tensor | None] = {}
+        self._orders: dict[tuple[int, Sequence[Path]], torch.Tensor | None] = {}
 
     def read(self, module: str, parameter: str) -> torch.Tensor | None:
         """The plain parameter, flat; None if its live form is more than another order."""
-        live = self._post.live_modules[module]._parameters.get(parameter)
-        kind = id(self._trials[module]), parameter  # modules of one kind share their trial
-        if live is None:
-            return None
-        if kind not in self._orders:
-            self._orders[kind] = self._order(module, parameter, live)
-        order = self._orders[kind]
-        return None if order is None else live.detach().reshape(-1)[order]
-
-    def _order(self, module: str, parameter: str, live: torch.Tensor) -> torch.Tensor | None:
-        """Where in the live form each element lies."""
         meta = self._post.skeleton_modules[module]._parameters[parameter]
-        assert meta is not None
-        count = meta.numel()
-        if meta.dtype != live.dtype or live.numel() < count:
+        if meta is None or self._post.live_modules[module]._parameters.get(parameter) is None:
             return None
-        bits = BYTE_BITS * meta.element_size()
-        found = torch.zeros(live.numel(), dtype=torch.int64, device=live.device)
+        key = self._post.storages.key_of[f"{module}.{parameter}"]
+        return self._read(module, key, meta.numel(), ((parameter,),))
+
+    def read_derived(self, module: str, key: str) -> torch.Tensor | None:
+        """The storage `key` of another module, flat, from all that the live `module` derived from it; None if that is more than
+        another order, or a part of it."""
+        paths = tuple(sorted(self._trials[module].moved, key=str))
+        return self._read(module, key, self._post.storages.shapes[key].numel(), paths) if paths else None
+
+    def _read(self, module: str, key: str, count: int, paths: Sequence[Path]) -> torch.Tensor | None:
+        """The `count` elements of `key`, from the tensors at `paths` of the live module."""
+        if (live := _tensors(self._post.live_modules[module], paths)) is None:
+            return None
+        kind = id(self._trials[module]), paths  # modules of one kind share their trial
+        if kind not in self._orders:
+            self._orders[kind] = self._order(module, key, count, paths, live)
+        order = self._orders[kind]
+        return None if order is None else _flat(live)[order]
+
+    def _order(
+        self, module: str, key: str, count: int, paths: Sequence[Path], live: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Where in the live form each element lies."""
+        dtype, size = self._post.storages.shapes[key].dtype, sum(tensor.numel() for tensor in live)
+        if size < count or any(tensor.dtype != dtype for tensor in live):
+            return None
+        bits = BYTE_BITS * dtype.itemsize
+        found = torch.zeros(size, dtype=torch.int64, device=live[0].device)
         for shift in range(0, count.bit_length(), bits):
-            packed = self._packed(module, parameter, shift, bits)
-            if packed is None or packed.shape != live.shape or packed.dtype != live.dtype:
+            packed = self._packed(module, key, paths, shift, bits)
+            if packed is None or [(t.shape, t.dtype) for t in packed] != [(t.shape, t.dtype) for t in live]:
                 return None
-            found |= _numbers(packed.detach().to(live.device), bits) << shift
+            found |= _numbers(_flat(packed).to(found.device), bits) << shift
         places = found.nonzero().flatten()
-        order = torch.full(
-            (count,), -1, dtype=torch.int32 if live.numel() < 1 << 31 else torch.int64, device=live.device
-        )
+        order = torch.full((count,), -1, dtype=torch.int32 if size < 1 << 31 else torch.int64, device=found.device)
         if len(places) != count or int(found.max()) > count:
             return None
         order[found[places] - 1] = places.to(order.dtype)
         return None if bool((order < 0).any()) else order
 
-    def _packed(self, module: str, parameter: str, shift: int, bits: int) -> torch.Tensor | None:
-        """What post-processing makes of a parameter whose elements are `bits` bits, from `shift` on, of their index plus one."""
+    def _packed(self, module: str, key: str, paths: Sequence[Path], shift: int, bits: int) -> list[torch.Tensor] | None:
+        """What post-processing makes of a storage whose elements are `bits` bits, from `shift` on, of their index plus one."""
         post = self._post
-        key = post.storages.key_of[f"{module}.{parameter}"]
         noise = post.noise(1)
 
         def storage(asked: str) -> torch.Tensor:
@@ -78,7 +91,20 @@ class Unpacking:
 
         stand_in = post.stand_in(module, storage)
         post.finish(module, stand_in)
-        return stand_in.module._parameters.get(parameter)
+        return _tensors(stand_in.module, paths)
+
+
+def _tensors(module: nn.Module, paths: Sequence[Path]) -> list[torch.Tensor] | None:
+    """The tensors at these places of a module; None unless there is one at each."""
+    try:
+        found = [child_at(module, path) for path in paths]
+    except (LookupError, AttributeError):
+        return None
+    return found if all(isinstance(tensor, torch.Tensor) for tensor in found) else None
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def _set_numbers(flat: torch.Tensor, numbers: torch.Tensor) -> None:

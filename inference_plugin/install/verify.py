@@ -24,16 +24,17 @@ def live_digests(
     yield from unreadable.items()
     plain = layout.plain_placements
     yield from _digests(manifest, plain, layout.live_storages(), exact=True)
-    computed = layout.read_computed()
-    yield from _digests(manifest, [p for p in plain if p.dest.tensor in computed], computed, exact=False)
     unpacking = layout.unpacking()
+    computed = layout.read_computed(unpacking)
+    yield from _digests(manifest, [p for p in plain if p.dest.tensor in computed], computed, exact=False)
     for name in layout.rebuilt:
         storages = layout.read_rebuilt(name, unpacking)
         if isinstance(storages, str):
             for source in dict.fromkeys(placement.source.tensor for placement in layout.rebuilt_placements(name)):
                 yield manifest.tied.get(source, source), storages
         else:
-            yield from _digests(manifest, layout.rebuilt_placements(name), storages, exact=False)
+            read = [placement for placement in layout.rebuilt_placements(name) if placement.dest.tensor in storages]
+            yield from _digests(manifest, read, storages, exact=False)
 
 
 def _digests(

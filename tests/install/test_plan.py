@@ -225,6 +225,21 @@ def test_plain_rearranged_copies_are_followed(rearrange: Callable[[Tensor], Tens
         case.check()
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_tensors_that_the_loader_joins_are_copies_side_by_side(dim: int) -> None:
+    held: dict[str, Tensor] = {}
+
+    def load(model: nn.Module, name: str, tensor: Tensor) -> None:
+        held[name] = tensor
+        if held.keys() == {"a", "b"}:
+            model.get_parameter("ab").data.copy_(torch.cat([held.pop("a"), held.pop("b").t().contiguous()], dim))
+
+    shapes = {"a": (2, 3), "b": (3, 4)} if dim == 0 else {"a": (2, 3), "b": (5, 2)}
+    whole = (6, 3) if dim == 0 else (2, 8)
+    plan = Case(lambda: Bag({"ab": whole}), load, shapes).check()
+    assert plan.uncovered == {} and plan.unused == ()
+
+
 def test_interleaved_rows_are_read_back_as_boxes() -> None:
     def load(model: nn.Module, name: str, tensor: Tensor) -> None:
         model.get_parameter("gate").data.copy_(tensor[:, ::2])
@@ -458,7 +473,9 @@ def refused(
     [
         (lambda p, t: p.data.copy_(-torch.exp(t)), "computed by aten.neg"),
         (lambda p, t: p.data.copy_(t.to(BF16).to(F32)), "computed by aten._to_copy"),
-        (lambda p, t: p.data.copy_(torch.cat([t[:2], t[2:]])), "computed by aten.cat"),
+        (lambda p, t: p.data.copy_(torch.cat([torch.exp(t[:2]), t[2:]])), "computed by aten.cat"),
+        (lambda p, t: p.data.copy_(torch.cat([t, t])[2:6]), "computed by aten.cat"),
+        (lambda p, t: p.data.copy_(torch.cat([t[:2], t[2:]]).mul_(2)), "computed by aten.mul_"),
         (lambda p, t: p.data.copy_(t.clone().mul_(2)), "computed by aten.mul_"),
         (lambda p, t: p.data.add_(t), "written by aten.add_"),
         (lambda p, t: torch.exp(t, out=p.data), "written by aten.exp.out"),

@@ -1,4 +1,4 @@
-"""As tests/manager/test_known_gaps.py: what the installer still lets through where no placement plan describes the loader."""
+"""Where no placement plan describes the loader, a manifest is as strictly checked as where one does."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import nn
 
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import GroupOpened
 from tests.install.test_installer import Case, ComputingLoader
 from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, manifest_of
 from trainer_adapters.update.coverage import check_needs
-
-gap = pytest.mark.xfail(
-    strict=True, reason="P2: no plan tells which names a loader passes over, and it is then said to need all of them"
-)
 
 
 class KeepsOneForAnother(PlainEngineModel):
@@ -50,12 +47,22 @@ def test_a_part_of_a_fused_parameter_that_is_missing_is_refused_where_the_loader
         installer.open(manifest_of(tensors, TIED), "standby", partial=False)
 
 
-@gap
-def test_a_name_that_the_loader_passes_over_is_refused_where_the_plan_is() -> None:
-    manifest = manifest_of(checkpoint(1) | {"extra.weight": torch.zeros(3)}, TIED)
-    terms = ModelInstaller(KeepsOneForAnother(2, 0, 1)).open(manifest, "standby", partial=False)
-    with pytest.raises(ManifestMismatch, match=r"extra\.weight"):
-        check_needs(manifest, [GroupOpened(terms.needs, terms.mechanism, terms.install)], partial=False)
+def opened(model: PlainEngineModel, tensors: dict[str, torch.Tensor]) -> tuple[Manifest, GroupOpened]:
+    manifest = manifest_of(tensors, TIED)
+    terms = ModelInstaller(model).open(manifest, "standby", partial=False)
+    return manifest, GroupOpened(terms.needs, terms.mechanism, terms.install, passed_over=terms.passed_over)
+
+
+@pytest.mark.parametrize("kind", [KeepsOneForAnother, ComputingLoader])
+def test_a_name_that_the_loader_passes_over_is_refused_where_the_plan_is(kind: type[PlainEngineModel]) -> None:
+    class PassesOver(kind):  # type: ignore[valid-type, misc]
+        def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+            return super().load_weights(model, ((n, t) for n, t in tensors if not n.startswith("extra")))
+
+    manifest, terms = opened(PassesOver(2, 0, 1), checkpoint(1) | {"extra.weight": torch.zeros(3)})
+    assert terms.mechanism == "loader"
+    with pytest.raises(ManifestMismatch, match=r"no place for: extra\.weight \(1 in all\)"):
+        check_needs(manifest, [terms], partial=False)
 
 
 def test_an_installation_is_finished_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

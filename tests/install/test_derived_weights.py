@@ -1,0 +1,177 @@
+"""Weights that a loader derives from a projection, in a module's attributes: they follow every update, also where the loader
+removes the projection, and they are read back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.skeleton import build_skeleton
+from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.messages import BoxDigest
+from tests.install.installing import segment_of, update
+from tests.support.plain_engine import manifest_of
+
+SIZE = 4
+
+
+class Packs:
+    """A quantisation method, called after the load: what is derived is derived before it."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.weight.data.neg_()  # type: ignore[union-attr, operator]
+
+
+class Projection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = Packs()
+        self.weight = nn.Parameter(torch.empty(2 * SIZE, SIZE), requires_grad=False)
+
+
+class Attention(nn.Module):
+    """As latent attention in SGLang."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = Projection()
+        self.norm = nn.Parameter(torch.empty(SIZE), requires_grad=False)
+        self.up: torch.Tensor | None = None
+        self.down: torch.Tensor | None = None
+
+    def derive(self, removes: bool) -> None:
+        up, down = self.projection.weight.detach().split(SIZE)
+        self.up, self.down = up.t().contiguous().t(), down.clone()
+        if removes:
+            del self.projection
+
+
+class Model(nn.Module):
+    def __init__(self, removes: bool) -> None:
+        super().__init__()
+        self.removes = removes
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.get_parameter(name).data.copy_(tensor)
+        for layer in self.layers:
+            layer.derive(self.removes)  # type: ignore[operator]
+
+    def finish(self) -> Model:
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.quant_method.process_weights_after_loading(module)
+        return self
+
+    def computes_with(self) -> list[list[float]]:
+        tensors = [t for layer in self.layers for t in (layer.up, layer.down, *layer.parameters())]
+        return [tensor.tolist() for tensor in tensors]  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def projections_kept(model: Model) -> Iterator[None]:
+    held = [(layer, layer.projection) for layer in model.layers]
+    try:
+        yield
+    finally:
+        for layer, projection in held:
+            layer.projection, layer.up, layer.down = projection, None, None
+
+
+class Engine(LiveModel):
+    post_processing = Packs
+    reads_finished = False
+
+    def __init__(self, removes: bool, known: bool = True) -> None:
+        self.known = known
+        skeleton = build_skeleton(lambda: Model(removes), torch.no_grad())
+        live = Model(removes)
+        live.load_weights(weights(0).items())
+        super().__init__(live.finish(), torch.device("cpu"), *skeleton)
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        assert isinstance(model, Model)
+        with projections_kept(model):
+            return super().load_weights(model, tensors)
+
+    def finishers(self):  # type: ignore[no-untyped-def]
+        removes = self.live.removes
+        found = {f"layers.{i}": lambda module: module.derive(removes) for i in range(2) if self.known}
+        return {**super().finishers(), **found}
+
+    def reads(self, module: nn.Module) -> tuple[str, ...]:
+        return ("projection",) if isinstance(module, Attention) else ()
+
+    def free_bytes(self) -> int:
+        return 1 << 40
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"projection.weight": (2 * SIZE, SIZE), "norm": (SIZE,)}
+    return {f"layers.{i}.{n}": torch.randn(shape, generator=random) for i in range(2) for n, shape in shapes.items()}
+
+
+def cold(seed: int, removes: bool) -> list[list[float]]:
+    live = Model(removes)
+    live.load_weights(weights(seed).items())
+    return live.finish().computes_with()
+
+
+removes = pytest.mark.parametrize("removes", [False, True], ids=["kept", "removed"])
+
+
+@removes
+@pytest.mark.parametrize("fixed", [False, True], ids=["swapped", "in-place"])
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_derived_weights_follow_every_update_and_the_way_back(policy: str, fixed: bool, removes: bool) -> None:
+    engine = Engine(removes)
+    engine.fixed_addresses = fixed
+    assert engine.live.computes_with() == cold(0, removes)
+    addresses = [layer.up.data_ptr() for layer in engine.live.layers]
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=False)
+    before = torch.empty(0)
+    for seed in (1, 2, 0, 3, 1):
+        before = update(installer, manifest, weights(seed))
+        assert engine.live.computes_with() == cold(seed, removes)
+    segment = segment_of(weights(2), manifest)
+    installer.prepare(segment, lambda _: None)
+    installer.install(segment)
+    assert engine.live.computes_with() == cold(2, removes)
+    installer.undo(before if installer.needs_previous else None)
+    assert engine.live.computes_with() == cold(1, removes)
+    if fixed:
+        assert [layer.up.data_ptr() for layer in engine.live.layers] == addresses
+
+
+@removes
+def test_derived_weights_are_read_back_and_a_wrong_one_shows(removes: bool) -> None:
+    engine, manifest = Engine(removes), manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "standby", partial=False)
+
+    def read() -> set[tuple[str, str]]:
+        found = [box for box in installer.read_back() if isinstance(box, BoxDigest)]
+        return {(box.name, box.digest) for box in found if not box.signed_zeros}  # those of another form
+
+    update(installer, manifest, weights(1))
+    right = read()
+    assert {name for name, _ in right} == {"layers.0.projection.weight", "layers.1.projection.weight"}
+    engine.live.layers[1].up[0, 0] += 1
+    assert {name for name, _ in read() - right} == {"layers.1.projection.weight"}
+    update(installer, manifest, weights(1))
+    assert read() == right
+
+
+def test_a_removed_module_that_no_post_processing_reads_refuses_the_model_by_name() -> None:
+    with pytest.raises(EngineUnsupported, match=r"removed them: layers\.0\.projection, layers\.1\.projection"):
+        ModelInstaller(Engine(True, known=False)).open(manifest_of(weights(0)), "copy", partial=False)

@@ -1,0 +1,40 @@
+"""Parts of a rebuilt module where captured graphs hold addresses: what a module computes with stays where it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from inference_plugin.install.rebuilt import RebuiltModule
+from inference_plugin.wire.errors import CommitFailed
+
+
+class Attention(nn.Module):
+    """Computes with a tensor that it derived from a weight, laid out as columns, as latent attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_kc = torch.zeros(3, 2).t()
+        self.scale = 1.0
+
+
+def test_a_derived_tensor_is_overwritten_in_place_and_its_old_values_come_back() -> None:
+    live = Attention()
+    held, address, strides = live.w_kc, live.w_kc.data_ptr(), live.w_kc.stride()
+    new = RebuiltModule("attn", {("w_kc",): torch.ones(2, 3), ("scale",): 2.0})
+    old = new.move_into(live, in_place=True)
+    assert live.w_kc is held and (live.w_kc.data_ptr(), live.w_kc.stride()) == (address, strides)
+    assert bool((live.w_kc == 1).all()) and live.scale == 2.0
+    old.move_into(live, in_place=True)
+    assert live.w_kc is held and not live.w_kc.any() and live.scale == 1.0
+
+
+@pytest.mark.parametrize("other", [torch.ones(3, 2), torch.ones(2, 3, dtype=torch.bfloat16)])
+def test_a_derived_tensor_of_another_form_is_refused_where_addresses_must_stay(other: torch.Tensor) -> None:
+    live = Attention()
+    with pytest.raises(CommitFailed, match=r"attn\.w_kc became .* its address must stay"):
+        RebuiltModule("attn", {("w_kc",): other}).move_into(live, in_place=True)
+    assert not live.w_kc.any()
+    RebuiltModule("attn", {("w_kc",): other}).move_into(live, in_place=False)
+    assert live.w_kc is other
