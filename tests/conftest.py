@@ -70,6 +70,11 @@ FULL = (
     ),
     f"{ENGINES}test_sglang_tokens.py::test_a_commit_wakes_ranks_that_sleep_on_idle[dp-attention",
     *(
+        f"{ENGINES}test_families.py::test_a_family_in_sglang_is_a_fresh_engine_after_every_update[{kind}"
+        for kind in ("glm4_moe", "minicpm3")
+    ),
+    f"{ENGINES}test_families.py::test_what_each_rank_of_sglang_derives_from_its_shard_follows_the_updates",
+    *(
         f"{ENGINES}test_vllm_tokens.py::test_requests_in_flight_follow_the_policy_and_their_blocks_serve_no_new_request[{kind}"
         for kind in ("pp2-recompute", "pp2-drain")
     ),

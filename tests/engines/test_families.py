@@ -5,6 +5,8 @@ What each trial asks stands in `family_trials`: five updates, there and back, ea
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from inference_plugin.wire.messages import InstallPolicy
 from tests.support.checkpoints import load
 from tests.support.engines import Driver
 from tests.support.families import FAMILIES, make_versions
-from tests.support.family_trials import Host, SglangHost, VllmHost, run_trial
+from tests.support.family_trials import Host, SglangAnswers, SglangHost, VllmHost, run_trial
 from tests.support.reachable import differences
 from tests.support.trials import COUNT, PROMPTS, whole
 from trainer_adapters import SyncManager
@@ -26,7 +28,10 @@ VLLM = [
     *("deepseek_v2", "deepseek_v3", "mamba2", "phi", "falcon", "hunyuan_moe", "bert-classifier", "qwen3-classifier"),
     *("llama-w4a16", "llama-w8a8-int8-static", "llama-gptq", "llama-awq", "llama-fp8-by-the-engine"),
 ]
-SGLANG = ["glm4_moe", "gemma2", "helium", "apertus", "bert-embedding"]
+SGLANG: list[tuple[str, InstallPolicy]] = [
+    *((name, "standby") for name in ("glm4_moe", "gemma2", "helium", "apertus", "bert-embedding", "minicpm3")),
+    ("deepseek_v3", "copy"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +72,13 @@ def test_the_pooler_that_an_embedding_model_passes_over_is_reported_and_a_misspe
     assert [words.partition(": ")[0] for words in verified.unreadable] == ["passed over by the engine's loader"]
 
 
-@pytest.mark.parametrize("name", SGLANG)
-def test_a_family_in_sglang_is_a_fresh_engine_after_every_update(runtime: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "install"), SGLANG)
+def test_a_family_in_sglang_is_a_fresh_engine_after_every_update(
+    runtime: Path, tmp_path: Path, name: str, install: InstallPolicy
+) -> None:
     family, host = FAMILIES[name], SglangHost(runtime)
     try:
-        trial = run_trial(host, family, make_versions(family, tmp_path), plain=True, install="standby")
+        trial = run_trial(host, family, make_versions(family, tmp_path), plain=True, install=install)
     finally:
         host.close()
     assert (trial.outcome, trial.updates) == ("right", 5), trial
@@ -96,6 +103,30 @@ def test_what_each_rank_derives_from_its_shard_follows_the_updates(runtime: Path
                             assert differences(held, wanted) == []
                     assert [replica.differ for replica in manager.verify(whole(model_a)).replicas] == [()]
     assert differences(fresh[model_a][1], fresh[model_b][1])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
+def test_what_each_rank_of_sglang_derives_from_its_shard_follows_the_updates(
+    runtime: Path, tmp_path: Path, name: str
+) -> None:
+    """With each policy there and back, twice; with two ranks each derives the weights of its own heads."""
+    family = FAMILIES[name]
+    model_a, model_b = make_versions(family, tmp_path)
+    fresh = {}
+    for model in (model_b, model_a):
+        with SglangAnswers(runtime, tp=2) as engine:
+            engine.open(model, dtype=family.dtype, disable_radix_cache=True, **family.sglang)
+            said = functools.partial(engine.call, "say", prompts=PROMPTS, count=COUNT, logprobs=3)
+            fresh[model] = said()
+            assert said() == fresh[model], "the engine does not repeat itself"
+            versions = itertools.count(1)
+            for install in ("standby", "copy", "streaming") if model == model_a else ():
+                with SyncManager(install=install, timeout_s=60) as manager:
+                    for target in (model_b, model_a, model_b, model_a):
+                        manager.update(whole(target), next(versions))
+                        assert said() == fresh[target]
+                    assert [replica.differ for replica in manager.verify(whole(model_a)).replicas] == [()]
+    assert fresh[model_a] != fresh[model_b]
 
 
 def test_an_engine_that_quantises_by_a_maximum_over_all_ranks_refuses_and_serves_on(

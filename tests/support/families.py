@@ -6,6 +6,7 @@ versions of one model: every tensor differs. `make_versions` checks that.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -59,9 +60,8 @@ def _lively_model(
 
     def build(directory: Path, seed: int) -> Path:
         path = plain(directory, seed)
-        return rewrite(
-            path, {name: _with_noise(tensor, seed, i) for i, (name, tensor) in enumerate(load(path).items())}
-        )
+        tensors = {name: _with_noise(tensor, seed, i) for i, (name, tensor) in enumerate(load(path).items())}
+        return rewrite(path, tensors, **entries)
 
     return build
 
@@ -109,6 +109,11 @@ def _existing(
     return Family(name, MAKERS[kind], "tokens", dtype, vllm or {}, sglang or {})
 
 
+def _configured(**entries: Any) -> dict[str, Any]:
+    """Arguments of an SGLang engine that reads `config.json` with other entries."""
+    return {"json_model_override_args": json.dumps(entries)}
+
+
 TWO_HEADS: dict[str, Any] = {**NO_HEAD_DIM, "num_attention_heads": 2}
 """Heads of 32 where the configuration has no `head_dim`."""
 UNGROUPED_HEADS: dict[str, Any] = {**HALF_HEADS}
@@ -137,6 +142,19 @@ LATENT: dict[str, Any] = {
 """Multi-head latent attention; kernels take these two sizes of the cache, 512 and 64, and no smaller ones."""
 PLAIN_LATENT: dict[str, Any] = {"attention_backend": "CPU_MLA"}
 """On a CPU with AMX, vLLM would choose a backend that takes no float32."""
+DEEPSEEK: dict[str, Any] = _configured(
+    moe_layer_freq=1,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+)
+"""What published DeepSeek models say and the configurations of transformers leave out; SGLang has no other rotary embeddings for
+DeepSeek on a CPU."""
 STATE: dict[str, Any] = {
     "num_attention_heads": REMOVED,
     "num_key_value_heads": REMOVED,
@@ -320,18 +338,19 @@ FAMILIES: dict[str, Family] = {
         ),
         _family("jetmoe", "JetMoe", **LOCAL_EXPERTS, kv_channels=32, num_key_value_heads=2, head_dim=REMOVED),
         # latent attention
-        _family("deepseek_v2", "DeepseekV2", vllm=PLAIN_LATENT, **LATENT, **ROUTED_EXPERTS),
+        _family("deepseek_v2", "DeepseekV2", vllm=PLAIN_LATENT, sglang=DEEPSEEK, **LATENT, **ROUTED_EXPERTS),
         _family(
             "deepseek_v3",
             "DeepseekV3",
             vllm=PLAIN_LATENT,
+            sglang=DEEPSEEK,
             **LATENT,
             **ROUTED_EXPERTS,
             topk_method="noaux_tc",
             scoring_func="sigmoid",
         ),
         _family("glm4_moe_lite", "Glm4MoeLite", vllm=PLAIN_LATENT, **LATENT, **ROUTED_EXPERTS, pad_token_id=0),
-        _family("minicpm3", "MiniCPM3", **LATENT, dim_model_base=64),
+        _family("minicpm3", "MiniCPM3", **LATENT | {"v_head_dim": 16}, dim_model_base=64),
         # state spaces, alone or beside attention
         _family("mamba", "Mamba", **STATE, state_size=16, pad_token_id=0),
         _family("mamba2", "Mamba2", **STATE | {"head_dim": 32}, num_heads=4, state_size=16, n_groups=1, pad_token_id=0),

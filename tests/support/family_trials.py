@@ -22,7 +22,7 @@ from tests.support.sglang_engines import SglangDriver
 from tests.support.trials import COUNT, PROMPTS, UPDATES, Said, whole
 from trainer_adapters import SyncManager
 
-__all__ = ["FamilyTrial", "Host", "SglangHost", "VllmHost", "run_trial"]
+__all__ = ["FamilyTrial", "Host", "SglangAnswers", "SglangHost", "VllmHost", "run_trial"]
 
 START_S = 180.0
 """Longest start of an engine of a tiny model, in seconds."""

@@ -7,7 +7,9 @@ import socket
 import sys
 from typing import Any
 
-from tests.support import sglang_driver
+from tests.support import sglang_driver, sglang_latent
+
+sglang_latent.give()  # in the schedulers as well, which are spawned from this module
 
 
 class Driver(sglang_driver.Driver):

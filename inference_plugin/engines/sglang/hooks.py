@@ -201,9 +201,10 @@ def _take_no_turn(_: Turn) -> None:
 
 
 def _unserved(parallel: Any) -> str:
-    """Why a turn would not reach all ranks in the same pass; "" if it does."""
+    """Why this layout isn't served: a turn would not reach all ranks in the same pass, or a torn replica could not stop; "" if it
+    is served."""
     if parallel.pp_size > 1:
-        return "the stages of a pipeline don't take requests in the same pass"
+        return "SGLang's loop for pipelines heeds no pause, so a torn replica could not stop"
     if parallel.attn_dp_enabled and parallel.enable_dp_attention_local_control_broadcast:
         return "local control broadcast keeps one group's control requests from the others"
     return ""

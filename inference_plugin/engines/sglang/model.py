@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +12,13 @@ from torch import nn
 
 from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.engines.live_model import LiveModel, without_wrappers
+from inference_plugin.engines.sglang.latent_attention import (
+    KV_PROJECTION,
+    derive_nothing,
+    latent_finishers,
+    projections_kept,
+    why_underivable,
+)
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.install.graph import Boundary
@@ -21,11 +30,13 @@ __all__ = ["SglangModel"]
 class SglangModel(LiveModel):
     """`install.contract.EngineModel` of one rank."""
 
+    reads_finished = False
     boundary = Boundary(
         ("sglang.srt.configs", "sglang.srt.server_args", "sglang.srt.distributed", "sglang.srt.lora", "transformers")
     )
 
     def __init__(self, scheduler: Any) -> None:
+        from sglang.srt.layers.amx_utils import PackWeightMethod
         from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 
         runner = scheduler.tp_worker.model_runner
@@ -35,7 +46,7 @@ class SglangModel(LiveModel):
 
             live = without_wrappers(live, BaseLayerWithLoRA)
             self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
-        self.post_processing = QuantizeMethodBase
+        self.post_processing = (QuantizeMethodBase, PackWeightMethod)
         super().__init__(live, next(live.parameters()).device, *_skeleton(runner))
         self._config = runner.model_config
         self._updater = scheduler.weight_updater
@@ -46,10 +57,31 @@ class SglangModel(LiveModel):
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return checkpoint_headers(self._config.model_path, self._config.revision)
 
+    def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
+        """SGLang derives weights at the end of a load, and post-processes by quantisation methods after that."""
+        last = super().finishers()
+
+        def finish(name: str, module: nn.Module) -> None:
+            derived[name](module)
+            if name in last:
+                last[name](module)
+
+        derived = latent_finishers(self.skeleton)
+        return {**last, **{name: functools.partial(finish, name) for name in derived}}
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        with projections_kept(model):
+            return super().load_weights(model, tensors)
+
+    def reads(self, module: nn.Module) -> tuple[str, ...]:
+        return (KV_PROJECTION,) if isinstance(getattr(module, KV_PROJECTION, None), nn.Module) else ()
+
     def unfinishable(self) -> str | None:
-        if hasattr(self.live, "post_load_weights"):
-            return f"{type(self.live).__name__} post-processes as a whole"
-        return None
+        from sglang.srt.model_executor.model_runner_components import weight_updater
+
+        ask = weight_updater._unsupported_derived_weight_cache_error
+        known = inspect.signature(ask).parameters  # none before 0.5.21
+        return (ask(self.live) if known else ask()) or why_underivable(self.live)
 
     def why_no_sleep(self, level: SleepLevel) -> str | None:
         if not self._updater.memory_saver_adapter.enabled:
@@ -85,6 +117,7 @@ def _skeleton(runner: Any) -> Skeleton:
 
     def make() -> nn.Module:
         model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
+        derive_nothing(model)
         return model.eval()
 
     return build_skeleton(make, set_default_torch_dtype(config.dtype), factory._ROPE_DICT)
