@@ -142,9 +142,9 @@ LATENT: dict[str, Any] = {
 """Multi-head latent attention; kernels take these two sizes of the cache, 512 and 64, and no smaller ones."""
 PLAIN_LATENT: dict[str, Any] = {"attention_backend": "CPU_MLA"}
 """On a CPU with AMX, vLLM would choose a backend that takes no float32."""
-DEEPSEEK: dict[str, Any] = _configured(
-    moe_layer_freq=1,
-    rope_parameters={
+DEEPSEEK: dict[str, Any] = {
+    "moe_layer_freq": 1,
+    "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 4.0,
@@ -152,7 +152,7 @@ DEEPSEEK: dict[str, Any] = _configured(
         "mscale": 0.707,
         "mscale_all_dim": 0.707,
     },
-)
+}
 """What published DeepSeek models say and the configurations of transformers leave out; SGLang has no other rotary embeddings for
 DeepSeek on a CPU."""
 STATE: dict[str, Any] = {
@@ -338,12 +338,19 @@ FAMILIES: dict[str, Family] = {
         ),
         _family("jetmoe", "JetMoe", **LOCAL_EXPERTS, kv_channels=32, num_key_value_heads=2, head_dim=REMOVED),
         # latent attention
-        _family("deepseek_v2", "DeepseekV2", vllm=PLAIN_LATENT, sglang=DEEPSEEK, **LATENT, **ROUTED_EXPERTS),
+        _family(
+            "deepseek_v2",
+            "DeepseekV2",
+            vllm=PLAIN_LATENT,
+            sglang=_configured(**DEEPSEEK, scoring_func="softmax"),
+            **LATENT,
+            **ROUTED_EXPERTS,
+        ),
         _family(
             "deepseek_v3",
             "DeepseekV3",
             vllm=PLAIN_LATENT,
-            sglang=DEEPSEEK,
+            sglang=_configured(**DEEPSEEK),
             **LATENT,
             **ROUTED_EXPERTS,
             topk_method="noaux_tc",
