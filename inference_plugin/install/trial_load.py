@@ -127,7 +127,7 @@ def loader_coverage(
             if is_parameter and tensor.numel() and (count := _poisoned(tensor)):
                 unwritten[name] = count
         written = frozenset(name for name, flat in held.flats.items() if _poisoned(flat) < flat.numel())
-        sums = {name: zlib.crc32(bytes_view(flat.cpu()).numpy()) for name, flat in held.flats.items()}
+        sums = {name: zlib.crc32(bytes_view(flat.cpu()).numpy().data) for name, flat in held.flats.items()}
     return LoaderCoverage(unwritten, written, sums)
 
 

@@ -57,7 +57,7 @@ def run_trials(post: PostProcessing) -> dict[str, Trial]:
 def _kind(post: PostProcessing, module: str) -> Any:
     """Equal for modules that are post-processed alike."""
     skeleton, boundary = post.skeleton_modules[module], post.model.boundary
-    live = post.live_modules.get(module, skeleton)
+    live = post.live_modules.get(module) or skeleton
     helpers = tuple(
         (name, type(value), tuple((n, type(v)) for n, v in sorted(vars(value).items())))
         for name, value in sorted({**vars(skeleton), **skeleton._modules}.items())

@@ -34,7 +34,7 @@ _GATHERED = ("w_kc_qrep", "q_b_proj_qrep_weight")
 def derive_nothing(skeleton: nn.Module) -> None:
     """From now on `post_load_weights` does nothing on `skeleton`: loads fill its parameters only."""
     for _, model in _models(skeleton):
-        model.post_load_weights = _nothing  # type: ignore[assignment]
+        model.post_load_weights = _nothing
 
 
 @contextlib.contextmanager
