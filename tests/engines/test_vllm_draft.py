@@ -6,6 +6,7 @@ draft with the weights of the served model is accepted always.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from safetensors.torch import save_file
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, weights
+from tests.support import checkpoints
 from tests.support.engines import Driver
+from tests.support.families import FAMILIES
 from tests.support.managers import SyncManager
 from tests.support.models import make_llama
 from tests.support.reachable import differences
@@ -26,6 +29,7 @@ from trainer_adapters import ModuleAdapter
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 Weights = dict[str, torch.Tensor]
+LAYER = "model.layers.2."
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +127,8 @@ def test_an_eagle_head_is_updated_without_the_embedding_that_it_shares_with_the_
 
 def test_a_draft_group_is_refused_by_an_engine_that_has_no_draft(driver: Driver, checkpoint: Checkpoint) -> None:
     a = checkpoint("llama", tied=False, seed=1)
-    open_engine(driver, a, method="ngram", prompt_lookup_max=3)
+    driver.call("close")
+    driver.open(a)
     with (
         SyncManager("draft", timeout_s=60) as draft,
         pytest.raises(EngineUnsupported, match="none that can be updated"),
@@ -133,3 +138,57 @@ def test_a_draft_group_is_refused_by_an_engine_that_has_no_draft(driver: Driver,
         (report,) = served.update(ModuleAdapter(weights(a)), 1).replicas
         assert "draft" not in report.why
     assert driver.tokens(PROMPTS, COUNT) == reference(a)
+
+
+def with_next_token_layer(directory: Path, seed: int) -> Path:
+    """A tiny GLM4-MoE with a layer that predicts the token after the next, as published ones have it."""
+    path = FAMILIES["glm4_moe"].maker(directory / f"glm-{seed}", seed)
+    tensors, generator = checkpoints.load(path), torch.Generator().manual_seed(seed)
+    hidden = tensors["model.norm.weight"].numel()
+    sizes = {"enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+    own = {f"{LAYER}{name}.weight": torch.randn(*size, generator=generator) * 0.2 for name, size in sizes.items()}
+    layer = {name.replace(".layers.1.", ".layers.2."): t.clone() for name, t in tensors.items() if ".layers.1." in name}
+    checkpoints.rewrite(path, {**tensors, **layer, **own})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return path
+
+
+def test_a_multi_token_prediction_layer_is_updated_as_the_draft_of_the_model_whose_checkpoint_has_it(
+    driver: Driver, tmp_path: Path
+) -> None:
+    a, b = (with_next_token_layer(tmp_path, seed) for seed in (1, 2))
+    fresh, says = {}, {}
+    for model in (b, a):
+        open_engine(driver, model, method="mtp", num_speculative_tokens=1)
+        says[model], fresh[model] = driver.tokens(PROMPTS, COUNT), state(driver)
+    with SyncManager(timeout_s=60) as served, SyncManager("draft", timeout_s=60) as draft:
+        for version, target in enumerate((b, a), 1):
+            (report,) = served.update(ModuleAdapter(weights(target)), version).replicas
+            assert "group 'draft' updates it" in report.why and f"{LAYER}eh_proj.weight" in report.passed_over
+            layer = {name: t for name, t in weights(target).items() if name.startswith(LAYER)}
+            (report,) = draft.update(ModuleAdapter(layer), version).replicas
+            assert (report.status, report.mechanism) == ("committed", "plan")
+            assert driver.tokens(PROMPTS, COUNT) == says[target]
+            assert differences(state(driver), fresh[target]) == []
+
+
+def test_two_ranks_take_the_served_model_and_the_draft_at_the_same_time(runtime: Path, checkpoint: Checkpoint) -> None:
+    a, b = (checkpoint("llama", tied=False, seed=seed) for seed in (1, 2))
+    with Driver(runtime) as ranks:
+        ranks.call("close")
+        two = {"tensor_parallel_size": 2, "disable_log_stats": False}
+        speculative = {
+            "method": "draft_model",
+            "model": str(a),
+            "num_speculative_tokens": 3,
+            "draft_tensor_parallel_size": 2,
+        }
+        ranks.open(a, speculative_config=speculative, **two)
+        assert accepted(ranks, reference(a)) == 1
+        with SyncManager(timeout_s=60) as served, SyncManager("draft", timeout_s=60) as draft:
+            for version, target in enumerate((b, a), 1):
+                sent = [manager.update_async(ModuleAdapter(weights(target)), version) for manager in (served, draft)]
+                assert [r.status for one in sent for r in one.result(60).replicas] == ["committed"] * 2
+                assert accepted(ranks, reference(target)) == 1
+                assert draft.verify(ModuleAdapter(weights(target))).ok

@@ -103,15 +103,49 @@ def make_paligemma(directory: str | Path, *, seed: int, dtype: torch.dtype = tor
         hidden_size=width,
     )  # fmt: skip
     path = _save(PaliGemmaForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
-    tower, published = "vision_tower.", "vision_tower.vision_model."
-    tensors = {name.replace(tower, published): t for name, t in load_file(path / "model.safetensors").items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    _rename(path, "vision_tower.", "vision_tower.vision_model.")
     tokenizer = tiny_tokenizer(words, last=("\n", "<image>"))
     tokenizer.bos_token, tokenizer.image_token = EOS, "<image>"
     tokenizer.save_pretrained(path)
     image = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 28, "width": 28}, "image_seq_length": 4}
     (path / "preprocessor_config.json").write_text(json.dumps(image | {"processor_class": "PaliGemmaProcessor"}))
     return path
+
+
+def make_llava(directory: str | Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """A Llama that reads images: a vision tower of two layers makes four tokens of an image of 28 pixels. Token 511 stands for
+    one in a prompt."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )  # fmt: skip
+    text = LlamaConfig(**(SHAPE | {"tie_word_embeddings": False}))
+    words = SHAPE["vocab_size"]
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=words - 1, image_seq_length=4, tie_word_embeddings=False
+    )  # fmt: skip
+    path = _save(LlavaForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
+    _rename(path, "vision_tower.", "vision_tower.vision_model.")
+    tokenizer = tiny_tokenizer(words, last=("<image>",))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(path)
+    size = {"height": 28, "width": 28}
+    image = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": size}
+    (path / "preprocessor_config.json").write_text(json.dumps(image | {"processor_class": "LlavaProcessor"}))
+    processor = {
+        "processor_class": "LlavaProcessor", "patch_size": 14, "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default", "image_token": "<image>",
+    }  # fmt: skip
+    (path / "processor_config.json").write_text(json.dumps(processor))
+    return path
+
+
+def _rename(path: Path, tower: str, published: str) -> None:
+    """Gives a vision tower the names of published checkpoints."""
+    tensors = load_file(path / "model.safetensors")
+    renamed = {name if published in name else name.replace(tower, published): t for name, t in tensors.items()}
+    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def tiny_tokenizer(vocab_size: int, last: Sequence[str] = ()) -> PreTrainedTokenizerFast:
