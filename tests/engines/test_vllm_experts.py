@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from inference_plugin.wire.errors import EngineUnsupported
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, weights
 from tests.support.engines import Driver
@@ -28,6 +29,11 @@ def test_experts_of_two_ranks_are_updated_and_a_plan_is_never_used_after_they_mo
 ) -> None:
     a, b = (checkpoint("qwen3_moe", tied=False, seed=seed) for seed in (1, 2))
     driver.open(a, tensor_parallel_size=2, enable_expert_parallel=True)
+    assert driver.tokens(PROMPTS, COUNT) == reference(a)
+    driver.rpc("ext_say_that_experts_are_balanced", True)
+    with SyncManager(timeout_s=60) as manager, pytest.raises(EngineUnsupported, match="moves experts"):
+        manager.update(ModuleAdapter(weights(b)), 1)
+    driver.rpc("ext_say_that_experts_are_balanced", False)
     assert driver.tokens(PROMPTS, COUNT) == reference(a)
     version = 0
     for install in ("standby", "copy"):

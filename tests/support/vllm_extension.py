@@ -118,6 +118,11 @@ class Extension:
             held.copy_(held.roll(held.numel() // self.parallel_config.tensor_parallel_size))  # type: ignore[attr-defined]
         return self.ext_expert_maps()
 
+    def ext_say_that_experts_are_balanced(self, on: bool) -> str:
+        """vLLM balances experts on a GPU only; the configuration says it all the same."""
+        self.parallel_config.enable_eplb = on  # type: ignore[attr-defined]
+        return "{}"
+
     def ext_fix_pipeline(self) -> str:
         """vLLM 0.32 on CPU with pipeline stages: what a warm-up would have made, and CPU skips."""
         runner = self.model_runner  # type: ignore[attr-defined]

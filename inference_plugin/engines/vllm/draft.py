@@ -52,7 +52,9 @@ def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:
     if (why := _why_not(proposer)) is not None:
         return NoDraft(why)
     try:
-        return _draft_model(worker, proposer, live, served)
+        draft = _draft_model(worker, proposer, live, served)
+        logger.info("weightwire: group %r updates the draft model, a %s", DRAFT, type(live).__name__)
+        return draft
     except Exception as error:  # noqa: BLE001 -- whatever it is, the served model can be updated
         logger.warning("weightwire: the draft model can't be updated: %s", error)
         return NoDraft(WeightwireError.wrap(error).message)
