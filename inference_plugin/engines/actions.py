@@ -54,7 +54,7 @@ class AnnounceCommit:
 
 @dataclass(frozen=True)
 class StopSteps:
-    """Stops stepping by that policy. The result says whether the engine went on stepping until then."""
+    """Stops stepping; running requests follow `in_flight`. The result says whether the engine stepped on before it stood."""
 
     in_flight: InFlight
 

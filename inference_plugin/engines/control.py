@@ -23,12 +23,12 @@ class EngineControl(ABC):
 
     @abstractmethod
     def call_ranks(self, request: bytes) -> list[bytes]:
-        """Runs `RankRuntime.call(request)` on every rank at one place in their order of work. Raises if a rank is lost."""
+        """Runs `RankRuntime.call(request)` on every rank between the same two steps. Raises if a rank is lost."""
 
     @abstractmethod
     def pause(self, in_flight: InFlight) -> Future[None] | None:
-        """Stops stepping by that policy for requests in flight. None: the engine stands still. Else it goes on stepping, and
-        completes the future on its own thread once it stands still.
+        """Stops stepping; running requests follow `in_flight`. Returns None if the engine stands. Otherwise it steps on, and
+        completes the future on its own thread once it stands.
 
         No step runs between that and `resume`. On a replica that is held, `pause` only applies the policy to requests;
         "drain" is not asked for there.

@@ -1,7 +1,7 @@
 """torch's default dtype on one thread.
 
-An engine finishes its modules under the model's dtype as the default one, and a kernel may ask for it: vLLM's int8 kernel on
-a CPU takes it for the dtype of its results, and would write twice as much as fits if another one were said.
+An engine post-processes its modules with the model's dtype as the default, and a kernel may read it: vLLM's int8 kernel on a
+CPU takes it for the dtype of its results. With another default it would write twice as many bytes as fit.
 `torch.set_default_dtype` is one setting for the whole process, in which the engine computes meanwhile.
 """
 
@@ -28,8 +28,8 @@ def _default_dtype() -> torch.dtype:
 
 @contextlib.contextmanager
 def default_dtype_here(dtype: torch.dtype) -> Iterator[None]:
-    """Has `torch.get_default_dtype()` return `dtype` on this thread, and what it did on every other one. What torch itself makes
-    without a dtype keeps the process's."""
+    """`torch.get_default_dtype()` returns `dtype` on this thread, and is unchanged on all others. Tensors that torch makes
+    without a dtype still get the process's default."""
     global _users
     before = getattr(_here, "dtype", None)
     with _lock:

@@ -33,7 +33,7 @@ Start: TypeAlias = Callable[[], Steps[Body]]
 
 @dataclass(eq=False)
 class Command:
-    """A request on its way through the engine's thread. `asker` is whom to answer: the last one that sent the request.
+    """A request that waits for the engine's thread, or runs there. `asker` gets the reply: the latest sender of the request.
 
     `due_s` is when to ask the engine's thread for a turn; `awaits` is the action whose result the command waits for.
     """
@@ -57,7 +57,7 @@ class Command:
         return self.expires_at_s if waits else math.inf
 
     def is_asked_again(self, body: Body, peer: bytes) -> bool:
-        """Whether `body` is this request once more."""
+        """Whether `body` repeats this request."""
         if isinstance(body, Commit) and isinstance(self.body, Commit):
             return body.txn == self.body.txn
         return body == self.body and (peer == self.peer or not isinstance(body, Verify))
@@ -77,7 +77,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Turn:
-    """The engine's thread is between two steps, for this command."""
+    """The engine's thread stands between two steps, and runs this command."""
 
     command: Command
 
@@ -101,12 +101,12 @@ class NotSubmitted:
 
 @dataclass(frozen=True)
 class AllRead:
-    """Every message that had come by now was handled: a lease that has run out was not renewed."""
+    """Every message that had arrived was handled, so a lease that has run out was not renewed."""
 
 
 @dataclass(frozen=True)
 class ManagerEnded:
-    """The process ended whose manager holds the replica."""
+    """The process of the manager that holds the replica has ended."""
 
     held: Held
 

@@ -14,7 +14,7 @@ __all__ = ["CommitListeners"]
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
-"""Commits that wait for a listener that hangs; it is not told of later ones."""
+"""Most commits that wait for a listener that hangs; it is not told of later ones."""
 CLOSE_TIMEOUT_S = 2.0
 
 

@@ -1,6 +1,6 @@
 """LoRA slots: what is the same on every engine.
 
-An adapter's tensors go by PEFT's names. An engine keeps each adapter twice: as a copy from which slots are filled, and in the
+The tensors of an adapter have PEFT's names. An engine keeps each adapter twice: as a copy from which slots are filled, and in the
 slot, if a request has named the adapter lately.
 """
 
@@ -26,8 +26,7 @@ class LayerSlice(NamedTuple):
 
 
 class TensorSlots(ABC):
-    """`install.contract.AdapterSlots` of one rank, as far as it is no engine's own. `_tensors`: what updates brought, by
-    adapter."""
+    """The part of `install.contract.AdapterSlots` that is alike on all engines. `_tensors`: what updates brought, by adapter."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -57,7 +56,7 @@ class TensorSlots(ABC):
                 yield name, (0, column) if kind == "lora_A" else (row, 0), values
 
     def _remember(self, adapter: str, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """From now on the adapter is `tensors`; None: what the engine reads by itself."""
+        """Remembers an adapter's tensors; None forgets them, and the engine reads the adapter from its path again."""
         if tensors is None:
             self._tensors.pop(adapter, None)
         else:
@@ -65,7 +64,7 @@ class TensorSlots(ABC):
 
     @abstractmethod
     def _slice_of(self, module: str) -> LayerSlice | None:
-        """Where a module is; None for one that this rank doesn't have, or that takes no adapter here."""
+        """Where a module lies; None if this rank lacks the module, or it takes no adapter."""
 
     @abstractmethod
     def _slots_with(self, adapter: str) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of an engine's replicas, made of their cards and records when somebody asks for them."""
+"""The Prometheus metrics of an engine's replicas, made from their cards and records on request."""
 
 from __future__ import annotations
 

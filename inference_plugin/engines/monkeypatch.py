@@ -107,6 +107,6 @@ _contained: set[str] = set()
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    before = vars(owner).get(name, _NOTHING)  # what it inherits is not put into it when the change is taken back
+    before = vars(owner).get(name, _NOTHING)  # undoing must not copy an inherited attribute into `owner`
     setattr(owner, name, value)
     _changes.append((owner, name, before))

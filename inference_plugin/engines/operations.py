@@ -1,4 +1,4 @@
-"""What the coordinator has every rank of its replica do, and a rank's answer."""
+"""The operations that a coordinator runs on every rank of its replica, and a rank's answer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def agreed_replies(answers: Sequence[bytes], operation: RankOperation, ranks: in
 
 
 def with_error(answer: bytes, error: Exception) -> bytes:
-    """A rank's answer, turned into a failure. An unexpected `error` leaves nobody knowing what the rank serves."""
+    """Turns a rank's answer into a failure. After an unexpected `error` nobody knows what the rank serves."""
     failed = error if isinstance(error, WeightwireError) else TornReplica(f"{type(error).__name__}: {error}")
     return msgspec.msgpack.encode(msgspec.structs.replace(decode_as(answer, RankReply), error=failed.info()))
 

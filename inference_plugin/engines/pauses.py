@@ -36,7 +36,7 @@ def pause_policy(request: Pause) -> InFlight:
 
 
 def pause(standing: Standing, request: Pause, now_s: Callable[[], float]) -> Steps[Stands]:
-    """Stops the replica and releases its memory where `level` says so; as it was before where that fails."""
+    """Stops the replica and, with a `level`, releases its memory. A failure leaves the replica as it was."""
     in_flight, level = pause_policy(request), request.level
     falling_asleep = False
     try:
@@ -70,7 +70,7 @@ def pause(standing: Standing, request: Pause, now_s: Callable[[], float]) -> Ste
 
 
 def resume(standing: Standing, request: Resume) -> Steps[Stands]:
-    """Takes memory back, in part or whole; whole, the replica goes on."""
+    """Takes back the memory of `tags`, or all of it. With all of it the replica generates again."""
     held = standing.held
     if held is None or (held.session != request.session and not held.orphaned):
         standing.check_not_ended(request.session)
@@ -120,8 +120,7 @@ def _is_done(standing: Standing, request: Pause, now_s: float) -> bool:
 
 
 def _wake(standing: Standing, held: Held, tags: Iterable[MemoryTag]) -> Steps[None]:
-    """Takes memory back, on all ranks. Where one can't, the replica is torn, and what is still released may be asked for
-    again."""
+    """Takes memory back on all ranks. If a rank cannot, the replica is torn; whoever resumes may ask again for the rest."""
     released = tuple(tag for tag in ALL_MEMORY if tag in held.asleep and tag in tags)
     if not released:
         return
@@ -137,7 +136,7 @@ def _wake(standing: Standing, held: Held, tags: Iterable[MemoryTag]) -> Steps[No
 
 
 def _release(standing: Standing) -> Steps[None]:
-    """The replica generates again, or where it is torn refuses to."""
+    """The replica generates again; a torn one refuses requests."""
     standing.held = None
     try:
         if standing.refusal is not None:

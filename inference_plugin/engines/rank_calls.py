@@ -1,4 +1,4 @@
-"""Asks all ranks of a replica for one operation, until one of them is lost."""
+"""Asks all ranks of a replica for one operation. Once a rank is lost, nothing is asked any more."""
 
 from __future__ import annotations
 

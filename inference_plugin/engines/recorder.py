@@ -19,12 +19,12 @@ __all__ = ["CommitRecorder"]
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
-"""Commits that wait for a log or a disk that hangs; later ones are neither logged nor counted."""
+"""Most commits that wait for a log or a disk that hangs; later ones are neither logged nor counted."""
 CLOSE_TIMEOUT_S = 2.0
 
 
 class CommitRecorder:
-    """One log line for each commit and each commit that failed, and the replica's record (`net.records`)."""
+    """Writes one log line for each commit, failed ones included, and the replica's record (`net.records`)."""
 
     def __init__(self, replica: str) -> None:
         self._replica = replica

@@ -59,7 +59,7 @@ def wrong_in(release: Release, point: PatchPoint) -> str:
 
 
 Place = tuple[str, ast.AST]
-"""A node, and the module in which its names mean something."""
+"""A node, and the module in whose scope its names are resolved."""
 
 
 def _found(release: Release, module: str, path: list[str]) -> Place | None:
@@ -105,7 +105,7 @@ def _by_star(release: Release, module: str, tree: ast.Module, name: str, depth: 
 
 
 def _of_package(release: Release, module: str, tree: ast.Module, name: str) -> Place | None:
-    """What a package has besides what its `__init__` binds: submodules, and names that it imports when asked for."""
+    """What a package has besides the names that its `__init__` binds: submodules, and names that it imports lazily."""
     if not release.is_package(module):
         return None
     if (found := release.module(f"{module}.{name}")) is not None:

@@ -131,7 +131,7 @@ class Standing:
         """The engine refuses requests while a group is torn, and takes them otherwise. Comes before anything else is done
         about a torn replica."""
         if self.held is not None and self.refusal is not None:
-            return  # no step runs: an update may heal it before the end of the pause, which looks again
+            return  # no step runs while it is held; an update may heal it before the pause ends, which checks again
         try:
             yield Refuse(self.refusal)
             self.must_stand = False
@@ -168,5 +168,5 @@ class Standing:
 
 
 def printable(text: str) -> str:
-    """`text` as it can travel: an operating system's names may hold what is no Unicode."""
+    """Escapes what UTF-8 cannot encode: names of an operating system may hold such characters."""
     return text.encode("utf-8", "backslashreplace").decode()

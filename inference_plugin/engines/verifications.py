@@ -1,6 +1,6 @@
 """A verification: the live parameters are read back in portions, with steps of the engine between two of them.
 
-A commit between two portions makes what was read worthless: the reading begins again, `TRIES` times at most.
+A commit between two portions invalidates what was read: the reading starts again, at most `TRIES` times.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class CoreControl(EngineControl):
     # the engine's own thread
 
     def run_commands(self) -> None:
-        """In-process: what was submitted, under the lock that every step holds."""
+        """In-process: runs the submitted commands under the lock that every step holds."""
         with self.lock:
             while self._commands:
                 self._commands.pop(0)()
@@ -118,7 +118,7 @@ class CoreControl(EngineControl):
             self.end_outputs(ids, reason, client)
 
     def end_outputs(self, ids: list[str], reason: str | None, client: int = 0) -> None:
-        """Outputs that end a client's requests; `reason` None means aborted. In-process the next step returns them."""
+        """Sends the outputs that end a client's requests; `reason` None means aborted. In-process the next step returns them."""
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
         if not ids:
@@ -185,7 +185,7 @@ class CoreControl(EngineControl):
         self.core.reset_encoder_cache()
 
     def _finished(self, status: Any) -> list[tuple[str, int]]:
-        """Takes all requests from the scheduler; their ids and clients."""
+        """Removes all requests from the scheduler; returns their ids and clients."""
         ended = self.core.scheduler.finish_requests(None, status)
         return [
             one if isinstance(one, tuple) else (one.request_id, one.client_index) for one in ended

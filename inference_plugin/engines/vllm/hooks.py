@@ -132,7 +132,7 @@ def _start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
 
 
 def _started(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoordinator]:
-    """All of it; where a part fails, nothing of it is left on any rank."""
+    """Starts workers and coordinator. If one of them fails, nothing of ours is left on any rank."""
     from vllm.v1.engine.core import DPEngineCoreProc
 
     if isinstance(core, DPEngineCoreProc):
@@ -183,7 +183,7 @@ def _started(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoo
 
 
 def _cards(core: Any) -> list[bytes]:
-    """Of every rank; an empty one where Weightwire doesn't run."""
+    """The card of every rank, encoded; empty where Weightwire does not run."""
     control = _control_of(core)
     if control is None:
         return [b""]
@@ -193,8 +193,8 @@ def _cards(core: Any) -> list[bytes]:
 
 
 class _ExecutorLost(PeerLost):
-    """A call of the workers that raised. A multi-process executor may now take the answers to it for those to its next
-    call, so that the engine would compute nonsense: it must not start, with us or without."""
+    """A call to the workers raised. A multi-process executor may now take late answers to it for answers to its next call, and
+    the engine would compute nonsense: it must not start, with us or without."""
 
 
 def _ask_workers(core: Any, method: Any, *args: Any) -> list[Any]:

@@ -1,9 +1,8 @@
 """vLLM's LoRA slots: adapters by name, from tensors instead of from a directory.
 
-vLLM knows an adapter by the `LoRARequest` of whoever asks for it: a name, a number, a path. A worker reads the path when a
-number comes that it hasn't got, also again after it dropped the adapter for others. That one place is wrapped: for a name
-that an update has brought, the adapter is made of the update's tensors, whatever the path. Numbers that a worker holds
-when an update is committed are replaced then.
+A request names its adapter by a `LoRARequest`: a name, a number, a path. A worker reads the path when it gets a number that it
+does not hold, also after it has evicted that adapter. That one place is wrapped: if an update has brought an adapter of that
+name, the adapter is made of the update's tensors, whatever the path. A commit replaces the adapters that a worker holds.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class VllmAdapterSlots(TensorSlots):
             )
 
     def held(self, adapter: str) -> object:
-        """None where vLLM has what it read itself, or nothing yet."""
+        """None if vLLM has read the adapter itself, or does not hold it."""
         return self._tensors.get(adapter)
 
     def put(self, adapter: str, what: Any) -> None:
@@ -69,7 +68,7 @@ class VllmAdapterSlots(TensorSlots):
                 manager.pin_adapter(number)
 
     def made_for(self, request: Any) -> Any:
-        """The adapter that a request asks for, where an update brought it; else None."""
+        """The adapter that a request asks for, if an update brought it; else None."""
         self._names[request.lora_int_id] = request.lora_name
         tensors = self._tensors.get(request.lora_name)
         return None if tensors is None else self._made(request.lora_int_id, tensors)

@@ -41,8 +41,9 @@ class VllmModel(LiveModel):
         self.post_processing = QuantizeMethodBase
         super().__init__(live, device, *skeleton)
         self.fixed_addresses = holds_addresses(config, device)
-        self._experts = _expert_maps(live)
-        for name, places in self._experts.items():
+        held = _expert_maps(live)
+        self._experts = list(held.values())
+        for name, places in held.items():
             self.skeleton.get_submodule(name).expert_map_manager = places
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -71,12 +72,11 @@ class VllmModel(LiveModel):
         return ("kv_b_proj",) if isinstance(module, MLAAttention) else ()
 
     def expert_places(self) -> str:
-        words = [
-            f"{name} {digest_bytes(bytes_view(places.expert_map.cpu()).numpy())}"
-            for name, places in self._experts.items()
-            if places.expert_map is not None
-        ]
-        return f"{digest_bytes(' '.join(words).encode()):016x}" if words else ""
+        maps = [places.expert_map for places in self._experts if places.expert_map is not None]
+        if not maps:
+            return ""
+        together = torch.cat([each.reshape(-1) for each in maps]).cpu()  # one wait for a device, not one for each layer
+        return f"{digest_bytes(bytes_view(together).numpy()):016x}"
 
     def unfinishable(self) -> str | None:
         from vllm.model_executor.layers.attention import MLAAttention

@@ -64,7 +64,7 @@ def _worker_call(worker: Any, request: bytes) -> bytes:
 
 
 def _worker_card(worker: Any) -> bytes:
-    """What this rank holds; empty where it can't say. Never raises, as `_worker_start`."""
+    """This rank's card, encoded; empty if there is none. Never raises, as `_worker_start`."""
     runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
     told = b""
     if runtime is not None:
@@ -74,7 +74,7 @@ def _worker_card(worker: Any) -> bytes:
 
 
 def stop_worker(worker: Any) -> None:
-    """Leaves nothing of ours in a worker: the engine ends, or runs without us. Never raises; a second call does nothing."""
+    """Removes all that is ours from a worker: the engine ends, or runs without us. Never raises; a second call does nothing."""
     runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
     if runtime is not None:
         worker._weightwire_runtime = None
