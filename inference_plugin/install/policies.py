@@ -24,14 +24,14 @@ import torch
 from inference_plugin.devices import device_of
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import Throttle
-from inference_plugin.install.memory import free_later, return_freed_memory
+from inference_plugin.install.memory import ask_for_large_pages, free_later, return_freed_memory
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.replay import Replay
 from inference_plugin.install.standby import StandbyWeights
 from inference_plugin.install.storages import storage_views
 from inference_plugin.install.trial_load import materialised
-from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, ProtocolError, TornReplica
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ManifestMismatch, ProtocolError, TornReplica
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.tensors import box_view, bytes_view
 
@@ -117,6 +117,15 @@ class PolicyInstaller(abc.ABC):
     def _drain(self) -> None:
         """Returns once nothing reads or writes weights any more."""
         device_of(self._model.device).drain(self._model.device)
+
+    def _check_fits(self, nbytes: int) -> None:
+        """Before a second set is allocated: raises `EngineUnsupported`, with both numbers, where it does not fit any more."""
+        if nbytes > (free := self._model.free_bytes()):
+            raise EngineUnsupported(
+                f"a second set of {nbytes >> 20} MiB does not fit: {free >> 20} MiB are free",
+                hint="free memory, or open the group with install='copy', which needs none where a plan was proven",
+                phase="seal",
+            )
 
     def _sources(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
         """The staged tensors by every name that they have."""
@@ -257,7 +266,9 @@ class StandbyInstaller(PolicyInstaller):
         spare, self._spare = self._spare, None
         if spare is not None:
             return spare.storages
-        return {key: _poisoned_like(live) for key, live in self._layout.own_storages().items()}
+        own = self._layout.own_storages()
+        self._check_fits(sum(t.nbytes for t in own.values()) + self._layout.rebuilt_nbytes)
+        return {key: _poisoned_like(live) for key, live in own.items()}
 
     def _put(self, segment: torch.Tensor) -> None:
         if self._prepared is None:
@@ -306,6 +317,7 @@ class LoaderInstaller(StandbyInstaller):
 
     def _load(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
         """The skeleton's storages after a real load, by key."""
+        self._check_fits(self._layout.nbytes)
         skeleton, constants = self._model.skeleton, self._model.constants
         live = self._layout.live_storages()
         with self._model.lock, materialised(skeleton, set(storage_views(skeleton)), self._model.device) as held:
@@ -337,5 +349,6 @@ class LoaderInstaller(StandbyInstaller):
 
 def _poisoned_like(tensor: torch.Tensor) -> torch.Tensor:
     memory = torch.empty_like(tensor)
+    ask_for_large_pages(memory)
     bytes_view(memory).fill_(0xFF)
     return memory

@@ -47,6 +47,8 @@ MIN_SEGMENT_BYTES = 4096
 GIVEN_BACK_AT_ONCE = TOUCHED_AT_ONCE = 4 << 20
 """Bytes of one system call, during which no other Python thread runs."""
 
+LARGE_PAGE_BYTES = 2 << 20
+
 MADV_POPULATE_WRITE = 23
 """Linux 5.14. Python's mmap has no name for it."""
 
@@ -146,6 +148,13 @@ class SharedSegment:
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTFORK)
 
+    def ask_for_large_pages(self) -> None:
+        """Asks for pages of 2 MiB: page tables are built, protected and walked in a fraction of the time. Takes effect where
+        `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise`; no page may be given back by itself then."""
+        if self._map is not None and self.nbytes >= LARGE_PAGE_BYTES:
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+
     def touch(self, start: int, nbytes: int) -> bool:
         """Maps the pages of `start:start + nbytes` for writing, in a fraction of the time that faults take. False: the system
         can't (before Linux 5.14), or the segment is closed."""
@@ -214,6 +223,7 @@ class ShmReceiver(Receiver):
             )
         kept = self._segments.get(address.segment_id)
         segment = kept if kept and kept.lies_at(address) else SharedSegment.attach(address, writable=False)
+        segment.ask_for_large_pages()
         if kept is not None:
             del self._segments[address.segment_id]
             if segment is not kept:
@@ -255,6 +265,7 @@ class ShmSender(Sender):
                 needed, "shm: a segment", "transport 'zmq' needs none on the trainer's side; partial=True sends a part"
             )
         segment = spare[0] if spare else SharedSegment.create(needed)
+        segment.ask_for_large_pages()
         self._owned[segment.segment_id] = segment
         for unused in spare[1:]:
             self._owned.pop(unused.segment_id).close()
@@ -302,6 +313,7 @@ class ShmSender(Sender):
         if address.segment_id in self._owned:
             return self._owned[address.segment_id]
         segment = self._mapped.pop(address.segment_id, None) or SharedSegment.attach(address, writable=True)
+        segment.ask_for_large_pages()
         self._mapped[address.segment_id] = segment
         while len(self._mapped) > ShmReceiver.KEPT:
             self._mapped.pop(next(iter(self._mapped))).close()

@@ -63,6 +63,7 @@ class Zone:
         layout_at = aligned(layout.nbytes)
         self.layout = layout
         self._segment = SharedSegment.create(layout_at + len(described))
+        self._segment.ask_for_large_pages()
         self._segment.tensor[layout_at : layout_at + len(described)] = torch.frombuffer(
             bytearray(described), dtype=torch.uint8
         )
@@ -248,6 +249,7 @@ class ZoneSender(Sender):
         if (zone := self._zones.pop(address.segment.segment_id, None)) is None:
             segment = SharedSegment.attach(address.segment, writable=True)
             try:
+                segment.ask_for_large_pages()
                 segment.keep_from_children()
                 segment.set_writable(False)
                 zone = MappedZone(segment, _layout_in(segment, address).check(manifest))

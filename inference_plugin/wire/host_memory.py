@@ -1,8 +1,10 @@
-"""How much more memory this process may take: what the host has free, and what its control group (a container) leaves."""
+"""How much more memory this process may take: the least that the host, its control group (a container), the limit of its own
+address space and a host that promises no more memory than it has leave it."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,18 +15,39 @@ __all__ = ["check_fits", "free_host_bytes"]
 CGROUPS = Path("/sys/fs/cgroup")
 """Where control groups of version 2 are mounted (https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
 
+PROC = Path("/proc")
+
 
 def free_host_bytes() -> int:
-    """Bytes that this process can take without swapping, and without being killed for its container's limit."""
+    """Bytes that this process can take without swapping, without an allocation that fails, and without being killed for its
+    container's limit."""
     import psutil  # type: ignore[import-untyped]  # takes long to import, and is needed here only
 
-    return min([int(psutil.virtual_memory().available), *left_in_groups(Path("/proc/self/cgroup"), CGROUPS)])
+    left = (*left_in_groups(Path("/proc/self/cgroup"), CGROUPS), *left_of_addresses(), *left_to_promise(PROC))
+    return min([int(psutil.virtual_memory().available), *left])
 
 
 def check_fits(nbytes: int, what: str, hint: str) -> None:
     """Raises `TransportUnavailable`, which names both numbers, unless `nbytes` are free."""
     if nbytes > (free := free_host_bytes()):
         raise TransportUnavailable(f"{what} of {nbytes >> 20} MiB does not fit: {free >> 20} MiB are free", hint=hint)
+
+
+def left_of_addresses() -> Iterator[int]:
+    """What RLIMIT_AS (`ulimit -v`) leaves, where it is set. A segment counts in every process that maps it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        pages = int((PROC / "self" / "statm").read_text().split()[0])
+        yield max(0, limit - pages * resource.getpagesize())
+
+
+def left_to_promise(proc: Path) -> Iterator[int]:
+    """What may still be allocated on a host that never promises more memory than it has (`vm.overcommit_memory=2`)."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if int((proc / "sys" / "vm" / "overcommit_memory").read_text()) == 2:
+            lines = (proc / "meminfo").read_text().splitlines()
+            kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines if line.endswith(" kB")}
+            yield max(0, kib["CommitLimit"] - kib["Committed_AS"]) << 10
 
 
 def left_in_groups(membership: Path, mounted: Path) -> Iterator[int]:

@@ -24,7 +24,6 @@ from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import (
     ProtocolError,
     TransportUnavailable,
-    VersionConflict,
     WeightwireError,
     first_few,
 )
@@ -53,6 +52,7 @@ from inference_plugin.worker.actions import (
 )
 from inference_plugin.worker.events import WorkEnded
 from inference_plugin.worker.lane import Lane
+from inference_plugin.worker.throttle import DecodingThrottle
 
 __all__ = ["GroupWork", "Update", "Where"]
 
@@ -326,21 +326,7 @@ class GroupWork:
         )
 
     def _throttle(self, update: Update, threads: int = 1) -> Throttle:
-        """Gives way to decoding: after each stretch of work, a rest as long as `background_share` asks of all `threads`
-        together. Raises once the update is cancelled."""
-        began = threading.local()
-        made_s = time.perf_counter()
-        share = self._where.config.background_share / threads
-
-        def between(nbytes: int) -> None:
-            rest_s = 0.0
-            if self._where.decoding():
-                rest_s = (time.perf_counter() - getattr(began, "s", made_s)) * (1 - share) / share
-            if update.cancelled.wait(rest_s) if rest_s else update.cancelled.is_set():
-                raise VersionConflict("the transaction was dropped")
-            began.s = time.perf_counter()
-
-        return between
+        return DecodingThrottle(self._where.config.background_share, threads, self._where.decoding, update.cancelled)
 
     def _clean_up(self, work: CleanUp) -> None:
         update = self._updates.pop(work.txn, None)

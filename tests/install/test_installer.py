@@ -344,6 +344,27 @@ def test_a_second_set_that_does_not_fit_is_refused_with_both_numbers_and_auto_do
     assert installer.open(manifest, "auto", partial=False).install == "standby", "its second set is held already"
 
 
+@pytest.mark.parametrize("loader", [False, True])
+def test_memory_that_went_after_the_terms_were_agreed_refuses_the_update_before_anything_is_taken(
+    loader: bool,
+) -> None:
+    class Shrinking(Cramped, ComputingLoader if loader else PlainEngineModel):  # type: ignore[misc]
+        pass
+
+    model = Shrinking(2, 0, 1)
+    installer, tensors = ModelInstaller(model), checkpoint(0)
+    manifest = manifest_of(tensors, TIED)
+    model.left_bytes = 1 << 30
+    installer.open(manifest, "standby", partial=False)
+    segment = segment_of(tensors, manifest)
+    model.left_bytes = 1000
+    with pytest.raises(EngineUnsupported, match=r"a second set of \d+ MiB does not fit: 0 MiB are free"):
+        installer.prepare(segment, lambda _: None)
+    installer.discard()
+    model.left_bytes = 1 << 30
+    assert installer.prepare(segment, lambda _: None) > 0, "the next update finds nothing in its way"
+
+
 def test_what_is_read_back_is_what_was_sent() -> None:
     found = []
     for policy in ("standby", "copy"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from inference_plugin.wire import host_memory
 from inference_plugin.wire.errors import TransportUnavailable
-from inference_plugin.wire.host_memory import check_fits, free_host_bytes, left_in_groups
+from inference_plugin.wire.host_memory import check_fits, free_host_bytes, left_in_groups, left_to_promise
 
 
 def group(path: Path, limit: str, held: int = 0, files: int = 0) -> None:
@@ -34,6 +37,31 @@ def test_without_groups_the_host_alone_counts(tmp_path: Path, said: str) -> None
     assert list(left_in_groups(tmp_path / "cgroup", tmp_path)) == []
     assert list(left_in_groups(tmp_path / "missing", tmp_path)) == []
     assert free_host_bytes() > 0
+
+
+LIMITED = """
+import resource
+from inference_plugin.wire.host_memory import free_host_bytes
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.RLIM_INFINITY))
+print(free_host_bytes())
+"""
+
+
+def test_the_limit_of_a_process_s_own_address_space_counts() -> None:
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=600, check=True)
+    assert 0 < int(done.stdout) < 4 << 30
+
+
+@pytest.mark.parametrize(("mode", "left"), [("0", []), ("1", []), ("2", [(1000 - 400) << 10])])
+def test_a_host_that_promises_no_more_than_it_has_counts_what_it_promised(
+    tmp_path: Path, mode: str, left: list[int]
+) -> None:
+    (tmp_path / "sys" / "vm").mkdir(parents=True)
+    (tmp_path / "sys" / "vm" / "overcommit_memory").write_text(f"{mode}\n")
+    (tmp_path / "meminfo").write_text("CommitLimit:  1000 kB\nCommitted_AS:  400 kB\nHugePages_Total: 0\n")
+    assert list(left_to_promise(tmp_path)) == left
+    assert list(left_to_promise(tmp_path / "missing")) == []
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
