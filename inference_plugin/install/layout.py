@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 
 import torch
 
@@ -215,6 +216,13 @@ class LiveLayout:
         """The storages that exist only for rebuilding `module`."""
         own = {self._key_of[f"{module}.{name}"] for name in self.rebuilt[module]}
         return sorted((own | self._read_keys(module)) - self._plain)
+
+    @cached_property
+    def rebuilding(self) -> dict[str, torch.Tensor]:
+        """The storages, on meta, that exist only for rebuilding modules and that a load writes, by key."""
+        return {
+            p.dest.tensor: self._storages.shapes[p.dest.tensor] for name in self.rebuilt for p in self._placements[name]
+        }
 
     def plain_keys(self, module: str) -> list[str]:
         """The plain storages that `module` is rebuilt from too."""

@@ -141,12 +141,16 @@ class PolicyInstaller(abc.ABC):
         ]
         return Replay(placements, sources, destinations, fills)
 
+    def _placements_of(self, module: str) -> list[Placement]:
+        """From what `prepare` is given into the storages that `module` is rebuilt from."""
+        return self._layout.rebuilt_placements(module)
+
     def _rebuild(self, sources: Tensors, storages: Tensors, throttle: Throttle) -> Iterator[RebuiltModule]:
         """Every rebuilt module, one after the other; `storages` are the plain ones of the update."""
         for name in self._layout.rebuilt:
             memory = {key: self._layout.new_storage(key) for key in self._layout.rebuilt_keys(name)}
             with torch.no_grad():
-                self._bind(self._layout.rebuilt_placements(name), sources, memory).run(between=throttle)
+                self._bind(self._placements_of(name), sources, memory).run(between=throttle)
             yield self._layout.rebuild(name, {**storages, **memory})
             throttle(sum(t.nbytes for t in memory.values()))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,11 @@ __all__ = ["ZoneInstaller", "zone_layout"]
 
 
 class ZoneInstaller(StandbyInstaller):
-    """Swaps the storages of a zone in. It keeps no second set: the zone that was swapped out is the transport's."""
+    """Swaps the storages of a zone in. It keeps no second set: the zone that was swapped out is the transport's.
+
+    What the engine makes something else of lies in the zone as the engine's loader would leave it. It is copied from there into
+    memory of its own, module by module, and rebuilt: post-processing may write over what it is given.
+    """
 
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
         super().__init__(agreement, way_back)
@@ -33,11 +39,19 @@ class ZoneInstaller(StandbyInstaller):
         storages = {
             key: torch.from_numpy(zone[span.start : span.end]).view(span.dtype) for key, span in self._spans.items()
         }
+        loaded = {key: storages.pop(key) for key in self._layout.rebuilding}
         with torch.inference_mode():
             for fill in self._agreement.plan.fills:
                 if fill.dest.tensor in storages and fill.dest.tensor in self._layout.written:
                     fill.dest.of(storages[fill.dest.tensor]).fill_(fill.value)
-        return storages, []
+        self._check_fits(self._layout.rebuilt_nbytes)
+        return storages, list(self._rebuild(loaded, storages, throttle))
+
+    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
+        return super().prepare(segment, throttle) + sum(storage.nbytes for storage in self._layout.rebuilding.values())
+
+    def _placements_of(self, module: str) -> list[Placement]:
+        return [replace(placement, source=placement.dest) for placement in super()._placements_of(module)]
 
     def _keep(self, weights: StandbyWeights) -> StandbyWeights:
         return weights
@@ -49,8 +63,8 @@ def zone_layout(agreement: Agreement, kind: type[PolicyInstaller]) -> ZoneLayout
     layout = agreement.layout
     if kind is not StandbyInstaller:
         raise _refused("the engine has no second set to write: its weights are copied, or loaded by its own loader")
-    if layout.rebuilt:
-        raise _refused(f"the engine makes something else of {first_few(sorted(layout.rebuilt))}")
+    if why := _why_rebuilt_needs_a_segment(agreement):
+        raise _refused(f"the engine makes something else of {first_few(sorted(layout.rebuilt))}, {why}")
     if agreement.plan.repeats:
         raise _refused("several tensors fill one place of the engine")
     if agreement.model.device.type != "cpu":
@@ -58,7 +72,27 @@ def zone_layout(agreement: Agreement, kind: type[PolicyInstaller]) -> ZoneLayout
     if mixed := _filled_among_weights(agreement):
         raise _refused(f"the engine's loader fills {first_few(mixed)} with constants, and then writes weights there")
     spans, nbytes = _spans(agreement)
-    return ZoneLayout(nbytes, tuple(_place(agreement, p, spans[p.dest.tensor].start) for p in layout.plain_placements))
+    # Several modules may be rebuilt from one storage.
+    placements = dict.fromkeys(
+        [*layout.plain_placements, *chain.from_iterable(map(layout.rebuilt_placements, layout.rebuilt))]
+    )
+    return ZoneLayout(nbytes, tuple(_place(agreement, p, spans[p.dest.tensor].start) for p in placements))
+
+
+def _why_rebuilt_needs_a_segment(agreement: Agreement) -> str:
+    """Why rebuilt modules, if there are any, are better made from a segment; "" if a zone will do.
+
+    Both zones keep the tensors that modules were rebuilt from; a segment exists once. So a zone holds less memory as long as most
+    bytes are plain.
+    """
+    layout = agreement.layout
+    if not layout.rebuilding:
+        return ""
+    if agreement.model.device.type != "cpu":
+        return f"and computes on {agreement.model.device}"
+    plain = sum(storage.nbytes for storage in layout.own_storages().values())
+    rebuilding = sum(storage.nbytes for storage in layout.rebuilding.values())
+    return "which is most of the model" if rebuilding > plain else ""
 
 
 def _place(agreement: Agreement, placement: Placement, storage_at: int) -> Place:
@@ -90,7 +124,7 @@ def _filled_among_weights(agreement: Agreement) -> list[str]:
 
 
 class _Span(NamedTuple):
-    """The bytes of a zone that are one storage of the model."""
+    """The bytes of a zone that are one storage of the model, as a load leaves it."""
 
     start: int
     end: int
@@ -98,10 +132,11 @@ class _Span(NamedTuple):
 
 
 def _spans(agreement: Agreement) -> tuple[dict[str, _Span], int]:
-    """Where each storage that the group writes lies in a zone, by key, and the zone's size in bytes."""
+    """Where each storage that the group writes, or rebuilds modules from, lies in a zone, by key; and the size of the zone."""
     spans: dict[str, _Span] = {}
     nbytes = 0
-    for key, storage in sorted(agreement.layout.own_storages().items()):
+    storages = agreement.layout.own_storages() | agreement.layout.rebuilding
+    for key, storage in sorted(storages.items()):
         spans[key] = _Span(nbytes, nbytes + storage.nbytes, storage.dtype)
         nbytes += aligned(storage.nbytes)
     return spans, nbytes
