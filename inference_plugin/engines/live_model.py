@@ -41,6 +41,9 @@ class LiveModel:
 
     prefix = ""
     leaves_out = ""
+    ranks = 1
+    """Ranks of the replica; set by `RankRuntime`."""
+
     runtime_state: frozenset[str] = frozenset()
     """Attributes of layers that are working memory, by name."""
     boundary = Boundary()
@@ -115,6 +118,9 @@ class LiveModel:
 
     def free_bytes(self) -> int:
         return device_of(self.device).free_bytes(self.device)
+
+    def free_share_bytes(self) -> int:
+        return self.free_bytes() // (self.ranks if self.device.type == "cpu" else 1)
 
     def computing(self) -> AbstractContextManager[None]:
         return torch.no_grad()

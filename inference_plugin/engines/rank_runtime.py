@@ -37,12 +37,13 @@ def rank_timeout_s() -> float:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Who this worker is, within its replica."""
+    """Who this worker is, within its replica of `ranks` workers."""
 
     replica: str
     rank: int
     tp_rank: int
     pp_rank: int = 0
+    ranks: int = 1
 
 
 class RankRuntime:
@@ -51,6 +52,7 @@ class RankRuntime:
     def __init__(self, identity: RankIdentity, model: LiveModel) -> None:
         self.identity = identity
         self.model = model
+        model.ranks = identity.ranks
         config = Config.from_environment()
         self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding, config)
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}

@@ -112,6 +112,10 @@ class EngineModel(Protocol):
     def free_bytes(self) -> int:
         """Free memory of the model's device."""
 
+    def free_share_bytes(self) -> int:
+        """This rank's share of it. Ranks in host memory ask at the same moment, and each would find all of it free; so each may
+        count on its part only, also where some of them are on other hosts."""
+
     @property
     def fixed_addresses(self) -> bool:
         """Whether something (captured graphs, sleep mode) holds raw addresses of the live parameters."""

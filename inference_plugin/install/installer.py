@@ -140,7 +140,7 @@ def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[typ
         return StreamingInstaller, ""
     if agreement.why_loader:
         return LoaderInstaller, "the engine's own loader fills a second set"
-    free = model.free_bytes() + (shard if has_second else 0)
+    free = model.free_share_bytes() + (shard if has_second else 0)
     copy = StagedInstaller if model.device.type != "cpu" and free >= shard else CopyInstaller
     if policy == "copy":
         return copy, ""
@@ -149,11 +149,11 @@ def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[typ
     if policy == "standby":
         if free < shard:
             raise EngineUnsupported(
-                f"a second set of {shard >> 20} MiB does not fit: {free >> 20} MiB are free",
+                f"a second set of {shard >> 20} MiB does not fit: {free >> 20} MiB are free for this rank",
                 hint="install='copy' needs none",
                 phase="open",
             )
         return StandbyInstaller, ""
     if free < STANDBY_MEMORY_FACTOR * shard:
-        return copy, f"{free >> 20} MiB are free, too few for a second set of {shard >> 20} MiB"
-    return StandbyInstaller, f"{free >> 20} MiB are free"
+        return copy, f"{free >> 20} MiB are free for this rank, too few for a second set of {shard >> 20} MiB"
+    return StandbyInstaller, f"{free >> 20} MiB are free for this rank"

@@ -120,9 +120,9 @@ class PolicyInstaller(abc.ABC):
 
     def _check_fits(self, nbytes: int) -> None:
         """Before a second set is allocated: raises `EngineUnsupported`, with both numbers, where it does not fit any more."""
-        if nbytes > (free := self._model.free_bytes()):
+        if nbytes > (free := self._model.free_share_bytes()):
             raise EngineUnsupported(
-                f"a second set of {nbytes >> 20} MiB does not fit: {free >> 20} MiB are free",
+                f"a second set of {nbytes >> 20} MiB does not fit: {free >> 20} MiB are free for this rank",
                 hint="free memory, or open the group with install='copy', which needs none where a plan was proven",
                 phase="seal",
             )

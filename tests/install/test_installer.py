@@ -334,7 +334,7 @@ def test_a_second_set_that_does_not_fit_is_refused_with_both_numbers_and_auto_do
     installer, manifest = ModelInstaller(model), manifest_of(checkpoint(0), TIED)
     model.left_bytes = 1 << 10
     with pytest.raises(
-        EngineUnsupported, match=r"a second set of \d+ MiB does not fit: 0 MiB are free .* install='copy'"
+        EngineUnsupported, match=r"a second set of \d+ MiB does not fit: 0 MiB are free for this rank .* install='copy'"
     ):
         installer.open(manifest, "standby", partial=False)
     assert installer.open(manifest, "auto", partial=False).install == "copy"
@@ -342,6 +342,19 @@ def test_a_second_set_that_does_not_fit_is_refused_with_both_numbers_and_auto_do
     assert installer.open(manifest, "auto", partial=False).install == "standby"
     model.left_bytes = manifest.nbytes
     assert installer.open(manifest, "auto", partial=False).install == "standby", "its second set is held already"
+
+
+def test_ranks_that_share_a_host_do_not_each_count_on_all_of_its_memory() -> None:
+    model = Cramped(2, 0, 2)
+    installer, manifest = ModelInstaller(model), manifest_of(checkpoint(0), TIED)
+    model.left_bytes = (
+        manifest.nbytes * 3 // 2
+    )  # enough for the second set of one rank, which holds more than half of it all
+    assert ModelInstaller(model).open(manifest, "standby", partial=False).install == "standby"
+    model.ranks, model.left_bytes = 2, manifest.nbytes
+    with pytest.raises(EngineUnsupported, match="does not fit"):
+        installer.open(manifest, "standby", partial=False)
+    assert installer.open(manifest, "auto", partial=False).install == "copy"
 
 
 @pytest.mark.parametrize("loader", [False, True])

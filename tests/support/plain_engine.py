@@ -222,7 +222,7 @@ def run_worker(pipe: Connection, replica: str, rank: int, tp: int, layers: int) 
     model = PlainEngineModel(layers, rank, tp)
     faults = model.faults
     plugin_manager().register(faults)
-    runtime = RankRuntime(RankIdentity(replica, rank, tp_rank=rank), model)
+    runtime = RankRuntime(RankIdentity(replica, rank, tp_rank=rank, ranks=tp), model)
     pipe.send_bytes(msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card())))
     with contextlib.suppress(EOFError, OSError):
         while True:

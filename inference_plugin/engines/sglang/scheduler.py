@@ -36,7 +36,8 @@ class SchedulerRank:
         self.model = SglangModel(scheduler)
         self.bell = Doorbell(scheduler.idle_sleeper, self.replica, self.rank)
         try:
-            self.runtime = RankRuntime(RankIdentity(self.replica, self.rank, tp_rank=self.rank), self.model)
+            identity = RankIdentity(self.replica, self.rank, tp_rank=self.rank, ranks=ranks.size)
+            self.runtime = RankRuntime(identity, self.model)
         except BaseException:
             self.bell.close()
             self._remove_sockets()

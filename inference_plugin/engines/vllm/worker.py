@@ -91,4 +91,5 @@ def _identity(replica: str) -> RankIdentity:
         rank=pp.rank_in_group * tp.world_size + tp.rank_in_group,
         tp_rank=tp.rank_in_group,
         pp_rank=pp.rank_in_group,
+        ranks=tp.world_size * pp.world_size,
     )
