@@ -1,4 +1,4 @@
-"""What every engine's own ways have in common on the trainer's side: whole tensors, buckets, a gloo group."""
+"""The trainer's side that all engines' own ways share: gathering whole tensors, buckets, a gloo group."""
 
 from __future__ import annotations
 

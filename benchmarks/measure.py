@@ -31,13 +31,13 @@ Row = dict[str, Any]
 
 
 def has_zones(case: Row) -> bool:
-    """Whether trainer ranks can write the engine's second set: not what it packs after a load."""
+    """Whether trainer ranks can write the engine's second set themselves, which a packed layout prevents."""
     return bool(case["layout"] == "plain")
 
 
 def measure(engine: Engine, trainer: Remote, case: Row, runs: int, only: str, say: Callable[[str], None]) -> list[Row]:
-    """All ways in turn, `runs` times, after one warm-up; medians. Each way's first update is checked, byte for byte: ours must
-    be right, and the engine's own have it in their rows (`exact`)."""
+    """Runs all ways in turn, `runs` times after one warm-up; returns medians. The first update of each way is verified byte for
+    byte: a wrong one of ours ends the benchmark, one of the engine's own is noted in its row (`exact`)."""
     weights = Weights(trainer.ask("metas")["result"])
     trainer.ask("weightwire", transport="shm", install="copy")  # opens the group, which `verify` needs
     ways = [*(pair for pair in OURS if pair[0] != ZONE or has_zones(case)), *((way, "engine") for way in engine.ways)]
@@ -92,7 +92,7 @@ def plain_copy(trainer: Remote) -> Sample:
 
 
 def copy_seconds(nbytes: int) -> float:
-    """A copy of as many bytes by torch, on all cores."""
+    """Seconds of a copy of `nbytes` by torch on all cores, the median of 7."""
     source, target = (torch.zeros(nbytes, dtype=torch.uint8).fill_(1) for _ in range(2))
     taken = []
     for _ in range(7):
@@ -116,7 +116,7 @@ def row(head: Row, samples: list[Sample]) -> Row:
 
 
 def add_digest_cost(rows: list[Row], write_s: float) -> None:
-    """Digests in an update over shm: what they add to the writing, and the workers' checking, which is nothing else."""
+    """Adds the cost of digests to rows of `shm` and `zone`: what they add to the writing, and all of the workers' checking."""
     for each in rows:
         if each["way"] in ("weightwire shm", ZONE):
             each["digest_s"] = write_s + each["verify_s"]
@@ -124,7 +124,7 @@ def add_digest_cost(rows: list[Row], write_s: float) -> None:
 
 
 def measure_decoding(engine: Engine, trainer: Remote, case: Row) -> Row:
-    """Length of a decoding step alone, and of steps of which most passes while a standby is prepared beside them."""
+    """Compares decoding steps alone with steps during most of which a standby is prepared on the same cores."""
     transport = "zone" if has_zones(case) else "shm"
     for _ in range(2):
         trainer.ask("weightwire", transport=transport, install="standby")

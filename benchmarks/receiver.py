@@ -1,5 +1,5 @@
-"""A replica without an engine for the trainers' benchmark: the real coordinator, worker and installer around the model's tensors
-under their checkpoint names. One worker process.
+"""A replica without an engine for the trainers' benchmark: the real coordinator, one worker process and the installer, around a
+module that holds the model's tensors under their checkpoint names.
 
 Usage: receiver.py DIRECTORY LAYERS
 """
@@ -36,7 +36,7 @@ class Holder(nn.Module):
 
 
 class HolderModel(LiveModel):
-    """What the installer knows of it."""
+    """The `EngineModel` that the installer sees."""
 
     def __init__(self, layers: int, rank: int, tp: int) -> None:
         with torch.device("meta"):

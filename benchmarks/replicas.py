@@ -1,4 +1,4 @@
-"""Several replicas of one host: a segment that serves them all, against a zone of each; seconds and ratios to a memory copy."""
+"""Several replicas of one host: one segment for all of them against one zone for each; seconds and ratios to a memory copy."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What differs between engines: how one is started and asked, and the ways it has of its own."""
+"""Per engine: how it is started and asked, and its own ways of updating weights."""

@@ -1,4 +1,4 @@
-"""What the benchmark asks of an engine, and what a way of updating it gives."""
+"""The interface of an engine under measurement, and the sample that one update gives."""
 
 from __future__ import annotations
 

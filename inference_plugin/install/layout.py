@@ -120,7 +120,7 @@ class LiveLayout:
         return [*strangers, *self._references.unexplained]
 
     def is_default(self, parameter: str) -> bool:
-        """Whether a parameter that no checkpoint tensor fills is one that the engine's own checkpoint did not fill either."""
+        """Whether the engine's own checkpoint left a parameter unfilled that no tensor of the manifest fills."""
         module, _, name = parameter.rpartition(".")
         return makes_default(self._post, module, name)
 
@@ -130,7 +130,7 @@ class LiveLayout:
         return key in self._plain and key not in self.written and key not in self._model.updated
 
     def halved(self) -> list[str]:
-        """Modules that the engine rebuilds as one, of whose parameters the group has a part only."""
+        """Modules that the engine rebuilds as a whole, while the group holds only a part of their parameters."""
         return [name for name in self.rebuilt if self._uncovered & set(self.rebuilt_keys(name))]
 
     def filled_over(self) -> list[str]:

@@ -1,6 +1,6 @@
-"""Everything that hangs on live modules beside parameters: explained, or a reason to refuse the model.
+"""Tensors on live modules that are no registered parameters: each is accounted for, or the model is refused.
 
-Follows what refers to a parameter from elsewhere, and what an engine computes from weights at first use.
+Two kinds are followed: views of a parameter that others hold, and what an engine computes from weights at first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies that a replay makes at once, by all cores: the engine stands meanwhile."""
+"""Copies by all cores at once, for an installation during which the engine does not generate."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class RowCopy(NamedTuple):
 def row_copies(
     placements: Sequence[Placement], sources: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]
 ) -> list[RowCopy] | None:
-    """The placements as copies of rows, none larger than `PART_BYTES` by much, in any order. None where they are not all rows of
-    CPU memory, or where one might lie over another."""
+    """The placements as copies of rows, each of about `PART_BYTES` at most, which may run in any order. None where a placement is
+    not made of rows in CPU memory, or where two of them may overlap."""
     ends: dict[str, int] = {}
     copies: list[RowCopy] = []
     for placement in sorted(placements, key=lambda p: (p.dest.tensor, p.dest.offset)):
@@ -70,7 +70,7 @@ def row_copies(
 
 
 def copy_on_all_cores(copies: Sequence[RowCopy]) -> None:
-    """Makes the copies, around the cache."""
+    """Makes the copies with non-temporal stores; returns once all are made."""
     threads = min(MOST_THREADS, len(_cores()), len(copies))
     if threads <= 1:
         _copy(copies)
@@ -110,7 +110,7 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def _cores() -> frozenset[int]:
-    """All cores on which threads of this process run: an engine binds each of its threads to one of them."""
+    """All cores on which threads of this process may run. An engine may have bound each of its threads to one core."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
@@ -120,7 +120,7 @@ def _cores() -> frozenset[int]:
 
 @functools.cache
 def _helpers(threads: int) -> ThreadPoolExecutor:
-    """Threads that stay, free to run on all of `_cores`, whatever the thread is bound to that began them."""
+    """A pool that is kept. Its threads may run on all of `_cores`; by default they would inherit the binding of their creator."""
     cores = _cores()
     return ThreadPoolExecutor(
         threads, thread_name_prefix="weightwire-copy", initializer=lambda: os.sched_setaffinity(0, cores)

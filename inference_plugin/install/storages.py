@@ -45,7 +45,7 @@ def keys_by_name(model: nn.Module) -> dict[str, str]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identity of the memory behind `tensor`; unique as long as somebody holds it."""
+    """Identity of the memory behind `tensor`, unique while that memory is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -73,7 +73,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def with_data(tensor: Tensor, data: Tensor) -> Tensor:
-    """A tensor over `data` of the class, and with the attributes, of `tensor` (a parameter class of an engine, say).
+    """A tensor over `data` with the class and the attributes of `tensor`, which may be an engine's own parameter class.
 
     `tensor.data = data` would keep the object, but torch refuses it where one of the two is on meta.
     """

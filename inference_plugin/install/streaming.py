@@ -1,7 +1,7 @@
-"""Writes an update into the live model piece by piece, while the engine stands: no second set, and no segment, is ever held.
+"""Writes an update into the live model piece by piece, while the engine is stopped: neither a second set nor a segment is held.
 
-A piece of a plain parameter goes to its place at once. Those of a rebuilt module wait in memory of that module alone until the
-last one is there; then the engine's own post-processing makes the module anew, and the memory is free. There is no way back.
+A piece of a plain parameter goes to its place at once. Pieces of a rebuilt module wait in memory for that module until the last
+one has arrived; then the engine's own post-processing makes the module anew, and that memory is freed. There is no way back.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Passing:
 
 
 class StreamingInstaller(PolicyInstaller):
-    """Writes the live parameters as the bytes come."""
+    """Writes the live parameters as the bytes arrive."""
 
     install_policy = "streaming"
 

@@ -1,9 +1,8 @@
-"""Plain parameters read out of a packed form that holds their elements in another order, padded with zeros perhaps, and those
-of a module from what another one derived from them by the same means.
+"""Reads plain parameters out of a packed form, which holds the same elements in another order and may pad them with zeros; and,
+by the same means, parameters of a module out of what another module derived from them.
 
-Which order that is, the engine's own post-processing tells: it packs a stand-in whose elements are their own indices, as many
-bits of them at a time as a trial weight can have. A form that computes with its elements (that scales or rounds them) gives no
-order, and is not read.
+The engine's own post-processing tells the order: it packs a stand-in whose elements are their own indices, a few bits of each
+index at a time. A form that scales or rounds its elements gives no order and is not read.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ __all__ = ["Upload"]
 class Upload:
     """Packs tensors into page-locked memory, in two buffers in turn, and spreads them out on the device.
 
-    A device reads page-locked memory at its full speed, and while this thread packs the next batch. Every segment can be read
-    so: one that is mapped read-only, or one in ordinary memory, can't be page-locked where it lies.
+    A device reads page-locked memory at full speed, and does so while this thread packs the next batch. Packing works for every
+    segment; page-locking in place does not, as a segment may be mapped read-only.
 
     `most_bytes`: of a batch, each of its tensors counted with `room`. The caller waits for the device before it says that the
     bytes are there.

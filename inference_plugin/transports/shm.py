@@ -127,7 +127,7 @@ class SharedSegment:
             raise
 
     def lies_at(self, address: SegmentAddress) -> bool:
-        """Whether this is the very memory that `address` describes; an id alone could be reused."""
+        """Whether this is the memory that `address` describes; an id alone could be reused."""
         return self.nbytes == address.nbytes and os.fstat(self.fd).st_ino == address.inode
 
     @property
@@ -144,7 +144,7 @@ class SharedSegment:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def keep_from_children(self) -> None:
-        """Processes that this one forks (a data loader's) don't get the mapping."""
+        """Keeps the mapping out of processes that this one forks, such as a data loader's."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTFORK)
 

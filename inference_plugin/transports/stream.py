@@ -1,9 +1,10 @@
-"""For `install='streaming'`: buckets that go into the live parameters as they come, so that no whole update is ever held.
+"""For `install='streaming'`: each bucket goes into the live parameters as it arrives, so that no whole update is ever held.
 
 1. a rank cuts its slices into pieces and packs each worker's, many to a bucket, in two buffers or more; on the worker's host
    the buffers are shared memory and a message only says where the bucket lies, else its bytes are the payload frame;
-2. the worker compares each piece with its digest where it lies; its engine's thread, which stands, writes it to its place;
-3. the answer says that the bucket is in place: only then is its buffer filled again.
+2. the worker compares each piece with its digest in the bucket; the engine's thread, which generates nothing meanwhile, writes
+   the piece to its place;
+3. the reply says that the bucket is in place; only then does the rank fill its buffer again.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class SharedPlace(msgspec.Struct, frozen=True):
 
 
 class StreamStaging(Staging):
-    """Buckets on their way from the thread that receives them to the engine's thread. One at a time: whoever receives waits
-    until its bucket is in place."""
+    """Hands buckets from the thread that receives them to the engine's thread, one at a time: the receiving thread waits until
+    its bucket is in place."""
 
     streams = True
 

@@ -1,9 +1,9 @@
 """Same host, one replica: trainer ranks write the workers' second sets of weights themselves, in the engine's layout.
 
-1. each worker makes a *zone*: a memfd that holds a second set of what its installer copies plainly, and behind it, as msgpack,
-   the `ZoneLayout` that says which box lands where. The answer to `Begin` says where the zone is.
+1. each worker makes a *zone*: a memfd that holds a second set of weights, and behind it, as msgpack, the `ZoneLayout`, which says
+   where each box lands. The answer to `Begin` says where the zone is.
 2. every trainer rank makes its mapping of the zones writable for one `write`, cuts its slices where places begin and end, and
-   writes each piece to its place. It ends that before it says that it wrote: a later write faults in the trainer.
+   writes each piece to its place. The mapping is read-only again before the rank says `Wrote`: a later write faults there.
 3. each worker compares the pieces with their digests, in place, by one read.
 4. the commit swaps pointers: the zone is the live memory, and the one that it replaced is the next update's.
 
@@ -83,14 +83,14 @@ class Zone:
         self._segment.close()
 
     def _touch(self) -> None:
-        """Has the system give it its pages, so that writers don't pay for that."""
+        """Allocates all pages now, so that writers do not pay for the page faults."""
         for start in range(0, self.layout.nbytes, TOUCHED_AT_ONCE):
             if self._closed.wait(0.0005) or not self._segment.touch(start, TOUCHED_AT_ONCE):
                 return
 
 
 class ZoneStaging(Staging):
-    """The zone of one transaction. It is closed once it is settled, and then is the live memory; or it was dropped."""
+    """The zone of one transaction. `settle` hands it to the receiver as the live memory; `close` without it drops the zone."""
 
     def __init__(self, receiver: ZoneReceiver, zone: Zone) -> None:
         self._receiver = receiver
@@ -140,7 +140,7 @@ class ZoneReceiver(Receiver):
         return ZoneStaging(self, zone or Zone(self._layout))
 
     def is_live(self, zone: Zone) -> None:
-        """The engine computes with the zone; the one of before is free, and every writer's mapping of it has ended."""
+        """The engine computes with `zone` from now on. The zone before it is free: no writer can write into it any more."""
         if self._is_closed:
             zone.close()
             return
@@ -244,7 +244,7 @@ class ZoneSender(Sender):
         self._probe.close()
 
     def _zone(self, manifest: Manifest, target: Target) -> MappedZone:
-        """A worker's zone, mapped to read; the last one that was asked for comes last."""
+        """A worker's zone, mapped to read. `_zones` is in the order of use, the latest one last."""
         address = decode_as(target.landing, ZoneAddress)
         if (zone := self._zones.pop(address.segment.segment_id, None)) is None:
             segment = SharedSegment.attach(address.segment, writable=True)
@@ -274,8 +274,8 @@ class MappedZone:
 
 
 class KeptZones:
-    """What an update brought into zones, as they are now: whoever takes it from here compares digests. Keeps their memory, also
-    when the worker has ended."""
+    """Reads what the zones of an update hold now; a catch-up compares it with the trainer's digests. Keeps their memory, also after
+    their worker has ended."""
 
     def __init__(self, manifest: Manifest, zones: Sequence[MappedZone]) -> None:
         self._manifest = manifest
