@@ -274,8 +274,8 @@ class MappedZone:
 
 
 class KeptZones:
-    """Reads what the zones of an update hold now; a catch-up compares it with the trainer's digests. Keeps their memory, also after
-    their worker has ended."""
+    """Reads what the zones of an update hold now; a catch-up compares it with the trainer's digests. Keeps their memory,
+    also after their worker has ended."""
 
     def __init__(self, manifest: Manifest, zones: Sequence[MappedZone]) -> None:
         self._manifest = manifest

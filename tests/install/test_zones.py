@@ -19,7 +19,7 @@ from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.transports.base import Target
 from inference_plugin.transports.zone import ZoneReceiver, ZoneSender
 from inference_plugin.wire.errors import TransportUnavailable
-from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest
 from tests.install.test_added_parameters import SIZE, Engine, Model
 from tests.install.test_streaming import cut
@@ -75,14 +75,15 @@ class Zoned:
         staging = self.receiver.open(self.manifest, b"", ())
         staging.segment.fill_(0xFF)
         target = Target("r", 0, "ipc:///nowhere", os.getpid(), "boot", (), 0, staging.landing)
-        pieces = []
+        pieces: list[Piece] = []
         for number, rank in enumerate(self.ranks):
-            slices = [LocalSlice(box, self._part(tensors, box)) for box in boxes[number :: len(self.ranks)]]
+            slices = [LocalSlice(box, self.part(tensors, box)) for box in boxes[number :: len(self.ranks)]]
             cut_up = cut_slices(slices, edges_of([rank.edges(self.manifest, target)]))
             wrote, _ = rank.write(
                 "t", "policy", number, self.manifest, b"", cut_up, [target], deadline_s=time.monotonic() + 3600
             )
             pieces += wrote
+        self.target, self.boxes = target, [piece.box for piece in pieces]
         staging.check(self.manifest, pieces, lambda _: None)
         self.installer.prepare(staging.segment, lambda _: None)
         yield staging.segment
@@ -98,7 +99,7 @@ class Zoned:
         for one in (self.installer, self.receiver, *self.ranks):
             one.close()
 
-    def _part(self, tensors: Mapping[str, torch.Tensor], box: Box) -> torch.Tensor:
+    def part(self, tensors: Mapping[str, torch.Tensor], box: Box) -> torch.Tensor:
         tensor = tensors[self.manifest.tensors[box.tensor].name]
         return tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
 
@@ -163,13 +164,17 @@ def test_rebuilt_modules_are_undone_and_dropped_with_their_zone() -> None:
 def test_what_an_engine_computes_with_is_no_view_of_the_tensors_that_it_was_rebuilt_from() -> None:
     """So that post-processing in place leaves what late replicas are caught up from, and the next writer changes nothing."""
     engine = WideEngine()
-    with closing(Zoned(engine, manifest_of(wide_weights(0)))) as case:
-        with case.sealed(wide_weights(1), whole(case.manifest)) as segment:
-            start, end = segment.data_ptr(), segment.data_ptr() + segment.nbytes
-            case.installer.install(segment)
-            case.installer.finish()
-            inside = {n for n, p in engine.live.named_parameters() if start <= p.untyped_storage().data_ptr() < end}
+    case = Zoned(engine, manifest_of(wide_weights(0)))
+    with closing(case), case.sealed(wide_weights(1), whole(case.manifest)) as segment:
+        start, end = segment.data_ptr(), segment.data_ptr() + segment.nbytes
+        case.installer.install(segment)
+        case.installer.finish()
+        inside = {n for n, p in engine.live.named_parameters() if start <= p.untyped_storage().data_ptr() < end}
         assert inside == {"embed", "norm"}
+        kept = case.ranks[0].kept(case.manifest, b"", [case.target])
+        assert kept is not None
+        for box in case.boxes:
+            assert torch.equal(kept(box), case.part(wide_weights(1), box))
 
 
 def test_a_model_of_which_most_is_rebuilt_takes_a_segment() -> None:
