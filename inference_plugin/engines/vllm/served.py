@@ -47,6 +47,7 @@ class ServedModel(VllmModel):
             raise EngineUnsupported(
                 self._draft.why, hint="restart the engine with the new draft, or keep the old one", phase="open"
             )
+        self._draft.ranks = self.ranks
         return self._draft
 
     def why_no_sleep(self, level: SleepLevel) -> str | None:
