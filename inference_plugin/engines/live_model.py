@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -85,6 +85,9 @@ class LiveModel:
             hint="give a group of the served model another name",
             phase="open",
         )
+
+    def for_names(self, names: Collection[str]) -> EngineModel:
+        return self
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -61,6 +61,9 @@ class EngineModel(Protocol):
     @property
     def runtime_state(self) -> frozenset[str]:
         """Names of attributes in which the engine keeps working memory, such as the KV cache: never weights."""
+
+    def for_names(self, names: Collection[str]) -> EngineModel:
+        """The model that takes tensors of these names: this one, or one that holds another model of the engine too."""
 
     @property
     def prefix(self) -> str:

@@ -34,7 +34,7 @@ class ModelInstaller:
     """`contract.Installer` for groups of the engine's own weights; see `contract` for who calls what on which thread."""
 
     def __init__(self, model: EngineModel) -> None:
-        self._model = model
+        self._served = model
         self._agreement: Agreement | None = None
         self._proven: Agreement | None = None
         """The last agreement, if it did not come into force."""
@@ -60,7 +60,7 @@ class ModelInstaller:
             needs=agreement.needs,
             mechanism=chosen.mechanism,
             install=chosen.install_policy,
-            why="; ".join(filter(None, [agreement.why_loader, why, self._model.leaves_out])),
+            why="; ".join(filter(None, [agreement.why_loader, why, agreement.model.leaves_out])),
             derived=agreement.layout.derived,
             untouched=agreement.layout.untouched,
             passed_over=agreement.passed_over,
@@ -70,12 +70,13 @@ class ModelInstaller:
     def _agree(self, manifest: Manifest, partial: bool) -> Agreement:
         """The agreement on a manifest. Where a zone is refused after it, the next transport is asked for at once: the proof is
         made once."""
-        asked = manifest, partial, self._model.expert_places()
+        model = self._served.for_names([*manifest.index, *manifest.tied])
+        asked = manifest, partial, model.expert_places()
         for known in (self._agreement, self._proven):
             if known is not None and (known.manifest, known.partial, known.expert_places) == asked:
                 return known
-        with self._model.lock:
-            self._proven = agree(self._model, manifest, partial=partial)
+        with model.lock:
+            self._proven = agree(model, manifest, partial=partial)
         return self._proven
 
     @property
@@ -83,7 +84,7 @@ class ModelInstaller:
         return self._agreement is not None and isinstance(self._policy, StandbyInstaller | StagedInstaller)
 
     def check_terms(self) -> None:
-        if self._agreement is not None and self._agreement.expert_places != self._model.expert_places():
+        if self._agreement is not None and self._agreement.expert_places != self._agreement.model.expert_places():
             raise ManifestMismatch(
                 "the engine holds its experts in other places than when the group was opened",
                 hint="the next update opens the group anew by itself",
@@ -124,8 +125,9 @@ class ModelInstaller:
 
     @property
     def claims(self) -> frozenset[str]:
-        written = self._agreement.layout.written if self._agreement is not None else ()
-        return frozenset(f"{self._model.prefix}{key}" for key in written)
+        if self._agreement is None:
+            return frozenset()
+        return frozenset(f"{self._agreement.model.prefix}{key}" for key in self._agreement.layout.written)
 
     @property
     def needs_previous(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["ADAPTER_PREFIX", "DRAFT", "is_apart"]
+__all__ = ["ADAPTER_PREFIX", "DRAFT", "DRAFT_NAMES", "is_apart"]
 
 ADAPTER_PREFIX = "lora."
 """A group `lora.<adapter>` is that adapter in the engine's LoRA slots."""
 
 DRAFT = "draft"
 """The draft model of an engine that decodes speculatively."""
+
+DRAFT_NAMES = "draft."
+"""Begins the names of a draft's tensors in a group that sends the served model and the draft together."""
 
 
 def is_apart(group: str) -> bool:

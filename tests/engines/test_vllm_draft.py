@@ -87,6 +87,37 @@ def test_served_model_and_draft_are_updated_apart_and_an_equal_draft_is_accepted
         assert differences(state(driver), fresh) == []
 
 
+def together(model: Path, draft: Path) -> ModuleAdapter:
+    """A source of the served model and its draft."""
+    return ModuleAdapter({**weights(model), **{f"draft.{name}": t for name, t in weights(draft).items()}})
+
+
+def test_one_commit_takes_the_served_model_and_its_draft_together(driver: Driver, checkpoint: Checkpoint) -> None:
+    a, b = (checkpoint("llama", tied=False, seed=seed) for seed in (1, 2))
+    open_engine(driver, a, method="draft_model", model=str(a))
+    fresh = state(driver)
+    with SyncManager("draft", timeout_s=60) as draft:
+        draft.update(ModuleAdapter(weights(b)), 1)
+        with SyncManager(timeout_s=60) as both:
+            with pytest.raises(ManifestMismatch, match="group 'draft' writes already: draft"):
+                both.update(together(b, b), 1)
+            draft.close_group()
+            with pytest.raises(ManifestMismatch, match="nothing in the manifest fills: draft"):
+                both.update(
+                    ModuleAdapter({**weights(b), "draft.model.norm.weight": weights(b)["model.norm.weight"]}), 1
+                )
+    version = 0
+    for install in ("standby", "copy"):
+        with SyncManager(install=install, timeout_s=60) as both:  # type: ignore[arg-type]
+            for model, its_draft in ((b, b), (b, a), (a, a)):
+                version += 1
+                (report,) = both.update(together(model, its_draft), version).replicas
+                assert (report.status, report.mechanism) == ("committed", "plan") and "'draft'" not in report.why
+                assert (accepted(driver, reference(model)) == 1) == (model == its_draft)
+                assert both.verify(together(model, its_draft)).ok
+    assert differences(state(driver), fresh) == []
+
+
 def eagle_head(directory: Path, seed: int) -> Path:
     """A tiny EAGLE head for `make_llama`: one layer, and a projection of embedding and hidden state onto it."""
     full = make_llama(directory, seed=seed, dtype=torch.float32, num_hidden_layers=1)
@@ -123,6 +154,11 @@ def test_an_eagle_head_is_updated_without_the_embedding_that_it_shares_with_the_
         changed = differences(state(driver), fresh[head_a])
         assert changed and all("embed_tokens" in name or "lm_head" in name for name in changed)
         assert driver.tokens(PROMPTS, COUNT) == reference(b)
+        draft.close_group()
+        (report,) = served.update(together(a, head_b), 2).replicas
+        assert report.mechanism == "plan" and served.verify(together(a, head_b)).ok
+        assert accepted(driver, reference(a)) == shares[head_b]
+        assert differences(state(driver), fresh[head_b]) == []
 
 
 def test_a_draft_group_is_refused_by_an_engine_that_has_no_draft(driver: Driver, checkpoint: Checkpoint) -> None:

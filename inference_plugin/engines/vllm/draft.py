@@ -18,7 +18,7 @@ from torch import nn
 from inference_plugin.engines.live_model import with_children
 from inference_plugin.engines.vllm.model import VllmModel, holds_addresses, skeleton_of
 from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.groups import DRAFT
+from inference_plugin.wire.groups import DRAFT, DRAFT_NAMES
 
 __all__ = ["DraftModel", "NoDraft", "draft_of"]
 
@@ -39,8 +39,8 @@ class NoDraft:
 class DraftModel(VllmModel):
     """`install.contract.EngineModel` of the draft model."""
 
-    prefix = f"{DRAFT}:"
-    told = f"the draft model is not part of this group: group {DRAFT!r} updates it"
+    prefix = DRAFT_NAMES
+    told = f"the draft model is not part of this group: group {DRAFT!r} updates it, or names that begin with {DRAFT_NAMES!r}"
 
 
 def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:

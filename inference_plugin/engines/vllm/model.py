@@ -36,8 +36,8 @@ class VllmModel(LiveModel):
     ) -> None:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-        self._config = config
-        self._model_config = model_config
+        self.engine_config = config
+        self.model_config = model_config
         self.post_processing = QuantizeMethodBase
         super().__init__(live, device, *skeleton)
         self.fixed_addresses = holds_addresses(config, device)
@@ -46,13 +46,18 @@ class VllmModel(LiveModel):
         for name, places in held.items():
             self.skeleton.get_submodule(name).expert_map_manager = places
 
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model_config.dtype
+        return dtype
+
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        return checkpoint_headers(self._model_config.model, self._model_config.revision)
+        return checkpoint_headers(self.model_config.model, self.model_config.revision)
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         """vLLM post-processes by quantisation methods first, and attention layers after all of them."""
         first = super().finishers()
-        dtype = self._model_config.dtype
+        dtype = self.model_config.dtype
 
         def finish(name: str, module: nn.Module) -> None:
             if name in first:
@@ -81,7 +86,7 @@ class VllmModel(LiveModel):
     def unfinishable(self) -> str | None:
         from vllm.model_executor.layers.attention import MLAAttention
 
-        if self._config.parallel_config.enable_eplb:
+        if self.engine_config.parallel_config.enable_eplb:
             return (
                 "expert load balancing (enable_eplb) moves experts while the engine runs, and vLLM's loader knows only the "
                 "places where they began"
@@ -119,8 +124,8 @@ class VllmModel(LiveModel):
         from vllm.config import set_current_vllm_config
 
         with (
-            set_current_vllm_config(self._config),
-            default_dtype_here(self._model_config.dtype),
+            set_current_vllm_config(self.engine_config),
+            default_dtype_here(self.model_config.dtype),
             torch.no_grad(),
         ):
             yield

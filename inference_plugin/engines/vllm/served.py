@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from inference_plugin.engines.live_model import without_wrappers
 from inference_plugin.engines.vllm.draft import NoDraft, draft_of
 from inference_plugin.engines.vllm.lora import VllmAdapterSlots
 from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
+from inference_plugin.engines.vllm.together import TogetherModel
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.groups import DRAFT_NAMES
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["ServedModel"]
@@ -33,6 +36,7 @@ class ServedModel(VllmModel):
         model_config = config.model_config
         super().__init__(live, torch.device(worker.device), config, model_config, skeleton_of(config, model_config))
         self._draft = draft_of(worker, live)
+        self._together: TogetherModel | None = None
         if self._draft is not None:
             self.leaves_out = self._draft.told
         if self.device.type == "cpu":
@@ -50,8 +54,18 @@ class ServedModel(VllmModel):
         self._draft.ranks = self.ranks
         return self._draft
 
+    def for_names(self, names: Collection[str]) -> EngineModel:
+        """With the draft, if the group sends tensors of it too."""
+        if self._draft is None or not any(name.startswith(DRAFT_NAMES) for name in names):
+            return self
+        draft = self.draft_model()
+        assert isinstance(draft, VllmModel)
+        if self._together is None:
+            self._together = TogetherModel(self, draft)
+        return self._together
+
     def why_no_sleep(self, level: SleepLevel) -> str | None:
-        if not self._config.model_config.enable_sleep_mode:
+        if not self.model_config.enable_sleep_mode:
             return "vLLM was started without --enable-sleep-mode (which needs a GPU)"
         if level == 2 and self._draft is not None:
             return "level 2 discards the weights of the draft model too, which an update of the served model does not bring back"
