@@ -8,8 +8,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +42,7 @@ from tests.manager.conftest import Start
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected, manifest_of
 from tests.support.rig import ROOT, Rig, eventually, fork, gone, kill
+from tests.trainers.launching import run_ranks
 
 
 @pytest.fixture
@@ -550,16 +549,7 @@ def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start:
     for i, fault in enumerate(faults):
         steps += [{"version": 2 * i + 2, "fault": fault}, {"version": 2 * i + 3}]
     steps += [{"version": 50, "fault": "raise", "at": 0}, {"version": 51}, {"version": 51, "verify": [0, 1]}]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ran = subprocess.run(
-        [*command, str(ROOT / "tests/manager/ranks.py"), str(directory), json.dumps(steps)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-6000:]
+    run_ranks(ROOT / "tests/manager/ranks.py", 2, directory, str(directory), json.dumps(steps))
     seen = [[json.loads((directory / f"rank{r}.step{n}").read_text()) for n in range(len(steps))] for r in (0, 1)]
     for number, step in enumerate(steps):
         on_each = [seen[rank][number] for rank in (0, 1)]

@@ -16,7 +16,7 @@ from inference_plugin.wire.cover import check_exact_cover
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view, bytes_view
-from tests.support.preloaded import nursery
+from tests.support.preloaded import ForkedProgram, nursery
 from tests.trainers.forked import WELL
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",  # what is freed goes back at once, so that a peak can be measured
 }
 END_S = 600.0
+LOG = "torchrun.log"
 
 Ranks = dict[str, list[dict[str, Any]]]
 
@@ -51,21 +52,25 @@ def torchrun(worker: str, ranks: int, out: Path, *arguments: Path, python: str =
 
 def run_ranks(program: Path, ranks: int, out: Path, *arguments: str, python: str = sys.executable) -> str:
     """What `torchrun --standalone --nproc-per-node=RANKS PROGRAM ARGUMENTS` prints, if all ranks end well."""
-    log = out / "torchrun.log"
-    modules = PRELOADED if python == sys.executable else (*PRELOADED, "tests.support.megatron_loaded")
-    ran = nursery(python, modules, tuple(ENVIRONMENT.items())).start(
-        "tests.trainers.forked",
-        [str(ranks), str(out), str(program), *arguments],
-        os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
-        log,
-    )
+    ran = start_ranks(program, ranks, out, *arguments, python=python)
     try:
         ran.wait(END_S)
     finally:
         ran.terminate()  # the agent ends its ranks
-    printed = log.read_text(errors="replace")
+    printed = (out / LOG).read_text(errors="replace")
     assert (out / WELL).exists(), printed[-8000:]
     return printed
+
+
+def start_ranks(program: Path, ranks: int, out: Path, *arguments: str, python: str = sys.executable) -> ForkedProgram:
+    """Starts that. What it prints goes into `out / LOG`."""
+    modules = PRELOADED if python == sys.executable else (*PRELOADED, "tests.support.megatron_loaded")
+    return nursery(python, modules, tuple(ENVIRONMENT.items())).start(
+        "tests.trainers.forked",
+        [str(ranks), str(out), str(program), *arguments],
+        os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        out / LOG,
+    )
 
 
 def on(names: str, both: Sequence[Any] = (), four: Sequence[Any] = ()) -> pytest.MarkDecorator:
