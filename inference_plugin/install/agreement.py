@@ -32,7 +32,8 @@ class Agreement:
 
     `ties`: storages that are two in the skeleton and one in the live model. `why_loader`: why the engine's own loader has
     to install, "" where the plan was proven. `partial`: the manifest is a part of the model. `passed_over`: as in
-    `contract.InstallTerms`. `ignored`: names of which the engine's loader takes nothing. `expert_places`: as in
+    `contract.InstallTerms`. `ignored`: names of which the engine's loader takes nothing. `unfilled`: parameters that neither
+    the manifest nor the engine's own checkpoint fills. `expert_places`: as in
     `contract.EngineModel`, when the plan was traced.
     """
 
@@ -45,6 +46,7 @@ class Agreement:
     why_loader: str
     passed_over: tuple[int, ...]
     ignored: frozenset[str]
+    unfilled: tuple[str, ...]
     expert_places: str
 
     @cached_property
@@ -135,8 +137,9 @@ class _Negotiation:
             loaded = coverage.written if plan.refusal is not None else loaded
             uncovered = _left_by_loader(coverage, ties)
         layout = LiveLayout(self._model, plan, ties, loaded)
+        unfilled: tuple[str, ...] = ()
         if not self._partial:
-            self._check_whole(layout, uncovered)
+            unfilled = self._check_whole(layout, uncovered)
         self._check_layout(layout)
         return Agreement(
             self._model,
@@ -148,6 +151,7 @@ class _Negotiation:
             why_loader,
             self._passed_over(ignored),
             ignored,
+            unfilled,
             expert_places,
         )
 
@@ -269,13 +273,16 @@ class _Negotiation:
             return frozenset()
         return idle if without == coverage else frozenset()
 
-    def _check_whole(self, layout: LiveLayout, uncovered: Mapping[str, int]) -> None:
-        """Nothing that a checkpoint fills is left out."""
-        missing = [
-            f"{name} ({count} elements)"
-            for name, count in uncovered.items()
-            if not layout.is_default(name) and not (layout.leaves(name) and self._own_load.uncovered.get(name) == count)
-        ]
+    def _check_whole(self, layout: LiveLayout, uncovered: Mapping[str, int]) -> tuple[str, ...]:
+        """Nothing that a checkpoint fills is left out. Returns the parameters that the engine's own checkpoint does not fill
+        either."""
+        lacking = {name: count for name, count in uncovered.items() if not layout.is_default(name)}
+        unfilled = tuple(
+            name
+            for name, count in lacking.items()
+            if layout.leaves(name) and self._own_load.uncovered.get(name) == count
+        )
+        missing = [f"{name} ({count} elements)" for name, count in lacking.items() if name not in unfilled]
         if missing:
             raise ManifestMismatch(
                 f"parameters that nothing in the manifest fills: {first_few(missing)}",
@@ -292,6 +299,7 @@ class _Negotiation:
                 hint="let the trainer's adapter send its buffers too",
                 phase="open",
             )
+        return unfilled
 
     def _is_loaded(self, buffer: str) -> bool:
         """Whether the engine's loader takes a buffer from a checkpoint that has it."""

@@ -19,7 +19,7 @@ from inference_plugin.install.policies import (
 from inference_plugin.install.streaming import StreamingInstaller
 from inference_plugin.install.verify import live_digests
 from inference_plugin.install.zones import ZoneInstaller, zone_layout
-from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
@@ -60,7 +60,9 @@ class ModelInstaller:
             needs=agreement.needs,
             mechanism=chosen.mechanism,
             install=chosen.install_policy,
-            why="; ".join(filter(None, [agreement.why_loader, why, agreement.model.leaves_out])),
+            why="; ".join(
+                filter(None, [agreement.why_loader, why, _words_of(agreement.unfilled), agreement.model.leaves_out])
+            ),
             derived=agreement.layout.derived,
             untouched=agreement.layout.untouched,
             passed_over=agreement.passed_over,
@@ -132,6 +134,11 @@ class ModelInstaller:
     @property
     def needs_previous(self) -> bool:
         return self._policy.install_policy == "copy"
+
+
+def _words_of(unfilled: tuple[str, ...]) -> str:
+    """What a user should know of parameters that may be random for ever."""
+    return f"filled by no checkpoint, and left as the engine made them: {first_few(unfilled)}" if unfilled else ""
 
 
 def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[type[PolicyInstaller], str]:

@@ -154,12 +154,13 @@ class Fills(LeavesOne):
     own = ("positions",)
 
 
-def test_a_parameter_that_the_engines_own_checkpoint_does_not_fill_stays_as_it_is() -> None:
+def test_a_parameter_that_the_engines_own_checkpoint_does_not_fill_stays_as_it_is_and_the_report_says_so() -> None:
     model = LeavesOne(2, 0, 1)
     installer = ModelInstaller(model)
     manifest = manifest_of(checkpoint(1), TIED)
     terms = installer.open(manifest, "standby", partial=False)
     assert terms.untouched == ("positions",)
+    assert terms.why.endswith("filled by no checkpoint, and left as the engine made them: positions (1 in all)")
     segment = segment_of(checkpoint(1), manifest)
     installer.prepare(segment, lambda _: None)
     installer.install(segment)

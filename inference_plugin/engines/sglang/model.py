@@ -48,6 +48,8 @@ class SglangModel(LiveModel):
             self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
         self.post_processing = (QuantizeMethodBase, PackWeightMethod)
         super().__init__(live, next(live.parameters()).device, *_skeleton(runner))
+        if not (scheduler.spec_algorithm.is_none() or scheduler.spec_algorithm.is_ngram()):
+            self.leaves_out = "the draft model of speculative decoding keeps its weights: SGLang's can't be updated"
         self._config = runner.model_config
         self._updater = scheduler.weight_updater
         self._backup = bool(runner.server_args.enable_weights_cpu_backup)

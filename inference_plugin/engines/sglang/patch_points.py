@@ -55,6 +55,8 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin.post_load_weights", ("self", "weight_names"), "called on a twin of the model: what a load derives for latent attention", without="models of the DeepSeek-V2 and -V3 families can't be updated"),
     PatchPoint("sglang.srt.models.minicpm3:MiniCPM3AttentionMLA", why="recognised: its loader derives weights and removes their projection", without="MiniCPM3 can't be updated"),
     PatchPoint("sglang.srt.models.minicpm3:MiniCPM3ForCausalLM.load_weights", ("self", "weights"), "called on a stand-in: what a load derives for its attention", without="MiniCPM3 can't be updated"),
+    PatchPoint("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.is_none", ("self",), "called: is there a draft?"),
+    PatchPoint("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.is_ngram", ("self",), "called: does the draft have a model?"),
     PatchPoint("sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", why="recognised: padded on purpose"),
     PatchPoint("sglang.srt.layers.rotary_embedding.factory:_ROPE_DICT", why="saved and restored around the skeleton's construction"),
     PatchPoint("sglang.srt.model_loader.utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
