@@ -141,7 +141,7 @@ class LeaderControl(_TurnControl, EngineControl):
 
     def submit(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        with self._lock, contextlib.suppress(zmq.Again):  # a bell that nobody answers has been rung often enough
+        with self._lock, contextlib.suppress(zmq.Again):  # a bell whose queue is full has been rung
             for bell in self._bells:
                 bell.send(b"", zmq.DONTWAIT)
 

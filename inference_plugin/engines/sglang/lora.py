@@ -23,7 +23,7 @@ __all__ = ["SglangAdapterSlots", "hook_lora"]
 
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""What SGLang packs into one layer: all of it has one rank there, and what an adapter leaves out is zero."""
+"""Projections that SGLang packs into one layer. They share one LoRA rank there; one that an adapter lacks is zero."""
 
 
 def hook_lora() -> None:
@@ -40,7 +40,7 @@ def hook_lora() -> None:
 
 @dataclass(frozen=True)
 class _Held:
-    """What an adapter is: SGLang's own objects by their ids, and the tensors that an update brought, if one did."""
+    """An adapter: SGLang's own objects by their ids, and the tensors of the last update, if there was one."""
 
     made: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor] | None
@@ -148,7 +148,7 @@ class SglangAdapterSlots(TensorSlots):
         return made
 
     def _completed(self, tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-        """With zeros, what the packed layers lack: whole projections, and ranks up to the largest."""
+        """The tensors, and zeros for the projections and ranks that a packed layer has and the adapter lacks."""
         dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
         whole: dict[str, torch.Tensor] = {}
         for module in {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}:

@@ -136,7 +136,7 @@ class _Sockets:
     """Unix sockets between the first rank and each of the others. `peers`, by rank: on the first one all others, on them the
     first.
 
-    Who fails or is late once is lost: an answer that came later would be taken for that to the next question.
+    A rank that fails or is late once is lost: its late answer would be taken for the answer to the next question.
     """
 
     def __init__(self, peers: dict[int, socket.socket]) -> None:
@@ -178,7 +178,7 @@ class _Sockets:
 
     @contextlib.contextmanager
     def _losing(self, rank: int) -> Iterator[socket.socket]:
-        """That rank's socket. Whatever fails with it raises `PeerLost`, here and from now on."""
+        """That rank's socket. An error on it raises `PeerLost`, here and at every later call."""
         if self._lost is not None:
             raise PeerLost(f"the ranks have lost each other: {self._lost.message}", rank=self._lost.rank)
         try:

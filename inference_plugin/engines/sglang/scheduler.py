@@ -22,7 +22,7 @@ logger = logging.getLogger("sglang.weightwire")
 
 
 class SchedulerRank:
-    """One rank: its runtime and what we keep beside its scheduler."""
+    """One rank: its runtime, the requests that it holds back, and why it refuses new ones."""
 
     def __init__(self, scheduler: Any, ranks: Ranks, replica: str) -> None:
         from sglang.srt.runtime_context import get_parallel
@@ -30,7 +30,7 @@ class SchedulerRank:
         self.scheduler = scheduler
         self.ranks = ranks
         self.rank = ranks.rank
-        self._speaks = get_parallel().attn_tp_rank == 0  # for its part of the requests, to their clients
+        self._speaks = get_parallel().attn_tp_rank == 0  # one rank of an attention group answers its clients
         self.replica = replica
         self.cards: list[WorkerCard | None] = []
         self.model = SglangModel(scheduler)

@@ -49,9 +49,9 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Doorbell:
-    """Wakes a rank that sleeps on idle until one of its sockets has something. `address` is empty where none does.
+    """Wakes a rank that sleeps while it is idle. `address` is empty where the rank never sleeps.
 
-    Beside the first rank those are, with data-parallel attention, all that have requests of their own.
+    Ranks that have requests of their own sleep: the first one, and with data-parallel attention the others, too.
     """
 
     def __init__(self, sleeper: Any, replica: str, rank: int) -> None:
@@ -66,7 +66,7 @@ class Doorbell:
         self._poller: Any = poller
 
     def close(self) -> None:
-        """From now on nobody rings it."""
+        """Later rings reach nobody."""
         if self._socket is not None:
             self._poller.unregister(self._socket)
             self._gate.close()
@@ -74,7 +74,7 @@ class Doorbell:
             self._socket = None
 
     def quiet(self) -> None:
-        """Takes what was rung; called in each pass of the event loop."""
+        """Discards the rings so far; called in each pass of the event loop."""
         with contextlib.suppress(zmq.Again):
             while self._socket is not None:
                 self._socket.recv(zmq.DONTWAIT)
