@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +47,6 @@ print(free_host_bytes())
 
 
 def test_the_limit_of_a_process_s_own_address_space_counts() -> None:
-    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=600, check=True)
     assert 0 < int(done.stdout) < 4 << 30
 
