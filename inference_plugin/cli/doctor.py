@@ -28,6 +28,7 @@ def doctor(job: str | None, as_json: bool) -> None:
     from inference_plugin.plugins import plugin_manager
     from inference_plugin.transports.registry import transports  # imports torch
     from inference_plugin.wire.copying import how_copies_are_made
+    from inference_plugin.wire.host_memory import large_pages
 
     problems: list[str] = []
     facts: dict[str, Any] = {"weightwire": __version__, "python": sys.version.split()[0]}
@@ -35,6 +36,7 @@ def doctor(job: str | None, as_json: bool) -> None:
     _look_at_environment(facts, problems)
     facts["replicas"] = [_look_at_replica(card, problems) for card in replicas]
     facts["copies"] = how_copies_are_made()
+    facts["large_pages"] = large_pages()
     facts["transports"] = {name: t.why_not() or "available" for name, t in transports().items()}
     facts["broken_plugins"] = plugin_manager().broken
     problems += [f"plug-in {name}: {why}" for name, why in plugin_manager().broken.items()]

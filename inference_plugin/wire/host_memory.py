@@ -10,12 +10,15 @@ from pathlib import Path
 
 from inference_plugin.wire.errors import TransportUnavailable
 
-__all__ = ["check_fits", "free_host_bytes"]
+__all__ = ["check_fits", "free_host_bytes", "large_pages"]
 
 CGROUPS = Path("/sys/fs/cgroup")
 """Where control groups of version 2 are mounted (https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
 
 PROC = Path("/proc")
+
+PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+"""https://docs.kernel.org/admin-guide/mm/transhuge.html"""
 
 
 def free_host_bytes() -> int:
@@ -31,6 +34,17 @@ def check_fits(nbytes: int, what: str, hint: str) -> None:
     """Raises `TransportUnavailable`, which names both numbers, unless `nbytes` are free."""
     if nbytes > (free := free_host_bytes()):
         raise TransportUnavailable(f"{what} of {nbytes >> 20} MiB does not fit: {free >> 20} MiB are free", hint=hint)
+
+
+def large_pages() -> str:
+    """For `weightwire doctor`: whether Linux gives pages of 2 MiB to those who ask, in ordinary and in shared memory."""
+    said = {}
+    for name, kind in (("enabled", "ordinary memory"), ("shmem_enabled", "shared memory")):
+        try:  # the choices, the one in force in brackets
+            said[kind] = (PAGES / name).read_text().partition("[")[2].partition("]")[0]
+        except OSError:
+            said[kind] = "unknown"
+    return ", ".join(f"{kind}: {choice}" for kind, choice in said.items())
 
 
 def left_of_addresses() -> Iterator[int]:

@@ -62,6 +62,14 @@ def test_a_host_that_promises_no_more_than_it_has_counts_what_it_promised(
     assert list(left_to_promise(tmp_path / "missing")) == []
 
 
+def test_doctor_says_whether_linux_gives_large_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "PAGES", tmp_path)
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    assert host_memory.large_pages() == "ordinary memory: madvise, shared memory: unknown"
+    (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    assert host_memory.large_pages() == "ordinary memory: madvise, shared memory: never"
+
+
 def test_what_does_not_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 7 << 20)
     check_fits(7 << 20, "a segment", "")
