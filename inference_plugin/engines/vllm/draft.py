@@ -45,11 +45,11 @@ class DraftModel(VllmModel):
 
 def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:
     """The worker's draft model; None where it drafts without weights, or not at all. `served`: the served model."""
-    proposer: Any = getattr(worker.model_runner, "drafter", None)
-    live: Any = getattr(proposer, "model", None)
-    if not isinstance(live, nn.Module):
+    live: Any = worker.model_runner.get_draft_model()
+    if live is None:
         return None
-    if (why := _why_not(proposer)) is not None:
+    proposer: Any = worker.model_runner.drafter
+    if (why := _why_not(proposer, live)) is not None:
         return NoDraft(why)
     try:
         draft = _draft_model(worker, proposer, live, served)
@@ -69,7 +69,8 @@ def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module)
     model_config = proposer.speculative_config.draft_model_config
     prefix = "draft_model" if isinstance(proposer, DraftModelProposer) else ""
     skeleton = skeleton_of(config, model_config, prefix)
-    borrowed = set(_borrowed(live, served))
+    with_adapters: nn.Module = worker.model_runner.get_model()  # whose modules LoRA may have wrapped
+    borrowed = {*_borrowed(live, served), *_borrowed(live, with_adapters)}
     for name in borrowed:
         with contextlib.suppress(AttributeError):  # inside another one that is gone
             holder, _, own = name.rpartition(".")
@@ -85,7 +86,7 @@ def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module)
     return draft
 
 
-def _why_not(proposer: Any) -> str | None:
+def _why_not(proposer: Any, live: Any) -> str | None:
     """Why vLLM's proposer would go on with the old weights of a draft that was updated; None if it would not."""
     try:
         from vllm.v1.spec_decode.draft_model import DraftModelProposer
@@ -94,6 +95,8 @@ def _why_not(proposer: Any) -> str | None:
         return "this version of vLLM builds it in a way that is not known"
     if not hasattr(proposer, "_create_draft_vllm_config") or type(proposer) not in (DraftModelProposer, EagleProposer):
         return f"what {type(proposer).__name__} computes from the draft's weights is not known"
+    if not isinstance(live, nn.Module):
+        return f"it runs inside a {type(live).__name__}"
     if getattr(proposer, "parallel_drafting", False):
         return "with parallel drafting vLLM keeps a mask computed from the draft's first weights"
     return None

@@ -21,6 +21,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.v1.worker.gpu_worker:Worker.wake_up", ("tags",), "called: takes it back"),
     PatchPoint("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model", ("self",), "called: the live model"),
     PatchPoint("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._create_draft_vllm_config", ("self",), "called: the draft model's configuration", without="the draft model of speculative decoding cannot be updated"),
+    PatchPoint("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model", ("self",), "called: the draft model"),
     PatchPoint("vllm.v1.spec_decode.draft_model:DraftModelProposer", why="recognised: a draft model of its own", without="the draft model of speculative decoding cannot be updated"),
     PatchPoint("vllm.v1.spec_decode.eagle:EagleProposer", why="recognised: a head on the served model", without="the draft model of speculative decoding cannot be updated"),
     PatchPoint("vllm.distributed.parallel_state:get_tp_group", why="called: tensor-parallel rank"),
