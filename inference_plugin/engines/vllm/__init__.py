@@ -8,8 +8,9 @@ Two ways lead here, and both together do no harm: vLLM finds the entry point `vl
 Found by its entry point the plug-in never keeps vLLM from starting: whatever fails is warned about once, and that engine
 runs as if the plug-in were not installed. Named explicitly it refuses to start instead.
 
-- Worker processes (`worker`, `extension`, `model`, `lora`): `RankRuntime` (groups, socket); operations arrive by
-  `collective_rpc`, which shares one ordered queue with `execute_model`: they run at the same step on every TP and PP rank.
+- Worker processes (`worker`, `extension`, `served`, `model`, `draft`, `together`, `lora`): `RankRuntime` (groups, socket);
+  operations arrive by `collective_rpc`, which shares one ordered queue with `execute_model`: they run at the same step on
+  every TP and PP rank.
 - EngineCore process (`hooks`, `core`, `weight_transfer`): `ReplicaCoordinator`. Its commands enter the core's own input queue
   as a WAKEUP that carries a callable, so that they run between two steps and wake an idle engine. An in-process engine has no
   queue: there, a lock around its client's methods makes the step boundary.
