@@ -3,13 +3,21 @@ marks its events (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-stre
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
-from inference_plugin.devices.base import Device, Mark, Queue
+from inference_plugin.devices.base import Device, Mark, Queue, SharedMemory, Unused
+from inference_plugin.devices.cuda_driver import CudaDriver, DeviceArray
+from inference_plugin.devices.digests import Digests, TorchDigests
+from inference_plugin.wire.errors import TransportUnavailable
 
 __all__ = ["Accelerator"]
+
+logger = logging.getLogger(__name__)
 
 
 class Accelerator(Device):
@@ -34,7 +42,10 @@ class Accelerator(Device):
             self._module.set_device(index)
 
     def uuid(self) -> str:
-        return str(getattr(self._module.get_device_properties(self.current()), "uuid", ""))
+        return self._uuid_of(self.current() or 0)
+
+    def _uuid_of(self, index: int) -> str:
+        return str(getattr(self._module.get_device_properties(index), "uuid", ""))
 
     def free_bytes(self, device: torch.device) -> int:
         return int(self._module.mem_get_info(device)[0])
@@ -69,8 +80,69 @@ class Accelerator(Device):
     def host_memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def page_lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        if self.why_not_shared() is not None:
+            return None
+        try:
+            return _driver().page_lock(self.current() or 0, memory.data_ptr(), memory.nbytes)
+        except TransportUnavailable as error:
+            logger.info("weightwire: a segment of %d MiB can't be page-locked: %s", memory.nbytes >> 20, error.message)
+            return None
+
+    def is_page_locked(self, memory: torch.Tensor) -> bool:
+        return memory.is_pinned()
+
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, self.current() or 0))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
+
+    def new_digests(self) -> Digests:
+        return _digests_class(self.type)()
+
+    # --- memory that processes share -----------------------------------------------------------------------------------
+
+    def why_not_shared(self) -> str | None:
+        if self.type != "cuda" or torch.version.cuda is None:
+            return f"memory of {self.type} devices can't be shared between processes here"
+        try:
+            _driver()
+        except OSError as error:
+            return f"the CUDA driver's library can't be loaded: {error}"
+        return None
+
+    def reachable(self) -> tuple[str, ...]:
+        mine = self.current() or 0
+        others = (index for index in range(self._module.device_count()) if index != mine)
+        near = [index for index in others if self._module.can_device_access_peer(mine, index)]
+        return tuple(self._uuid_of(index) for index in (mine, *near))
+
+    def share(self, nbytes: int, unused: Unused) -> SharedMemory:
+        return _driver().share(self.current() or 0, nbytes, unused)
+
+    def attach(self, handle: bytes, nbytes: int, uuid: str) -> SharedMemory:
+        indices = range(self._module.device_count())
+        if (index := next((i for i in indices if self._uuid_of(i) == uuid), None)) is None:
+            raise TransportUnavailable(f"this process does not see the device {uuid}")
+        return _driver().attach(index, handle, nbytes)
+
+
+@cache
+def _driver() -> CudaDriver:
+    def as_tensor(array: DeviceArray, device: int) -> torch.Tensor:
+        return torch.as_tensor(array, device=torch.device("cuda", device))
+
+    return CudaDriver(as_tensor)
+
+
+@cache
+def _digests_class(kind: str) -> type[Digests]:
+    if kind == "cuda":
+        try:
+            from inference_plugin.devices.digest_kernels import TritonDigests
+        except ImportError as error:
+            logger.warning("weightwire: digests on the device are slow without Triton: %s", error)
+        else:
+            return TritonDigests
+    return TorchDigests

@@ -12,17 +12,38 @@ hold wherever this package reads or writes device memory:
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Device", "Mark", "Queue"]
+from inference_plugin.devices.digests import Digests, TorchDigests
+from inference_plugin.wire.errors import TransportUnavailable
+
+__all__ = ["Device", "Mark", "Queue", "SharedMemory", "Unused"]
 
 Queue: TypeAlias = Any
 """A queue of one device."""
 
 Mark: TypeAlias = Any
 """A place in a queue: all that was queued there before it."""
+
+
+Unused: TypeAlias = Callable[[Callable[[], None]], None]
+"""Hears that this process has no tensor left in memory that it shared. Has to call what it is given, now or later: that frees the
+memory."""
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Device memory that another process can map, or has mapped. `handle`: the argument of `attach` there."""
+
+    tensor: torch.Tensor
+    """Its bytes (1-D, uint8)."""
+    handle: bytes
+    close: Callable[[], None] = lambda: None
+    """Ends this process's mapping of another one's memory: a later access fails. May be called twice."""
 
 
 class Device(abc.ABC):
@@ -93,6 +114,15 @@ class Device(abc.ABC):
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Bytes of the host's memory (1-D, uint8) that the device reads and writes at full speed: page-locked."""
 
+    def page_lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        """Has this device read the host's `memory`, which may be mapped read-only, at full speed from now on; returns what ends
+        that, to be called before the memory is unmapped. None where the device or the system can't."""
+        return None
+
+    def is_page_locked(self, memory: torch.Tensor) -> bool:
+        """Whether this device reads a tensor of the host at full speed."""
+        return False
+
     @abc.abstractmethod
     def memory(self, nbytes: int) -> torch.Tensor:
         """Bytes of this device's memory (1-D, uint8)."""
@@ -101,3 +131,32 @@ class Device(abc.ABC):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy between tensors of one shape, with a cast where their dtypes differ. Either may be the host's: that side
         must not be touched before the copy has ended."""
+
+    def new_digests(self) -> Digests:
+        """For digests of this device's memory, computed there."""
+        return TorchDigests()
+
+    def digests(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The digest (`wire.digest.digest_bytes`) of each tensor's bytes in C order."""
+        found = self.new_digests()
+        found.add(tensors)
+        return found.end()
+
+    # --- memory that processes share -----------------------------------------------------------------------------------
+
+    def why_not_shared(self) -> str | None:
+        """Why this process can't share its device's memory with other processes; None if it can. Asking initialises nothing."""
+        return f"memory of {self.type} devices can't be shared between processes"
+
+    def reachable(self) -> tuple[str, ...]:
+        """The uuids of the devices whose shared memory this process can map, this device's first."""
+        return ()
+
+    def share(self, nbytes: int, unused: Unused) -> SharedMemory:
+        """New memory of this device, in an allocation of its own. Raises `TransportUnavailable`."""
+        raise TransportUnavailable(self.why_not_shared() or "")
+
+    def attach(self, handle: bytes, nbytes: int, uuid: str) -> SharedMemory:
+        """Maps memory of device `uuid` that another process shares; in that process itself, returns the memory. Raises
+        `TransportUnavailable`."""
+        raise TransportUnavailable(self.why_not_shared() or "")

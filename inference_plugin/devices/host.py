@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from inference_plugin.devices.base import Device, Mark, Queue
+from inference_plugin.devices.digests import Digests
+from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.host_memory import free_host_bytes
+from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["Host"]
+
+
+class HostDigests(Digests):
+    """By the xxhash library, at once."""
+
+    def __init__(self) -> None:
+        self._found: list[int] = []
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._found += [digest_bytes(bytes_view(tensor.contiguous()).numpy()) for tensor in tensors]
+
+    def end(self) -> list[int]:
+        return self._found
 
 
 class Host(Device):
@@ -62,3 +80,9 @@ class Host(Device):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
+
+    def new_digests(self) -> Digests:
+        return HostDigests()
+
+    def why_not_shared(self) -> str | None:
+        return "this process computes on the host, whose memory transports zone and shm share"

@@ -39,7 +39,8 @@ def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"a tensor of shape {list(tensor.shape)} and stride {list(tensor.stride())} has no plain bytes"
         )
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # Not `reshape`: it keeps the stride of a single element, and torch then gives no view of its bytes.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def box_view(segment: torch.Tensor, manifest: Manifest, box: Box) -> torch.Tensor:

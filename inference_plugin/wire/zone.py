@@ -44,7 +44,7 @@ class Landing(NamedTuple):
     def view(self, zone: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The part as a view of `zone`, which is uint8."""
         item_bytes = dtype.itemsize
-        typed = zone[: zone.numel() // item_bytes * item_bytes].view(dtype)
+        typed = zone.narrow(0, 0, zone.numel() // item_bytes * item_bytes).view(dtype)
         strides = [stride // item_bytes for stride in self.strides]
         return typed.as_strided(self.sizes, strides, self.offset // item_bytes)
 

@@ -1,0 +1,208 @@
+"""xxh3-64 of bytes in a device's memory: the value that `wire.digest` computes of them on the host, at the speed of that memory.
+
+XXH3-64 of more than 240 bytes (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "XXH3 algorithm description for large
+inputs") keeps eight accumulators of 64 bits. A block of 1,024 bytes is 16 stripes of 8 lanes. What a stripe adds to the
+accumulators depends on its bytes alone; only the scramble after each block depends on the accumulators. So there are three steps:
+
+1. `sums`: for each block and lane the sum of what its stripes add. All blocks of all pieces at once: this reads the bytes.
+2. `chains`: for each piece and lane, block after block, add the sum and scramble. This reads a sixteenth of the bytes. A piece
+   of 4 MiB is a chain of 4,096 short steps, and every piece has eight chains, which run side by side.
+3. `finish`: eight accumulators become one digest, on the host.
+
+Steps 1 and 2 are Triton kernels (`digest_kernels`), or calls of torch, which any device runs. Pieces of at most 240 bytes have
+another algorithm; they are copied to the host together, and digested there.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.tensors import bytes_view
+
+__all__ = [
+    "BLOCK_BYTES",
+    "KEYS",
+    "LANES",
+    "LAST_KEYS",
+    "SCRAMBLE_KEYS",
+    "STARTS",
+    "BlockDigests",
+    "Digests",
+    "TorchDigests",
+]
+
+LANES = 8
+STRIPES = 16
+"""Stripes of a block."""
+STRIPE_BYTES = 8 * LANES
+BLOCK_BYTES = STRIPES * STRIPE_BYTES
+LONGEST_MEDIUM_BYTES = 240
+
+PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+PRIME64_4, PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+PRIME_MX1 = 0x165667919E3779F9
+
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+
+
+def _keys_at(start: int, count: int) -> tuple[int, ...]:
+    """Keys of 64 bits in the secret, as torch has them: signed."""
+    return tuple(np.frombuffer(SECRET[start : start + 8 * count], "<i8").tolist())
+
+
+KEYS = _keys_at(0, STRIPES + LANES - 1)
+"""The key of lane j in stripe i of a block is `KEYS[i + j]`."""
+SCRAMBLE_KEYS = _keys_at(len(SECRET) - STRIPE_BYTES, LANES)
+LAST_KEYS = _keys_at(len(SECRET) - STRIPE_BYTES - 7, LANES)
+STARTS = tuple(
+    np.array([PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1], dtype=np.uint64)
+    .view(np.int64)
+    .tolist()
+)
+LOW = 0xFFFFFFFF
+
+
+class Digests(abc.ABC):
+    """Digests of tensors of one device. Work goes into the calling thread's queue."""
+
+    @abc.abstractmethod
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Queues all reading of the tensors. What is queued afterwards may change them."""
+
+    @abc.abstractmethod
+    def end(self) -> list[int]:
+        """The `digest_bytes` of each tensor's bytes in C order, in the order of `add`. All of this queue's work has ended."""
+
+
+class BlockDigests(Digests):
+    """The three steps. `add` is the first."""
+
+    def __init__(self) -> None:
+        self._short: list[tuple[int, torch.Tensor]] = []
+        self._long: list[int] = []
+        self._lengths: list[int] = []
+        self._count = 0
+
+    def add(self, tensors: Sequence[torch.Tensor]) -> None:
+        pieces = []
+        for tensor in tensors:
+            data = bytes_view(tensor.contiguous())
+            if data.numel() <= LONGEST_MEDIUM_BYTES:
+                self._short.append((self._count, data.clone()))
+            else:
+                is_aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
+                pieces.append(data if is_aligned else data.clone())
+                self._long.append(self._count)
+                self._lengths.append(data.numel())
+            self._count += 1
+        if pieces:
+            self._read(pieces)
+
+    def end(self) -> list[int]:
+        digests = [0] * self._count
+        if self._short:
+            packed = torch.cat([data for _, data in self._short]).cpu().numpy()
+            start = 0
+            for index, data in self._short:
+                digests[index] = digest_bytes(packed[start : start + data.numel()])
+                start += data.numel()
+        if self._long:
+            accumulators = self._chained().cpu().numpy().view(np.uint64)
+            found = _finished(accumulators, np.array(self._lengths, dtype=np.uint64))
+            for index, digest in zip(self._long, found.tolist(), strict=True):
+                digests[index] = digest
+        return digests
+
+    @abc.abstractmethod
+    def _read(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Step 1 of pieces of more than 240 bytes, each contiguous, 1-D, uint8, at an address that is a multiple of 8."""
+
+    @abc.abstractmethod
+    def _chained(self) -> torch.Tensor:
+        """Step 2 of all pieces: accumulators (pieces, 8), int64, whose arithmetic wraps around."""
+
+
+class TorchDigests(BlockDigests):
+    """On any device. Step 2 is some calls for each block of the longest piece: slow on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: list[torch.Tensor] = []
+        self._rests: list[torch.Tensor] = []
+
+    def _read(self, pieces: Sequence[torch.Tensor]) -> None:
+        keys, last_keys = _constant(KEYS, pieces[0]).unfold(0, LANES, 1), _constant(LAST_KEYS, pieces[0])
+        for piece in pieces:
+            end = piece.numel()
+            blocks = (end - 1) // BLOCK_BYTES
+            start = blocks * BLOCK_BYTES
+            whole = piece.narrow(0, 0, start).view(torch.int64).view(blocks, STRIPES, LANES)
+            self._sums.append(_added(whole, keys).sum(1))
+            # What is added after the last scramble: the stripes of the block that is not whole, and the last 64 bytes.
+            stripes = (end - 1 - start) // STRIPE_BYTES
+            rest = piece.narrow(0, start, stripes * STRIPE_BYTES).view(torch.int64).view(stripes, LANES)
+            last = piece.narrow(0, end - STRIPE_BYTES, STRIPE_BYTES).clone().view(torch.int64)
+            self._rests.append(_added(rest, keys.narrow(0, 0, stripes)).sum(0) + _added(last, last_keys))
+
+    def _chained(self) -> torch.Tensor:
+        one = self._sums[0]
+        blocks = [sums.shape[0] for sums in self._sums]
+        most, counts = max(blocks), _constant(blocks, one).unsqueeze(1)
+        sums = torch.stack([torch.nn.functional.pad(each, (0, 0, 0, most - len(each))) for each in self._sums])
+        keys, accumulators = _constant(SCRAMBLE_KEYS, one), _constant(STARTS, one).repeat(len(blocks), 1)
+        for block in range(most):
+            scrambled = _scrambled(accumulators + sums.select(1, block), keys)
+            accumulators = torch.where(counts > block, scrambled, accumulators)
+        return accumulators + torch.stack(self._rests)
+
+
+def _constant(values: Sequence[int], beside: torch.Tensor) -> torch.Tensor:
+    made = beside.new_empty((len(values),), dtype=torch.int64)
+    torch._foreach_copy_([made], [torch.tensor(values, dtype=torch.int64)])
+    return made
+
+
+def _added(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """What stripes (..., 8) add to each accumulator: the product of the halves of the keyed lane, and the neighbouring lane."""
+    keyed = data ^ keys
+    neighbours = data.view(*data.shape[:-1], LANES // 2, 2).flip(-1).view(data.shape)
+    return (keyed & LOW) * ((keyed >> 32) & LOW) + neighbours
+
+
+def _scrambled(accumulators: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    shifted = (accumulators >> 47) & 0x1FFFF  # torch keeps the sign
+    return (accumulators ^ shifted ^ keys) * PRIME32_1
+
+
+def _finished(accumulators: Any, lengths: Any) -> Any:
+    """Step 3: digests of pieces of `lengths` bytes, all uint64."""
+    keys = np.frombuffer(SECRET[11 : 11 + STRIPE_BYTES], "<u8")
+    mixed = accumulators ^ keys
+    digests = lengths * np.uint64(PRIME64_1)
+    for lane in range(0, LANES, 2):
+        digests = digests + _folded_product(mixed[:, lane], mixed[:, lane + 1])
+    digests = (digests ^ (digests >> np.uint64(37))) * np.uint64(PRIME_MX1)
+    return digests ^ (digests >> np.uint64(32))
+
+
+def _folded_product(a: Any, b: Any) -> Any:
+    """The lower 64 bits of the product of 128, XOR the upper ones; from the products of halves, as numpy has none of 128 bits."""
+    low, half = np.uint64(LOW), np.uint64(32)
+    a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
+    crossed = (a_low * b_low >> half) + (a_high * b_low & low) + a_low * b_high
+    upper = a_high * b_high + (a_high * b_low >> half) + (crossed >> half)
+    return (a * b) ^ upper

@@ -1,0 +1,83 @@
+"""Digests of a device's memory have the values of the host's, whatever the size, the alignment and the layout.
+
+Without Triton its kernels are left out. With it, `TRITON_INTERPRET=1` runs them on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_plugin.devices.digests import BlockDigests, TorchDigests
+from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.tensors import bytes_view
+from tests.support.devices import LateDevice
+from tests.transports.cases import CASES, any_bits
+
+KINDS: list[type[BlockDigests]] = [TorchDigests]
+if importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
+    from inference_plugin.devices.digest_kernels import TritonDigests
+
+    KINDS.append(TritonDigests)
+
+AROUND = [0, 1, 16, 17, 240, 241, 256, 1023, 1024, 1025, 1088, 1089, 2048, 2049, 17 * 1024 + 1]
+NOWHERE = torch.device("cuda", 0)
+
+
+def expected(tensors: list[torch.Tensor]) -> list[int]:
+    return [digest_bytes(bytes_view(tensor.contiguous()).numpy()) for tensor in tensors]
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> torch.Tensor:
+    """Rows, columns or any bytes of some memory."""
+    nbytes = draw(st.one_of(st.sampled_from(AROUND), st.integers(0, 5000)))
+    start = draw(st.integers(0, 20))
+    memory = any_bits(torch.uint8, start + nbytes, seed=draw(st.integers(0, 9)))[start:]
+    if not draw(st.booleans()):
+        return memory
+    columns = draw(st.integers(1, 40))
+    first = draw(st.integers(0, columns - 1))
+    return memory[: nbytes // columns * columns].view(-1, columns)[:, first:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(parts(), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_any_bytes_have_the_digest_that_the_host_computes(
+    kind: type[BlockDigests], together: list[list[torch.Tensor]]
+) -> None:
+    digests = kind()
+    for tensors in together:
+        digests.add(tensors)
+    assert digests.end() == expected([tensor for tensors in together for tensor in tensors])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_dtype_and_shape_has_the_digest_that_the_host_computes(kind: type[BlockDigests]) -> None:
+    tensors = list(CASES["every dtype and shape"]().values())
+    digests = kind()
+    digests.add(tensors)
+    assert digests.end() == expected(tensors)
+
+
+def test_digests_are_of_what_was_queued_before_and_not_of_what_is_queued_afterwards() -> None:
+    device = LateDevice()
+    sizes = (3, 200, 241, 5000)
+    tensors = [device.tensor(torch.zeros(size, dtype=torch.uint8)) for size in sizes]
+    meant = [any_bits(torch.uint8, size, seed=size) for size in sizes]
+    digests = device.new_digests()
+    with torch.inference_mode():
+        for tensor, values in zip(tensors, meant, strict=True):
+            device.copy(tensor, values)
+        digests.add(tensors)
+        for tensor in tensors:
+            tensor.fill_(7)
+    assert digests.end() == expected(meant)
+    device.drain(NOWHERE)
+    assert all(tensor.held.eq(7).all() for tensor in tensors)
