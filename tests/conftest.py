@@ -30,6 +30,7 @@ SMOKE = (
 
 ENGINES = "tests/engines/"
 FULL = (
+    "tests/gpu/test_bench.py",
     # models: the second layout of a model, and those whose way another model of the list goes as well
     *(
         f"{ENGINES}test_vllm_models.py::{test}"

@@ -36,6 +36,8 @@ class InstallTerms:
     """Tensors of the manifest, by index, that the engine's loader passes over, here as in the engine's own checkpoint."""
     zone: ZoneLayout | None = None
     """What a zone has to be, where `prepare` is to be given one in the place of a segment."""
+    device: str = "cpu"
+    """The type of device that holds the live weights; a zone lies in memory of the same type."""
 
 
 Throttle = Callable[[int], None]

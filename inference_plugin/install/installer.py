@@ -18,7 +18,7 @@ from inference_plugin.install.policies import (
 )
 from inference_plugin.install.streaming import StreamingInstaller
 from inference_plugin.install.verify import live_digests
-from inference_plugin.install.zones import ZoneInstaller, zone_layout
+from inference_plugin.install.zones import ZoneCopyInstaller, zone_installer, zone_layout
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
@@ -48,7 +48,7 @@ class ModelInstaller:
         kind, why = _choose(agreement, policy, has_second=self._has_second_set)
         layout = None
         if zone:
-            kind, layout = ZoneInstaller, zone_layout(agreement, kind)
+            layout, kind = zone_layout(agreement, kind), zone_installer(kind)
         chosen = self._policy if agreement is self._agreement else None
         if type(chosen) is not kind:
             # A set that was kept under other terms may hold older bytes of what these leave alone.
@@ -67,6 +67,7 @@ class ModelInstaller:
             untouched=agreement.layout.untouched,
             passed_over=agreement.passed_over,
             zone=layout,
+            device=agreement.model.device.type,
         )
 
     def _agree(self, manifest: Manifest, partial: bool) -> Agreement:
@@ -83,7 +84,9 @@ class ModelInstaller:
 
     @property
     def _has_second_set(self) -> bool:
-        return self._agreement is not None and isinstance(self._policy, StandbyInstaller | StagedInstaller)
+        return self._agreement is not None and isinstance(
+            self._policy, StandbyInstaller | StagedInstaller | ZoneCopyInstaller
+        )
 
     def check_terms(self) -> None:
         if self._agreement is not None and self._agreement.expert_places != self._agreement.model.expert_places():

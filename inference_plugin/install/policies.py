@@ -35,7 +35,15 @@ from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, Manife
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.tensors import box_view, bytes_view
 
-__all__ = ["CopyInstaller", "LoaderInstaller", "PolicyInstaller", "StagedInstaller", "StandbyInstaller", "WayBack"]
+__all__ = [
+    "CopyInstaller",
+    "LoaderInstaller",
+    "PolicyInstaller",
+    "StagedInstaller",
+    "StandbyInstaller",
+    "Tensors",
+    "WayBack",
+]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -194,12 +202,14 @@ class CopyInstaller(PolicyInstaller):
     def _bound_to(self, segment: torch.Tensor) -> tuple[Replay, Tensors]:
         bound = self._bound.get(segment.data_ptr())
         if bound is None:
-            sources = self._sources(segment)
-            replay = self._bind(self._layout.plain_placements, sources, self._layout.live_storages())
             while len(self._bound) >= self.KEPT:
                 self._bound.pop(next(iter(self._bound)))
-            bound = self._bound[segment.data_ptr()] = replay, sources
+            bound = self._bound[segment.data_ptr()] = self._bind_segment(segment)
         return bound
+
+    def _bind_segment(self, segment: torch.Tensor) -> tuple[Replay, Tensors]:
+        sources = self._sources(segment)
+        return self._bind(self._layout.plain_placements, sources, self._layout.live_storages()), sources
 
 
 class StagedInstaller(CopyInstaller):

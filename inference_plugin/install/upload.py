@@ -9,17 +9,20 @@ import torch
 from inference_plugin.devices import Device, Mark
 from inference_plugin.wire.manifest import aligned
 
-__all__ = ["Upload"]
+__all__ = ["LARGE_BYTES", "Upload"]
+
+LARGE_BYTES = 256 << 10
+"""From here on a copy of its own costs no more than packing."""
 
 
 class Upload:
-    """Packs tensors into page-locked memory, in two buffers in turn, and spreads them out on the device.
+    """Copies what is page-locked from where it lies. Packs the rest into page-locked memory, in two buffers in turn, and spreads
+    it out on the device.
 
-    A device reads page-locked memory at full speed, and does so while this thread packs the next batch. Packing works for every
-    segment; page-locking in place does not, as a segment may be mapped read-only.
+    A device reads page-locked memory at full speed, and does so while this thread packs the next batch.
 
     `most_bytes`: of a batch, each of its tensors counted with `room`. The caller waits for the device before it says that the
-    bytes are there.
+    bytes are there, and before it changes what is page-locked.
     """
 
     def __init__(self, device: Device, most_bytes: int) -> None:
@@ -35,13 +38,32 @@ class Upload:
         return aligned(tensor.nbytes)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues the copies of one batch: `targets` of the device, `sources` of the host, which may change once this returns."""
+        """Queues the copies of one batch: `targets` of the device, `sources` of the host."""
+        packed = []
+        for target, source in zip(targets, sources, strict=True):
+            if self._is_read_directly(target, source):
+                self._device.copy(target, source)
+            else:
+                packed.append((target, source))
+        if packed:
+            self._copy_packed(packed)
+
+    def _is_read_directly(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        return (
+            source.nbytes >= LARGE_BYTES
+            and source.dtype == target.dtype
+            and source.is_contiguous()
+            and target.is_contiguous()
+            and self._device.is_page_locked(source)
+        )
+
+    def _copy_packed(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         turn, self._turn = self._turn, 1 - self._turn
         packed = self._packed[turn]
         if (read := self._read[turn]) is not None:
             self._device.finish(read)
         parts, start = [], 0
-        for source in sources:
+        for _, source in pairs:
             here, there = (
                 memory.narrow(0, start, source.nbytes).view(source.dtype).view(source.shape)
                 for memory in (packed, self._arrived)
@@ -51,4 +73,4 @@ class Upload:
             start += self.room(source)
         self._device.copy(self._arrived.narrow(0, 0, start), packed.narrow(0, 0, start))
         self._read[turn] = self._device.record()
-        torch._foreach_copy_(list(targets), parts)
+        torch._foreach_copy_([target for target, _ in pairs], parts)

@@ -11,15 +11,23 @@ import torch
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import Throttle
 from inference_plugin.install.plan import Placement
-from inference_plugin.install.policies import PolicyInstaller, StandbyInstaller, WayBack
+from inference_plugin.install.policies import (
+    CopyInstaller,
+    PolicyInstaller,
+    StagedInstaller,
+    StandbyInstaller,
+    Tensors,
+    WayBack,
+)
 from inference_plugin.install.rebuilt import RebuiltModule
+from inference_plugin.install.replay import Replay
 from inference_plugin.install.standby import StandbyWeights
 from inference_plugin.wire.errors import TransportUnavailable, first_few
 from inference_plugin.wire.geometry import Box, bounding_box
 from inference_plugin.wire.manifest import DTYPE_BYTES, aligned
 from inference_plugin.wire.zone import Place, ZoneLayout, strides_of_box
 
-__all__ = ["ZoneInstaller", "zone_layout"]
+__all__ = ["ZoneCopyInstaller", "ZoneInstaller", "zone_installer", "zone_layout"]
 
 
 class ZoneInstaller(StandbyInstaller):
@@ -34,10 +42,13 @@ class ZoneInstaller(StandbyInstaller):
         self._spans = _spans(agreement)[0]
 
     def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
-        zone = segment.numpy()
         # Each is a torch storage of its own, as the engine's are, over the zone's memory.
+        memory, base = segment.untyped_storage(), segment.storage_offset()
         storages = {
-            key: torch.from_numpy(zone[span.start : span.end]).view(span.dtype) for key, span in self._spans.items()
+            key: torch.empty(0, dtype=span.dtype, device=segment.device).set_(
+                memory[base + span.start : base + span.end]
+            )
+            for key, span in self._spans.items()
         }
         loaded = {key: storages.pop(key) for key in self._layout.rebuilding}
         with torch.inference_mode():
@@ -57,18 +68,41 @@ class ZoneInstaller(StandbyInstaller):
         return weights
 
 
+class ZoneCopyInstaller(CopyInstaller):
+    """`copy` from a zone in the device's memory, where addresses of parameters must stay. The way back is the zone of the version
+    before."""
+
+    def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
+        super().__init__(agreement, way_back)
+        self._spans = _spans(agreement)[0]
+
+    def _bind_segment(self, segment: torch.Tensor) -> tuple[Replay, Tensors]:
+        zone = {
+            key: segment.narrow(0, span.start, span.end - span.start).view(span.dtype)
+            for key, span in self._spans.items()
+        }
+        copies = [replace(placement, source=placement.dest) for placement in self._layout.plain_placements]
+        return self._bind(copies, zone, self._layout.live_storages()), {}
+
+    def discard(self) -> None:
+        self.forget_segments()  # a zone that was dropped is freed once nothing views it
+
+
+def zone_installer(kind: type[PolicyInstaller]) -> type[PolicyInstaller]:
+    """The installer of a zone where `kind` would install a segment."""
+    return ZoneCopyInstaller if kind is StagedInstaller else ZoneInstaller
+
+
 def zone_layout(agreement: Agreement, kind: type[PolicyInstaller]) -> ZoneLayout:
     """What a zone for this agreement has to be. `kind`: the installer of a segment. Raises `TransportUnavailable` where trainer
     ranks can't write all of the second set themselves."""
     layout = agreement.layout
-    if kind is not StandbyInstaller:
+    if kind not in (StandbyInstaller, StagedInstaller):
         raise _refused("the engine has no second set to write: its weights are copied, or loaded by its own loader")
     if why := _why_rebuilt_needs_a_segment(agreement):
         raise _refused(f"the engine makes something else of {first_few(sorted(layout.rebuilt))}, {why}")
     if agreement.plan.repeats:
         raise _refused("several tensors fill one place of the engine")
-    if agreement.model.device.type != "cpu":
-        raise _refused(f"the weights are on {agreement.model.device}")
     if mixed := _filled_among_weights(agreement):
         raise _refused(f"the engine's loader fills {first_few(mixed)} with constants, and then writes weights there")
     spans, nbytes = _spans(agreement)

@@ -172,9 +172,9 @@ class Receiver(abc.ABC):
     def check_probe(self, probe: bytes) -> None:
         """Raises `TransportUnavailable` with the reason if this worker can't use what the sender's probe describes."""
 
-    def land_in(self, layout: ZoneLayout) -> None:
-        """Before the first `open`, on a transport that lands in zones: what the installer wants a zone to be. Raises
-        `TransportUnavailable` on any other."""
+    def land_in(self, layout: ZoneLayout, device: str) -> None:
+        """Before the first `open`, on a transport that lands in zones: what the installer wants a zone to be, and the type of
+        device that holds the weights. Raises `TransportUnavailable` where it has no zones on such a device."""
         raise TransportUnavailable("this transport does not land in zones")
 
     @abc.abstractmethod

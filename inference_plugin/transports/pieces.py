@@ -20,7 +20,18 @@ from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Region, Slice
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 
-__all__ = ["Bytes", "DigestPass", "Lying", "digest_passes", "in_segment", "pieces_of", "place_piece", "typed"]
+__all__ = [
+    "Bytes",
+    "DigestPass",
+    "Lying",
+    "checked_dtype",
+    "digest_passes",
+    "in_segment",
+    "part_of",
+    "pieces_of",
+    "place_piece",
+    "typed",
+]
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Contiguous bytes. numpy's calls cost a fraction of torch's, and a copy of this size needs one thread only."""
@@ -37,8 +48,17 @@ def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, Byt
     Raises `ManifestMismatch` for a tensor that does not have its box's shape, whose bytes would land in other places, and
     for a cast between integers, booleans and floating point, which no dtype rule allows.
     """
-    dtype = torch_dtype(manifest.tensors[item.box.tensor].dtype)
+    dtype = checked_dtype(manifest, item)
     seen: Callable[[PiecePlace, Bytes], None] | None = getattr(item, "seen", None)
+    for place, data in _cut(manifest, item, dtype):
+        if seen is not None:
+            seen(place, data)
+        yield place, data
+
+
+def checked_dtype(manifest: Manifest, item: Slice) -> torch.dtype:
+    """The dtype in which a slice travels. Raises `ManifestMismatch` as `pieces_of` does."""
+    dtype = torch_dtype(manifest.tensors[item.box.tensor].dtype)
     if tuple(item.tensor.shape) != item.box.sizes or _kind(item.tensor.dtype) != _kind(dtype):
         raise ManifestMismatch(
             f"the source gave {item.tensor.dtype} {list(item.tensor.shape)} for {manifest.describe(item.box)}, which is "
@@ -46,10 +66,7 @@ def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, Byt
             hint="a slice's tensor has the shape of its box, and the kind of numbers that the manifest says",
             side="trainer",
         )
-    for place, data in _cut(manifest, item, dtype):
-        if seen is not None:
-            seen(place, data)
-        yield place, data
+    return dtype
 
 
 def _cut(manifest: Manifest, item: Slice, dtype: torch.dtype) -> Iterator[tuple[PiecePlace, Bytes]]:
@@ -59,7 +76,7 @@ def _cut(manifest: Manifest, item: Slice, dtype: torch.dtype) -> Iterator[tuple[
         for place in places:
             yield place, flat[place.start : place.end]
         return
-    parts = [(place, _part(item, place)) for place in places]
+    parts = [(place, part_of(item, place)) for place in places]
     if item.tensor.device.type != "cpu":
         yield from _from_device(parts, item.tensor.device, dtype)
         return
@@ -67,7 +84,8 @@ def _cut(manifest: Manifest, item: Slice, dtype: torch.dtype) -> Iterator[tuple[
         yield place, bytes_view(part.to(dtype).contiguous()).numpy()
 
 
-def _part(item: Slice, place: PiecePlace) -> torch.Tensor:
+def part_of(item: Slice, place: PiecePlace) -> torch.Tensor:
+    """A piece of a slice, as a view of it."""
     part = item.tensor
     for dim, (start, size) in enumerate(zip(place.box.offsets, place.box.sizes, strict=True)):
         if size != item.box.sizes[dim]:

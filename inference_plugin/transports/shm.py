@@ -19,7 +19,7 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
+from inference_plugin.devices import in_use
 from inference_plugin.net.addresses import boot_id
 from inference_plugin.transports.base import Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
 from inference_plugin.transports.pieces import Bytes, pieces_of, place_piece
@@ -72,6 +73,7 @@ class SharedSegment:
         self.nbytes = nbytes
         self.segment_id = segment_id
         self._is_closed = self._is_unmapped = False
+        self._end_page_lock: Callable[[], None] | None = None
         self._map: mmap.mmap | None = None
         if private:  # by torch, whose mapping keeps no descriptor: a process may hold thousands of them
             self.tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=False, size=nbytes, dtype=torch.uint8)
@@ -143,6 +145,10 @@ class SharedSegment:
         if self._map is None or libc.mprotect(address, ctypes.c_size_t(self.nbytes), protection):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
+    def page_lock(self) -> None:
+        """Has this process's device read it at full speed, where it can."""
+        self._end_page_lock = in_use().page_lock(self.tensor)
+
     def keep_from_children(self) -> None:
         """Keeps the mapping out of processes that this one forks, such as a data loader's."""
         if self._map is not None:
@@ -181,6 +187,9 @@ class SharedSegment:
         if self._is_closed:
             return self._is_unmapped
         self._is_closed = True
+        if self._end_page_lock is not None:
+            with contextlib.suppress(TransportUnavailable):  # the device is gone, and its hold on the pages with it
+                self._end_page_lock()
         self.tensor = torch.empty(0, dtype=torch.uint8)
         mapping, self._map = self._map, None
         os.close(self.fd)
@@ -224,6 +233,8 @@ class ShmReceiver(Receiver):
         kept = self._segments.get(address.segment_id)
         segment = kept if kept and kept.lies_at(address) else SharedSegment.attach(address, writable=False)
         segment.ask_for_large_pages()
+        if segment is not kept:
+            segment.page_lock()
         if kept is not None:
             del self._segments[address.segment_id]
             if segment is not kept:

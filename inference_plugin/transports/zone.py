@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -37,7 +38,7 @@ from inference_plugin.wire.messages.common import Count
 from inference_plugin.wire.tensors import torch_dtype
 from inference_plugin.wire.zone import ZoneLayout
 
-__all__ = ["TRANSPORT", "ZoneAddress"]
+__all__ = ["TRANSPORT", "AnyZone", "ZoneAddress", "ZoneReceiver", "ZoneStaging"]
 
 TOUCHED_AT_ONCE = 4 << 20
 """Bytes of one system call, during which no other Python thread runs."""
@@ -52,6 +53,18 @@ class ZoneAddress(msgspec.Struct, frozen=True):
 
 
 # --- the worker's side -------------------------------------------------------------------------------------------------------
+
+
+class AnyZone(Protocol):
+    """What a staging needs of a zone, whatever memory it lies in. `address` travels; peers open its `segment`."""
+
+    layout: ZoneLayout
+    address: Any
+
+    @property
+    def memory(self) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
 
 
 class Zone:
@@ -92,9 +105,9 @@ class Zone:
 class ZoneStaging(Staging):
     """The zone of one transaction. `settle` hands it to the receiver as the live memory; `close` without it drops the zone."""
 
-    def __init__(self, receiver: ZoneReceiver, zone: Zone) -> None:
+    def __init__(self, receiver: ZoneReceiver, zone: AnyZone) -> None:
         self._receiver = receiver
-        self._zone: Zone | None = zone
+        self._zone: AnyZone | None = zone
         self._layout = zone.layout
         self.segment = zone.memory
         self.segment_id = zone.address.segment.segment_id
@@ -123,23 +136,31 @@ class ZoneReceiver(Receiver):
 
     def __init__(self) -> None:
         self._layout: ZoneLayout | None = None
-        self._live: Zone | None = None
-        self._spare: Zone | None = None
+        self._live: AnyZone | None = None
+        self._spare: AnyZone | None = None
         self._is_closed = False
 
     def check_probe(self, probe: bytes) -> None:
         SharedSegment.attach(decode_as(probe, SegmentAddress), writable=False).close()
 
-    def land_in(self, layout: ZoneLayout) -> None:
+    def land_in(self, layout: ZoneLayout, device: str) -> None:
+        if device != "cpu":
+            raise TransportUnavailable(f"zone: the weights are on {device}", hint="transport 'shm' brings them there")
         self._layout = layout
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
         if self._layout is None:
             raise ProtocolError("a zone was asked for before its layout was agreed")
         zone, self._spare = self._spare, None
-        return ZoneStaging(self, zone or Zone(self._layout))
+        return self._new_staging(zone or self._new_zone(self._layout))
 
-    def is_live(self, zone: Zone) -> None:
+    def _new_zone(self, layout: ZoneLayout) -> AnyZone:
+        return Zone(layout)
+
+    def _new_staging(self, zone: AnyZone) -> ZoneStaging:
+        return ZoneStaging(self, zone)
+
+    def is_live(self, zone: AnyZone) -> None:
         """The engine computes with `zone` from now on. The zone before it is free: no writer can write into it any more."""
         if self._is_closed:
             zone.close()
@@ -148,7 +169,7 @@ class ZoneReceiver(Receiver):
         if self._spare is None and self._layout is not None:
             # Now: the next update must not wait for its pages. What this one replaced may not be free yet.
             with contextlib.suppress(TransportUnavailable):
-                self._spare = Zone(self._layout)
+                self._spare = self._new_zone(self._layout)
 
     def drop_kept(self) -> None:
         spare, self._spare = self._spare, None

@@ -216,7 +216,7 @@ class GroupWork:
                     hint="install='streaming' has a transport of its own, `stream`",
                 )
             if terms.zone is not None:
-                receiver.land_in(terms.zone)
+                receiver.land_in(terms.zone, terms.device)
             self._candidate = _Agreed(request.manifest, terms, receiver, ExactCover(request.manifest, terms.needs))
             return Terms(
                 needs=terms.needs,

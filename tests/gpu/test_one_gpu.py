@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from inference_plugin.devices import DEVICES, device_of
 from inference_plugin.engines.transformers import TransformersEngine
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.net import addresses
 from inference_plugin.transports.pieces import pieces_of
+from inference_plugin.transports.shm import ShmReceiver, ShmSender
 from inference_plugin.wire.config import PIECE_BYTES
+from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.tensors import bytes_view
 from tests.install.installing import segment_of
@@ -33,7 +39,9 @@ from tests.support.plain_engine import (
     live_digests,
     manifest_of,
 )
-from tests.support.rig import Rig, runtime
+from tests.support.rig import ROOT, Rig, eventually, runtime
+from tests.support.shared_host import ON_SHARED_HOST, SharedHost, can_be_built
+from tests.transports.cases import any_bits
 from trainer_adapters import LocalSlice, ModuleAdapter
 
 DEVICE = torch.device(os.environ.get("WEIGHTWIRE_TEST_DEVICE", "cuda:0"))
@@ -81,6 +89,37 @@ class Trained(ShardSource):
             self.tensors[name].copy_(tensor)
 
 
+@pytest.fixture
+def colocated(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two checkpoints, and an engine of the first one on the device, in a process of its own."""
+    environment = dict(os.environ)
+    if DEVICE.type == "cpu":
+        monkeypatch.setitem(DEVICES, "cpu", SharedHost())
+        environment |= ON_SHARED_HOST
+    paths = [make_qwen3(tmp_path / str(seed), seed=seed, tied=True, dtype=torch.float32) for seed in (1, 2)]
+    command = [sys.executable, "-m", "tests.gpu.engine", str(paths[0]), str(DEVICE)]
+    engine = subprocess.Popen(command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE)
+    try:
+        eventually(addresses.discover, "the engine's card")
+        yield paths[0], paths[1]
+    finally:
+        engine.kill()
+        engine.wait()
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and not can_be_built(), reason="needs a C compiler")
+def test_an_engine_of_another_process_shares_its_memory_and_takes_every_version(colocated: tuple[Path, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(path).to(DEVICE) for path in colocated]
+    with SyncManager(timeout_s=120, transport="cuda_ipc") as manager:
+        for version in range(1, 6):
+            report = manager.update(ModuleAdapter(models[version % 2]), version)
+            assert [(one.status, one.transport) for one in report.replicas] == [("committed", "cuda_ipc")]
+            assert manager.verify(ModuleAdapter(models[version % 2])).ok
+        assert not manager.verify(ModuleAdapter(models[0])).ok
+
+
 @pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "stream"])
 def test_an_update_waits_for_the_step_that_the_caller_has_only_queued(rig: Rig, transport: str) -> None:
     source = Trained(1)
@@ -125,6 +164,29 @@ def test_pieces_come_to_the_host_bit_for_bit(shape: tuple[int, ...], dtype: torc
     item = LocalSlice(Box(0, (0,) * values.dim(), tuple(values.shape)), tensor)
     arrived = torch.cat([torch.from_numpy(data.copy()) for _, data in pieces_of(manifest, item)])
     assert torch.equal(arrived, bytes_view(values.to(dtype).contiguous()).view(-1))
+
+
+def test_digests_on_the_device_are_those_of_the_host() -> None:
+    """On a GPU by the Triton kernels."""
+    sizes = (0, 1, 17, 240, 241, 1024, 1025, 70_001, PIECE_BYTES, PIECE_BYTES + 1)
+    tensors = [any_bits(torch.uint8, size, seed=size) for size in sizes]
+    memory = any_bits(torch.bfloat16, 3001, 40)
+    tensors += [memory[1:], memory[:, 3:17], memory.view(-1)[5:]]
+    expected = [digest_bytes(bytes_view(tensor.contiguous()).numpy()) for tensor in tensors]
+    assert device_of(DEVICE).digests([tensor.to(DEVICE) for tensor in tensors]) == expected
+
+
+def test_a_page_locked_segment_is_read_by_the_device() -> None:
+    manifest = manifest_of({"weight": any_bits(torch.bfloat16, 1100, 2048)})
+    sender, receiver = ShmSender(), ShmReceiver()
+    staging = receiver.open(manifest, sender.allocate(manifest, frozenset()), ())
+    assert DEVICE.type == "cpu" or device_of(DEVICE).is_page_locked(staging.segment)
+    arrived = torch.zeros_like(staging.segment, device=DEVICE)
+    device_of(DEVICE).copy(arrived, staging.segment)
+    device_of(DEVICE).drain(DEVICE)
+    assert torch.equal(arrived.cpu(), staging.segment)
+    receiver.close()
+    sender.close()
 
 
 class OnDevice(PlainEngineModel):

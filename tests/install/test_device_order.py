@@ -15,9 +15,12 @@ from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.policies import StagedInstaller, WayBack
 from inference_plugin.install.replay import Replay
-from inference_plugin.install.upload import Upload
+from inference_plugin.install.upload import LARGE_BYTES, Upload
+from inference_plugin.install.zones import ZoneCopyInstaller, zone_installer, zone_layout
 from inference_plugin.wire.errors import CommitFailed
 from inference_plugin.wire.geometry import Region
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.zone import ZoneLayout
 from tests.install.installing import segment_of
 from tests.install.test_added_parameters import Engine, cold, weights
 from tests.support.devices import DeviceTensor, LateDevice
@@ -54,6 +57,29 @@ def test_a_buffer_is_packed_anew_once_the_device_has_read_it(ignored: tuple[str,
         for here, there in zip(batch, held(list(places)), strict=True)
     )
     assert arrived is not bool(ignored)
+
+
+class PageLocked(LateDevice):
+    """Reads all of the host's memory at full speed."""
+
+    def is_page_locked(self, memory: torch.Tensor) -> bool:
+        return True
+
+
+def test_what_is_page_locked_is_read_where_it_lies() -> None:
+    device = PageLocked()
+    large = torch.randn(3, LARGE_BYTES // 4, generator=torch.Generator().manual_seed(1))
+    sources = [large, large[:, ::2], large[0, :5], large.to(torch.bfloat16)]
+    targets = [device.tensor(torch.zeros(source.shape, dtype=source.dtype)) for source in sources]
+    upload = Upload(device, sum(map(Upload.room, sources)))
+    with torch.inference_mode():
+        upload.copy(targets, sources)
+        late = large.clone()
+        large[0, 0] = 7  # only what is large, contiguous and of one dtype is read later
+        device.drain(NOWHERE)
+    assert torch.equal(targets[0].held, large) and not torch.equal(targets[0].held, late)
+    assert torch.equal(targets[1].held, late[:, ::2]) and torch.equal(targets[2].held, late[0, :5])
+    assert torch.equal(targets[3].held, late.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("step_bytes", [64, 1000, 16 << 20])
@@ -149,3 +175,41 @@ def test_what_the_engine_makes_of_the_weights_is_made_before_the_stop_too(packs:
         installer.install(segment)
         installer.finish()
         assert model.state() == cold(seed, packs)
+
+
+@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (0, 2), (1, 2)])
+def test_a_zone_is_copied_into_the_live_parameters_whose_addresses_stay(rank: int, tp: int) -> None:
+    model = PlainEngineModel(2, rank, tp)
+    agreement = agree(model, manifest_of(checkpoint(0), TIED), partial=False)
+    layout, kind = zone_layout(agreement, StagedInstaller), zone_installer(StagedInstaller)
+    assert kind is ZoneCopyInstaller
+    installer = kind(agreement, WayBack())
+    addresses = {name: parameter.data_ptr() for name, parameter in model.live.named_parameters()}
+    zones = [torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8) for _ in range(2)]
+    versions: list[int] = []
+    for seed in (1, 2, 0, 3, 1):
+        zone, previous = zones[len(versions) % 2], zones[(len(versions) + 1) % 2]
+        fill(zone, layout, agreement.manifest, checkpoint(seed))
+        before = live_digests(model.live)
+        installer.prepare(zone, lambda _: None)
+        assert live_digests(model.live) == before
+        installer.install(zone)
+        assert live_digests(model.live) == digests_expected(checkpoint(seed), tp, 2)[rank]
+        if seed == 0:  # another rank failed
+            installer.undo(previous)
+            assert live_digests(model.live) == before
+            installer.discard()
+            zones[len(versions) % 2] = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
+            continue
+        installer.finish()
+        versions.append(seed)
+    assert addresses == {name: parameter.data_ptr() for name, parameter in model.live.named_parameters()}
+
+
+def fill(zone: torch.Tensor, layout: ZoneLayout, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes a checkpoint into a zone, as trainer ranks do."""
+    for place in layout.check(manifest).places:
+        tensor = tensors[manifest.tensors[place.box.tensor].name]
+        part = tensor[tuple(slice(o, o + n) for o, n in zip(place.box.offsets, place.box.sizes, strict=True))]
+        for landing in layout.landings(manifest, place.box):
+            landing.view(zone, tensor.dtype).copy_(part)

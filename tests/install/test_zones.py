@@ -67,7 +67,7 @@ class Zoned:
         self.receiver, self.ranks = ZoneReceiver(), [ZoneSender(), ZoneSender()]
         terms = self.installer.open(manifest, "standby", partial=partial, zone=True)
         assert terms.zone is not None and (terms.mechanism, terms.install) == ("plan", "standby")
-        self.receiver.land_in(terms.zone)
+        self.receiver.land_in(terms.zone, terms.device)
 
     @contextmanager
     def sealed(self, tensors: Mapping[str, torch.Tensor], boxes: list[Box]) -> Iterator[torch.Tensor]:

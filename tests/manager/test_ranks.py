@@ -37,13 +37,20 @@ FAR_FROM_THE_DEADLINE_S = 60.0
 class Trainer:
     """Ranks in processes of their own, each with the same list of steps; all limits are the default ones unless said."""
 
-    def __init__(self, directory: Path, world: int, steps: list[dict[str, Any]], **options: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        world: int,
+        steps: list[dict[str, Any]],
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         self.out = directory / "ranks"
         self.out.mkdir()
         self.pids = [
             fork(
                 "tests.manager.ranks:one_rank",
-                {"WEIGHTWIRE_RUNTIME_DIR": str(directory)},
+                {"WEIGHTWIRE_RUNTIME_DIR": str(directory)} | (environment or {}),
                 rank=rank,
                 world=world,
                 directory=str(self.out),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from inference_plugin import plugins as hooks
-from inference_plugin.transports import collective, registry, shm, stream, zmq, zone
+from inference_plugin.transports import collective, cuda_ipc, registry, shm, stream, zmq, zone
 from inference_plugin.transports.base import Receiver, Sender, Staging, Transport
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.support.rig import ROOT
@@ -60,9 +60,8 @@ def test_an_unknown_name_lists_what_there_is_and_why_the_others_are_not(plugins:
     with pytest.raises(TransportUnavailable, match="no transport is named 'carrot'") as raised:
         registry.transport_named("carrot")
     hint = raised.value.hint
-    assert hint.startswith(
-        "available: pigeon, zone, shm, zmq, collective, stream; not available: smoke: no fire here; "
-    )
+    why = f"cuda_ipc: {cuda_ipc.TRANSPORT.why_not()}; smoke: no fire here; "
+    assert hint.startswith(f"available: pigeon, zone, shm, zmq, collective, stream; not available: {why}")
     assert "plug-in no.such.module:plugin: ModuleNotFoundError: No module named 'no'" in hint
     assert f"plug-in {HERE}not_there: AttributeError" in hint
 
@@ -92,7 +91,7 @@ def test_a_plugin_that_cannot_be_imported_breaks_nothing(plugins: pytest.MonkeyP
     assert list(hooks.plugin_manager().broken) == ["no.such.module:plugin"]
 
 
-@pytest.mark.parametrize("name", ["zone", "shm", "zmq", "collective", "stream", "auto"])
+@pytest.mark.parametrize("name", ["cuda_ipc", "zone", "shm", "zmq", "collective", "stream", "auto"])
 def test_a_name_that_is_taken_is_refused(plugins: pytest.MonkeyPatch, name: str) -> None:
     hooks.plugin_manager().register(Adds(third_party(name)))
     with pytest.raises(TransportUnavailable, match=f"the transport name '{name}' is taken") as raised:
@@ -102,6 +101,7 @@ def test_a_name_that_is_taken_is_refused(plugins: pytest.MonkeyPatch, name: str)
 
 def test_without_any_transport_every_reason_is_told(plugins: pytest.MonkeyPatch) -> None:
     for module, why in (
+        (cuda_ipc, "no GPU"),
         (zone, "no swap"),
         (shm, "no memfd"),
         (zmq, "no sockets"),
@@ -112,7 +112,7 @@ def test_without_any_transport_every_reason_is_told(plugins: pytest.MonkeyPatch)
     with pytest.raises(TransportUnavailable, match="no transport can be used here") as raised:
         registry.available_transports()
     assert (
-        "available: none; not available: zone: no swap; shm: no memfd; zmq: no sockets; collective: no gloo; "
+        "available: none; not available: cuda_ipc: no GPU; zone: no swap; shm: no memfd; zmq: no sockets; collective: no gloo; "
         "stream: no standing" in raised.value.hint
     )
 

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.transports.base import Target
+from inference_plugin.transports.base import Sender, Target
 from inference_plugin.transports.zone import ZoneAddress, ZoneReceiver, ZoneSender
 from inference_plugin.wire.errors import (
     DigestMismatch,
@@ -87,7 +87,7 @@ def target_of(landing: bytes, rank: int = 0) -> Target:
     return Target("r", rank, "ipc:///nowhere", os.getpid(), "boot", (), 0, landing)
 
 
-def write(sender: ZoneSender, manifest: Manifest, slices: list[LocalSlice], targets: list[Target]) -> list[Piece]:
+def write(sender: Sender, manifest: Manifest, slices: list[LocalSlice], targets: list[Target]) -> list[Piece]:
     edges = edges_of(sender.edges(manifest, target) for target in targets)
     cut = cut_slices(slices, edges)
     pieces, _ = sender.write("t", "policy", 0, manifest, b"", cut, targets, deadline_s=time.monotonic() + FAR_S)
@@ -115,7 +115,7 @@ def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataO
     receivers = [ZoneReceiver() for _ in range(data.draw(st.integers(1, 2)))]
     chosen = [data.draw(layouts(manifest)) for _ in receivers]
     for receiver, layout in zip(receivers, chosen, strict=True):
-        receiver.land_in(layout)
+        receiver.land_in(layout, "cpu")
     staged = [receiver.open(manifest, b"", ()) for receiver in receivers]
     for staging in staged:
         staging.segment.fill_(0xAA)
@@ -166,7 +166,7 @@ LAYOUT = ZoneLayout(1024, (Place(Box(0, (2, 0), (4, 6)), 0, (12, 2)), Place(Box(
 @pytest.fixture
 def receiver() -> Iterator[ZoneReceiver]:
     one = ZoneReceiver()
-    one.land_in(LAYOUT)
+    one.land_in(LAYOUT, "cpu")
     yield one
     one.close()
 
@@ -212,7 +212,7 @@ def test_a_layout_that_does_not_fit_the_manifest_or_the_zone_is_refused(sender: 
     }
     for kind, place in places.items():
         receiver = ZoneReceiver()
-        receiver.land_in(ZoneLayout(1024, (place,)))
+        receiver.land_in(ZoneLayout(1024, (place,)), "cpu")
         staging = receiver.open(MANIFEST, b"", ())
         with pytest.raises(kind):
             sender.edges(MANIFEST, target_of(staging.landing))
@@ -251,7 +251,7 @@ LATER_WRITE = """
 import ctypes
 from tests.transports.test_zone import LAYOUT, MANIFEST, ZoneReceiver, ZoneSender, target_of, whole_slices, write
 receiver, sender = ZoneReceiver(), ZoneSender()
-receiver.land_in(LAYOUT)
+receiver.land_in(LAYOUT, "cpu")
 staging = receiver.open(MANIFEST, b"", ())
 target = target_of(staging.landing)
 write(sender, MANIFEST, whole_slices(), [target])

@@ -1,0 +1,11 @@
+"""Makes `SharedHost` the device of the process that imports this."""
+
+from __future__ import annotations
+
+from inference_plugin.devices import DEVICES
+from tests.support.shared_host import SharedHost
+
+__all__ = ["plugin"]
+
+plugin = object()
+DEVICES["cpu"] = SharedHost()

@@ -1,0 +1,308 @@
+"""`cuda_ipc` on a device whose memory lies in the host's: what lands where, who may still write, and when memory is freed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inference_plugin.devices import DEVICES
+from inference_plugin.transports import cuda_ipc
+from inference_plugin.transports.base import WriteStats
+from inference_plugin.transports.cuda_ipc import CardAddress, CudaIpcSender, DeviceZoneReceiver, Probe
+from inference_plugin.transports.device_pieces import DevicePieces
+from inference_plugin.transports.shm import ShmReceiver, ShmSender
+from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
+from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.tensors import bytes_view
+from inference_plugin.wire.zone import Place, ZoneLayout
+from tests.support.devices import DeviceTensor, LateDevice
+from tests.support.rig import ROOT, eventually
+from tests.support.shared_host import UUID, SharedHost, can_be_built, page_locked_bytes, shared_allocations
+from tests.transports.cases import any_bits
+from tests.transports.test_zone import (
+    DTYPES,
+    FAR_S,
+    LAYOUT,
+    MANIFEST,
+    cut_at_random,
+    layouts,
+    lies_at,
+    manifest_of,
+    of_box,
+    shapes,
+    target_of,
+    whole_slices,
+    write,
+)
+from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.update.cutting import cut_slices, edges_of
+
+pytestmark = pytest.mark.skipif(not can_be_built(), reason="needs a C compiler")
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch, directory: object) -> SharedHost:
+    one = SharedHost()
+    monkeypatch.setitem(DEVICES, "cpu", one)
+    return one
+
+
+@pytest.fixture
+def receiver() -> Iterator[DeviceZoneReceiver]:
+    one = DeviceZoneReceiver()
+    one.land_in(LAYOUT, "cpu")
+    yield one
+    one.close()
+
+
+def own() -> int:
+    return len(shared_allocations(os.getpid()))
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataObject) -> None:
+    kinds = data.draw(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=3))
+    tensors = [any_bits(dtype, *shape, seed=i) for i, (shape, dtype) in enumerate(kinds)]
+    manifest = manifest_of(tensors)
+    receivers = [DeviceZoneReceiver() for _ in range(data.draw(st.integers(1, 2)))]
+    chosen = [data.draw(layouts(manifest)) for _ in receivers]
+    for receiver, layout in zip(receivers, chosen, strict=True):
+        receiver.land_in(layout, "cpu")
+    staged = [receiver.open(manifest, b"", ()) for receiver in receivers]
+    for staging in staged:
+        staging.segment.fill_(0xAA)
+    targets = [target_of(staging.landing, i) for i, staging in enumerate(staged)]
+    parts = [part for i, t in enumerate(tensors) for part in cut_at_random(data.draw, i, tuple(t.shape))]
+    ranks = [CudaIpcSender(), CudaIpcSender()]
+    pieces: list[Piece] = []
+    for number, sender in enumerate(ranks):
+        slices = [LocalSlice(part, of_box(part, tensors[part.tensor])) for part in parts[number::2]]
+        pieces += write(sender, manifest, slices, targets)
+    for staging, layout in zip(staged, chosen, strict=True):
+        meant = torch.full((layout.nbytes,), 0xAA, dtype=torch.uint8)
+        for place in layout.places:
+            lies_at(meant, place, tensors[place.box.tensor].dtype).copy_(of_box(place.box, tensors[place.box.tensor]))
+        assert torch.equal(staging.segment, meant)
+        staging.check(manifest, pieces, lambda _: None)
+        staging.close()
+    for one in (*ranks, *receivers):
+        one.close()
+
+
+def test_a_byte_that_is_not_what_was_written_fails_the_check(receiver: DeviceZoneReceiver) -> None:
+    staging = receiver.open(MANIFEST, b"", ())
+    pieces = write(CudaIpcSender(), MANIFEST, whole_slices(), [target_of(staging.landing)])
+    assert staging.check(MANIFEST, pieces, lambda _: None) == 48 + 20
+    for at in (0, 47, 512, 531):
+        staging.segment[at] ^= 1
+        with pytest.raises(DigestMismatch, match="is not what the trainer sent"):
+            staging.check(MANIFEST, pieces, lambda _: None)
+        staging.segment[at] ^= 1
+
+
+def test_nobody_maps_a_zone_that_is_sealed_and_nobody_seals_one_that_is_mapped(receiver: DeviceZoneReceiver) -> None:
+    staging, sender = receiver.open(MANIFEST, b"", ()), CudaIpcSender()
+    target = target_of(staging.landing)
+
+    children: list[int] = []
+
+    def while_it_is_mapped() -> Iterator[LocalSlice]:
+        if (child := os.fork()) == 0:  # a data loader's process
+            time.sleep(FAR_S)
+            os._exit(0)
+        children.append(child)
+        for item in cut_slices(whole_slices(), edges_of([sender.edges(MANIFEST, target)])):
+            with pytest.raises(ProtocolError, match="still has the zone mapped"):
+                staging.check(MANIFEST, [], lambda _: None)
+            yield item
+
+    slices, far_s = while_it_is_mapped(), time.monotonic() + FAR_S
+    pieces, _ = sender.write("t", "policy", 0, MANIFEST, b"", slices, [target], deadline_s=far_s)
+    staging.check(MANIFEST, pieces, lambda _: None)
+    os.kill(children[0], signal.SIGKILL)
+    os.waitpid(children[0], 0)
+    with pytest.raises(TransportUnavailable, match="has sealed or dropped its zone"):
+        write(sender, MANIFEST, whole_slices(), [target])
+    staging.settle()
+    for _ in range(2):
+        again = receiver.open(MANIFEST, b"", ())
+        write(sender, MANIFEST, whole_slices(), [target_of(again.landing)])
+        again.settle()
+
+
+def test_weights_keep_a_zone_and_two_are_used_in_turn(receiver: DeviceZoneReceiver) -> None:
+    zones, before = [], own()
+    for value in range(4):
+        staging = receiver.open(MANIFEST, b"", ())
+        staging.segment.fill_(value)
+        weights = torch.empty(0, dtype=torch.uint8).set_(staging.segment.untyped_storage()[:16])
+        zones.append(staging.segment_id)
+        staging.settle()
+        staging.close()
+        assert weights.tolist() == [value] * 16
+    assert zones[0] == zones[2] and zones[1] == zones[3] and zones[0] != zones[1]
+    receiver.close()
+    eventually(lambda: own() == before + 1, "the end of the zone that nobody computes with")
+    assert weights.tolist() == [3] * 16
+    del weights, staging
+    eventually(lambda: own() == before, "the end of the other one")
+
+
+def test_what_is_kept_between_updates_is_freed_when_the_trainer_is_gone(receiver: DeviceZoneReceiver) -> None:
+    before = own()
+    for value in range(3):
+        staging = receiver.open(MANIFEST, b"", ())
+        staging.segment.fill_(value)
+        staging.settle()
+        staging.close()
+    receiver.drop_kept()
+    del staging
+    eventually(lambda: own() == before, "the end of both zones")
+    again = receiver.open(MANIFEST, b"", ())
+    write(CudaIpcSender(), MANIFEST, whole_slices(), [target_of(again.landing)])
+
+
+def test_a_zone_that_was_dropped_is_not_used_again(receiver: DeviceZoneReceiver) -> None:
+    used, before = set(), own()
+    for _ in range(4):
+        staging = receiver.open(MANIFEST, b"", ())
+        assert staging.segment_id not in used
+        used.add(staging.segment_id)
+        staging.close()
+    eventually(lambda: own() == before, "the end of all zones")
+
+
+def test_a_late_write_says_how_far_it_came_and_leaves_the_zone_unmapped(receiver: DeviceZoneReceiver) -> None:
+    staging, sender = receiver.open(MANIFEST, b"", ()), CudaIpcSender()
+    target = target_of(staging.landing)
+    cut = cut_slices(whole_slices(), edges_of([sender.edges(MANIFEST, target)]))
+    with pytest.raises(SyncTimeout, match=r"wrote .* of 116 bytes before the deadline"):
+        sender.write("t", "policy", 0, MANIFEST, b"", cut, [target], deadline_s=time.monotonic() - 1)
+    staging.check(MANIFEST, [], lambda _: None)
+
+
+def test_a_card_or_a_probe_that_is_not_this_worker_s_is_refused(receiver: DeviceZoneReceiver) -> None:
+    staging, sender = receiver.open(MANIFEST, b"", ()), CudaIpcSender()
+    address = msgspec.msgpack.decode(staging.landing, type=CardAddress)
+    for changed in (
+        msgspec.structs.replace(address, nbytes=1 << 20),
+        msgspec.structs.replace(address, nbytes=address.nbytes - 1),
+    ):
+        with pytest.raises(ProtocolError):
+            sender.edges(MANIFEST, target_of(msgspec.msgpack.encode(changed)))
+    other = msgspec.structs.replace(address, segment=msgspec.structs.replace(address.segment, inode=1))
+    with pytest.raises(TransportUnavailable, match="is not the segment that was announced"):
+        sender.edges(MANIFEST, target_of(msgspec.msgpack.encode(other)))
+    offered = msgspec.msgpack.decode(sender.probe(), type=Probe)
+    receiver.check_probe(sender.probe())
+    with pytest.raises(TransportUnavailable, match="on another host, or has another runtime directory"):
+        receiver.check_probe(msgspec.msgpack.encode(Probe("elsewhere", offered.devices)))
+    with pytest.raises(TransportUnavailable, match=f"can't map memory of this worker's device {UUID}"):
+        receiver.check_probe(msgspec.msgpack.encode(Probe(offered.here, ("GPU-1",))))
+
+
+def test_memory_that_does_not_fit_is_refused_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, device: SharedHost, receiver: DeviceZoneReceiver
+) -> None:
+    monkeypatch.setattr(device, "free_bytes", lambda _: 5 << 20)
+    large = ZoneLayout(3 << 20, LAYOUT.places)
+    with pytest.raises(TransportUnavailable, match="6 MiB, does not fit: 5 MiB"):
+        DeviceZoneReceiver().land_in(large, "cpu")
+    monkeypatch.setattr(device, "free_bytes", lambda _: 1000)
+    with pytest.raises(TransportUnavailable, match="does not fit"):
+        receiver.open(MANIFEST, b"", ())
+    with pytest.raises(TransportUnavailable, match="the weights are on cuda"):
+        receiver.land_in(LAYOUT, "cuda")
+
+
+LATER_WRITE = """
+import ctypes
+from inference_plugin.devices import DEVICES
+from tests.support.shared_host import SharedHost
+device = DEVICES["cpu"] = SharedHost()
+import os, sys
+from tests.transports.test_zone import LAYOUT, MANIFEST, target_of, whole_slices, write
+from inference_plugin.transports.cuda_ipc import CudaIpcSender, DeviceZoneReceiver
+receiver = DeviceZoneReceiver()
+receiver.land_in(LAYOUT, "cpu")
+staging = receiver.open(MANIFEST, b"", ())
+if os.fork() == 0:
+    mapped, attach = [], device.attach
+    device.attach = lambda *arguments: mapped.append(attach(*arguments)) or mapped[-1]
+    __import__("inference_plugin.devices.cuda_driver")
+    import tests.support.shared_host as shared
+    shared._driver()._shared.clear()
+    write(CudaIpcSender(), MANIFEST, whole_slices(), [target_of(staging.landing)])
+    address = mapped[0].tensor.data_ptr()
+    print("written", flush=True)
+    ctypes.memset(address, 1, 1)
+    print("too late", flush=True)
+    os._exit(0)
+_, status = os.wait()
+print(os.waitstatus_to_exitcode(status), bool(staging.segment[:48].any()))
+"""
+
+
+def test_a_write_after_the_end_fails_in_the_trainer() -> None:
+    command = [sys.executable, "-c", LATER_WRITE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
+    assert done.stdout == f"written\n{-signal.SIGSEGV} True\n", done
+
+
+def test_slices_may_change_once_they_were_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sources do that use one buffer for all: the copies and the digests are of what it held."""
+    late = LateDevice()
+    monkeypatch.setitem(DEVICES, "cuda", late)
+    tensors = [any_bits(torch.bfloat16, 40, 64, seed=seed) for seed in range(3)]
+    manifest = manifest_of(tensors)
+    nbytes = tensors[0].nbytes
+    places = [manifest.whole(i) for i in range(3)]
+    layout = ZoneLayout(3 * nbytes, tuple(Place(box, i * nbytes, (128, 2)) for i, box in enumerate(places)))
+    zone, buffer = late.memory(3 * nbytes), late.memory(nbytes).view(torch.bfloat16).view(40, 64)
+    pieces = DevicePieces(manifest, [(zone, layout)], WriteStats())
+    with torch.inference_mode():
+        for box, tensor in zip(places, tensors, strict=True):
+            late.copy(buffer, tensor)
+            pieces.add(LocalSlice(box, buffer))
+        buffer.zero_()
+    found = pieces.end()
+    assert [piece.digest for piece in found] == [SharedHost().digests([tensor])[0] for tensor in tensors]
+    assert isinstance(zone, DeviceTensor)
+    assert torch.equal(zone.held, bytes_view(torch.stack(tensors)))
+
+
+def test_this_machine_s_processes_can_not_share_the_memory_of_a_device_they_lack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    why = cuda_ipc.TRANSPORT.why_not()
+    assert (
+        torch.cuda.is_available()
+        or why == "this process computes on the host, whose memory transports zone and shm share"
+    )
+
+
+def test_segments_are_page_locked_as_long_as_they_are_mapped() -> None:
+    manifest = manifest_of([any_bits(torch.uint8, size) for size in (9000, 5000)])
+    sender, receiver = ShmSender(), ShmReceiver()
+    before = page_locked_bytes()
+    busy: frozenset[str] = frozenset()
+    for _ in range(4):
+        staging = receiver.open(manifest, sender.allocate(manifest, busy), ())
+        busy = frozenset({staging.segment_id})
+    locked = page_locked_bytes() - before
+    assert locked == 2 * manifest.layout.nbytes
+    receiver.close()
+    assert page_locked_bytes() == before
+    sender.close()
