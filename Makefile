@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-gpu test-integrations smoke bench bench-batch bench-trainers bench-scale bench-replicas plots simulate versions models docs site lint format setup engines megatron trl verl lock model clean distclean
+.PHONY: help demo test test-full test-gpu test-integrations smoke bench bench-gpu bench-batch bench-trainers bench-scale bench-replicas plots simulate versions models docs site lint format setup engines megatron trl verl lock model clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ test-integrations: ## other projects' trainers that sync through us, for real, i
 test-gpu: ## the tests that need a GPU, with an interpreter that has torch for CUDA and transformers: PYTHON=
 	@$(PYTHON) -c 'import pytest, torch, transformers' || { echo 'make test-gpu needs PYTHON=, an interpreter with torch for CUDA, transformers and pytest: docs/gpu.md'; exit 1; }
 	@$(PYTHON) -m pytest -o addopts= tests/gpu $(ARGS)
+
+bench-gpu: ## updates within one GPU against a copy there, with such an interpreter; writes benchmarks/results/gpu.json: PYTHON=
+	@$(PYTHON) -c 'import torch, transformers' || { echo 'make bench-gpu needs PYTHON=, an interpreter with torch for CUDA and transformers: docs/gpu.md'; exit 1; }
+	@$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 smoke: setup engines ## the tests to run before each push: the main promises, in about 3 minutes
 	@$(PY) -m pytest -m smoke $(ARGS)

@@ -1,0 +1,268 @@
+"""An update within one GPU, against a copy of the same bytes there: `make bench-gpu PYTHON=`; docs/gpu.md says what it shows.
+
+The engine is `TransformersEngine` in a process of its own, the trainer is this process; both have one model of random weights.
+`WEIGHTWIRE_TEST_DEVICE=cpu` runs everything in the host's memory, at a small size: it shows that the program is in order, and its
+figures mean nothing. Writes benchmarks/results/gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.processes import ROOT
+from inference_plugin.devices import device_of
+from inference_plugin.engines.transformers import TransformersEngine
+from inference_plugin.net import addresses
+from inference_plugin.wire.config import PIECE_BYTES
+from trainer_adapters import ModuleAdapter, SyncManager
+
+DEVICE = torch.device(os.environ.get("WEIGHTWIRE_TEST_DEVICE", "cuda:0"))
+ON_GPU = DEVICE.type != "cpu"
+LAYER_GB = 0.39
+"""A layer of the model (hidden 4096, bfloat16)."""
+COPIES_OF_MODEL = 5
+"""The trainer's, the engine's, its two zones, and room for what is computed."""
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=16.0, help="of the model; less where less fits")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--updates", type=int, default=100, help="in a row, for what memory they leave taken")
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--engine", help="serve this checkpoint until standard input ends (for the program itself)")
+    parser.add_argument("--trainer", help="train from this checkpoint until killed (for the program itself)")
+    arguments = parser.parse_args()
+    if arguments.engine:
+        serve(arguments.engine)
+    elif arguments.trainer:
+        train(arguments.trainer)
+    else:
+        found = run(arguments)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps(found, indent=1))
+
+
+def run(arguments: argparse.Namespace) -> Row:
+    device = device_of(DEVICE)
+    name = torch.cuda.get_device_name(DEVICE) if ON_GPU else "none: the host's memory, figures mean nothing"
+    found: Row = {"device": name, "date": date.today().isoformat(), "torch": torch.__version__}
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ.setdefault("WEIGHTWIRE_RUNTIME_DIR", str(Path(directory) / "run"))
+        fits_gb = device.free_bytes(DEVICE) / 1e9 / COPIES_OF_MODEL
+        path = make_checkpoint(Path(directory) / "model", min(arguments.gigabytes, fits_gb))
+        model = load(path)
+        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        found |= {"model_bytes": nbytes, "device_copy_s": copy_seconds(nbytes)}
+        found["digest_s"] = digest_seconds(model)
+        found["handles"] = handle_seconds(1000 if ON_GPU else 20)
+        with engine(path):
+            found["updates"] = [update_row(model, *way, arguments.runs) for way in ways()]
+            found["leak"] = leak(model, arguments.updates)
+            found["kills"] = [killed(path, model, i) for i in range(arguments.kills)]
+    return found
+
+
+def ways() -> Sequence[tuple[str, str]]:
+    return (
+        [("cuda_ipc", "standby"), ("cuda_ipc", "copy"), ("shm", "copy")]
+        if ON_GPU
+        else [("cuda_ipc", "standby"), ("shm", "copy")]
+    )
+
+
+# --- the model, and the processes ---------------------------------------------------------------------------------------------
+
+
+def make_checkpoint(path: Path, gigabytes: float) -> Path:
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM  # noqa: F401
+
+    size = 4096 if ON_GPU else 32
+    config = Qwen3Config(
+        hidden_size=size,
+        intermediate_size=3 * size,
+        num_hidden_layers=max(1, round(gigabytes / LAYER_GB)) if ON_GPU else 2,
+        num_attention_heads=size // 16,
+        num_key_value_heads=size // 16,
+        head_dim=16,
+        vocab_size=256,
+    )
+    with DEVICE:
+        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def load(path: str | Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    models: Any = AutoModelForCausalLM
+    return models.from_pretrained(path, dtype=torch.bfloat16).to(DEVICE)
+
+
+def serve(path: str) -> None:
+    with TransformersEngine(path, device=DEVICE):
+        sys.stdin.read()
+
+
+def train(path: str) -> None:
+    model = load(path)
+    with SyncManager(timeout_s=60) as manager:
+        while True:
+            step(model)
+            manager.update(ModuleAdapter(model))
+
+
+def step(model: Any) -> None:
+    """Changes every weight, as an optimizer's step does."""
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), 0.01)
+
+
+@contextmanager
+def engine(path: Path) -> Iterator[None]:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--engine", str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT)
+    try:
+        while not addresses.discover():
+            if process.poll() is not None:
+                raise SystemExit("the engine ended")
+            time.sleep(0.1)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------------------
+
+
+def timed(work: Any, runs: int = 5) -> float:
+    """Median seconds of a call, with what it queued on the device."""
+    device, taken = device_of(DEVICE), []
+    for _ in range(runs + 1):
+        device.drain(DEVICE)
+        began_s = time.perf_counter()
+        work()
+        device.drain(DEVICE)
+        taken.append(time.perf_counter() - began_s)
+    return median(taken[1:])
+
+
+def copy_seconds(nbytes: int) -> float:
+    """A copy of so many bytes within the device's memory, measured on at most 2 GiB."""
+    part = min(nbytes, 2 << 30)
+    source, target = (torch.zeros(part, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    return timed(lambda: target.copy_(source)) * nbytes / part
+
+
+def digest_seconds(model: Any) -> float:
+    pieces = [piece for each in model.parameters() for piece in each.detach().view(-1).split(PIECE_BYTES // 2)]
+    return timed(lambda: device_of(DEVICE).digests(pieces))
+
+
+def handle_seconds(count: int) -> Row:
+    """Mapping of `count` allocations one by one, in another process, and of a single one; seconds."""
+    device = device_of(DEVICE)
+    many = [device.share(1 << 20, lambda free: free()) for _ in range(count)]
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    handles = [memory.handle for memory in many]
+    child = context.Process(target=attach_all, args=(handles, device.uuid(), queue))
+    child.start()
+    one_s, all_s = queue.get(timeout=300)
+    child.join()
+    return {"count": count, "one_s": one_s, "all_s": all_s}
+
+
+def attach_all(handles: Sequence[bytes], uuid: str, queue: Any) -> None:
+    use_shared_host()
+    device = device_of(DEVICE)
+    device.drain(DEVICE)
+    began_s = time.perf_counter()
+    device.attach(handles[0], 1 << 20, uuid).close()
+    one_s = time.perf_counter() - began_s
+    mapped = [device.attach(handle, 1 << 20, uuid) for handle in handles]
+    all_s = time.perf_counter() - began_s - one_s
+    for memory in mapped:
+        memory.close()
+    queue.put((one_s, all_s))
+
+
+def update_row(model: Any, transport: str, install: str, runs: int) -> Row:
+    taken, stopped = [], []
+    with SyncManager(timeout_s=120, transport=transport, install=install) as manager:
+        for _ in range(runs + 2):
+            step(model)
+            began_s = time.perf_counter()
+            report = manager.update(ModuleAdapter(model))
+            taken.append(time.perf_counter() - began_s)
+            stopped.append(report.replicas[0].stopped_s)
+        is_right = manager.verify(ModuleAdapter(model)).ok
+    return {
+        "transport": transport,
+        "install": install,
+        "seconds": median(taken[2:]),
+        "stopped_s": median(stopped[2:]),
+        "verified": is_right,
+    }
+
+
+def leak(model: Any, updates: int) -> Row:
+    """Free memory of the device after a tenth of the updates, and after all."""
+    device, free = device_of(DEVICE), []
+    with SyncManager(timeout_s=120) as manager:
+        for i in range(updates):
+            manager.update(ModuleAdapter(model))
+            if i in (updates // 10, updates - 1):
+                free.append(device.free_bytes(DEVICE))
+        is_right = manager.verify(ModuleAdapter(model)).ok
+    return {"updates": updates, "free_bytes_early": free[0], "free_bytes_late": free[-1], "verified": is_right}
+
+
+def killed(path: Path, model: Any, turn: int) -> Row:
+    """`kill -9` of a trainer somewhere in its updates; then an update of ours, and what the engine holds."""
+    child = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", "--trainer", str(path)], cwd=ROOT)
+    time.sleep(15 + 0.37 * turn)
+    child.kill()
+    child.wait()
+    with SyncManager(timeout_s=120) as manager:
+        states = [replica.state for replica in manager.replicas()]
+        step(model)
+        manager.update(ModuleAdapter(model))
+        return {"states": states, "verified": manager.verify(ModuleAdapter(model)).ok}
+
+
+def use_shared_host() -> None:
+    """On the CPU: memory that processes share as a GPU's."""
+    if not ON_GPU:
+        from tests.support import shared_host_plugin
+
+        assert shared_host_plugin.plugin is not None
+
+
+if __name__ == "__main__":
+    if not ON_GPU:
+        from tests.support.shared_host import ON_SHARED_HOST
+
+        os.environ |= ON_SHARED_HOST
+        use_shared_host()
+    main()
