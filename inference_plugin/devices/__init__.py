@@ -1,4 +1,4 @@
-"""Memory that is not the host's, and the order of work on it: see `base`."""
+"""Devices: their memory, and the order of work on them. `base` has the interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a device.
+"""The interface to a device: its memory, and the order of work on it.
 
 A device works through queues (CUDA: streams). A call queues work and returns; what is queued in one queue runs in order, what
 is queued in two runs in any order, until one waits for a mark in the other. Each thread has a current queue. So three rules
@@ -24,20 +24,19 @@ from inference_plugin.wire.errors import TransportUnavailable
 __all__ = ["Device", "Mark", "Queue", "SharedMemory", "Unused"]
 
 Queue: TypeAlias = Any
-"""A queue of one device."""
+"""A queue of one device (CUDA: a stream)."""
 
 Mark: TypeAlias = Any
-"""A place in a queue: all that was queued there before it."""
-
+"""A point in a queue. It is reached once all work queued before it has ended."""
 
 Unused: TypeAlias = Callable[[Callable[[], None]], None]
-"""Hears that this process has no tensor left in memory that it shared. Has to call what it is given, now or later: that frees the
+"""Called once this process has no tensor left in memory that it shared. It must call its argument, now or later: that frees the
 memory."""
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Device memory that another process can map, or has mapped. `handle`: the argument of `attach` there."""
+    """Device memory that other processes can map, or another process's memory that is mapped here. `handle` goes to `attach`."""
 
     tensor: torch.Tensor
     """Its bytes (1-D, uint8)."""
@@ -47,58 +46,58 @@ class SharedMemory:
 
 
 class Device(abc.ABC):
-    """All devices of one type (`torch.device.type`); "this device" is the calling thread's current one."""
+    """All devices of one type (`torch.device.type`). "This device" is the calling thread's current one."""
 
     type: str
 
     @abc.abstractmethod
     def is_in_use(self) -> bool:
-        """Whether this process has initialised it. Asking does not."""
+        """Whether this process has initialised it. The question does not."""
 
     @abc.abstractmethod
     def current(self) -> int | None:
-        """This thread's device, for another thread's `use`; None for the host."""
+        """The index of this device, for `use` in another thread; None for the host."""
 
     @abc.abstractmethod
     def use(self, index: int | None) -> None:
-        """Makes `index` this thread's device: a new thread starts with the first one. None changes nothing."""
+        """Makes device `index` the current one of this thread. A new thread starts with the first. None changes nothing."""
 
     @abc.abstractmethod
     def uuid(self) -> str:
-        """An id of this device that no other one in the world has; "" where there is none."""
+        """A globally unique id of this device; "" where there is none."""
 
     @abc.abstractmethod
     def free_bytes(self, device: torch.device) -> int:
-        """How much of its memory nobody holds."""
+        """Free memory of `device`, in bytes."""
 
     # --- order -------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def record(self) -> Mark:
-        """Marks the end of what is in this thread's queue by now."""
+        """Marks the current end of this thread's queue."""
 
     @abc.abstractmethod
     def wait(self, mark: Mark) -> None:
-        """What this thread queues from now on runs after `mark`. Returns at once."""
+        """Orders everything that this thread queues from now on after `mark`. Returns at once."""
 
     @abc.abstractmethod
     def finish(self, mark: Mark) -> None:
-        """Returns once all before `mark` has ended."""
+        """Blocks until `mark` is reached."""
 
     @abc.abstractmethod
     def synchronise(self) -> None:
-        """Returns once all in this thread's queue has ended."""
+        """Blocks until all work in this thread's queue has ended."""
 
     @abc.abstractmethod
     def drain(self, device: torch.device) -> None:
-        """Returns once all in every queue of a device has ended, whoever queued it."""
+        """Blocks until all work in every queue of `device` has ended, whichever thread queued it."""
 
     # --- queues ------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def new_queue(self) -> Queue:
-        """A queue of this device, for a thread that stays: the memory that work in a queue took and gave back is used again by
-        that queue only."""
+        """A new queue of this device. Make one per long-lived thread: memory that work in a queue allocates and frees is reused
+        by that queue only."""
 
     @abc.abstractmethod
     def current_queue(self) -> Queue:
@@ -106,7 +105,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def enter(self, queue: Queue) -> None:
-        """From now on this thread's work goes to `queue`, and its device is the queue's."""
+        """Sends this thread's work to `queue` from now on, and makes the queue's device the current one."""
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -115,12 +114,12 @@ class Device(abc.ABC):
         """Bytes of the host's memory (1-D, uint8) that the device reads and writes at full speed: page-locked."""
 
     def page_lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
-        """Has this device read the host's `memory`, which may be mapped read-only, at full speed from now on; returns what ends
-        that, to be called before the memory is unmapped. None where the device or the system can't."""
+        """Page-locks `memory` of the host, which may be mapped read-only, so that this device reads it at full speed. Returns a
+        function that ends this, to be called before the memory is unmapped; None where the device or the system can't."""
         return None
 
     def is_page_locked(self, memory: torch.Tensor) -> bool:
-        """Whether this device reads a tensor of the host at full speed."""
+        """Whether a tensor of the host is page-locked."""
         return False
 
     @abc.abstractmethod

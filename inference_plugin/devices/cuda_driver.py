@@ -89,6 +89,7 @@ class CudaDriver:
             )
         array = DeviceArray(address.value, nbytes, lambda: None)
         end = weakref.finalize(array, self._end, device, address.value)
+        end.atexit = False  # the process takes its mappings with it
         return SharedMemory(self._as_tensor(array, device), handle, end)
 
     def page_lock(self, device: int, address: int, nbytes: int) -> Callable[[], None]:

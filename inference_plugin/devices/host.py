@@ -29,7 +29,7 @@ class HostDigests(Digests):
 
 
 class Host(Device):
-    """There is nothing to wait for."""
+    """Work ends before its call returns, so nothing waits."""
 
     type = "cpu"
 

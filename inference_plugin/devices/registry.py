@@ -11,7 +11,7 @@ from inference_plugin.devices.host import Host
 __all__ = ["DEVICES", "device_of", "in_use", "present"]
 
 DEVICES: dict[str, Device] = {"cpu": Host()}
-"""By `torch.device.type`. Accelerators are added as they are met."""
+"""By `torch.device.type`. An accelerator is added when it is first asked for."""
 
 
 def device_of(device: torch.device) -> Device:
