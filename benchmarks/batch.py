@@ -6,16 +6,17 @@ fetch from both owners. Owners, consumers and the controller are processes of on
 
 Rows are put when their task ends, in every way: `rows_per_put` is 1 (a sample a task), 8 (a group) or a quarter of all.
 `put_seconds` is from the controller's "go" until it knows that everything is put. Then it hands each consumer its half;
-`fetch_seconds` is from there until both have *consumed*: every byte of every row is in the consumer's memory and was read once
-by the same digest (xxh3-64). "weightwire" reads for the check of a fetch, the others as the rows come. After the time is
+`fetch_seconds` is from there until both have *consumed*: every row is a tensor at its consumer, and every byte of it was read
+once by the same digest (xxh3-64). "weightwire" reads for the check of a fetch, the others as the rows come. After the time is
 taken, the consumers' digests, for "weightwire" of a second reading of the fetched rows, are compared with the owners'.
 
 Ways: see `benchmarks/batches` (`sockets` and `ray_ways`). `controller_bytes` goes both ways: "weightwire" and msgpack count
 their frames, for Ray the kernel counts the controller's TCP connections, for TransferQueue those of its own controller.
+"memory copy" is the bound: all bytes copied once, to memory that exists, and read once, by two threads (`bound`).
 `copies_per_byte` is of the rows, counted in the code of each way: in user space, and two for each passage through a socket.
 
-Writes benchmarks/results/batch.json (medians; kinds "rows" and "completion", see `benchmarks/batches/latency.py`), in which a run
-replaces the rows of the ways that it measured, and batch.png.
+Writes benchmarks/results/batch.json (medians; kinds "rows", "bound", and "completion", see `benchmarks/batches/latency.py`), in
+which a run replaces the rows of the ways that it measured, and batch.png.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.batches.bound import measure_bound
 from benchmarks.batches.data import CONSUMERS, KEYS, OWNERS, Case, Times, expected
 from benchmarks.batches.latency import measure_latency
 from benchmarks.batches.ray_ways import queue_way, ray_way
@@ -90,6 +92,7 @@ def main() -> None:
         scratch = Path(directory)
         if arguments.tasks:
             rows += measure_latency(scratch, arguments.tasks, polled=max(1, arguments.tasks // 5))
+        rows.append(measure_bound(cases[0]))
         for way in arguments.ways:
             rows += measure(way, cases, arguments.runs, scratch)
             merge(arguments.out / "batch.json", rows)
@@ -189,6 +192,11 @@ def show(rows: list[Row]) -> None:
             )
         console.print(table)
     for each in rows:
+        if each["kind"] == "bound":
+            seconds = each["put_seconds"], each["fetch_seconds"]
+            console.print(
+                f"memory: {each['bytes'] / 1e6:.0f} MB copied in {seconds[0]:.3f} s, read in {seconds[1]:.3f} s"
+            )
         if each["kind"] == "completion":
             times = ", ".join(f"{name} {each[f'{name}_s'] * 1e3:.2f} ms" for name in ("median", "p95", "max"))
             console.print(f"completion by {each['way']}: {times} ({each['tasks']} tasks)")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import msgpack
 import msgspec
-import numpy as np
+import torch
 import zmq
 
 from benchmarks.batches.data import KEYS, Case, Rows, digests_of, flat, read
@@ -42,7 +43,7 @@ class PeerSide(Protocol):
         """A message of the controller, at a consumer."""
 
     def consume(self) -> None:
-        """Returns when every row is here and its bytes were read once."""
+        """Returns when every row is here as a tensor, and its bytes were read once."""
 
     def digests(self) -> list[int]: ...
 
@@ -92,6 +93,7 @@ class BatchPeer:
         self._runs = 0
         self._put: list[str] = []
         self._batch: DistributedBatch | None = None
+        self._rows: dict[str, list[Any]] = {}
 
     def put(self, made: dict[int, Rows]) -> Iterator[bytes]:
         assert self._store is not None
@@ -110,14 +112,13 @@ class BatchPeer:
     def consume(self) -> None:
         assert self._batch is not None
         self._batch.fetch()  # maps the rows and checks their digests, which reads them
+        self._rows = {key: self._batch.rows(key) for key in KEYS}
 
     def digests(self) -> list[int]:
-        assert self._batch is not None
-        values = {key: self._batch[key] for key in KEYS}
-        return read({key: value.unbind() for key, value in values.items()})
+        return read(self._rows)
 
     def clear(self) -> None:
-        self._batch = None
+        self._batch, self._rows = None, {}
         gc.collect()
         if self._store is not None:
             self._store.clear(self._put)
@@ -131,7 +132,7 @@ class Codec(NamedTuple):
     encode: Callable[[int, dict[str, list[Any]]], bytes]
     """Of a task: its number, and the bytes of its rows by key."""
     decode: Callable[[memoryview], tuple[int, dict[str, list[Any]]]]
-    as_bytes: Callable[[np.ndarray[Any, Any]], Any]
+    as_bytes: Callable[[Any], Any]
 
 
 class PackedTask(msgspec.Struct, array_like=True):
@@ -141,7 +142,12 @@ class PackedTask(msgspec.Struct, array_like=True):
     rows: dict[str, list[memoryview]]
 
 
-DTYPES = {"input_ids": np.int64, "log_probs": np.float32, "advantages": np.float32, "loss_mask": np.bool_}
+DTYPES = {"input_ids": torch.int64, "log_probs": torch.float32, "advantages": torch.float32, "loss_mask": torch.bool}
+
+
+def tensor(row: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Without a copy. torch warns of memory that it could write to although it may not; nobody does."""
+    return torch.frombuffer(row, dtype=dtype)
 
 
 def _by_msgspec(message: memoryview) -> tuple[int, dict[str, list[Any]]]:
@@ -194,9 +200,9 @@ class PackPeer:
 
     def take(self, message: memoryview) -> None:
         _, rows = self._codec.decode(message)
-        arrays = {key: [np.frombuffer(row, DTYPES[key]) for row in of_key] for key, of_key in rows.items()}
-        self._arrays.append(arrays)
-        self._digests.append(read(arrays))
+        tensors = {key: [tensor(row, DTYPES[key]) for row in of_key] for key, of_key in rows.items()}
+        self._rows.append(tensors)
+        self._digests.append(read(tensors))
 
     def consume(self) -> None:
         """They were read as they came."""
@@ -205,7 +211,7 @@ class PackPeer:
         return flat(self._digests)
 
     def clear(self) -> None:
-        self._arrays: list[dict[str, list[Any]]] = []
+        self._rows: list[dict[str, list[torch.Tensor]]] = []
         self._digests: list[list[int]] = []
 
 
@@ -226,6 +232,7 @@ WAYS = {
 
 def main() -> None:
     way, name, address = sys.argv[1:]
+    warnings.filterwarnings("ignore", "The given buffer is not writable")
     peer = WAYS[way].peer(name)
     socket: Any = zmq.Context.instance().socket(zmq.DEALER)
     for option in (zmq.SNDHWM, zmq.RCVHWM):

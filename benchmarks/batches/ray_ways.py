@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.batches.data import CONSUMERS, KEYS, OWNERS, Case, Rows, Times, digests_of, flat, now_s, read
 from benchmarks.batches.tcp import grown, tcp_bytes
@@ -28,6 +31,7 @@ class RayPeer:
     """An owner or a consumer."""
 
     def __init__(self) -> None:
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         self._rows: dict[int, Any] = {}
         self._got: list[Any] = []
         self._digests: list[list[int]] = []
@@ -46,7 +50,8 @@ class RayPeer:
     def consume(self, tasks: list[Any]) -> None:
         import ray
 
-        self._got = ray.get(tasks)
+        got = ray.get(tasks)
+        self._got = [{key: [torch.from_numpy(row) for row in of_key] for key, of_key in rows.items()} for rows in got]
         self._digests = [read(rows) for rows in self._got]
 
     def digests(self) -> list[int]:
@@ -79,8 +84,8 @@ class QueuePeer(RayPeer):
 
     def consume(self, tasks: list[list[str]]) -> None:
         got = self._queue.kv_batch_get(keys=[key for task in tasks for key in task], partition_id=PARTITION)
-        self._got = [got]
-        self._digests = [read({key: got[key].unbind() for key in KEYS})]
+        self._got = [{key: got[key].unbind() for key in KEYS}]
+        self._digests = [read(rows) for rows in self._got]
 
     def clear(self) -> None:
         super().clear()
@@ -89,7 +94,6 @@ class QueuePeer(RayPeer):
             self._put = []
 
     def _input(self, rows: Rows) -> Any:
-        import torch
         from tensordict import TensorDict
 
         values = {

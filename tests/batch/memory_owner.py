@@ -11,11 +11,13 @@ import itertools
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import PeerLost, ProtocolError
-from trainer_adapters.batch.columns import LocalPart, buffers_of, entry_of, local_part, part_of
+from trainer_adapters.batch.inputs import local_part
+from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
 from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, VersionSpan
 
 _numbers = itertools.count()
@@ -34,7 +36,7 @@ class MemoryOwner:
         for key, value in data.items():
             shard, part = ShardId(task_id, key), local_part(value)
             buffers = buffers_of(part)
-            stored = torch.cat(buffers) if buffers else torch.zeros(0, dtype=torch.uint8)
+            stored = torch.from_numpy(np.concatenate(buffers)) if buffers else torch.zeros(0, dtype=torch.uint8)
             self.held[shard] = stored
             entries.append(entry_of(shard, part, self.owner.id, digest_bytes(stored.numpy()), versions))
         return tuple(entries)

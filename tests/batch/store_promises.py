@@ -14,7 +14,8 @@ from tests.batch.owners import as_bytes, elsewhere, fetched, rows_of
 from tests.support.rig import eventually
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.client import clear_tasks
-from trainer_adapters.batch.parts import LocalPart, local_part
+from trainer_adapters.batch.inputs import local_part
+from trainer_adapters.batch.parts import LocalPart
 from trainer_adapters.batch.ray_store import RayStore
 from trainer_adapters.batch.records import ShardId, VersionSpan
 from trainer_adapters.batch.store import Store

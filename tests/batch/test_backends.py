@@ -16,7 +16,8 @@ from tests.batch.owners import fetched
 from tests.support.rig import eventually, runtime
 from trainer_adapters.batch import backends
 from trainer_adapters.batch.client import clear_tasks
-from trainer_adapters.batch.parts import entry_of, local_part
+from trainer_adapters.batch.inputs import local_part
+from trainer_adapters.batch.parts import entry_of
 from trainer_adapters.batch.records import Entry, Owner, ShardId
 from trainer_adapters.batch.store import Store
 

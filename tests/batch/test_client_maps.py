@@ -31,7 +31,7 @@ from tests.batch.owners import (
     tell,
 )
 from tests.support.rig import ROOT, eventually, fork, kill, runtime
-from trainer_adapters.batch.parts import local_part
+from trainer_adapters.batch.inputs import local_part
 from trainer_adapters.batch.records import ShardId
 from trainer_adapters.batch.store import Store
 

@@ -39,7 +39,7 @@ from tests.batch.owners import (
 )
 from tests.support.rig import eventually, fork, kill, runtime
 from trainer_adapters.batch.client import afetch_entries, clear_tasks
-from trainer_adapters.batch.parts import local_part
+from trainer_adapters.batch.inputs import local_part
 from trainer_adapters.batch.records import Owner, ShardId
 from trainer_adapters.batch.store import Store
 

@@ -11,7 +11,7 @@ import torch
 from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError
 from tests.batch.memory_owner import MemoryClient, MemoryOwner
 from trainer_adapters.batch.batch import BatchStatus, DistributedBatch
-from trainer_adapters.batch.parts import local_part
+from trainer_adapters.batch.inputs import local_part
 from trainer_adapters.batch.records import ClearReport, ShardId
 
 

@@ -11,7 +11,8 @@ import torch
 from inference_plugin.wire.digest import Digest
 from inference_plugin.wire.errors import BatchError, ProtocolError
 from inference_plugin.wire.manifest import DTYPE_BYTES
-from trainer_adapters.batch.columns import LocalPart, buffers_of, entry_of, local_part, part_of
+from trainer_adapters.batch.inputs import local_part
+from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
 from trainer_adapters.batch.records import Entry, Kind, ShardId, VersionSpan
 
 SHARD = ShardId("t", "k")
@@ -21,11 +22,11 @@ def through_bytes(part: LocalPart, misplaced: int = 0) -> tuple[Entry, LocalPart
     """What a store and a consumer do: the bytes one after the other, in memory that begins `misplaced` bytes late."""
     buffers, digest = buffers_of(part), Digest()
     for buffer in buffers:
-        digest.update(buffer.numpy())
+        digest.update(buffer)
     entry = entry_of(SHARD, part, "o", digest.intdigest(), VersionSpan(1, 2))
     memory = torch.zeros(misplaced + entry.nbytes, dtype=torch.uint8)
     if buffers:
-        torch.cat(buffers, out=memory[misplaced:])
+        memory.numpy()[misplaced:] = np.concatenate(buffers)
     return entry, part_of(entry, memory[misplaced:])
 
 
@@ -59,7 +60,7 @@ def test_every_dtype_keeps_its_bytes(dtype: str, misplaced: int) -> None:
 def test_a_part_of_aligned_bytes_is_a_view_of_them() -> None:
     tensor = torch.arange(12.0).view(3, 4)
     part = local_part(tensor)
-    assert part.tensor is tensor and buffers_of(part)[0].data_ptr() == tensor.data_ptr()
+    assert part.tensor is tensor and buffers_of(part)[0].ctypes.data == tensor.data_ptr()
     memory = torch.zeros(64, dtype=torch.uint8)
     view = part_of(entry_of(SHARD, part, "o", 0), memory[16:])
     assert view.tensor.data_ptr() == memory.data_ptr() + 16

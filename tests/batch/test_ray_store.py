@@ -30,7 +30,7 @@ from tests.batch.store_promises import SMALL, StorePromises
 from tests.support.rig import eventually, gone
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.client import clear_tasks
-from trainer_adapters.batch.parts import local_part
+from trainer_adapters.batch.inputs import local_part
 from trainer_adapters.batch.ray_rows import NAMESPACE, wanted
 from trainer_adapters.batch.ray_store import RayStore
 from trainer_adapters.batch.records import Entry, Owner, ShardId, VersionSpan

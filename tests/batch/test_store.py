@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -203,7 +204,7 @@ def test_a_segment_that_is_full_and_empty_is_kept_for_the_next_blocks_until_it_i
 def test_a_segment_that_gave_pages_back_or_whose_reader_may_live_on_takes_no_further_block() -> None:
     memory = BlockMemory(16 * PAGE)
     gone, kept = memory.allocate(4 * PAGE), memory.allocate(4 * PAGE)
-    fill(kept, [torch.ones(4 * PAGE, dtype=torch.uint8)])
+    fill(kept, [np.ones(4 * PAGE, np.uint8)])
     memory.free(gone)
     memory.give_back(memory.trim(PAGE))
     after = memory.allocate(4 * PAGE)
@@ -224,7 +225,7 @@ def test_a_write_after_the_memory_was_closed_meets_no_other_file(tmp_path: Path)
     memory.close()
     with contextlib.ExitStack() as stack:  # files that take over the numbers of the closed descriptors
         files = [stack.enter_context((tmp_path / str(i)).open("w+b")) for i in range(8)]
-        fill(block, [torch.ones(PAGE, dtype=torch.uint8)])
+        fill(block, [np.ones(PAGE, np.uint8)])
         assert [os.fstat(file.fileno()).st_size for file in files] == [0] * 8
     gc.collect()
     before = descriptors()
@@ -273,7 +274,7 @@ def test_blocks_never_overlap_keep_their_bytes_and_give_every_page_back(
         block = memory.allocate(nbytes)
         assert block.offset % 64 == 0 and block.memory.size == nbytes
         mark = i % 255 + 1
-        assert fill(block, [torch.full((nbytes,), mark, dtype=torch.uint8)] if nbytes else []) is not None
+        assert fill(block, [np.full(nbytes, mark, np.uint8)] if nbytes else []) is not None
         held.append((block, mark))
         if then == "trim":
             memory.give_back(memory.trim(memory.spare_bytes))

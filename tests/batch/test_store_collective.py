@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.batch.owners import Held, as_bytes, elsewhere, fetched, rows_of, tell
 from tests.support.rig import eventually, fork, gone, kill, runtime
 from trainer_adapters.batch.client import clear_tasks
-from trainer_adapters.batch.parts import local_part
+from trainer_adapters.batch.inputs import local_part
 from trainer_adapters.batch.records import ShardId
 from trainer_adapters.batch.store import Store
 

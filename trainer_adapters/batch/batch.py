@@ -21,10 +21,11 @@ from trainer_adapters.batch.alignment import (
 )
 from trainer_adapters.batch.balance import bounds, check_parts, partition, token_counts, whole_numbers
 from trainer_adapters.batch.boundary import TIMEOUT_S, client
-from trainer_adapters.batch.columns import Column, LocalPart
+from trainer_adapters.batch.columns import Column
 from trainer_adapters.batch.fetching import arrived, missing, refuse_in_event_loop
 from trainer_adapters.batch.limits import checked_seconds
 from trainer_adapters.batch.metadata import BatchMetadata
+from trainer_adapters.batch.parts import LocalPart
 from trainer_adapters.batch.records import ClearReport, Entry, Kind, Owner, ShardId, Tags, listed_tasks
 from trainer_adapters.batch.rows import Ints, RowIndex, Taken
 from trainer_adapters.batch.status import BatchStatus
@@ -97,6 +98,13 @@ class DistributedBatch(BatchMetadata):
         Raises `NotFetched` if they are not here, `UnknownKey`.
         """
         return self._column(key).value()
+
+    def rows(self, key: str) -> list[Any]:
+        """The rows of one key, each by itself: a tensor for each row, a view of where it lies, or plain values.
+
+        `batch[key]` copies rows that lie scattered together, this copies nothing. Raises as `batch[key]`.
+        """
+        return self._column(key).rows()
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Sets the rows of one key. Row i belongs to the same task as row i of the other keys. Raises `BatchError`."""

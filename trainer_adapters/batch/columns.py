@@ -15,13 +15,14 @@ import torch
 
 from inference_plugin.wire.errors import BatchError, NotFetched
 from inference_plugin.wire.tensors import torch_dtype
-from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, local_part, part_of
+from trainer_adapters.batch.inputs import local_part
+from trainer_adapters.batch.parts import LocalPart
 from trainer_adapters.batch.records import Entry, Kind
 from trainer_adapters.batch.rows import Ints, PartRows, RowIndex, Taken
 from trainer_adapters.batch.schemas import Schema, schema_of
 from trainer_adapters.batch.values import PlainValue
 
-__all__ = ["Column", "LocalPart", "buffers_of", "entry_of", "local_part", "part_of"]
+__all__ = ["Column"]
 
 _offsets_by_lengths: weakref.WeakValueDictionary[tuple[str, bytes], torch.Tensor] = weakref.WeakValueDictionary()
 """torch takes two nested tensors for equally ragged only if they share one offsets tensor; so columns of equal lengths do."""
@@ -169,6 +170,22 @@ class Column:
         assert isinstance(rows, torch.Tensor)
         return rows
 
+    def rows(self) -> list[Any]:
+        """Each row by itself: tensors that view the parts in memory, or plain values. Raises `NotFetched`."""
+        if self.data is None:
+            raise NotFetched(f"the rows of key {self.key!r} are not in this process")
+        rows: list[Any] = []
+        for number, start, stop in self.index.runs():
+            part = self.data[number]
+            if self.schema.kind is Kind.VALUES:
+                rows += part.values[start:stop]
+            elif (offsets := part.offsets) is not None:
+                lengths = np.diff(offsets[start : stop + 1]).tolist()
+                rows += part.tensor[int(offsets[start]) : int(offsets[stop])].split_with_sizes(lengths)
+            else:
+                rows += part.tensor[start:stop].unbind()
+        return rows
+
     def lengths(self) -> Ints:
         """Each row's first dimension. Needs no fetch. Raises `BatchError` for plain values and for rows of no dimension."""
         if self.schema.kind is Kind.VALUES or (self.schema.kind is Kind.DENSE and not self.schema.item_shape):
@@ -217,8 +234,8 @@ class Column:
         """Rows of one part, in the column's layout."""
         assert self.data is not None
         part = self.data[number]
-        if part.offsets is not None:
-            return part.tensor[int(part.offsets[start]) : int(part.offsets[stop])]
+        if (offsets := part.offsets) is not None:
+            return part.tensor[int(offsets[start]) : int(offsets[stop])]
         rows = part.tensor if (start, stop) == (0, part.rows) else part.tensor[start:stop]
         return rows.reshape(-1, *self.schema.item_shape) if self.schema.kind is Kind.JAGGED else rows
 
@@ -227,8 +244,9 @@ def _lengths(part: LocalPart | Entry) -> Ints:
     if part.kind is Kind.DENSE:
         return np.full(part.rows, part.item_shape[0], dtype=np.int64)
     if isinstance(part, LocalPart):
-        assert part.offsets is not None
-        return np.diff(part.offsets)
+        offsets = part.offsets
+        assert offsets is not None
+        return np.diff(offsets)
     return np.asarray(part.lengths, dtype=np.int64)
 
 

@@ -1,8 +1,8 @@
 """This process as a consumer of owners on its host: it maps their segments, and ends a lease when no tensor uses it any more.
 
-Every shard is a tensor with a storage of its own over the mapped bytes. The storage ends with the last tensor that views it,
-however that was made; then the lease of the shard ends. A thread tells the owner, so that neither the garbage collector nor
-a fetch waits for it.
+Every shard is a `LeasedBytes`, and its tensor has a storage of its own over these bytes, which keeps the `LeasedBytes`. That ends
+with the last tensor that views the storage, however it was made; then the lease of the shard ends. A thread tells the owner, so
+that neither the garbage collector nor a fetch waits for it.
 
 A forked child inherits tensors, but can't end leases. So leases that began before a fork end only when the child, and whatever it
 forked, has ended or called exec too: all of these hold the writing end of a pipe. What the child fetches itself it leases itself.
@@ -17,13 +17,12 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import zmq
 
 from inference_plugin.net.addresses import boot_id
@@ -37,7 +36,7 @@ from inference_plugin.wire.messages.batch import MAX_WANTED, LeaseEnd
 from inference_plugin.wire.messages.common import Sender
 from trainer_adapters.batch.records import Owner
 
-__all__ = ["Consumer", "consumer"]
+__all__ = ["Consumer", "LeasedBytes", "consumer"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +62,41 @@ class _Fork:
     ended: list[tuple[Owner, int, int]] = field(default_factory=list)
 
 
+class LeasedBytes:
+    """The bytes of one leased shard, within a mapped segment; the lease ends with it. Arrays over the bytes keep it.
+
+    Writing into them copies the pages that are written to; the owner's stay as they were.
+    """
+
+    __slots__ = ("_consumer", "_index", "_memory", "_number", "_owner", "address", "nbytes")
+
+    def __init__(self, mapped: Mapped, offset: int, nbytes: int, consumer: Consumer, *lease: Any) -> None:
+        """`lease`: the owner, the number of the lease, and the shard's index in it."""
+        self._memory = mapped.memory
+        self._consumer = consumer
+        self._owner, self._number, self._index = lease
+        self.address, self.nbytes = mapped.address + offset, nbytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
+
+    def array(self) -> Memory:
+        """uint8, without a copy."""
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        self._consumer.end(self._owner, self._number, self._index)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A segment of an owner: uint8, and where it begins in this process."""
+
+    memory: Memory
+    address: int
+
+
 class Consumer:
     """Leases and mappings of this process. `session` names it to owners. All methods may be called on any thread."""
 
@@ -86,7 +120,7 @@ class Consumer:
             self._numbers += 1
             return self._numbers
 
-    def map(self, segment: bytes) -> Memory:
+    def map(self, segment: bytes) -> Mapped:
         """A segment of an owner, mapped for as long as the array or a shard of it lives. The caller has a lease. The mapping is
         of this call alone, so that what its user writes in place (a normalised advantage, say) is seen by no other fetch.
 
@@ -95,16 +129,7 @@ class Consumer:
         shared = SharedSegment.attach(decode_as(segment, SegmentAddress), writable=False, private=True)
         memory: Memory = shared.tensor.numpy()
         shared.close()  # gives its descriptor back; the array keeps the mapping
-        return memory
-
-    def shard(self, owner: Owner, number: int, index: int, memory: Memory, offset: int, nbytes: int) -> torch.Tensor:
-        """The bytes of a leased shard, uint8, without a copy. The lease of the shard ends with the last view of them.
-
-        They lie within `memory`. Writing into them copies the pages that are written to; the owner's stay as they were.
-        """
-        view = memory[offset : offset + nbytes]
-        weakref.finalize(view, self.end, owner, number, index).atexit = False
-        return torch.from_numpy(view)
+        return Mapped(memory, memory.ctypes.data)
 
     def end(self, owner: Owner, number: int, index: int = ALL) -> None:
         """Ends the lease of one shard, by its index among those leased, or of all. Takes no lock: the garbage collector calls it

@@ -21,8 +21,8 @@ from inference_plugin.wire.errors import (
 )
 from inference_plugin.wire.messages import Body, Lease, Leased, Pull, Pulled
 from inference_plugin.wire.messages.batch import MAX_WANTED, Cut, RefusedShard, WantedShard
-from trainer_adapters.batch.consumer import consumer
-from trainer_adapters.batch.parts import LocalPart, part_of
+from trainer_adapters.batch.consumer import LeasedBytes, consumer
+from trainer_adapters.batch.parts import LocalPart, leased_part, part_of
 from trainer_adapters.batch.records import Entry, Owner, ShardId
 
 __all__ = ["LATE", "Arrivals", "Exchange", "LeaseExchange", "PullExchange", "pull_exchanges"]
@@ -67,7 +67,7 @@ class Arrivals:
             self.failed[entry.shard] = error
             self._buffers.pop(entry.shard, None)
 
-    def keep(self, entry: Entry, buffer: torch.Tensor, digest: int) -> None:
+    def keep(self, entry: Entry, data: torch.Tensor | LeasedBytes, digest: int) -> None:
         """Keeps a shard's bytes if `digest`, which is theirs, is that of its entry."""
         if digest != entry.digest:
             error = DigestMismatch(
@@ -78,7 +78,8 @@ class Arrivals:
             self.fail((entry,), error)
             return
         try:
-            self._have[entry.shard] = part_of(entry, buffer)
+            part = leased_part(entry, data) if isinstance(data, LeasedBytes) else part_of(entry, data)
+            self._have[entry.shard] = part
         except WeightwireError as error:
             self.fail((entry,), error)
 
@@ -145,7 +146,7 @@ class LeaseExchange(Exchange):
             raise
         for entry, place in zip(leased, reply.places, strict=True):
             if entry.nbytes and not (
-                place.segment < len(segments) and place.offset + entry.nbytes <= segments[place.segment].size
+                place.segment < len(segments) and place.offset + entry.nbytes <= segments[place.segment].memory.size
             ):
                 raise ProtocolError(
                     f"{self._owner.id} places shard {entry.shard} outside of the segments that it named"
@@ -159,9 +160,9 @@ class LeaseExchange(Exchange):
                 arrivals.keep(entry, torch.empty(0, dtype=torch.uint8), digest_bytes(b""))
                 self._consumer.end(self._owner, self._number, index)
             else:
-                memory = segments[place.segment]
-                shard = self._consumer.shard(self._owner, self._number, index, memory, place.offset, entry.nbytes)
-                arrivals.keep(entry, shard, digest_bytes(memory[place.offset : place.offset + entry.nbytes]))
+                segment, start, end = segments[place.segment], place.offset, place.offset + entry.nbytes
+                shard = LeasedBytes(segment, start, entry.nbytes, self._consumer, self._owner, self._number, index)
+                arrivals.keep(entry, shard, digest_bytes(segment.memory[start:end]))
 
     def give_up(self) -> None:
         if not self._is_handed_over:  # else each shard has a lease of its own

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from inference_plugin.wire.copying import CACHED_BYTES, copy_rows_and_digest
 from inference_plugin.wire.digest import Digest, digest_bytes
@@ -30,20 +29,19 @@ ONE_PASS_BYTES = 4096
 Bytes = npt.NDArray[np.uint8]
 
 
-def fill(block: Block, buffers: Sequence[torch.Tensor]) -> int:
-    """Copies buffers (uint8, 1-D, `block.nbytes` in all) one after the other into a block; returns the digest of its bytes.
+def fill(block: Block, buffers: Sequence[Bytes]) -> int:
+    """Copies buffers (1-D, contiguous, `block.nbytes` in all) one after the other into a block; returns the digest of its bytes.
 
     Raises `TransportUnavailable` where the system has no memory for it.
     """
     if block.segment is None:
         return digest_bytes(b"")
-    arrays = [buffer.numpy() for buffer in buffers]
     if not block.is_warm:
-        return _through_descriptor(block.segment, block.offset, arrays)
+        return _through_descriptor(block.segment, block.offset, buffers)
     target = block.memory
-    if len(arrays) > 1:
-        return _in_groups(target, arrays)
-    (data,) = arrays
+    if len(buffers) > 1:
+        return _in_groups(target, buffers)
+    (data,) = buffers
     if data.size >= ONE_PASS_BYTES:
         return copy_rows_and_digest(target, 0, data.size, data, 1, data.size)
     target[:] = data

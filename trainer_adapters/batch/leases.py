@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from inference_plugin.net.processes import ProcessId
 from inference_plugin.wire.errors import ProtocolError
 from inference_plugin.wire.messages.batch import LeaseEnd, RefusedShard
@@ -25,8 +27,7 @@ MAX_ENDED = 4096
 """Ended leases that are remembered for each consumer: a late copy of their request must not begin them again."""
 
 
-@dataclass(slots=True, eq=False)
-class Holding:
+class Holding(msgspec.Struct, eq=False, gc=False):
     """One shard in the store's memory. `readers` counts the leases and replies that read it; `is_current` until it is
     cleared or replaced. Its block is freed once it is neither current nor read."""
 

@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -107,9 +108,11 @@ class Segment:
             self.file.close()
 
 
-@dataclass(slots=True, eq=False)
-class Block:
-    """`nbytes` bytes at `offset` of a segment; no segment where there are no bytes. `is_warm`: all of its pages exist."""
+class Block(msgspec.Struct, eq=False, gc=False):
+    """`nbytes` bytes at `offset` of a segment; no segment where there are no bytes. `is_warm`: all of its pages exist.
+
+    The garbage collector passes over blocks (gc=False), of which a store has many thousands; they are in no cycle.
+    """
 
     segment: Segment | None
     offset: int

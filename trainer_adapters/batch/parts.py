@@ -1,6 +1,6 @@
 """Parts: the rows of one shard in this process's memory, and the bytes that stand for them in a store or on the wire.
 
-    value -> local_part -> buffers_of -> the owner's memory -> part_of -> values
+    value -> local_part (`inputs`) -> buffers_of -> the owner's memory -> part_of, or leased_part -> values
 
 `part_of` undoes `buffers_of`: a part and its entry's bytes hold the same rows. Views all the way: values are copied only
 where their memory is not contiguous, not on the CPU, or not aligned.
@@ -9,38 +9,44 @@ where their memory is not contiguous, not on the CPU, or not aligned.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from inference_plugin.wire.errors import BatchError, ManifestMismatch, ProtocolError
+from inference_plugin.wire.errors import BatchError, ProtocolError
+from inference_plugin.wire.manifest import DTYPE_BYTES
 from inference_plugin.wire.tensors import bytes_view, dtype_name, torch_dtype
-from trainer_adapters.batch.records import MAX_ROWS, Entry, Kind, ShardId, VersionSpan
-from trainer_adapters.batch.values import PlainValue, decode_values, encode_values, plain_values
+from trainer_adapters.batch.records import Entry, Kind, ShardId, VersionSpan
+from trainer_adapters.batch.values import PlainValue, decode_values, encode_values
 
-__all__ = ["LocalPart", "buffers_of", "entry_of", "local_part", "part_of", "parts_of_task"]
+if TYPE_CHECKING:
+    from trainer_adapters.batch.consumer import LeasedBytes
+
+__all__ = ["LocalPart", "buffers_of", "entry_of", "leased_part", "offsets_of", "part_of"]
+
+
+NUMPY_DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"))
+"""numpy has these too; of a tensor of another dtype it is given the bytes."""
 
 
 class LocalPart:
     """Rows of one shard in memory: immutable. The caller's tensors are kept, not copied.
 
-    `kind` and `rows` as in an `Entry`. Tensor kinds: `dtype` (torch's name) and `item_shape`; `offsets` is int64
-    `[rows + 1]` for jagged parts, else None.
+    `kind` and `rows` as in an `Entry`. Tensor kinds: `dtype` (torch's name) and `item_shape`. `offsets`: of jagged parts only.
     """
 
     __slots__ = (
         "__weakref__",
         "_encoded",
+        "_offsets",
         "_pieces",
         "_values",
         "dtype",
-        "entry",
         "item_shape",
         "kind",
-        "offsets",
         "rows",
     )
 
@@ -54,7 +60,7 @@ class LocalPart:
     ) -> None:
         self.kind = kind
         self.rows = rows
-        self.offsets = offsets
+        self._offsets = offsets
         self.dtype = ""
         self.item_shape: tuple[int, ...] = ()
         self._encoded: bytes | None = None
@@ -66,6 +72,11 @@ class LocalPart:
             self._pieces = tuple(pieces)
             self.dtype = dtype_name(self._pieces[0].dtype)
             self.item_shape = tuple(self._pieces[0].shape[1:])
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64] | None:
+        """int64 `[rows + 1]`: where each row of a jagged part begins in `tensor`, and the end of the last one."""
+        return self._offsets
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -97,8 +108,9 @@ class LocalPart:
         """Bytes of the part's entry."""
         if self.kind is Kind.VALUES:
             return len(self.encoded)
-        items = self.rows if self.offsets is None else int(self.offsets[-1])
-        return items * math.prod(self.item_shape) * torch_dtype(self.dtype).itemsize
+        offsets = self.offsets
+        items = self.rows if offsets is None else int(offsets[-1])
+        return items * math.prod(self.item_shape) * DTYPE_BYTES[self.dtype]
 
     @property
     def encoded(self) -> bytes:
@@ -112,44 +124,37 @@ class LocalPart:
         return f"LocalPart({self.kind.name.lower()}, {self.rows} rows{shape})"
 
 
-def local_part(value: Any) -> LocalPart:
-    """The rows of `value` as a part; row i is `value[i]`. Raises `BatchError` for anything that is not rows:
+class LeasedPart(LocalPart):
+    """Rows in their owner's memory, which this process maps. Their tensor is made at its first use: a batch may have many
+    thousands of parts. The lease ends with the part and with the last view of its tensor."""
 
-    - a tensor `[rows, ...]`, or a numpy array of numbers: dense;
-    - a nested tensor, or a list of tensors whose first dimension differs: jagged; a list of equal shapes is dense;
-    - any other list, tuple or numpy array: plain values (numpy scalars become Python's, tuples become lists);
-    - a part: itself.
-    """
-    if isinstance(value, LocalPart):
-        return value
-    if isinstance(value, np.ndarray):
-        value = _of_numpy(value)
-    if isinstance(value, torch.Tensor):
-        return _nested_part(value) if value.is_nested else _dense_part(value)
-    if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
-        raise BatchError(
-            f"a {type(value).__name__} is not rows",
-            hint="give a tensor, a nested tensor, a numpy array, or a list with one item for each row",
-        )
-    tensors: list[Any] = [_of_numpy(row) if isinstance(row, np.ndarray) else row for row in value]
-    if tensors and all(isinstance(row, torch.Tensor) for row in tensors):
-        return _part_of_list(tensors)
-    return LocalPart(Kind.VALUES, len(value), plain_values(value))
+    __slots__ = ("_entry", "_leased")
 
+    def __init__(self, entry: Entry, leased: LeasedBytes) -> None:
+        self.kind = entry.kind
+        self.rows = entry.rows
+        self.dtype = entry.dtype
+        self.item_shape = entry.item_shape
+        self._offsets = self._values = self._encoded = None
+        self._entry = entry
+        self._leased = leased
 
-def parts_of_task(task_id: str, data: Mapping[str, Any]) -> dict[ShardId, LocalPart]:
-    """The rows of a task, by key, as parts. Raises `BatchError` where the keys have different numbers of rows, or none."""
-    parts = {ShardId(task_id, key): local_part(value) for key, value in data.items()}
-    if len({part.rows for part in parts.values()}) != 1:
-        counts = ", ".join(f"{shard.key!r}: {part.rows}" for shard, part in parts.items())
-        raise BatchError(f"the keys of task {task_id!r} have different numbers of rows: {counts or 'no keys'}")
-    for shard, part in parts.items():
-        if part.rows > MAX_ROWS:
-            raise BatchError(
-                f"shard {shard} has {part.rows} rows; allowed are 1 to {MAX_ROWS}",
-                hint="a row is one sample of a prompt: give a task fewer, or put them as several tasks",
-            )
-    return parts
+    @property
+    def offsets(self) -> npt.NDArray[np.int64] | None:
+        if self._offsets is None and self.kind is Kind.JAGGED:
+            self._offsets = offsets_of(self._entry.lengths)
+        return self._offsets
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._values is None:
+            self._values = _rows_in(self._entry, torch.from_numpy(self._leased.array()))
+        assert isinstance(self._values, torch.Tensor)
+        return self._values
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        return (self.tensor,)
 
 
 def entry_of(shard: ShardId, part: LocalPart, owner: str, digest: int, versions: VersionSpan | None = None) -> Entry:
@@ -181,28 +186,39 @@ def part_of(entry: Entry, buffer: torch.Tensor) -> LocalPart:
         )
     if entry.kind is Kind.VALUES:
         return LocalPart(Kind.VALUES, entry.rows, decode_values(entry, buffer.numpy().data))
-    dtype = torch_dtype(entry.dtype)
-    if buffer.data_ptr() % dtype.itemsize or buffer.storage_offset() % dtype.itemsize:
+    if buffer.data_ptr() % DTYPE_BYTES[entry.dtype] or buffer.storage_offset() % DTYPE_BYTES[entry.dtype]:
         buffer = buffer.clone()
-    offsets = None
-    items = entry.rows
-    if entry.kind is Kind.JAGGED:
-        offsets = _offsets(entry.lengths)
-        items = int(offsets[-1])
-    values = buffer.view(dtype).view(items, *entry.item_shape)
-    return LocalPart(entry.kind, entry.rows, (values,), offsets=offsets)
+    offsets = offsets_of(entry.lengths) if entry.kind is Kind.JAGGED else None
+    return LocalPart(entry.kind, entry.rows, (_rows_in(entry, buffer),), offsets=offsets)
 
 
-def buffers_of(part: LocalPart) -> list[torch.Tensor]:
-    """The bytes of the part's entry: 1-D contiguous uint8 CPU tensors, in order, none of them empty.
+def leased_part(entry: Entry, leased: LeasedBytes) -> LocalPart:
+    """As `part_of`, for the bytes of a leased shard. The lease ends as soon as nothing here needs them."""
+    if entry.kind is Kind.VALUES or leased.address % DTYPE_BYTES[entry.dtype]:
+        return part_of(entry, torch.from_numpy(leased.array()))
+    return LeasedPart(entry, leased)
+
+
+def _rows_in(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
+    """The tensor of an entry whose aligned bytes are `buffer`."""
+    items = sum(entry.lengths) if entry.kind is Kind.JAGGED else entry.rows
+    return buffer.view(torch_dtype(entry.dtype)).view(items, *entry.item_shape)
+
+
+def buffers_of(part: LocalPart) -> list[npt.NDArray[np.uint8]]:
+    """The bytes of the part's entry: 1-D contiguous arrays, in order, none of them empty.
 
     Views of the part's memory, for reading only; tensors that are strided or on another device are copied first.
     """
     if part.kind is Kind.VALUES:
-        pieces: Sequence[torch.Tensor] = (torch.from_numpy(np.frombuffer(part.encoded, dtype=np.uint8).copy()),)
-    else:
-        pieces = part.pieces
-    return [bytes_view(_plain_tensor(piece)) for piece in pieces if piece.numel()]
+        return [np.frombuffer(part.encoded, dtype=np.uint8)]
+    return [_bytes_of(piece, part.dtype) for piece in part.pieces if piece.numel()]
+
+
+def _bytes_of(tensor: torch.Tensor, dtype: str) -> npt.NDArray[np.uint8]:
+    if dtype in NUMPY_DTYPES and tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
+        return tensor.numpy().reshape(-1).view(np.uint8)
+    return bytes_view(_plain_tensor(tensor)).numpy()
 
 
 def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,87 +235,7 @@ def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         ) from error
 
 
-def _dense_part(tensor: torch.Tensor) -> LocalPart:
-    _check_tensor(tensor)
-    if tensor.dim() == 0:
-        raise BatchError("a tensor of no dimension has no rows", hint="give a tensor of shape [rows, ...]")
-    return LocalPart(Kind.DENSE, tensor.shape[0], (tensor,))
-
-
-def _nested_part(nested: Any) -> LocalPart:
-    """A nested tensor. The usual jagged layout is taken as it is, any other row by row."""
-    _check_values(nested)
-    if nested.layout is torch.jagged and nested.lengths() is None and getattr(nested, "_ragged_idx", 0) == 1:
-        offsets = nested.offsets().cpu().numpy().astype(np.int64)
-        values = nested.values()[int(offsets[0]) : int(offsets[-1])]
-        _check_tensor(values)
-        return LocalPart(Kind.JAGGED, len(offsets) - 1, (values,), offsets=offsets - offsets[0])
-    rows = list(nested.unbind())
-    if not rows:
-        raise BatchError("a nested tensor without rows that is not of the jagged layout has no item shape")
-    return _jagged_part(rows)
-
-
-def _part_of_list(rows: list[torch.Tensor]) -> LocalPart:
-    if any(row.is_nested for row in rows):
-        raise BatchError("a row is a nested tensor itself", hint="give one nested tensor, or a list of plain tensors")
-    if len({row.shape for row in rows}) == 1:
-        for row in rows:
-            _check_tensor(row)
-        _check_one_dtype(rows)
-        return LocalPart(Kind.DENSE, len(rows), [row.unsqueeze(0) for row in rows])
-    return _jagged_part(rows)
-
-
-def _jagged_part(rows: list[torch.Tensor]) -> LocalPart:
-    for row in rows:
-        _check_tensor(row)
-    _check_one_dtype(rows)
-    if any(row.dim() == 0 for row in rows) or len({row.shape[1:] for row in rows}) != 1:
-        shapes = sorted({tuple(row.shape) for row in rows})
-        raise BatchError(
-            f"rows of shapes {', '.join(map(str, shapes[:4]))} ({len(shapes)} shapes) don't make one column",
-            hint="rows may differ in their first dimension only",
-        )
-    return LocalPart(Kind.JAGGED, len(rows), rows, offsets=_offsets([row.shape[0] for row in rows]))
-
-
-def _check_one_dtype(rows: list[torch.Tensor]) -> None:
-    if len(dtypes := {row.dtype for row in rows}) > 1:
-        raise BatchError(f"rows of one key have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    if len(devices := {row.device for row in rows}) > 1:
-        raise BatchError(f"rows of one key lie on different devices: {', '.join(sorted(map(str, devices)))}")
-
-
-def _check_values(tensor: Any) -> None:
-    if tensor.is_meta:
-        raise BatchError(
-            "a tensor on the meta device has a shape, but no values", hint="give the tensor that was computed"
-        )
-
-
-def _check_tensor(tensor: torch.Tensor) -> None:
-    _check_values(tensor)
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise BatchError(f"a tensor of layout {tensor.layout} on {tensor.device} can't be held", hint="make it dense")
-    try:
-        dtype_name(tensor.dtype)
-    except ManifestMismatch as error:
-        raise BatchError(error.message) from None
-
-
-def _of_numpy(array: npt.NDArray[Any]) -> torch.Tensor | list[Any]:
-    if array.dtype.kind not in "biufc":
-        return list(array.tolist()) if array.ndim else [array.item()]
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
-    try:
-        return torch.from_numpy(array)
-    except TypeError as error:
-        raise BatchError(f"a numpy array of {array.dtype} can't become a tensor: {error}") from error
-
-
-def _offsets(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
+def offsets_of(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(np.asarray(lengths, dtype=np.int64), out=offsets[1:])
     return offsets

@@ -25,8 +25,9 @@ from inference_plugin.net.addresses import new_replica_id
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError, StoreFull, SyncTimeout
+from trainer_adapters.batch.inputs import parts_of_task
 from trainer_adapters.batch.limits import checked_seconds
-from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of, parts_of_task
+from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
 from trainer_adapters.batch.ray_directory import Numbers, RowDirectory
 from trainer_adapters.batch.ray_rows import NAMESPACE, SCHEME, bytes_of, ray_errors, ray_library, wanted
 from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, VersionSpan, listed_tasks
@@ -213,8 +214,8 @@ class RayStore:
             ) from error
 
 
-def _joined(buffers: Sequence[torch.Tensor]) -> npt.NDArray[np.uint8]:
+def _joined(buffers: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
     """Buffers as one array; a single one is not copied."""
     if not buffers:
         return np.empty(0, dtype=np.uint8)
-    return buffers[0].numpy() if len(buffers) == 1 else np.concatenate([buffer.numpy() for buffer in buffers])
+    return buffers[0] if len(buffers) == 1 else np.concatenate(buffers)

@@ -8,11 +8,10 @@ bookkeeping; bytes are copied, and memory is given back, outside of it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
@@ -29,10 +28,11 @@ from inference_plugin.wire.errors import BatchError, ProtocolError, StoreFull
 from inference_plugin.wire.messages.batch import Cut, LeaseEnd, RefusedShard, WantedShard
 from inference_plugin.wire.messages.common import Sender
 from trainer_adapters.batch.filling import fill
+from trainer_adapters.batch.inputs import parts_of_task
 from trainer_adapters.batch.leases import Holding, Leases
 from trainer_adapters.batch.limits import checked_seconds
 from trainer_adapters.batch.memory import Block, BlockMemory, GivenBack
-from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of, parts_of_task
+from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
 from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, VersionSpan, listed_tasks
 from trainer_adapters.batch.server import StoreServer
 
@@ -106,9 +106,8 @@ class Store:
         timeout_s = checked_seconds("timeout_s", timeout_s)
         parts = parts_of_task(task_id, data)
         sizes = [part.nbytes for part in parts.values()]
-        self._check_budget(
-            task_id, sum(sizes)
-        )  # before a strided tensor is copied, which may be larger than any memory
+        # before a strided tensor is copied, which may be larger than any memory
+        self._check_budget(task_id, sum(sizes))
         buffers = [buffers_of(part) for part in parts.values()]
         blocks = self._reserve(task_id, sizes, timeout_s)
         is_written = False
@@ -119,7 +118,7 @@ class Store:
                 entry_of(shard, part, self.owner.id, digest, versions)
                 for (shard, part), digest in zip(parts.items(), digests, strict=True)
             )
-            with self._changing() as freed:
+            with _Changing(self) as freed:
                 self._check_rows(task_id, entries)
                 held = self._tasks.setdefault(task_id, {})
                 self._cleared.pop(task_id, None)
@@ -131,7 +130,7 @@ class Store:
                 blocks = []
         finally:
             if blocks:  # nothing was stored
-                with self._changing() as freed:
+                with _Changing(self) as freed:
                     if not is_written:
                         self._memory.retire(blocks)
                     for block in blocks:
@@ -150,7 +149,7 @@ class Store:
             copied = torch.empty(held.block.nbytes, dtype=torch.uint8)
             copied.numpy()[:] = held.block.memory
         finally:
-            with self._changing() as freed:
+            with _Changing(self) as freed:
                 self._unread((held,), freed)
         return part_of(held.entry, copied)
 
@@ -214,12 +213,12 @@ class Store:
             return [holding.block for holding in lease.given], lease.refused
 
     def end_leases(self, session: str, ends: Iterable[LeaseEnd]) -> None:
-        with self._changing() as freed:
+        with _Changing(self) as freed:
             self._unread(self._leases.end(session, ends), freed, counted=True)
 
     def end_leases_of(self, processes: Collection[ProcessId]) -> None:
         """Ends the leases of processes that are gone. A child that such a process had forked may still map what it read."""
-        with self._changing() as freed:
+        with _Changing(self) as freed:
             holdings = self._leases.end_of(processes)
             self._memory.retire(holding.block for holding in holdings)
             self._unread(holdings, freed, counted=True)
@@ -245,13 +244,13 @@ class Store:
                 at += end - start
             return data, refused
         finally:
-            with self._changing() as freed:
+            with _Changing(self) as freed:
                 self._unread(found, freed)
 
     def drop(self, task_ids: Iterable[str]) -> list[str]:
         """Drops all shards of tasks; returns the ids of which nothing was held."""
         unknown = []
-        with self._changing() as freed:
+        with _Changing(self) as freed:
             for task_id in task_ids:
                 if (held := self._tasks.pop(task_id, None)) is None:
                     unknown.append(task_id)
@@ -265,27 +264,12 @@ class Store:
 
     # --- under the lock --------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[list[GivenBack]]:
-        """Holds the lock; afterwards gives back the memory that was freed and wakes those who wait for room."""
-        freed: list[GivenBack] = []
-        try:
-            with self._lock:
-                try:
-                    yield freed
-                finally:
-                    if self._waiting:
-                        self._lock.notify_all()
-        finally:
-            if freed:
-                self._memory.give_back(freed)
-
     def _reserve(self, task_id: str, sizes: Sequence[int], timeout_s: float) -> list[Block]:
         """Blocks for a put, counted against the budget. Raises `StoreFull`."""
         needed = sum(sizes)
         deadline_s = time.monotonic() + timeout_s
         mine = object()
-        with self._changing() as freed:
+        with _Changing(self) as freed:
             self._waiting.append(mine)
             try:
                 while self._waiting[0] is not mine or self._taken_bytes + needed > self._budget_bytes:
@@ -371,3 +355,25 @@ class Store:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ProtocolError(f"the store {self.owner.id} is closed")
+
+
+class _Changing:
+    """Holds a store's lock; afterwards wakes those who wait for room, and gives back the memory that was freed."""
+
+    __slots__ = ("_freed", "_store")
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._freed: list[GivenBack] = []
+
+    def __enter__(self) -> list[GivenBack]:
+        self._store._lock.acquire()
+        return self._freed
+
+    def __exit__(self, *_: object) -> None:
+        store = self._store
+        if store._waiting:
+            store._lock.notify_all()
+        store._lock.release()
+        if self._freed:
+            store._memory.give_back(self._freed)

@@ -7,7 +7,7 @@ from typing import Any
 
 from inference_plugin.wire.errors import BatchError, ProtocolError, WeightwireError
 from inference_plugin.wire.messages.rollout import MAX_TASK_BYTES
-from trainer_adapters.batch.parts import local_part
+from trainer_adapters.batch.inputs import local_part
 from trainer_adapters.batch.records import Entry, Kind
 
 __all__ = ["check_entries", "encoded_payload"]

@@ -1,0 +1,142 @@
+"""What users give as rows, made into parts: which values are rows, and why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from inference_plugin.wire.errors import BatchError, ManifestMismatch
+from inference_plugin.wire.tensors import dtype_name
+from trainer_adapters.batch.parts import LocalPart, offsets_of
+from trainer_adapters.batch.records import MAX_ROWS, Kind, ShardId
+from trainer_adapters.batch.values import plain_values
+
+__all__ = ["local_part", "parts_of_task"]
+
+
+def local_part(value: Any) -> LocalPart:
+    """The rows of `value` as a part; row i is `value[i]`. Raises `BatchError` for anything that is not rows:
+
+    - a tensor `[rows, ...]`, or a numpy array of numbers: dense;
+    - a nested tensor, or a list of tensors whose first dimension differs: jagged; a list of equal shapes is dense;
+    - any other list, tuple or numpy array: plain values (numpy scalars become Python's, tuples become lists);
+    - a part: itself.
+    """
+    if isinstance(value, LocalPart):
+        return value
+    if type(value) is list and set(map(type, value)) == {torch.Tensor}:
+        return _part_of_list(value)
+    if isinstance(value, np.ndarray):
+        value = _of_numpy(value)
+    if isinstance(value, torch.Tensor):
+        return _nested_part(value) if value.is_nested else _dense_part(value)
+    if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
+        raise BatchError(
+            f"a {type(value).__name__} is not rows",
+            hint="give a tensor, a nested tensor, a numpy array, or a list with one item for each row",
+        )
+    tensors: list[Any] = [_of_numpy(row) if isinstance(row, np.ndarray) else row for row in value]
+    if tensors and all(isinstance(row, torch.Tensor) for row in tensors):
+        return _part_of_list(tensors)
+    return LocalPart(Kind.VALUES, len(value), plain_values(value))
+
+
+def parts_of_task(task_id: str, data: Mapping[str, Any]) -> dict[ShardId, LocalPart]:
+    """The rows of a task, by key, as parts. Raises `BatchError` where the keys have different numbers of rows, or none."""
+    parts = {ShardId(task_id, key): local_part(value) for key, value in data.items()}
+    if len({part.rows for part in parts.values()}) != 1:
+        counts = ", ".join(f"{shard.key!r}: {part.rows}" for shard, part in parts.items())
+        raise BatchError(f"the keys of task {task_id!r} have different numbers of rows: {counts or 'no keys'}")
+    for shard, part in parts.items():
+        if part.rows > MAX_ROWS:
+            raise BatchError(
+                f"shard {shard} has {part.rows} rows; allowed are 1 to {MAX_ROWS}",
+                hint="a row is one sample of a prompt: give a task fewer, or put them as several tasks",
+            )
+    return parts
+
+
+def _dense_part(tensor: torch.Tensor) -> LocalPart:
+    _check_tensor(tensor)
+    if tensor.dim() == 0:
+        raise BatchError("a tensor of no dimension has no rows", hint="give a tensor of shape [rows, ...]")
+    return LocalPart(Kind.DENSE, tensor.shape[0], (tensor,))
+
+
+def _nested_part(nested: Any) -> LocalPart:
+    """A nested tensor. The usual jagged layout is taken as it is, any other row by row."""
+    _check_values(nested)
+    if nested.layout is torch.jagged and nested.lengths() is None and getattr(nested, "_ragged_idx", 0) == 1:
+        offsets = nested.offsets().cpu().numpy().astype(np.int64)
+        values = nested.values()[int(offsets[0]) : int(offsets[-1])]
+        _check_tensor(values)
+        return LocalPart(Kind.JAGGED, len(offsets) - 1, (values,), offsets=offsets - offsets[0])
+    rows = list(nested.unbind())
+    if not rows:
+        raise BatchError("a nested tensor without rows that is not of the jagged layout has no item shape")
+    return _jagged_part(rows)
+
+
+def _part_of_list(rows: list[torch.Tensor]) -> LocalPart:
+    if any(row.is_nested for row in rows):
+        raise BatchError("a row is a nested tensor itself", hint="give one nested tensor, or a list of plain tensors")
+    if len(rows) == 1 and rows[0].dim():
+        _check_tensor(rows[0])
+        return LocalPart(Kind.DENSE, 1, [rows[0].unsqueeze(0)])
+    if len({row.shape for row in rows}) == 1:
+        _check_rows(rows)
+        return LocalPart(Kind.DENSE, len(rows), [row.unsqueeze(0) for row in rows])
+    return _jagged_part(rows)
+
+
+def _jagged_part(rows: list[torch.Tensor]) -> LocalPart:
+    _check_rows(rows)
+    shapes = [row.shape for row in rows]
+    if not all(shapes) or len({shape[1:] for shape in shapes}) != 1:
+        told = sorted({tuple(shape) for shape in shapes})
+        raise BatchError(
+            f"rows of shapes {', '.join(map(str, told[:4]))} ({len(told)} shapes) don't make one column",
+            hint="rows may differ in their first dimension only",
+        )
+    return LocalPart(Kind.JAGGED, len(rows), rows, offsets=offsets_of([shape[0] for shape in shapes]))
+
+
+def _check_rows(rows: list[torch.Tensor]) -> None:
+    for row in {(row.dtype, row.device, row.layout): row for row in rows}.values():  # one of each sort
+        _check_tensor(row)
+    if len(dtypes := {row.dtype for row in rows}) > 1:
+        raise BatchError(f"rows of one key have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    if len(devices := {row.device for row in rows}) > 1:
+        raise BatchError(f"rows of one key lie on different devices: {', '.join(sorted(map(str, devices)))}")
+
+
+def _check_values(tensor: Any) -> None:
+    if tensor.is_meta:
+        raise BatchError(
+            "a tensor on the meta device has a shape, but no values", hint="give the tensor that was computed"
+        )
+
+
+def _check_tensor(tensor: torch.Tensor) -> None:
+    _check_values(tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise BatchError(f"a tensor of layout {tensor.layout} on {tensor.device} can't be held", hint="make it dense")
+    try:
+        dtype_name(tensor.dtype)
+    except ManifestMismatch as error:
+        raise BatchError(error.message) from None
+
+
+def _of_numpy(array: npt.NDArray[Any]) -> torch.Tensor | list[Any]:
+    if array.dtype.kind not in "biufc":
+        return list(array.tolist()) if array.ndim else [array.item()]
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
+    try:
+        return torch.from_numpy(array)
+    except TypeError as error:
+        raise BatchError(f"a numpy array of {array.dtype} can't become a tensor: {error}") from error
