@@ -13,6 +13,7 @@ import zmq
 
 from inference_plugin.net import curve
 from inference_plugin.net.addresses import boot_id
+from inference_plugin.net.gate import check_room
 from inference_plugin.net.link import LastWords, Link
 from inference_plugin.net.processes import ProcessWatch
 from inference_plugin.wire import codec
@@ -26,6 +27,9 @@ RESEND_S = 10.0
 """A request without a reply is sent again after this time, then after twice that, and so on: requests are idempotent, and
 a TCP link may lose one. The intervals grow because only the reply to the latest sending counts (REQ_CORRELATE)."""
 
+DESCRIPTORS = 16
+"""Free descriptors that a new socket asks for: its own three or four, its connection, and those of the threads of libzmq."""
+
 Reply = TypeVar("Reply")
 
 
@@ -34,7 +38,8 @@ class Channel:
 
     Where `pid`, `start_ticks` and `peer_boot_id` name a process of this host, a wait ends with `PeerLost` when that process
     dies. `silence_s` is used on TCP; the default is the environment's (see `Config`). With `resends` false a request is sent
-    only once: for a peer that replies when others are ready, not when it is asked.
+    only once: for a peer that replies when others are ready, not when it is asked. Raises `TransportUnavailable` where too few
+    descriptors are free: libzmq would abort the process.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Channel:
         self._resend_in_s = math.inf
         self._resend_at_s = math.inf
         self._process: ProcessWatch | None = None
+        check_room(DESCRIPTORS)
         self._socket = (context or zmq.Context.instance()).socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._last_words: LastWords | None = None

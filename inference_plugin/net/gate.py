@@ -236,7 +236,7 @@ def check_room(count: int) -> None:
 
 def _too_few(text: str) -> TransportUnavailable:
     return TransportUnavailable(
-        f"there are too few file descriptors to listen: {text}",
+        f"there are too few file descriptors for a socket: {text}",
         hint="raise the limit of open files (ulimit -n)",
         phase="start",
     )

@@ -11,11 +11,11 @@ import torch
 import zmq
 
 from inference_plugin.net.channel import Channel
-from inference_plugin.wire.errors import BatchError, ProtocolError
+from inference_plugin.wire.errors import BatchError, FetchFailed, ProtocolError, TransportUnavailable
 from inference_plugin.wire.messages import Done, EndLeases, Leased
 from inference_plugin.wire.messages.batch import LeaseEnd
 from tests.batch.owners import descriptors, fetched
-from tests.support.rig import eventually, runtime
+from tests.support.rig import eventually, few_descriptors, runtime
 from trainer_adapters.batch import consumer
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.exchanges import LeaseExchange
@@ -55,6 +55,22 @@ def test_fetched_rows_keep_no_descriptor(store: Store) -> None:
     held = [fetched(some, store.owner) for some in entries]
     assert descriptors() < before + 20
     assert [int(part.tensor[0]) for have in held for part in have.values()] == list(range(100))
+
+
+def test_without_a_free_descriptor_puts_and_fetches_fail_with_a_typed_error_and_later_ones_succeed(
+    store: Store,
+) -> None:
+    batch = DistributedBatch.of_entries(store.put("a", {"a": torch.arange(8)}), [store.owner])
+    fetched(store.put("b", {"a": torch.arange(8)}), store.owner)  # what is made once in a process is there
+    large = {"a": torch.zeros(1, 9 << 20, dtype=torch.uint8)}
+    with few_descriptors(0):
+        with pytest.raises(TransportUnavailable):
+            store.put("c", large)
+        with pytest.raises(FetchFailed, match="too few file descriptors"):
+            batch.fetch(timeout_s=60)
+    assert batch.fetch(timeout_s=60)["a"].tolist() == list(range(8))
+    assert store.put("c", large) and store.stats().tasks == 3
+    assert store.stats().nbytes == 2 * 64 + large["a"].nbytes, "what could not be put holds nothing"
 
 
 def test_a_number_that_no_message_carries_is_refused(store: Store) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -66,6 +67,19 @@ def kill(pid: int) -> None:
     """kill -9, and waits until the process is gone."""
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: gone(pid), f"the end of process {pid}")
+
+
+@contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """Leaves this process at most so many free descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Rig:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from inference_plugin.wire import codec
 from inference_plugin.wire.errors import SyncTimeout, TransportUnavailable
 from inference_plugin.wire.messages import Describe, Pause, ReplicaCard, Resume, Sender, Stands, WorkerCard
 from tests.manager.conftest import start  # noqa: F401 -- a fixture
-from tests.support.rig import Rig, eventually, gone
+from tests.support.rig import Rig, eventually, few_descriptors, gone
 
 IDLE_PEERS = 200
 FLOOD = 1000
@@ -151,16 +151,16 @@ def greets(peer: socket.socket) -> bool:
         return False
 
 
-def test_a_socket_is_refused_with_a_typed_error_where_libzmq_would_end_the_process(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 5, hard))
-    try:
-        with pytest.raises(TransportUnavailable, match="too few file descriptors") as raised:
-            Listener(zmq.ROUTER, f"ipc://{tmp_path}/s", max_bytes=1 << 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+@pytest.mark.parametrize(
+    "socket",
+    [lambda address: Listener(zmq.ROUTER, address, max_bytes=1 << 20), lambda address: Channel(address)],
+    ids=["that listens", "that asks"],
+)
+def test_a_socket_is_refused_with_a_typed_error_where_libzmq_would_end_the_process(
+    tmp_path: Path, socket: Callable[[str], object]
+) -> None:
+    with few_descriptors(5), pytest.raises(TransportUnavailable, match="too few file descriptors") as raised:
+        socket(f"ipc://{tmp_path}/s")
     assert "ulimit -n" in raised.value.hint
 
 
