@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainer_adapters.batch.batch import DistributedBatch
     from trainer_adapters.batch.merging import merge
     from trainer_adapters.batch.nested import alocalize, localize, remotize
+    from trainer_adapters.batch.ranks import RankBatch
     from trainer_adapters.batch.records import ClearReport, VersionSpan
     from trainer_adapters.batch.rollouts.generated import Generated
     from trainer_adapters.batch.rollouts.machine_io import Rollout
@@ -58,6 +59,7 @@ __all__ = [
     "Rollout",
     "RolloutPool",
     "RolloutWorker",
+    "RankBatch",
     "Store",
     "SyncManager",
     "VersionSpan",
@@ -91,6 +93,7 @@ _HOMES = {
     "Rollout": "batch.rollouts.machine_io",
     "RolloutPool": "batch.rollouts.pool",
     "RolloutWorker": "batch.rollouts.worker",
+    "RankBatch": "batch.ranks",
     "Store": "batch.store",
     "SyncManager": "manager",
     "VersionSpan": "batch.records",

@@ -1,7 +1,7 @@
 """Weightwire moves a trainer's weights into running vLLM and SGLang engines, and rollouts back. This package only re-exports.
 
 Trainer side: `SyncManager` and the sources (`FSDPAdapter`, `DTensorAdapter`, `MegatronAdapter`, ...), and the way back
-(`RolloutPool`, `RolloutWorker`, `Store`, `DistributedBatch`), from `trainer_adapters`.
+(`RolloutPool`, `RolloutWorker`, `Store`, `DistributedBatch`, `RankBatch`), from `trainer_adapters`.
 Both sides: the error tree and the reports, from `inference_plugin.wire`. Engine side: `inference_plugin.engines`; engines find
 it by its entry points. `python -m weightwire` is the `weightwire` command.
 
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         ModuleAdapter,
         PendingUpdate,
         Quorum,
+        RankBatch,
         ReplicaStatus,
         Rollout,
         RolloutPool,
@@ -120,6 +121,7 @@ __all__ = [
     "RolloutPool",
     "RolloutWorker",
     "StaleRollout",
+    "RankBatch",
     "Store",
     "StoreFull",
     "SyncManager",

@@ -5,7 +5,7 @@
 It starts the engine, rollout workers beside it (`rollouts.py`) and two FSDP2 ranks (`train.py`), and prints one line per step:
 
 - Rollouts never wait for the trainer: `max_staleness` + 1 batches of tasks are in the works. Workers report what is done; the
-  rows stay with them until a rank reads them (`way_back.py`). `controller_share`: what the controller saw of all bytes.
+  rows stay with them until a rank reads them. `controller_share`: what the controller saw of all bytes.
 - Every row knows the weight versions that it was sampled with (`spans`). One that is more than `--max-staleness` versions behind
   the weights that learn from it is dropped, and another prompt takes its place.
 - An update travels while the next batch is being computed. Requests in flight go on over it (`in_flight="keep"`).
@@ -13,13 +13,12 @@ It starts the engine, rollout workers beside it (`rollouts.py`) and two FSDP2 ra
   a rank, and with it the controller, is restarted by torchrun, and workers drop what the old controller had asked for.
 
 `--max-staleness 0` is synchronous RL by the same code, 1 is one step off. The reward asks for no tokenizer: the share of an
-answer's tokens in the lower half of the vocabulary. At the end it prints the memory of every process that it has started.
+answer's tokens in the lower half of the vocabulary. At the end it prints what the rollout workers' stores still hold: nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -28,8 +27,6 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-
-import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl_smollm2"))
 from server import own_process, running_server, tail
@@ -59,29 +56,14 @@ def run(arguments: argparse.Namespace, directory: Path, running: ExitStack) -> i
     torchrun += ["--max-restarts=3", "--monitor-interval=0.2", str(HERE / "train.py"), *settings]
     log = directory / "trainer.log"
     trainer = running.enter_context(own_process(torchrun, log, environment | paths, read_stdout=True))
-    memory: dict[str, list[float]] = {}
     assert trainer.stdout is not None
     for line in trainer.stdout:
         print(line, end="", flush=True)
-        if "version" in json.loads(line):
-            memory |= memory_mib()
     status = trainer.wait()
     if status:
         print(f"the trainer ended with status {status}\n{tail(log)}", file=sys.stderr)
-    print(json.dumps({"memory_mib": memory}))
     print(json.dumps({"rollout_stores": [rows_left(worker) for worker in workers]}))
     return status
-
-
-def memory_mib() -> dict[str, list[float]]:
-    """Resident and shared memory of every process that this one has started."""
-    found = {}
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            script = next((Path(word).stem for word in process.cmdline() if word.endswith(".py")), process.name())
-            used = process.memory_info()
-            found[f"{script} {process.pid}"] = [round(used.rss / (1 << 20), 1), round(used.shared / (1 << 20), 1)]
-    return found
 
 
 def rows_left(worker: subprocess.Popen[str]) -> dict[str, int] | None:

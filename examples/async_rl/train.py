@@ -1,10 +1,10 @@
-"""The trainer: FSDP2 ranks under torchrun, joined by gloo. Run by `run.py`. Rank 0 is the controller too (`way_back.py`).
+"""The trainer: FSDP2 ranks under torchrun, joined by gloo. Run by `run.py`. Rank 0 is the controller too.
 
 One step, while the engine installs the last update and goes on answering:
 
 1. the first tasks that completed, whatever order they were submitted in, become a batch: metadata only;
 2. every rank fetches a share with about as many tokens, recomputes its log-probabilities, and keeps them in its own store;
-3. rank 0 joins them to the batch, adds advantages, and shares it out again;
+3. rank 0 adds advantages, and the batch is shared out again;
 4. one AdamW step on a policy gradient, whose weights correct that the engine sampled with older weights and in bfloat16
    (truncated importance sampling), with a KL penalty to the model of the beginning;
 5. the new weights travel; the batch is cleared, wherever anything of it is kept.
@@ -29,40 +29,61 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
-from way_back import WAIT_S, Controller, RankRows
 
+from inference_plugin.wire.errors import PeerLost, StaleRollout
 from trainer_adapters import FSDPAdapter, PendingUpdate, SyncManager
 from trainer_adapters.batch.batch import DistributedBatch
+from trainer_adapters.batch.ranks import RankBatch
+from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.store import Store
 
 TASKS, PROMPT_TOKENS = 4, 8
 MOST_WEIGHT, KL_PENALTY = 2.0, 0.01
 STORE_BYTES = 1 << 30
+WAIT_S = 300.0
 
 
-def log_probabilities(model: Any, rows: DistributedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 `[rows, longest answer, vocabulary]`, and those of the answers' tokens `[rows, longest answer]`."""
-    answers = padded(rows["token_ids"])
-    ids = torch.cat([padded(rows["prompt_ids"]), answers], dim=1)
-    logits = model(input_ids=ids, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
-    everything = logits.float().log_softmax(-1)
-    return everything, everything.gather(2, answers[..., None]).squeeze(2)
+class Controller:
+    """Rank 0: keeps `TASKS` x (`max_staleness` + 1) tasks in the works. The pool counts what passes through this process."""
 
+    def __init__(self, arguments: argparse.Namespace, vocabulary: int, version: int) -> None:
+        self.pool = RolloutPool()
+        self.pool.set_version(version)
+        self.pool.on_complete(self._replace)
+        self._staleness, self._vocabulary = arguments.max_staleness, vocabulary
+        self._sampling = {"samples": arguments.samples, "max_tokens": arguments.max_tokens, "vocabulary": vocabulary}
+        self._ids = map(f"{secrets.token_hex(4)}/{{}}".format, itertools.count())  # no other run has the same ones
+        self.lost_later = self.moved_bytes = self.data_bytes = 0
+        self.submit(TASKS * (self._staleness + 1))
 
-def learn(model: Any, rows: DistributedBatch) -> None:
-    """Adds the gradient of the loss, a mean over the tokens of all ranks."""
-    lengths = torch.as_tensor(rows.lengths("token_ids"))
-    everything, chosen = log_probabilities(model, rows)
-    mask = torch.arange(chosen.shape[1]) < lengths[:, None]
-    old, sampled = padded(rows["old_logprobs"]), padded(rows["logprobs"])
-    weights = (old - sampled).exp().clamp(max=MOST_WEIGHT)
-    gain = weights * (chosen - old).exp() * rows["advantages"][:, None]
-    penalty = (everything.exp() * (everything - padded(rows["reference_logprobs"]).float())).sum(2)
-    tokens = lengths.sum()
-    dist.all_reduce(tokens)
-    # FSDP averages gradients over the ranks; the mean over all tokens needs their sum.
-    loss = -((gain - KL_PENALTY * penalty) * mask).sum() * dist.get_world_size() / tokens
-    loss.backward()
+    def submit(self, tasks: int) -> None:
+        for _ in range(tasks):
+            prompt = [random.randrange(3, self._vocabulary) for _ in range(PROMPT_TOKENS)]
+            self.pool.submit(next(self._ids), {"prompt": prompt, **self._sampling})
+
+    def draw(self) -> DistributedBatch:
+        return self.pool.next_batch(TASKS, WAIT_S, self._staleness)
+
+    def done(self, batch: RankBatch, version: int | None = None) -> None:
+        """The batch is not needed any more; other tasks take its place."""
+        batch.clear()
+        self.lost_later += len(batch.lost)
+        self.moved_bytes += batch.moved_bytes
+        self.data_bytes += batch.whole.nbytes
+        if version is not None:
+            self.pool.set_version(version)
+        self.submit(TASKS)
+
+    def told(self) -> dict[str, Any]:
+        """Tasks that were dropped, and the share of all bytes that came and went through this process as the controller."""
+        stats = self.pool.stats()
+        share = (self.moved_bytes + stats.received_bytes + stats.sent_bytes) / max(1, self.data_bytes)
+        return {"lost": stats.lost + self.lost_later, "stale": stats.stale, "controller_share": round(share, 5)}
+
+    def _replace(self, done: Any) -> None:
+        """Another task takes the place of one that became too stale, or was lost with its worker."""
+        if isinstance(done.exception(), StaleRollout | PeerLost):
+            self.submit(1)
 
 
 def train(arguments: argparse.Namespace, running: ExitStack) -> None:
@@ -73,25 +94,17 @@ def train(arguments: argparse.Namespace, running: ExitStack) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.0)
     source = FSDPAdapter(model, dtype_rules={"*": torch.bfloat16})
-
-    @torch.no_grad()
-    def recompute(rows: DistributedBatch) -> dict[str, torch.Tensor]:
-        lengths = rows.lengths("token_ids").tolist()
-        old, before = log_probabilities(model, rows)[1], log_probabilities(reference, rows)[0].bfloat16()
-        return {"old_logprobs": jagged(old, lengths), "reference_logprobs": jagged(before, lengths)}
-
     manager = running.enter_context(SyncManager(in_flight="keep", timeout_s=WAIT_S))
     store = running.enter_context(Store(budget_bytes=STORE_BYTES, name="trainer"))
     version = first_version(manager)
     manager.update(source, version)  # what the engine samples with has a version from the first token on
-    controller = start_controller(arguments, model.config.vocab_size, version) if dist.get_rank() == 0 else None
+    controller = Controller(arguments, model.config.vocab_size, version) if dist.get_rank() == 0 else None
     if controller:
-        running.callback(controller.close)
+        running.enter_context(controller.pool)
     tell(first_version=version, ranks=gathered(os.getpid()))
-    shares = RankRows(store, controller)
     pending: PendingUpdate | None = None
     for _ in range(arguments.steps):
-        rows = shares.next(recompute)
+        batch, rows = next_rows(controller, store, model, reference)
         learn(model, rows)
         overlapped = pending is not None and not pending.done()
         optimizer.step()
@@ -107,68 +120,77 @@ def train(arguments: argparse.Namespace, running: ExitStack) -> None:
         reward = torch.cat(gathered(rows["rewards"].clone())).mean()
         del rows  # gives the leases back
         if controller:
-            controller.clear()
-            tell(
-                version=version,
-                reward=round(float(reward), 4),
-                tokens=tokens,
-                overlapped=overlapped,
-                **seen(controller, version - 1),
-            )
-            controller.pool.set_version(version)
-            controller.submit(TASKS)
+            spans = sorted({(e.versions.first, e.versions.last) for e in batch.whole.entries() if e.versions})
+            controller.done(batch, version)
+            step = {"version": version, "reward": round(float(reward), 4), "tokens": tokens, "overlapped": overlapped}
+            tell(**step, spans=spans, staleness=version - 1 - spans[0][0], **controller.told())
     if pending is not None:
         pending.result()
     verified = manager.verify(source).ok
     tell(verified=verified, served=list(manager.versions().values()), trainer_stores=gathered(store.stats().tasks))
 
 
-def start_controller(arguments: argparse.Namespace, vocabulary: int, version: int) -> Controller:
-    """Begins to draw answers to random prompts. No other run of the trainer has the same task ids."""
-    run, numbers = secrets.token_hex(4), itertools.count()
-    common = {"samples": arguments.samples, "max_tokens": arguments.max_tokens, "vocabulary": vocabulary}
+def next_rows(
+    controller: Controller | None, store: Store, model: Any, reference: Any
+) -> tuple[RankBatch, DistributedBatch]:
+    """A batch, and this rank's rows of it, with what the ranks recomputed and advantages. Another batch takes the place of one
+    that lost too many rows with their workers."""
+    while True:
+        batch = RankBatch(controller.draw() if controller else None, store, by="token_ids", timeout_s=WAIT_S)
+        if (rows := batch.fetch()) is not None:
+            with torch.no_grad():
+                old, before = log_probabilities(model, rows)[1], log_probabilities(reference, rows)[0].bfloat16()
+            computed = {"old_logprobs": old, "reference_logprobs": before}
+            lengths = rows.lengths("token_ids").tolist()
+            rows = None  # gives the leases back
+            batch.add({key: [row[:n] for row, n in zip(each, lengths, strict=True)] for key, each in computed.items()})
+            if controller:
+                rewards = batch.read(["rewards"]).dense("rewards")
+                batch.add_whole({"advantages": advantages(rewards, batch.whole.row_tasks("rewards"))})
+            if (rows := batch.fetch()) is not None:
+                return batch, rows
+        if controller:
+            controller.done(batch)
 
-    def new_task() -> tuple[str, Any]:
-        prompt = [random.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)]
-        return f"{run}/{next(numbers)}", {"prompt": prompt, **common}
 
-    ahead = TASKS * (arguments.max_staleness + 1)
-    controller = Controller(new_task, tasks=TASKS, staleness=arguments.max_staleness)
-    controller.pool.set_version(version)
-    controller.submit(ahead)
-    return controller
+def advantages(rewards: torch.Tensor, tasks: list[str | None]) -> torch.Tensor:
+    """The reward of each row, less the mean of its group: the rows of one task."""
+    groups = torch.tensor([list(dict.fromkeys(tasks)).index(task) for task in tasks])
+    sums = torch.zeros(len(tasks)).index_add(0, groups, rewards)
+    return rewards - (sums / groups.bincount(minlength=len(tasks)))[groups]
 
 
-def seen(controller: Controller, learned_with: int) -> dict[str, Any]:
-    """What the controller knows of a step: versions of the rows, tasks that were dropped, and its share of all bytes."""
-    spans = sorted({(e.versions.first, e.versions.last) for e in controller.drawn.entries() if e.versions})
-    dropped = {"lost": controller.lost, "stale": controller.pool.stats().stale}
-    return {
-        "spans": spans,
-        "staleness": learned_with - spans[0][0],
-        **dropped,
-        "controller_share": round(controller.share_seen, 5),
-    }
+def log_probabilities(model: Any, rows: DistributedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 `[rows, longest answer, vocabulary]`, and those of the answers' tokens `[rows, longest answer]`."""
+    dense = rows.select(["prompt_ids", "token_ids"]).padded(0)
+    ids = torch.cat([dense["prompt_ids"], dense["token_ids"]], dim=1)
+    logits = model(input_ids=ids, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
+    everything = logits.float().log_softmax(-1)
+    return everything, everything.gather(2, dense["token_ids"][..., None]).squeeze(2)
+
+
+def learn(model: Any, rows: DistributedBatch) -> None:
+    """Adds the gradient of the loss, a mean over the tokens of all ranks."""
+    lengths = torch.as_tensor(rows.lengths("token_ids"))
+    everything, chosen = log_probabilities(model, rows)
+    mask = torch.arange(chosen.shape[1]) < lengths[:, None]
+    dense = rows.select(["old_logprobs", "logprobs", "reference_logprobs"]).padded(0)
+    weights = (dense["old_logprobs"] - dense["logprobs"]).exp().clamp(max=MOST_WEIGHT)
+    gain = weights * (chosen - dense["old_logprobs"]).exp() * rows["advantages"][:, None]
+    penalty = (everything.exp() * (everything - dense["reference_logprobs"].float())).sum(2)
+    tokens = lengths.sum()
+    dist.all_reduce(tokens)
+    # FSDP averages gradients over the ranks; the mean over all tokens needs their sum.
+    (-((gain - KL_PENALTY * penalty) * mask).sum() * dist.get_world_size() / tokens).backward()
 
 
 def first_version(manager: SyncManager) -> int:
     """The version after the one that the engines serve; 0 if they have none. Rank 0 asks."""
-    served = [-1]
+    served = -1
     if dist.get_rank() == 0:
         manager.wait_for_replicas(1, timeout_s=WAIT_S)
-        served = [max(-1 if v is None else v for v in manager.versions().values())]
-    dist.broadcast_object_list(served)
-    return served[0] + 1
-
-
-def padded(rows: torch.Tensor) -> torch.Tensor:
-    """`[rows, longest, ...]`, with zeros at the end of shorter ones."""
-    return rows.to_padded_tensor(0) if rows.is_nested else rows
-
-
-def jagged(dense: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """The rows of `[rows, longest, ...]` without their pads, which need not travel."""
-    return torch.nested.nested_tensor([row[:n] for row, n in zip(dense, lengths, strict=True)], layout=torch.jagged)
+        served = max(-1 if v is None else v for v in manager.versions().values())
+    return int(gathered(served)[0]) + 1
 
 
 def gathered(value: Any) -> list[Any]:
@@ -184,13 +206,10 @@ def tell(**fields: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--max-staleness", type=int, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--max-tokens", type=int, required=True)
-    parser.add_argument("--lr", type=float, required=True)
+    for name, kind in {"steps": int, "max-staleness": int, "samples": int, "max-tokens": int, "lr": float}.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * WAIT_S))
     with ExitStack() as running:
         train(parser.parse_args(), running)

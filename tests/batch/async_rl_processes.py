@@ -1,22 +1,24 @@
-"""The way back of `examples/async_rl` without an engine: its own code on two ranks, beside workers that make random rows."""
+"""The way back as `examples/async_rl` uses it, without an engine: two ranks, beside workers that make random rows."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
+import itertools
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.support.rig import ROOT, gone, kill
+from inference_plugin.wire.errors import PeerLost, RolloutFailed, StaleRollout
+from tests.support.rig import gone, kill
 from trainer_adapters.batch.batch import DistributedBatch
+from trainer_adapters.batch.ranks import RankBatch
 from trainer_adapters.batch.records import VersionSpan
+from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.rollouts.worker import Generated, RolloutWorker
 from trainer_adapters.batch.store import Store
 
@@ -50,58 +52,83 @@ def run_rank(
 ) -> None:
     """Rank 0 writes what every process uses into `told`, a line for each look. At a step it kills a worker, when the
     ranks have fetched rows of it, and before the rewards are fetched."""
-    sys.path.insert(0, str(ROOT / "examples" / "async_rl"))
-    way_back: Any = importlib.import_module("way_back")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
-    version = 0
-    numbers = iter(range(1 << 30))
-    controller = None
-    if rank == 0:
-        controller = way_back.Controller(lambda: (f"task-{next(numbers)}", version), tasks=tasks, staleness=3)
-        controller.pool.set_version(version)
-        controller.submit(3 * tasks)
-
-    def recompute(rows: DistributedBatch) -> dict[str, Any]:
-        if controller is not None and version == kill_at and not any(map(gone, workers)):
-            batch = controller.batch
-            kill(batch.owners[batch.entries()[0].owner].pid)
-        return {"old_logprobs": jagged([row * 2 for row in rows["logprobs"].unbind()])}
-
+    controller = Controller(tasks) if rank == 0 else None
     with Store(budget_bytes=64 << 20, name="trainer") as store, Path(told).open("a") as file:
-        shares = way_back.RankRows(store, controller)
-        for step in range(steps):
-            rows = shares.next(recompute)
-            assert torch.equal(rows["old_logprobs"].values(), rows["logprobs"].values() * 2)
-            del rows
-            version += 1
-            if controller is not None:
-                controller.clear()
-                controller.pool.set_version(version)
-                controller.submit(tasks)
-                if step % LOOKED_EVERY == 0 and kill_at < 0:
+        version = 0
+        while version < steps:
+            batch = RankBatch(controller.draw() if controller else None, store, by="token_ids", timeout_s=60)
+            if (rows := batch.fetch()) is not None:
+                computed = {"old_logprobs": [row * 2 for row in rows.rows("logprobs")]}
+                rows = None
+                if controller and version == kill_at and not any(map(gone, workers)):
+                    kill(batch.whole.owners[batch.whole.entries()[0].owner].pid)
+                batch.add(computed)
+                if controller:
+                    rewards = batch.read(["rewards"]).dense("rewards")
+                    batch.add_whole({"advantages": rewards - rewards.mean()})
+                if (rows := batch.fetch()) is not None:
+                    assert torch.equal(rows["old_logprobs"].values(), rows["logprobs"].values() * 2)
+                    assert rows["advantages"].shape == (len(rows),)
+                    version += 1
+            if controller:
+                controller.done(batch, version)
+                if rows is not None and version % LOOKED_EVERY == 1 and kill_at < 0:
                     processes = {f"worker {i}": pid for i, pid in enumerate(workers)}
                     processes |= {f"rank {i}": pid for i, pid in enumerate(pids)}
-                    use = {name: used(pid) for name, pid in processes.items()}
-                    print(
-                        json.dumps({"step": step, "use": use, "data_bytes": controller.data_bytes}),
-                        file=file,
-                        flush=True,
-                    )
+                    look = {"step": version - 1, "use": {name: used(pid) for name, pid in processes.items()}}
+                    print(json.dumps(look | {"data_bytes": controller.data_bytes}), file=file, flush=True)
+            del rows
         dist.barrier()
         if controller is not None:
-            controller.close()
-            end = {
-                "version": version,
-                "share": controller.share_seen,
-                "failed": controller.failed,
-                "tasks": store.stats().tasks,
-            }
-            end |= {"lost": controller.lost, "lost_later": controller.lost_later}
-            print(json.dumps(end), file=file, flush=True)
+            stats = controller.pool.stats()
+            controller.pool.close()
+            end = {"version": version, "share": controller.share(), "failed": controller.failed}
+            end |= {"lost": stats.lost + controller.lost_later, "lost_later": controller.lost_later}
+            print(json.dumps(end | {"tasks": store.stats().tasks}), file=file, flush=True)
         dist.barrier()
     dist.destroy_process_group()
+
+
+class Controller:
+    """Rank 0's side: tasks, batches, and what passed through it."""
+
+    def __init__(self, tasks: int) -> None:
+        self.pool = RolloutPool()
+        self.pool.set_version(0)
+        self.pool.on_complete(self._replace)
+        self.tasks, self.version = tasks, 0
+        self.moved_bytes = self.data_bytes = self.lost_later = self.failed = 0
+        self._numbers = itertools.count()
+        self.submit(3 * tasks)
+
+    def submit(self, tasks: int) -> None:
+        for _ in range(tasks):
+            self.pool.submit(f"task-{next(self._numbers)}", self.version)
+
+    def draw(self) -> DistributedBatch:
+        return self.pool.next_batch(self.tasks, 60, 3)
+
+    def done(self, batch: RankBatch, version: int) -> None:
+        batch.clear()
+        self.moved_bytes += batch.moved_bytes
+        self.data_bytes += batch.whole.nbytes
+        self.lost_later += len(batch.lost)
+        self.version = version
+        self.pool.set_version(version)
+        self.submit(self.tasks)
+
+    def share(self) -> float:
+        stats = self.pool.stats()
+        return (self.moved_bytes + stats.received_bytes + stats.sent_bytes) / self.data_bytes
+
+    def _replace(self, done: Any) -> None:
+        error = done.exception()
+        self.failed += isinstance(error, RolloutFailed)
+        if isinstance(error, StaleRollout | PeerLost):
+            self.submit(1)
 
 
 def used(pid: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The way back of `examples/async_rl` without an engine: 200 steps in which no process grows, and one that dies."""
+"""The way back as `examples/async_rl` uses it, without an engine: 200 steps in which no process grows, and a worker that dies."""
 
 from __future__ import annotations
 

@@ -46,6 +46,6 @@ def test_a_program_of_the_page_runs_as_it_stands(word: str, tmp_path: Path, monk
 
 
 def test_the_other_programs_of_the_page_are_at_least_python() -> None:
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 4
     for text in PROGRAMS:
         ast.parse(text)

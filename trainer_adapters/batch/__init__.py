@@ -11,9 +11,11 @@ consumer needs them: on the owner's host the consumer maps them (copy on write),
     batch     columns of equally many rows: `DistributedBatch`, which is LOCAL, REMOTE or EMPTY
 
     records, values, parts        what an entry says, and the bytes that stand for rows
+    inputs                        what users give as rows
     rows, schemas, columns        rows by reference: which row of which part; numpy only
     batch                         `DistributedBatch`, with status, alignment, balance, padding, packing, fetching
     nested, merging, tensordicts  results of any shape, of several workers, and tensordict's
+    ranks                         a batch at work on the ranks of a trainer
     boundary                      the interface of `client`, the module that moves bytes
 
 None of these modules uses a socket. Bytes move between `client` and the owner's `store`; only these two know where rows lie.

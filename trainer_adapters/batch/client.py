@@ -238,7 +238,11 @@ class _Fetch:
                 raise reply
             exchange.take(reply, channel.payload, self._arrivals, deadline_s)
         except TransportUnavailable as error:
-            logger.info("weightwire: %s can't be mapped, its bytes are pulled: %s", source.owner.id, error)
+            logger.info(
+                "weightwire: the rows of %s can't be mapped and are copied over its socket instead: %s",
+                source.owner.id,
+                error,
+            )
             source.add(pull_exchanges(self._arrivals.admit(exchange.entries), self._bucket_bytes))
         except WeightwireError as error:
             exchange.give_up()

@@ -182,6 +182,8 @@ class Column:
             elif (offsets := part.offsets) is not None:
                 lengths = np.diff(offsets[start : stop + 1]).tolist()
                 rows += part.tensor[int(offsets[start]) : int(offsets[stop])].split_with_sizes(lengths)
+            elif part.rows == 1:
+                rows.append(part.tensor.squeeze(0))
             else:
                 rows += part.tensor[start:stop].unbind()
         return rows

@@ -153,7 +153,7 @@ class Consumer:
             try:
                 self._give_back_once(peers)
             except Exception:  # a bug of ours must not leave leases behind for ever
-                logger.exception("weightwire: an error while leases were given back; it goes on")
+                logger.exception("weightwire: giving leases back failed; it is tried again")
                 self._rest.wait(REST_S)
                 os.eventfd_write(self._news, 1)  # what is pending is tried again, not only with the next news
 
@@ -187,7 +187,7 @@ class Consumer:
         for channel, reply in take_ready(channels, Done, timeout_s=0.0) if channels else ():
             peer = next(peer for peer in peers.values() if peer.channel is channel)
             if isinstance(reply, WeightwireError):
-                logger.info("weightwire: leases at %s were not given back: %s", peer.owner.id, reply)
+                logger.info("weightwire: leases could not be given back to %s: %s", peer.owner.id, reply)
                 peer.pending.clear()
             peer.answered()
         for owner_id, peer in list(peers.items()):
@@ -234,7 +234,7 @@ class _Peer:
         try:
             self.channel.send(EndLeases(session, tuple(ends)))
         except WeightwireError as error:
-            logger.info("weightwire: leases at %s were not given back: %s", self.owner.id, error)
+            logger.info("weightwire: leases could not be given back to %s: %s", self.owner.id, error)
             self.pending.clear()
             return self.ask(session)
         self.is_asked = True
@@ -245,7 +245,8 @@ class _Peer:
         """Drops what is pending where the owner has not answered for too long."""
         if time.monotonic() >= self.given_up_at_s:
             logger.warning(
-                "weightwire: %s does not answer; this process's leases there end with the process", self.owner.id
+                "weightwire: %s does not answer; the leases that this process has there end with the process",
+                self.owner.id,
             )
             self.pending.clear()
             self.answered()

@@ -54,7 +54,10 @@ class CallbackThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(max(0.0, timeout_s))
             if self._thread.is_alive():
-                logger.error("weightwire: a callback on %s does not end", self._thread.name)
+                logger.error(
+                    "weightwire: a callback on the thread %s still runs; close() does not wait for it any longer",
+                    self._thread.name,
+                )
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

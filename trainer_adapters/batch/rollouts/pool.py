@@ -313,7 +313,7 @@ class RolloutPool(Service):
                 future.end(action.outcome)
                 self._tell(future)
             case Drop():
-                logger.warning("weightwire: a rollout is dropped: %s", action.error)
+                logger.warning("weightwire: a completed rollout was dropped: %s", action.error)
                 dropped = RolloutFuture(action.task_id, lambda _: False, self._callbacks)
                 dropped.end(action.error)
                 self._tell(dropped)

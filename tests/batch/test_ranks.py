@@ -1,0 +1,90 @@
+"""A batch on the ranks of a trainer: here on one rank, whose group is real. `test_async_rl.py` has two ranks and kills owners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.errors import BatchError
+from tests.support.rig import runtime
+from trainer_adapters.batch.batch import DistributedBatch
+from trainer_adapters.batch.ranks import RankBatch
+from trainer_adapters.batch.store import Store
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, Store]]:
+    """The store of who made the rows, and that of the rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with runtime(monkeypatch), Store(budget_bytes=1 << 24) as owner, Store(budget_bytes=1 << 24) as mine:
+            yield owner, mine
+    finally:
+        dist.destroy_process_group()
+
+
+def drawn(owner: Store, tasks: int) -> DistributedBatch:
+    rows = [
+        {"ids": [torch.full((3,), i), torch.full((i + 1,), 10 + i)], "rewards": torch.tensor([float(i), i + 0.5])}
+        for i in range(tasks)
+    ]
+    entries = [entry for i, data in enumerate(rows) for entry in owner.put(f"t{i}", data)]
+    return DistributedBatch.of_entries(entries, [owner.owner])
+
+
+def test_what_a_rank_and_what_rank_0_computes_belongs_to_the_rows_and_is_cleared_with_them(
+    stores: tuple[Store, Store],
+) -> None:
+    owner, mine = stores
+    batch = RankBatch(drawn(owner, 4), mine, by="ids")
+    rows = batch.fetch()
+    assert rows is not None and len(rows) == 8
+    batch.add({"sums": torch.stack([row.sum() for row in rows.rows("ids")])})
+    rewards = batch.read(["rewards"])["rewards"]
+    batch.add_whole({"advantages": rewards - rewards.mean()})
+    rows = batch.fetch()
+    assert rows is not None and set(rows.keys()) == {"ids", "rewards", "sums", "advantages"}
+    assert rows["sums"].tolist() == [int(row.sum()) for row in rows.rows("ids")]
+    assert torch.equal(rows["advantages"], rows["rewards"] - rows["rewards"].mean())
+    assert mine.stats().tasks == 2
+    batch.clear()
+    assert (owner.stats().tasks, mine.stats().tasks, batch.lost) == (0, 0, set())
+
+
+def test_tasks_whose_rows_are_gone_are_left_out_and_named_until_no_rows_are_left(stores: tuple[Store, Store]) -> None:
+    owner, mine = stores
+    batch = RankBatch(drawn(owner, 3), mine, by="ids")
+    owner.clear(["t1"])
+    rows = batch.fetch()
+    assert rows is not None and set(rows.row_tasks()) == {"t0", "t2"} and batch.lost == {"t1"}
+    batch.add({"sums": torch.zeros(len(rows))})
+    owner.clear(["t2"])
+    assert batch.read(["rewards"]).dense("rewards").tolist() == [0.0, 0.5] and batch.lost == {"t1", "t2"}
+    owner.clear(["t0"])
+    assert batch.fetch() is None and batch.lost == {"t0", "t1", "t2"}
+    batch.clear()
+    assert mine.stats().tasks == 0, "what was added to lost rows too"
+
+
+def test_rows_that_arrive_wrong_are_an_error_and_not_left_out(stores: tuple[Store, Store]) -> None:
+    owner, mine = stores
+    whole = drawn(owner, 2)
+    owner._tasks["t1"]["ids"].block.memory[0] ^= 1
+    batch = RankBatch(whole, mine, by="ids")
+    with pytest.raises(BatchError, match=r"rank 0: .*digest"):
+        batch.fetch()
+    assert batch.lost == set()
+
+
+def test_rows_of_the_ranks_themselves_that_are_lost_are_an_error(stores: tuple[Store, Store]) -> None:
+    owner, mine = stores
+    batch = RankBatch(drawn(owner, 2), mine, by="ids", timeout_s=2)
+    rows = batch.fetch()
+    assert rows is not None
+    batch.add({"sums": torch.zeros(len(rows))})
+    mine.clear(mine._tasks)
+    with pytest.raises(BatchError, match="rows that the ranks computed are lost"):
+        batch.fetch()

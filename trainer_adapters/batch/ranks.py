@@ -1,0 +1,200 @@
+"""A batch at work on the ranks of a trainer: shared out, fetched, joined by what the ranks compute, cleared everywhere.
+
+    rank 0                                     every rank
+    batch = pool.next_batch(...)
+                                               at_work = RankBatch(batch, store, by="token_ids")     batch: None above rank 0
+                                               rows = at_work.fetch()                                its rows, LOCAL
+                                               at_work.add({"old_logprobs": recomputed(rows)})
+    at_work.add_whole({"advantages": ...})
+                                               rows = at_work.fetch()                                its rows, with all keys
+    at_work.clear()
+
+Between the ranks travels metadata, as tensors of bytes over the process group: no pickle. Rows go from their owner to the rank
+that reads them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import AuthError, BatchError, DigestMismatch, FetchFailed
+from trainer_adapters.batch.batch import DistributedBatch
+from trainer_adapters.batch.boundary import TIMEOUT_S
+from trainer_adapters.batch.nested import Putting, remotize
+
+__all__ = ["RankBatch"]
+
+logger = logging.getLogger(__name__)
+
+
+class RankBatch:
+    """The rows of `batch`, a REMOTE batch of rank 0, on the ranks of `group`, which takes tensors of the CPU (gloo).
+
+    `store` is this rank's own. `fetch` and `add` are collective: every rank calls them, in the same order, and the group's own
+    time limit applies. `whole` is the batch as it is by now, on rank 0. `lost`: tasks that were left out of it, because their
+    rows are. `moved_bytes`: metadata that rank 0 has sent and received.
+    """
+
+    def __init__(
+        self,
+        batch: DistributedBatch | None,
+        store: Putting,
+        *,
+        by: str,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`batch`: None above rank 0. `by`: the key whose tokens are shared out evenly, as in `DistributedBatch.split`.
+        `timeout_s`: longest time of a fetch, and of a clear."""
+        self.whole = DistributedBatch() if batch is None else batch
+        self.lost: set[str] = set()
+        self.moved_bytes = 0
+        self._store, self._by, self._timeout_s = store, by, timeout_s
+        self._kept = [self.whole]
+        self._ranks = _Ranks(group)
+
+    def fetch(self) -> DistributedBatch | None:
+        """This rank's rows, LOCAL; None, on all ranks, where fewer rows than ranks are left.
+
+        The rows of tasks whose owner has died, has cleared them or does not answer are left out, on all ranks. Raises
+        `BatchError` on all ranks where rows arrived wrong, and on rank 0 where rows that a rank computed are lost.
+        """
+        while True:
+            rows = self._share()
+            if rows is None:
+                return None
+            mine = msgspec.msgpack.encode(_fetched(rows, self._timeout_s))
+            fetched = [decode_as(each, _Fetched) for each in self._ranks.everyones(mine)]
+            _raise_wrong(fetched)
+            lost = {task for each in fetched for task in each.lost}
+            if not lost:
+                return rows
+            self.lost |= lost
+            if self._ranks.is_first:
+                self._leave_out(lost)
+
+    def add(self, data: Mapping[str, Any]) -> None:
+        """Adds keys to the batch: what this rank computed from the rows that it fetched last, in their order."""
+        mine = remotize(DistributedBatch(data), self._store, self._task_id())
+        parts = self._ranks.everyones(mine.to_bytes())
+        if self._ranks.is_first:
+            self.moved_bytes += sum(map(len, parts[1:]))
+            self._join(DistributedBatch.concat([DistributedBatch.from_bytes(part) for part in parts]))
+
+    def add_whole(self, data: Mapping[str, Any]) -> None:
+        """Rank 0 alone: adds keys to the batch that it computed for all rows of `whole`, in their order."""
+        self._join(remotize(DistributedBatch(data), self._store, self._task_id()))
+
+    def read(self, keys: Iterable[str]) -> DistributedBatch:
+        """Rank 0 alone: these keys of all rows, LOCAL. Rows of tasks whose owner has died are left out of the batch first."""
+        keys = tuple(keys)
+        while True:
+            rows = self.whole.select(keys)
+            fetched = _fetched(rows, self._timeout_s)
+            _raise_wrong([fetched])
+            if not fetched.lost:
+                return rows
+            self.lost.update(fetched.lost)
+            self._leave_out(set(fetched.lost))
+
+    def clear(self) -> None:
+        """Rank 0: has every owner drop what the batch began with, and what was added to it."""
+        for batch in self._kept:
+            batch.clear(timeout_s=self._timeout_s)
+
+    def _share(self) -> DistributedBatch | None:
+        ranks, shares = self._ranks.count, [b""] * self._ranks.count
+        if self._ranks.is_first and len(self.whole) >= ranks:
+            parts = self.whole.split(ranks, self._by)
+            self.whole = DistributedBatch.concat(parts)  # in the order of the ranks' rows
+            shares = [part.to_bytes() for part in parts]
+            self.moved_bytes += sum(map(len, shares[1:]))
+        mine = self._ranks.from_first(shares)
+        return DistributedBatch.from_bytes(mine) if mine else None
+
+    def _join(self, added: DistributedBatch) -> None:
+        self._kept.append(added)
+        self.whole = self.whole.union(added)
+
+    def _leave_out(self, tasks: set[str]) -> None:
+        if own := tasks - set(self.whole.row_tasks(self._by)):
+            raise BatchError(
+                f"rows that the ranks computed are lost: {sorted(own)[:3]}",
+                hint="restart the ranks: one of them has ended",
+            )
+        keep = [task not in tasks for task in self.whole.row_tasks(self._by)]
+        self.whole = self.whole.filter(keep)
+
+    def _task_id(self) -> str:
+        """Unique over a training: a store's id is."""
+        return f"{self._store.owner.id}/{next(_numbers)}"
+
+
+_numbers = itertools.count(1)
+
+
+class _Fetched(msgspec.Struct, array_like=True):
+    """How a fetch ended: tasks whose rows are lost, and what is wrong beyond that."""
+
+    lost: tuple[str, ...] = ()
+    wrong: str = ""
+
+
+def _fetched(rows: DistributedBatch, timeout_s: float) -> _Fetched:
+    """Fetches rows. What is lost with its owner is no error; rows that arrived wrong, or that may not be fetched, are."""
+    try:
+        rows.fetch(timeout_s=timeout_s)
+    except FetchFailed as error:
+        if any(isinstance(failure.error, DigestMismatch | AuthError | BatchError) for failure in error.failures):
+            return _Fetched(wrong=str(error))
+        logger.warning("weightwire: tasks are left out of the batch: %s", error)
+        return _Fetched(tuple(dict.fromkeys(failure.task_id for failure in error.failures)))
+    return _Fetched()
+
+
+def _raise_wrong(fetched: Sequence[_Fetched]) -> None:
+    """The same error on all ranks, so that none waits for another."""
+    wrong = [f"rank {rank}: {each.wrong}" for rank, each in enumerate(fetched) if each.wrong]
+    if wrong:
+        raise BatchError(
+            "; ".join(wrong), hint="these rows must not be left out silently: find out what made them wrong"
+        )
+
+
+class _Ranks:
+    """Bytes between the ranks of a group, as tensors. Collective."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.count, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self.is_first = self._rank == 0
+
+    def everyones(self, mine: bytes) -> list[bytes]:
+        """What each rank has."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._group)
+        sizes = [int(length) for length in lengths]
+        longest = max(sizes)
+        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.count)]
+        if longest:
+            dist.all_gather(found, _padded(mine, longest), group=self._group)
+        return [data.numpy()[:size].tobytes() for data, size in zip(found, sizes, strict=True)]
+
+    def from_first(self, shares: Sequence[bytes]) -> bytes:
+        """This rank's share of what rank 0 has for each."""
+        packed = self.everyones(msgspec.msgpack.encode(list(shares)) if self.is_first else b"")[0]
+        return decode_as(packed, list[bytes])[self._rank]
+
+
+def _padded(data: bytes, nbytes: int) -> torch.Tensor:
+    padded = torch.zeros(nbytes, dtype=torch.uint8)
+    padded.numpy()[: len(data)] = memoryview(data)
+    return padded
