@@ -39,8 +39,8 @@ class RankBatch:
     """The rows of `batch`, a REMOTE batch of rank 0, on the ranks of `group`, which takes tensors of the CPU (gloo).
 
     `store` is this rank's own. `fetch` and `add` are collective: every rank calls them, in the same order, and the group's own
-    time limit applies. `whole` is the batch as it is by now, on rank 0. `lost`: tasks that were left out of it, because their
-    rows are. `moved_bytes`: metadata that rank 0 has sent and received.
+    time limit applies. `whole` is the batch as it is by now, on rank 0. `lost`: tasks that were left out of it, because
+    their rows are lost.
     """
 
     def __init__(
@@ -56,10 +56,14 @@ class RankBatch:
         `timeout_s`: longest time of a fetch, and of a clear."""
         self.whole = DistributedBatch() if batch is None else batch
         self.lost: set[str] = set()
-        self.moved_bytes = 0
         self._store, self._by, self._timeout_s = store, by, timeout_s
         self._kept = [self.whole]
         self._ranks = _Ranks(group)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What this rank has sent to other ranks and received from them, all of it metadata."""
+        return self._ranks.moved_bytes
 
     def fetch(self) -> DistributedBatch | None:
         """This rank's rows, LOCAL; None, on all ranks, where fewer rows than ranks are left.
@@ -84,9 +88,8 @@ class RankBatch:
     def add(self, data: Mapping[str, Any]) -> None:
         """Adds keys to the batch: what this rank computed from the rows that it fetched last, in their order."""
         mine = remotize(DistributedBatch(data), self._store, self._task_id())
-        parts = self._ranks.everyones(mine.to_bytes())
+        parts = self._ranks.at_first(mine.to_bytes())
         if self._ranks.is_first:
-            self.moved_bytes += sum(map(len, parts[1:]))
             self._join(DistributedBatch.concat([DistributedBatch.from_bytes(part) for part in parts]))
 
     def add_whole(self, data: Mapping[str, Any]) -> None:
@@ -116,7 +119,6 @@ class RankBatch:
             parts = self.whole.split(ranks, self._by)
             self.whole = DistributedBatch.concat(parts)  # in the order of the ranks' rows
             shares = [part.to_bytes() for part in parts]
-            self.moved_bytes += sum(map(len, shares[1:]))
         mine = self._ranks.from_first(shares)
         return DistributedBatch.from_bytes(mine) if mine else None
 
@@ -170,31 +172,61 @@ def _raise_wrong(fetched: Sequence[_Fetched]) -> None:
 
 
 class _Ranks:
-    """Bytes between the ranks of a group, as tensors. Collective."""
+    """Bytes between the ranks of a group, as tensors of equal length that begin with the number of bytes. Collective."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
         self.count, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.is_first = self._rank == 0
-
-    def everyones(self, mine: bytes) -> list[bytes]:
-        """What each rank has."""
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._group)
-        sizes = [int(length) for length in lengths]
-        longest = max(sizes)
-        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.count)]
-        if longest:
-            dist.all_gather(found, _padded(mine, longest), group=self._group)
-        return [data.numpy()[:size].tobytes() for data, size in zip(found, sizes, strict=True)]
+        self.moved_bytes = 0
 
     def from_first(self, shares: Sequence[bytes]) -> bytes:
-        """This rank's share of what rank 0 has for each."""
-        packed = self.everyones(msgspec.msgpack.encode(list(shares)) if self.is_first else b"")[0]
-        return decode_as(packed, list[bytes])[self._rank]
+        """This rank's share of what rank 0 has for each rank."""
+        longest = self._longest(max(map(len, shares)) if self.is_first else 0)
+        mine = _framed(b"", longest)
+        dist.scatter(
+            mine,
+            [_framed(share, longest) for share in shares] if self.is_first else None,
+            self._first,
+            group=self._group,
+        )
+        self.moved_bytes += len(mine) * (self.count - 1 if self.is_first else 1)
+        return _content(mine)
+
+    def at_first(self, mine: bytes) -> list[bytes]:
+        """What each rank has, on rank 0; nothing on others."""
+        longest = self._longest(len(mine))
+        framed = _framed(mine, longest)
+        parts = [_framed(b"", longest) for _ in range(self.count)] if self.is_first else None
+        dist.gather(framed, parts, self._first, group=self._group)
+        self.moved_bytes += len(framed) * (self.count - 1 if self.is_first else 1)
+        return [_content(part) for part in parts or ()]
+
+    def everyones(self, mine: bytes) -> list[bytes]:
+        """What each rank has, on all ranks."""
+        longest = self._longest(len(mine))
+        parts = [_framed(b"", longest) for _ in range(self.count)]
+        dist.all_gather(parts, _framed(mine, longest), group=self._group)
+        self.moved_bytes += 2 * len(parts[0]) * (self.count - 1)
+        return [_content(part) for part in parts]
+
+    def _longest(self, nbytes: int) -> int:
+        most = torch.tensor([nbytes])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        return int(most)
 
 
-def _padded(data: bytes, nbytes: int) -> torch.Tensor:
-    padded = torch.zeros(nbytes, dtype=torch.uint8)
-    padded.numpy()[: len(data)] = memoryview(data)
-    return padded
+def _framed(data: bytes, most: int) -> torch.Tensor:
+    framed = torch.zeros(_HEAD_BYTES + most, dtype=torch.uint8)
+    framed[:_HEAD_BYTES].view(torch.int64).fill_(len(data))
+    framed.numpy()[_HEAD_BYTES : _HEAD_BYTES + len(data)] = memoryview(data)
+    return framed
+
+
+def _content(framed: torch.Tensor) -> bytes:
+    nbytes = int(framed[:_HEAD_BYTES].view(torch.int64))
+    return framed.numpy()[_HEAD_BYTES : _HEAD_BYTES + nbytes].tobytes()
+
+
+_HEAD_BYTES = 8
