@@ -31,18 +31,18 @@ WIDE = 64
 
 
 class WideModel(Model):
-    """Most of its bytes stay as they were loaded; the projection is packed, and others are made from it."""
+    """Most of its bytes stay as they were loaded; others are made from the projection, which may itself be packed."""
 
-    def __init__(self, dtype: torch.dtype, wide: int = WIDE) -> None:
-        super().__init__(packs=True, dtype=dtype)
+    def __init__(self, dtype: torch.dtype, wide: int = WIDE, packs: bool = True) -> None:
+        super().__init__(packs=packs, dtype=dtype)
         self.embed = nn.Parameter(torch.empty(wide, SIZE), requires_grad=False)
 
 
 class WideEngine(Engine):
-    def __init__(self, dtype: torch.dtype = torch.float32, wide: int = WIDE) -> None:
-        live = WideModel(dtype, wide)
+    def __init__(self, dtype: torch.dtype = torch.float32, wide: int = WIDE, packs: bool = True) -> None:
+        live = WideModel(dtype, wide, packs)
         live.load_weights(wide_weights(0, wide).items())
-        skeleton = build_skeleton(lambda: WideModel(dtype, wide), torch.no_grad())
+        skeleton = build_skeleton(lambda: WideModel(dtype, wide, packs), torch.no_grad())
         LiveModel.__init__(self, live.finish(), torch.device("cpu"), *skeleton)
 
 
@@ -52,8 +52,8 @@ def wide_weights(seed: int, wide: int = WIDE) -> dict[str, torch.Tensor]:
     return {name: torch.randn(*shape, generator=random) for name, shape in shapes.items()}
 
 
-def cold(seed: int, dtype: torch.dtype) -> dict[str, list[float]]:
-    live = WideModel(dtype)
+def cold(seed: int, dtype: torch.dtype, packs: bool = True) -> dict[str, list[float]]:
+    live = WideModel(dtype, packs=packs)
     live.load_weights(wide_weights(seed).items())
     return {name: tensor.tolist() for name, tensor in live.finish().named_parameters()}
 
@@ -131,13 +131,15 @@ def test_any_sharding_of_a_part_of_the_model_leaves_the_rest_as_it_is(data: st.D
 
 
 @settings(max_examples=12, deadline=None)
-@given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_modules_that_the_engine_makes_anew_are_made_from_the_zone(data: st.DataObject, dtype: torch.dtype) -> None:
-    engine = WideEngine(dtype)
+@given(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), packs=st.booleans())
+def test_modules_that_the_engine_makes_anew_are_made_from_the_zone(
+    data: st.DataObject, dtype: torch.dtype, packs: bool
+) -> None:
+    engine = WideEngine(dtype, packs=packs)
     with closing(Zoned(engine, manifest_of(wide_weights(0)))) as case:
         for version in (1, 2, 0, 3):
             case.update(wide_weights(version), data.draw(cut(case.manifest)))
-            assert engine.state() == cold(version, dtype)
+            assert engine.state() == cold(version, dtype, packs)
 
 
 def whole(manifest: Manifest) -> list[Box]:
