@@ -312,6 +312,11 @@ def _failures(results: dict[str, dict[str, Any]], engine: str) -> str:
         for promise, outcome in found.get("run", {}).get("core", {}).items()
         if outcome != "passed" and name.split()[0] == engine
     ]
+    lines += [
+        f"- {name}: {found['run']['why']}"
+        for name, found in results.items()
+        if name.split()[0] == engine and "why" in found.get("run", {})
+    ]
     return "\n".join(["Not passed:\n", *lines]) + "\n" if lines else ""
 
 

@@ -88,4 +88,6 @@ PATCH_POINTS = (
     PatchPoint(_LORA_LAYERS + "RowParallelLinearWithLoRA", why="recognised"),
 )  # fmt: skip
 
-SGLANG = EngineTable("sglang", ("sglang",), oldest="0.5.20", newest="0.5.23", run=("0.5.23",), points=PATCH_POINTS)
+SGLANG = EngineTable(
+    "sglang", ("sglang",), oldest="0.5.20", newest="0.5.23", run=("0.5.22", "0.5.23"), points=PATCH_POINTS
+)
