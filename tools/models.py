@@ -142,9 +142,9 @@ def page(rows: list[Row]) -> str:
 INTRODUCTION = """\
 Which model families Weightwire updates, tried on a CPU with tiny random models in real engines. For each family,
 `make models` makes two versions of one model, A and B, and notes what a fresh engine of each answers: greedy tokens and their
-log-probabilities, or the vectors of a pooling model. Then it updates an engine of A five times, to B and back, and compares
-the answers after each update with those of the fresh engine, bit for bit. In vLLM it also compares every tensor and value that
-the model's modules reach.
+log-probabilities, or the vectors of a pooling model. Then it updates an engine of A five times, to B and back (with
+`dtype="engine"`), and compares the answers after each update with those of the fresh engine, bit for bit. In vLLM it also
+compares every tensor and value that the model's modules reach.
 
 - **right**: all five updates were committed, and each answer was that of a fresh engine.
 - **refused**: Weightwire refused the first update by a typed error before anything changed; the engine serves what it served.
@@ -152,6 +152,10 @@ the model's modules reach.
 - **WRONG**: the engine answers otherwise than a fresh engine. This is a bug in Weightwire, and `make models` fails.
 - **does not start**: the engine does not serve even a fresh model of this family on this CPU; its words are in the last column.
 - **cannot be told**: the engine does not repeat its own answers, or both versions answer the same.
+
+*llama-...-without-its-kernel* are weights that vLLM quantises while it loads, and has no kernel for on this CPU. A kernel of
+the tests multiplies by the dequantised weights instead. Such a row shows that loading and post-processing are repeated; its
+tokens are that kernel's.
 
 *Mechanism* and *policy* are those of the update's report; *verified* is what `SyncManager.verify` says after the last update.
 vLLM is tried in two layouts: *packed* (linear layers are packed by oneDNN, its default on a CPU) and *plain* (as on a GPU).

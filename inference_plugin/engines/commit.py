@@ -51,10 +51,13 @@ class CommitPlan(msgspec.Struct, frozen=True):
         reason: str = "",
         install_s: float = 0.0,
         turn: int = 0,
+        shares: tuple[bytes, ...] = (),
     ) -> RankOperation:
         """One operation of this commit; every rank gives it the same nonce."""
         nonce = f"{self.nonce}.{name}.{turn}" if turn else f"{self.nonce}.{name}"
-        return RankOperation(nonce, name, self.group, self.txn, self.version, printable(reason), install_s)
+        return RankOperation(
+            nonce, name, self.group, self.txn, self.version, printable(reason), install_s, shares=shares
+        )
 
 
 def commit_on_all_ranks(
@@ -94,7 +97,7 @@ def commit_on_all_ranks(
     stopped_from_s = now_s() if stepped_on else began_s
     yield NoteSpan("wait", submitted_s, "wait for the boundary", {"in_flight": plan.asked_in_flight})
     try:
-        committed = yield from _install(plan, standing)
+        committed = yield from _install(plan, standing, tuple(reply.share for reply in checked if reply.share))
     except Exception as error:
         failure: Exception = error
         if not isinstance(error, WeightwireError):
@@ -110,11 +113,11 @@ def commit_on_all_ranks(
     return msgspec.structs.replace(committed, stopped_s=stopped_s, waited_s=stopped_from_s - submitted_s)
 
 
-def _install(plan: CommitPlan, standing: Standing) -> Steps[Committed]:
+def _install(plan: CommitPlan, standing: Standing, shares: tuple[bytes, ...]) -> Steps[Committed]:
     seconds: dict[int, float] = {}
     for turn in itertools.count():  # one, but where bytes are streamed: then as long as any rank waits for more
         try:
-            installed: list[RankReply] = yield Ask(plan.operation("install", turn=turn))
+            installed: list[RankReply] = yield Ask(plan.operation("install", turn=turn, shares=shares))
         except PeerLost as error:
             yield from _tear(plan, standing, error.message)
             raise

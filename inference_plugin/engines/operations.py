@@ -16,7 +16,7 @@ __all__ = ["RankOperation", "RankReply", "agreed_replies", "first_error", "raise
 
 class RankOperation(msgspec.Struct, frozen=True):
     """One operation on every rank. The answer repeats `nonce`, which detects an executor that mixes up answers. `txn` names
-    a transaction or a verification."""
+    a transaction or a verification. `shares`: what all ranks told in their answers to "check"."""
 
     nonce: str
     name: Literal[
@@ -30,11 +30,13 @@ class RankOperation(msgspec.Struct, frozen=True):
     install_s: float = 0.0
     level: SleepLevel = 0
     tags: tuple[MemoryTag, ...] = ()
+    shares: tuple[bytes, ...] = ()
 
 
 class RankReply(msgspec.Struct, frozen=True):
     """Answer of one rank; an operation never raises across the executor. `left`: a verification has "more" to read, or the
-    weights "changed" since it began; an installation waits for "more" bytes."""
+    weights "changed" since it began; an installation waits for "more" bytes. `share`: what the other ranks' post-processing needs
+    of this one."""
 
     nonce: str
     rank: int
@@ -44,6 +46,7 @@ class RankReply(msgspec.Struct, frozen=True):
     verify: RankVerify | None = None
     card: WorkerCard | None = None
     left: Literal["", "more", "changed"] = ""
+    share: bytes = b""
 
 
 def agreed_replies(answers: Sequence[bytes], operation: RankOperation, ranks: int) -> list[RankReply]:

@@ -118,6 +118,7 @@ class RankRuntime:
         commit: RankCommit | None = None
         verify: RankVerify | None = None
         left: Left = ""
+        share = b""
         card: WorkerCard | None = None
         if operation.name == "tear":
             self._table.tear(operation.group, operation.txn, operation.reason)
@@ -139,10 +140,11 @@ class RankRuntime:
             group = self._table.named(operation.group)
             if operation.name == "check":
                 commit = group.check_sealed(operation.txn, operation.version)
+                share = group.share() if commit is None else b""
             elif operation.name == "release":
                 group.release()
             elif operation.name == "install":
-                left = group.install(operation.txn)
+                left = group.install(operation.txn, operation.shares)
             elif operation.name == "undo":
                 group.undo(operation.reason)
             elif operation.name == "finish":
@@ -161,4 +163,5 @@ class RankRuntime:
             verify=verify,
             card=card,
             left=left,
+            share=share,
         )

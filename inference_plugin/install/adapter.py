@@ -8,7 +8,7 @@ disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -95,7 +95,10 @@ class AdapterInstaller:
     def place(self, box: Box, tensor: torch.Tensor) -> None:
         raise ProtocolError("an adapter is installed as a whole")
 
-    def install(self, segment: torch.Tensor) -> None:
+    def share(self) -> bytes:
+        return b""
+
+    def install(self, segment: torch.Tensor, shares: Sequence[bytes] = ()) -> None:
         assert self._next is not None
         self._before = self._slots.held(self._name)
         self._replaced = True

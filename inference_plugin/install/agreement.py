@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from inference_plugin.install.contract import EngineModel
-from inference_plugin.install.dtype_hint import dtype_line
+from inference_plugin.install.dtype_hint import dtype_line, dtype_rules
 from inference_plugin.install.layout import LiveLayout
 from inference_plugin.install.live_storages import live_ties
+from inference_plugin.install.parts import Part, ProvenParts, prove_parts
 from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
 from inference_plugin.install.storages import equal_bytes
@@ -31,10 +32,10 @@ class Agreement:
     """A manifest that an engine's model can take, and how.
 
     `ties`: storages that are two in the skeleton and one in the live model. `why_loader`: why the engine's own loader has
-    to install, "" where the plan was proven. `partial`: the manifest is a part of the model. `passed_over`: as in
-    `contract.InstallTerms`. `ignored`: names of which the engine's loader takes nothing. `unfilled`: parameters that neither
-    the manifest nor the engine's own checkpoint fills. `expert_places`: as in
-    `contract.EngineModel`, when the plan was traced.
+    to install, "" where the plan was proven. `parts`: what the loader is to fill, part by part; empty where it has to load
+    everything at once. `partial`: the manifest is a part of the model. `passed_over`: as in `contract.InstallTerms`. `ignored`:
+    names of which the engine's loader takes nothing. `unfilled`: parameters that neither the manifest nor the engine's own
+    checkpoint fills. `expert_places`: as in `contract.EngineModel`, when the plan was traced.
     """
 
     model: EngineModel
@@ -44,6 +45,7 @@ class Agreement:
     layout: LiveLayout
     ties: Mapping[str, str]
     why_loader: str
+    parts: tuple[Part, ...]
     passed_over: tuple[int, ...]
     ignored: frozenset[str]
     unfilled: tuple[str, ...]
@@ -52,7 +54,7 @@ class Agreement:
     @cached_property
     def needs(self) -> tuple[Box, ...]:
         """The boxes that the installer reads: one of a tensor at most, in the manifest's order."""
-        if self.why_loader:
+        if self.why_loader and not self.parts:
             taken = {
                 self._sent(name) for name in (*self.manifest.index, *self.manifest.tied) if name not in self.ignored
             }
@@ -62,6 +64,9 @@ class Agreement:
             index = self.manifest.index[self.manifest.tied.get(name, name)]
             box = Box(index, needed.offsets, needed.sizes)
             boxes[index] = hull(boxes[index], box) if index in boxes else box
+        for name in {name for part in self.parts for name in part.sources}:
+            index = self.manifest.index[self.manifest.tied.get(name, name)]
+            boxes[index] = self.manifest.whole(index)
         return tuple(boxes[i] for i in sorted(boxes))
 
     @cached_property
@@ -131,7 +136,11 @@ class _Negotiation:
             )
         why_loader = self._why_loader(plan, traced)
         uncovered, loaded, ignored = plan.uncovered, frozenset[str](), frozenset(traced.unused)
-        if why_loader:
+        proven = self._parts(traced, ties) if why_loader else ProvenParts()
+        if proven.parts:
+            uncovered = {**uncovered, **proven.uncovered}
+        elif why_loader:
+            why_loader += f"; not part by part: {proven.why}" if proven.why else ""
             coverage = self._cover_by_loader(self._tensors)
             ignored = self._ignored(coverage)
             loaded = coverage.written if plan.refusal is not None else loaded
@@ -149,6 +158,7 @@ class _Negotiation:
             layout,
             ties,
             why_loader,
+            proven.parts,
             self._passed_over(ignored),
             ignored,
             unfilled,
@@ -207,12 +217,17 @@ class _Negotiation:
                 raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
             return
         if wrong := [f"{name}: {why}" for name, why in plan.dtype_conflicts.items()]:
-            wanted = {name: dtype_name(plan.dtypes_wanted.get(name, dtype)) for name, _, dtype in self._tensors}
-            raise ManifestMismatch(
+            changed = {self._manifest.tied.get(name, name): dtype for name, dtype in plan.dtypes_wanted.items()}
+            own = {spec.name: spec.dtype for spec in self._manifest.tensors}
+            wanted = own | {name: dtype_name(dtype) for name, dtype in changed.items()}
+            error = ManifestMismatch(
                 f"dtypes differ: {first_few(wrong)}",
-                hint=f"nothing is cast silently: give the trainer's adapter, or update, {dtype_line(wanted)}",
+                hint="nothing is cast silently: dtype=\"engine\" takes the engine's dtypes; or give the trainer's adapter, or "
+                f"update, {dtype_line(wanted)}",
                 phase="open",
             )
+            error.dtypes = dtype_rules(wanted)
+            raise error
         if plan.doubled:
             raise ManifestMismatch(f"parameters filled twice: {first_few(list(plan.doubled))}", phase="open")
 
@@ -250,6 +265,14 @@ class _Negotiation:
             return f"{first_few(list(plan.refused))} are computed while loading"
         proof = prove_plan(traced, self._model.skeleton, self._load, self._tensors)
         return "" if proof.ok else f"the placement plan failed its proof: {proof.reason}"
+
+    def _parts(self, traced: PlacementPlan, ties: Mapping[str, str]) -> ProvenParts:
+        """What the loader has to fill, if it can do so part by part beside a plan for the rest."""
+        if not traced.refused or not traced.refused.keys().isdisjoint({*ties, *ties.values()}):
+            return ProvenParts()
+        if not prove_plan(traced, self._model.skeleton, self._load, self._tensors).ok:
+            return ProvenParts()
+        return prove_parts(traced, self._model.skeleton, self._load, self._tensors, self._model.device)
 
     def _cover_by_loader(self, tensors: Sequence[TensorInfo]) -> LoaderCoverage:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -179,8 +179,11 @@ class Installer(Protocol):
     def place(self, box: Box, tensor: torch.Tensor) -> None:
         """Engine's thread, before `install`, where the terms are `streaming`: writes a checked piece into the live model."""
 
-    def install(self, segment: torch.Tensor) -> None:
-        """Engine's thread, at a step boundary."""
+    def share(self) -> bytes:
+        """Engine's thread, after `prepare`: what the ranks of the replica tell each other of this update, from this one."""
+
+    def install(self, segment: torch.Tensor, shares: Sequence[bytes] = ()) -> None:
+        """Engine's thread, at a step boundary. `shares`: of all ranks."""
 
     def undo(self, previous: torch.Tensor | None) -> None:
         """Engine's thread: restores what was served before `install`, which may have failed half-way. Raises if it can't."""

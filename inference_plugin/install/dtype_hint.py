@@ -7,18 +7,26 @@ from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-__all__ = ["dtype_line"]
+__all__ = ["dtype_line", "dtype_rules"]
 
 MOST_RULES = 12
 
 
 def dtype_line(wanted: Mapping[str, str]) -> str:
-    """`dtype_rules={...}`, or `dtype=...` where one dtype is wanted for all. `wanted`: the dtype of each tensor, by its name in
-    the checkpoint. The commonest floating dtype is the last rule; numbers in names become `*`."""
-    common = Counter(dtype for dtype in wanted.values() if "float" in dtype).most_common(1)[0][0]
-    others = {name: dtype for name, dtype in wanted.items() if dtype != common}
+    """`dtype_rules={...}`, or `dtype=...` where one dtype is wanted for all; see `dtype_rules`."""
+    rules = dtype_rules(wanted)
+    *others, (_, common) = rules.items()
     if not others:
         return f'dtype="{common}"'
+    shown = dict(others[:MOST_RULES]) | ({"...": "..."} if len(others) > MOST_RULES else {}) | {"*": common}
+    return "dtype_rules={" + ", ".join(f'"{pattern}": "{dtype}"' for pattern, dtype in shown.items()) + "}"
+
+
+def dtype_rules(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Dtypes by pattern of names, the first match wins. `wanted`: the dtype of each tensor, by its name in the checkpoint. The
+    commonest floating dtype is the last rule; numbers in names become `*`."""
+    common = Counter(dtype for dtype in wanted.values() if "float" in dtype).most_common(1)[0][0]
+    others = {name: dtype for name, dtype in wanted.items() if dtype != common}
     rules: dict[str, str] = {}
     for name, dtype in others.items():
         if any(fnmatchcase(name, earlier) for earlier in rules):
@@ -26,5 +34,4 @@ def dtype_line(wanted: Mapping[str, str]) -> str:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         alike = all(dtype == of for other, of in wanted.items() if fnmatchcase(other, pattern))
         rules[pattern if alike else name] = dtype
-    shown = dict(list(rules.items())[:MOST_RULES]) | ({"...": "..."} if len(rules) > MOST_RULES else {}) | {"*": common}
-    return "dtype_rules={" + ", ".join(f'"{pattern}": "{dtype}"' for pattern, dtype in shown.items()) + "}"
+    return {**rules, "*": common}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from inference_plugin.install.agreement import Agreement, agree
 from inference_plugin.install.contract import EngineModel, InstallTerms, Throttle
+from inference_plugin.install.loader import LoaderInstaller, PartLoaderInstaller
 from inference_plugin.install.policies import (
     CopyInstaller,
-    LoaderInstaller,
     PolicyInstaller,
     StagedInstaller,
     StandbyInstaller,
@@ -102,8 +102,11 @@ class ModelInstaller:
     def place(self, box: Box, tensor: torch.Tensor) -> None:
         self._policy.place(box, tensor)
 
-    def install(self, segment: torch.Tensor) -> None:
-        self._policy.install(segment)
+    def share(self) -> bytes:
+        return self._policy.share()
+
+    def install(self, segment: torch.Tensor, shares: Sequence[bytes] = ()) -> None:
+        self._policy.install(segment, shares)
 
     def undo(self, previous: torch.Tensor | None) -> None:
         self._policy.undo(previous)
@@ -151,6 +154,8 @@ def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[typ
     if policy == "streaming":
         return StreamingInstaller, ""
     if agreement.why_loader:
+        if agreement.parts:
+            return PartLoaderInstaller, "the engine's own loader fills these in a second set, part by part"
         return LoaderInstaller, "the engine's own loader fills a second set"
     free = model.free_share_bytes() + (shard if has_second else 0)
     copy = StagedInstaller if model.device.type != "cpu" and free >= shard else CopyInstaller

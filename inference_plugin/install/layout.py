@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
 
+from inference_plugin.install.collectives import Operand, Reduced, Share
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.graph import words
 from inference_plugin.install.live_storages import LiveStorages
 from inference_plugin.install.plan import Placement, PlacementPlan
 from inference_plugin.install.post_processing import PostProcessing
-from inference_plugin.install.rebuilt import RebuiltModule, rebuild
+from inference_plugin.install.rebuilt import RebuiltModule, operands, rebuild
 from inference_plugin.install.references import LiveReferences
 from inference_plugin.install.standby import Move, StandbyWeights
 from inference_plugin.install.storages import equal_bytes, held_tensors, named_tensors
@@ -54,6 +55,10 @@ class LiveLayout:
             if not (keys := self._keys_of(name)) or not keys.isdisjoint(self.written)
         }
         """Rebuilt modules by name: the parameters that the engine makes something else of."""
+        self.reducing = tuple(name for name in self.rebuilt if self._trials[name].reductions)
+        """Rebuilt modules whose post-processing reduces over the ranks: they are made at the commit."""
+        self.beforehand = tuple(name for name in self.rebuilt if name not in self.reducing)
+        """Rebuilt modules that are made beside decoding."""
         self.unaccounted = sorted(placed - self._plain - own_form)
         """Storages that the engine holds in a form of its own, and no post-processing accounts for it."""
         self._placements: dict[str, list[Placement]] = {name: [] for name in self.rebuilt}
@@ -239,9 +244,15 @@ class LiveLayout:
             bytes_view(storage).fill_(0xFF)
         return storage
 
-    def rebuild(self, module: str, updated: Mapping[str, torch.Tensor]) -> RebuiltModule:
-        """The module's new parts, from the storages of an update by key; see `rebuilt.rebuild`."""
-        return rebuild(self._post, module, self._trials[module], updated, self._plain)
+    def operands(self, module: str, updated: Mapping[str, torch.Tensor]) -> list[Operand]:
+        """This rank's part of what the module's post-processing reduces over the ranks."""
+        return operands(self._post, module, self._trials[module], updated)
+
+    def rebuild(self, module: str, updated: Mapping[str, torch.Tensor], shares: Sequence[Share] = ()) -> RebuiltModule:
+        """The module's new parts, from the storages of an update by key; see `rebuilt.rebuild`. `shares`: what all ranks told of
+        those in `reducing`."""
+        answers = Reduced(module, shares) if module in self.reducing else None
+        return rebuild(self._post, module, self._trials[module], updated, self._plain, answers)
 
     def move_in(self, rebuilt: RebuiltModule) -> None:
         """Engine's thread: puts a rebuilt module's parts into the live module."""
@@ -257,23 +268,25 @@ class LiveLayout:
         """For `read_rebuilt`, by whoever reads one module after the other."""
         return Unpacking(self._post, self._trials)
 
-    def read_rebuilt(self, module: str, unpacking: Unpacking) -> dict[str, torch.Tensor] | str:
-        """The plain parameters that a rebuilt live module computes with; a reason if they can't be read."""
+    def read_rebuilt(self, module: str, unpacking: Unpacking) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """The plain parameters that a rebuilt live module computes with, flat, by key; and by key why others can't be read."""
         found: dict[str, torch.Tensor] = {}
+        unreadable: dict[str, str] = {}
         for parameter in self.rebuilt[module]:
             key = self._key_of[f"{module}.{parameter}"]
             if key in self._plain:
                 continue
             read = self._read(module, parameter)
             if read is None and (read := unpacking.read(module, parameter)) is None:
-                return f"the engine's form of {parameter} can't be read back"
-            found[key] = read
+                unreadable[key] = f"the engine's form of {parameter} can't be read back"
+            else:
+                found[key] = read
         for key in self._read_keys(module) - self._plain:
             if (read := unpacking.read_derived(module, key)) is not None:
                 found[key] = read
             elif key in self._removed_keys(module):
-                return f"the engine keeps only what it computed from {key}"
-        return found
+                unreadable[key] = f"the engine keeps only what it computed from {key}"
+        return found, unreadable
 
     def read_computed(self, unpacking: Unpacking) -> dict[str, torch.Tensor]:
         """Plain parameters that rebuilt modules hold a second time, in the form that they compute with: the contents of that

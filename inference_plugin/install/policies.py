@@ -8,14 +8,15 @@ What the engine does with a parameter after loading it divides the work:
 
 `CopyInstaller` writes the live parameters at the step boundary, `StagedInstaller` does so from the device's own memory.
 `StandbyInstaller` prepares a second set in the background
-and swaps it in. `LoaderInstaller` is a standby whose second set the engine's own `load_weights` fills, where no plan was
-proven. `install`, `undo` and `finish` run on the engine's own thread, and only they touch the live model.
+and swaps it in. `install`, `undo` and `finish` run on the engine's own thread, and only they touch the live model.
+
+A module whose post-processing reduces over the ranks (`collectives`) is made at the commit under every policy.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,37 +24,33 @@ import torch
 
 from inference_plugin.devices import device_of
 from inference_plugin.install.agreement import Agreement
+from inference_plugin.install.collectives import Operand, Share, own_share, shares_of
 from inference_plugin.install.contract import Throttle
 from inference_plugin.install.memory import ask_for_large_pages, free_later, return_freed_memory
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.replay import Replay
 from inference_plugin.install.standby import StandbyWeights
-from inference_plugin.install.storages import storage_views
-from inference_plugin.install.trial_load import materialised
-from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ManifestMismatch, ProtocolError, TornReplica
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ProtocolError, TornReplica
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.tensors import box_view, bytes_view
 
-__all__ = [
-    "CopyInstaller",
-    "LoaderInstaller",
-    "PolicyInstaller",
-    "StagedInstaller",
-    "StandbyInstaller",
-    "Tensors",
-    "WayBack",
-]
+__all__ = ["CopyInstaller", "PolicyInstaller", "StagedInstaller", "StandbyInstaller", "Tensors", "WayBack"]
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass
 class WayBack:
-    """The state of an installation that is not confirmed yet: did it touch the live model, and which weights did it replace."""
+    """The state of an installation that is not confirmed yet: did it touch the live model, and which weights did it replace.
+
+    `shares`: what all ranks told for the version that is being installed, or is; `shares_before`: for the one that it replaces.
+    """
 
     touched: bool = False
     replaced: StandbyWeights | None = None
+    shares: tuple[Share, ...] = ()
+    shares_before: tuple[Share, ...] = ()
 
 
 class PolicyInstaller(abc.ABC):
@@ -67,6 +64,8 @@ class PolicyInstaller(abc.ABC):
         self._model = agreement.model
         self._layout = agreement.layout
         self._way_back = way_back
+        self._operands: dict[str, list[Operand]] = {}
+        """What this rank tells the others of the update that was prepared, by module."""
 
     def check(self, segment: torch.Tensor) -> None:
         """Raises `ManifestMismatch` for bytes that no load could put in place for certain."""
@@ -80,7 +79,11 @@ class PolicyInstaller(abc.ABC):
     def place(self, box: Box, tensor: torch.Tensor) -> None:
         raise ProtocolError(f"install={self.install_policy!r} takes whole updates only")
 
-    def install(self, segment: torch.Tensor) -> None:
+    def share(self) -> bytes:
+        return own_share(self._operands)
+
+    def install(self, segment: torch.Tensor, shares: Sequence[bytes] = ()) -> None:
+        self._way_back.shares_before, self._way_back.shares = self._way_back.shares, shares_of(shares)
         self._drain()  # steps that the engine has only queued read the weights of before
         self._model.updated.update(self._layout.written)
         self._put(segment)
@@ -88,13 +91,14 @@ class PolicyInstaller(abc.ABC):
 
     def undo(self, previous: torch.Tensor | None) -> None:
         """Raises `TornReplica` where the version before is gone."""
+        self._way_back.shares = self._way_back.shares_before
         if self._way_back.touched:
             self._put_back(previous)
             self._drain()
             self._way_back.touched = False
 
     def finish(self) -> None:
-        self._way_back.touched = False
+        self._way_back.touched, self._way_back.shares_before = False, ()
         replaced, self._way_back.replaced = self._way_back.replaced, None
         if replaced is not None:
             free_later(self._keep(replaced))
@@ -153,14 +157,30 @@ class PolicyInstaller(abc.ABC):
         """From what `prepare` is given into the storages that `module` is rebuilt from."""
         return self._layout.rebuilt_placements(module)
 
-    def _rebuild(self, sources: Tensors, storages: Tensors, throttle: Throttle) -> Iterator[RebuiltModule]:
-        """Every rebuilt module, one after the other; `storages` are the plain ones of the update."""
-        for name in self._layout.rebuilt:
-            memory = {key: self._layout.new_storage(key) for key in self._layout.rebuilt_keys(name)}
-            with torch.no_grad():
-                self._bind(self._placements_of(name), sources, memory).run(between=throttle)
-            yield self._layout.rebuild(name, {**storages, **memory})
+    def _rebuild(
+        self, names: Iterable[str], sources: Tensors, storages: Tensors, throttle: Throttle
+    ) -> Iterator[RebuiltModule]:
+        """Rebuilt modules, one after the other; `storages` are the plain ones of the update."""
+        for name in names:
+            memory = self._memory_of(name, sources, throttle)
+            yield self._layout.rebuild(name, {**storages, **memory}, self._way_back.shares)
             throttle(sum(t.nbytes for t in memory.values()))
+
+    def _note_operands(self, sources: Tensors, plain: Callable[[str], Tensors], throttle: Throttle) -> None:
+        """Notes what this rank tells the others of the modules that are made at the commit. `plain`: the plain storages of the
+        update that a module is made from."""
+        self._operands = {}
+        for name in self._layout.reducing:
+            memory = self._memory_of(name, sources, throttle)
+            self._operands[name] = self._layout.operands(name, {**plain(name), **memory})
+            throttle(sum(t.nbytes for t in memory.values()))
+
+    def _memory_of(self, module: str, sources: Tensors, throttle: Throttle) -> dict[str, torch.Tensor]:
+        """The storages that exist only for rebuilding a module, filled."""
+        memory = {key: self._layout.new_storage(key) for key in self._layout.rebuilt_keys(module)}
+        with torch.no_grad():
+            self._bind(self._placements_of(module), sources, memory).run(between=throttle)
+        return memory
 
 
 class CopyInstaller(PolicyInstaller):
@@ -176,8 +196,18 @@ class CopyInstaller(PolicyInstaller):
         self._bound: dict[int, tuple[Replay, Tensors]] = {}
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
-        self._bound_to(segment)  # so that the commit only copies
+        _, sources = self._bound_to(segment)  # so that the commit only copies
+        self._note_operands(sources, lambda module: self._plain_of(module, sources), throttle)
         return 0
+
+    def _plain_of(self, module: str, sources: Tensors) -> Tensors:
+        """Copies of the live plain storages that a module is made from, as the commit will write them."""
+        live = self._layout.own_storages()
+        copies = {key: live[key].clone() for key in self._layout.plain_keys(module) if key in live}
+        placements = [p for p in self._layout.plain_placements if p.dest.tensor in copies]
+        with torch.no_grad():
+            self._bind(placements, sources, copies).run()
+        return copies
 
     def _put(self, segment: torch.Tensor) -> None:
         self._way_back.touched = True
@@ -195,7 +225,7 @@ class CopyInstaller(PolicyInstaller):
         replay, sources = self._bound_to(segment)
         with torch.no_grad():
             replay.run()
-        for module in self._rebuild(sources, self._layout.live_storages(), lambda _: None):
+        for module in self._rebuild(self._layout.rebuilt, sources, self._layout.live_storages(), lambda _: None):
             self._layout.move_in(module)
         self._layout.reset_references()
 
@@ -227,7 +257,8 @@ class StagedInstaller(CopyInstaller):
             self._memory = {key: _poisoned_like(storage) for key, storage in self._layout.own_storages().items()}
         with torch.no_grad():
             self._bind(plain, sources, self._memory).run(between=throttle)
-        modules = list(self._rebuild(sources, self._memory, throttle))
+        modules = list(self._rebuild(self._layout.beforehand, sources, self._memory, throttle))
+        self._note_operands(sources, lambda _: self._memory, throttle)
         in_place = [replace(placement, source=placement.dest) for placement in plain]
         self._staged = self._bind(in_place, self._memory, live), modules
         return sum(t.nbytes for t in self._memory.values()) + self._layout.rebuilt_nbytes
@@ -236,10 +267,11 @@ class StagedInstaller(CopyInstaller):
         if self._staged is None:
             raise CommitFailed("nothing was prepared for this transaction", phase="commit")
         (replay, modules), self._staged = self._staged, None
+        at_commit = self._rebuild(self._layout.reducing, self._sources(segment), self._memory, lambda _: None)
         self._way_back.touched = True
         with torch.no_grad():
             replay.run()
-        for module in modules:
+        for module in (*modules, *at_commit):
             self._layout.move_in(module)
         self._layout.reset_references()
 
@@ -270,9 +302,21 @@ class StandbyInstaller(PolicyInstaller):
     def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
         """The second set: storages of plain parameters by key, and rebuilt modules."""
         storages, sources = self._second_storages(), self._sources(segment)
+        return storages, self._fill_rest(storages, sources, throttle)
+
+    def _fill_rest(
+        self, storages: dict[str, torch.Tensor], sources: Tensors, throttle: Throttle
+    ) -> list[RebuiltModule]:
+        """Copies what the plan places into the second set, and makes the rebuilt modules."""
         with torch.no_grad():
             self._bind(self._layout.plain_placements, sources, storages).run(between=throttle)
-        return storages, list(self._rebuild(sources, storages, throttle))
+        modules = list(self._rebuild(self._layout.beforehand, sources, storages, throttle))
+        self._note_operands(sources, lambda _: storages, throttle)
+        return modules
+
+    def _make_at_commit(self, segment: torch.Tensor, storages: Tensors) -> list[RebuiltModule]:
+        """The modules whose post-processing reduces over the ranks."""
+        return list(self._rebuild(self._layout.reducing, self._sources(segment), storages, lambda _: None))
 
     def _second_storages(self) -> dict[str, torch.Tensor]:
         """A storage for each plain one that the group writes: those last swapped out, or new ones, which start as 0xFF.
@@ -287,6 +331,8 @@ class StandbyInstaller(PolicyInstaller):
     def _put(self, segment: torch.Tensor) -> None:
         if self._prepared is None:
             raise CommitFailed("nothing was prepared for this transaction", phase="commit")
+        if self._layout.reducing:
+            self._prepared.modules += self._make_at_commit(segment, self._prepared.storages)
         prepared, self._prepared = self._prepared, None
         prepared.check_current()
         self._layout.keep_gaps(prepared)
@@ -311,54 +357,6 @@ class StandbyInstaller(PolicyInstaller):
     def close(self) -> None:
         self._prepared = self._spare = None
         super().close()
-
-
-class LoaderInstaller(StandbyInstaller):
-    """A standby that the engine's own loader fills from copies of the staged tensors, in memory for the whole model."""
-
-    mechanism = "loader"
-
-    def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
-        loaded = self._load(segment)
-        own = self._layout.own_storages()
-        storages = {key: storage for key, storage in loaded.items() if key in own}
-        modules = []
-        for name in self._layout.rebuilt:
-            memory = {key: loaded[key] for key in self._layout.rebuilt_keys(name)}
-            modules.append(self._layout.rebuild(name, {**storages, **memory}))
-            throttle(sum(t.nbytes for t in memory.values()))
-        return storages, modules
-
-    def _load(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The skeleton's storages after a real load, by key."""
-        self._check_fits(self._layout.nbytes)
-        skeleton, constants = self._model.skeleton, self._model.constants
-        live = self._layout.live_storages()
-        with self._model.lock, materialised(skeleton, set(storage_views(skeleton)), self._model.device) as held:
-            storages = dict(held.flats)
-            for key, storage in storages.items():
-                constant = constants.get(key)
-                if self._agreement.partial and key in live and live[key].numel() == storage.numel():
-                    storage.copy_(live[key])
-                elif constant is not None and constant.numel() == storage.numel():
-                    storage.copy_(constant.reshape(-1))
-                else:
-                    bytes_view(storage).fill_(0xFF)
-            ignored = self._agreement.ignored  # no bytes of them were received
-            copies = ((n, view.clone()) for n, view in self._sources(segment).items() if n not in ignored)
-            self._model.load_weights(skeleton, copies)
-            held.gather(skeleton)
-        for second, first in self._agreement.ties.items():
-            one, other = storages.get(second), storages.get(first)
-            if one is not None and other is not None and not torch.equal(bytes_view(one), bytes_view(other)):
-                raise ManifestMismatch(
-                    f"{second} and {first} are one weight in the running engine, and the trainer sent two",
-                    hint="tie them in the trainer too",
-                )
-        return storages
-
-    def _keep(self, weights: StandbyWeights) -> StandbyWeights:
-        return weights
 
 
 def _poisoned_like(tensor: torch.Tensor) -> torch.Tensor:

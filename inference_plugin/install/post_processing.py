@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from inference_plugin.install.collectives import NoCollectives
+from inference_plugin.install.collectives import Answers, Collectives
 from inference_plugin.install.graph import Path, child_at, equivalent
 from inference_plugin.install.live_storages import LiveStorages
 from inference_plugin.install.stand_in import ABSENT, StandIn
@@ -37,8 +37,9 @@ class PostProcessing:
         self._name_of = {id(module): name for name, module in reversed(self.skeleton_modules.items())}
         self._filled = filled
 
-    def stand_in(self, module: str, storage: Callable[[str], torch.Tensor]) -> StandIn:
-        """A stand-in for `module` over the storages that `storage` gives by key."""
+    def stand_in(self, module: str, storage: Callable[[str], torch.Tensor], answers: Answers | None = None) -> StandIn:
+        """A stand-in for `module` over the storages that `storage` gives by key. `answers`: as `finish` has it, for the
+        submodules that are finished for it."""
         given: dict[str, torch.Tensor] = {}
         keys: dict[int, str] = {}
 
@@ -53,19 +54,20 @@ class PostProcessing:
             data = whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + tensor.storage_offset())
             return with_data(tensor, data)
 
-        return self._made(module, real, lambda tensor: keys.get(storage_id(tensor)))
+        return self._made(module, real, lambda tensor: keys.get(storage_id(tensor)), answers)
 
     def _made(
         self,
         name: str,
         real: Callable[[torch.Tensor], torch.Tensor],
         key_of: Callable[[torch.Tensor], str | None],
+        answers: Answers | None,
     ) -> StandIn:
         # No function within a function: what refers to itself keeps an update's memory until Python looks for garbage.
-        inner = {attribute: self._made(read, real, key_of) for attribute, read in self.read_by(name).items()}
+        inner = {attribute: self._made(read, real, key_of, answers) for attribute, read in self.read_by(name).items()}
         for attribute, read in self.read_by(name).items():
             if read in self.finishers and self.model.reads_finished:
-                self.finish(read, inner[attribute])
+                self.finish(read, inner[attribute], answers)
         return StandIn(self.skeleton_modules[name], real, key_of, self.model.boundary, inner)
 
     def read_by(self, module: str) -> dict[str, str]:
@@ -73,10 +75,10 @@ class PostProcessing:
         original = self.skeleton_modules[module]
         return {name: self._name_of[id(getattr(original, name))] for name in self.model.reads(original)}
 
-    def finish(self, module: str, stand_in: StandIn) -> None:
-        """Runs the engine's post-processing of `module` on a stand-in for it. Raises `EngineUnsupported` where it talks to other
-        ranks."""
-        with self.model.computing(), NoCollectives(f"the engine's post-processing of {module}"):
+    def finish(self, module: str, stand_in: StandIn, answers: Answers | None = None) -> None:
+        """Runs the engine's post-processing of `module` on a stand-in for it. `answers` takes its collectives; without `answers`,
+        and for collectives that `Collectives` does not know, raises `EngineUnsupported`."""
+        with self.model.computing(), Collectives(f"the engine's post-processing of {module}", answers):
             self.finishers[module](stand_in.module)
 
     def noise(self, seed: int) -> Callable[[str], torch.Tensor]:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from inference_plugin.install.collectives import AllNoted, Answers, Noted, Operand
 from inference_plugin.install.graph import Path, child_at, words
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT
 from inference_plugin.install.trials import Trial
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported
 
-__all__ = ["RebuiltModule", "rebuild"]
+__all__ = ["RebuiltModule", "operands", "rebuild"]
 
 
 @dataclass
@@ -57,16 +58,34 @@ class RebuiltModule:
         return old
 
 
+def operands(post: PostProcessing, module: str, trial: Trial, updated: Mapping[str, torch.Tensor]) -> list[Operand]:
+    """This rank's part of what post-processing of `module` reduces over the ranks, for the storages of an update, by key."""
+    noted = Noted(limit=trial.reductions)
+    try:
+        post.finish(module, post.stand_in(module, post.weights(updated), noted), noted)
+    except AllNoted:
+        return noted.operands
+    raise EngineUnsupported(
+        f"post-processing of {module} did not talk to the other ranks with these weights, and did in the proof",
+        phase="seal",
+    )
+
+
 def rebuild(
-    post: PostProcessing, module: str, trial: Trial, updated: Mapping[str, torch.Tensor], plain: Collection[str]
+    post: PostProcessing,
+    module: str,
+    trial: Trial,
+    updated: Mapping[str, torch.Tensor],
+    plain: Collection[str],
+    answers: Answers | None = None,
 ) -> RebuiltModule:
     """Runs the engine's post-processing on a stand-in for `module` over the storages of an update, by key.
 
-    Storages of the keys in `plain` travel by themselves. Raises `EngineUnsupported` where post-processing did with these
-    weights what it did not do in its trial.
+    Storages of the keys in `plain` travel by themselves. `answers`: of what it reduces over the ranks. Raises
+    `EngineUnsupported` where post-processing did with these weights what it did not do in its trial.
     """
-    stand_in = post.stand_in(module, post.weights(updated))
-    post.finish(module, stand_in)
+    stand_in = post.stand_in(module, post.weights(updated), answers)
+    post.finish(module, stand_in, answers)
     live = post.live_modules[module]
     rebuilt = RebuiltModule(module)
     for path, value in stand_in.changes().items():

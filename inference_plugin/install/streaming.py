@@ -59,6 +59,10 @@ class StreamingInstaller(PolicyInstaller):
             raise _refused(f"the engine's own loader has to fill it: {agreement.why_loader}")
         if agreement.plan.repeats:
             raise _refused("several tensors fill one place of the engine, and are compared before")
+        if self._layout.reducing:
+            raise _refused(
+                f"the ranks take maxima of {first_few(self._layout.reducing)} together, which needs all bytes beforehand"
+            )
         self._awaiting: dict[str, list[str]] = {}
         """By plain storage: the rebuilt modules that are made from it too."""
         for module in self._layout.rebuilt:

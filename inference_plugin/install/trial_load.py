@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from inference_plugin.install.storages import named_tensors, storage_id, storage
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["LoaderCoverage", "Materialised", "loader_coverage", "materialised"]
+__all__ = ["POISON", "LoaderCoverage", "Materialised", "loader_coverage", "materialised", "poisoned", "trial_tensors"]
 
 POISON = 0xFF
 
@@ -111,27 +111,28 @@ def loader_coverage(
     with materialised(skeleton, set(storage_views(skeleton)), torch.device(device)) as held:
         for flat in held.flats.values():
             bytes_view(flat).fill_(POISON)
-
-        def trial_tensors() -> Iterator[tuple[str, Tensor]]:
-            for name, shape, dtype in tensors:
-                random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                tensor = torch.empty(shape, dtype=dtype)
-                bytes_view(tensor).random_(0, 2 if dtype == torch.bool else POISON // 4, generator=random)
-                yield name, tensor.to(device)
-
         with torch.no_grad():
-            load_weights(trial_tensors())
+            load_weights(trial_tensors(tensors, device))
             held.gather(skeleton)
         unwritten = {}
         for name, tensor, is_parameter in named_tensors(skeleton):
-            if is_parameter and tensor.numel() and (count := _poisoned(tensor)):
+            if is_parameter and tensor.numel() and (count := poisoned(tensor)):
                 unwritten[name] = count
-        written = frozenset(name for name, flat in held.flats.items() if _poisoned(flat) < flat.numel())
+        written = frozenset(name for name, flat in held.flats.items() if poisoned(flat) < flat.numel())
         sums = {name: zlib.crc32(bytes_view(flat.cpu()).numpy().data) for name, flat in held.flats.items()}
     return LoaderCoverage(unwritten, written, sums)
 
 
-def _poisoned(tensor: Tensor) -> int:
+def trial_tensors(tensors: Iterable[TensorInfo], device: str | torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Random tensors of small positive numbers, none of whose bytes is 0xFF."""
+    for name, shape, dtype in tensors:
+        random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        tensor = torch.empty(shape, dtype=dtype)
+        bytes_view(tensor).random_(0, 2 if dtype == torch.bool else POISON // 4, generator=random)
+        yield name, tensor.to(device)
+
+
+def poisoned(tensor: Tensor) -> int:
     """Number of elements all of whose bytes are still 0xFF."""
     raw = bytes_view(tensor.detach().contiguous()).view(-1, tensor.element_size())
     return int((raw == POISON).all(1).sum())

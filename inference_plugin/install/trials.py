@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inference_plugin.install.collectives import Noted
 from inference_plugin.install.graph import Path, child_at, equivalent, is_helper, words
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT, StandIn
@@ -36,6 +37,8 @@ class Trial:
     """Buffers that it writes, depending on the weights."""
     added: frozenset[str]
     """Parameters that it adds, with memory of their own."""
+    reductions: int = 0
+    """How often it reduces a tensor over the ranks."""
 
     @property
     def rebuilds(self) -> bool:
@@ -74,11 +77,13 @@ def _kind(post: PostProcessing, module: str) -> Any:
 
 def _try(post: PostProcessing, module: str) -> Trial:
     """Finishes two stand-ins with other weights each. What both hold, and the live module too, does not depend on them."""
-    one, other = post.stand_in(module, post.noise(1)), post.stand_in(module, post.noise(2))
+    asked = Noted(), Noted()
+    one, other = (post.stand_in(module, post.noise(seed), asked[seed - 1]) for seed in (1, 2))
     given = {name: held for name, held in one.parameters.items() if held is not None}
     before = {name: held.detach().clone() for name, held in given.items()}
-    post.finish(module, one)
-    post.finish(module, other)
+    post.finish(module, one, asked[0])
+    post.finish(module, other, asked[1])
+    _check_reductions(post, module, *asked)
     replaced = {
         name
         for name, held in before.items()
@@ -110,8 +115,28 @@ def _try(post: PostProcessing, module: str) -> Trial:
             phase="open",
         )
     return Trial(
-        frozenset(replaced), frozenset(moved), frozenset(settled), frozenset(buffers), frozenset(added.keys() - views)
+        frozenset(replaced),
+        frozenset(moved),
+        frozenset(settled),
+        frozenset(buffers),
+        frozenset(added.keys() - views),
+        len(asked[0].operands),
     )
+
+
+def _check_reductions(post: PostProcessing, module: str, one: Noted, other: Noted) -> None:
+    """Raises `EngineUnsupported` where what a module reduces over the ranks can't be told before the first result is there."""
+    if len(one.operands) != len(other.operands):
+        raise EngineUnsupported(
+            f"post-processing of {module} talks to the other ranks for some weights only", phase="open"
+        )
+    if len(one.operands) > 1:
+        answered_otherwise = Noted(factor=2)
+        post.finish(module, post.stand_in(module, post.noise(1), answered_otherwise), answered_otherwise)
+        if answered_otherwise.operands != one.operands:
+            raise EngineUnsupported(
+                f"post-processing of {module} tells the other ranks what depends on their answers", phase="open"
+            )
 
 
 def _sort_attributes(post: PostProcessing, module: str, one: StandIn, other: StandIn) -> tuple[set[Path], set[Path]]:
@@ -162,9 +187,9 @@ def makes_default(post: PostProcessing, module: str, name: str) -> bool:
         storage = constructed(asked)
         return storage.abs() + 1 if asked == key and storage.is_floating_point() else storage
 
-    built, other = post.stand_in(module, constructed), post.stand_in(module, otherwise)
-    post.finish(module, built)
-    post.finish(module, other)
+    built, other = post.stand_in(module, constructed, Noted()), post.stand_in(module, otherwise, Noted())
+    post.finish(module, built, Noted())
+    post.finish(module, other, Noted())
     changes = other.changes()
     for path, value in built.changes().items():
         alike = equivalent(value, changes.get(path, ABSENT), _same_in(built, other), post.model.boundary)

@@ -28,13 +28,11 @@ def live_digests(
     computed = layout.read_computed(unpacking)
     yield from _digests(manifest, [p for p in plain if p.dest.tensor in computed], computed, exact=False)
     for name in layout.rebuilt:
-        storages = layout.read_rebuilt(name, unpacking)
-        if isinstance(storages, str):
-            for source in dict.fromkeys(placement.source.tensor for placement in layout.rebuilt_placements(name)):
-                yield manifest.tied.get(source, source), storages
-        else:
-            read = [placement for placement in layout.rebuilt_placements(name) if placement.dest.tensor in storages]
-            yield from _digests(manifest, read, storages, exact=False)
+        storages, why = layout.read_rebuilt(name, unpacking)
+        placements = layout.rebuilt_placements(name)
+        for source, key in dict.fromkeys((p.source.tensor, p.dest.tensor) for p in placements if p.dest.tensor in why):
+            yield manifest.tied.get(source, source), why[key]
+        yield from _digests(manifest, [p for p in placements if p.dest.tensor in storages], storages, exact=False)
 
 
 def _digests(

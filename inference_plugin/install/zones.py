@@ -56,7 +56,7 @@ class ZoneInstaller(StandbyInstaller):
                 if fill.dest.tensor in storages and fill.dest.tensor in self._layout.written:
                     fill.dest.of(storages[fill.dest.tensor]).fill_(fill.value)
         self._check_fits(self._layout.rebuilt_nbytes)
-        return storages, list(self._rebuild(loaded, storages, throttle))
+        return storages, list(self._rebuild(self._layout.rebuilt, loaded, storages, throttle))
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         return super().prepare(segment, throttle) + sum(storage.nbytes for storage in self._layout.rebuilding.values())
@@ -124,6 +124,8 @@ def _why_rebuilt_needs_a_segment(agreement: Agreement) -> str:
         return ""
     if agreement.model.device.type != "cpu":
         return f"and computes on {agreement.model.device}"
+    if layout.reducing:
+        return "which needs the other ranks at the commit"
     plain = sum(storage.nbytes for storage in layout.own_storages().values())
     rebuilding = sum(storage.nbytes for storage in layout.rebuilding.values())
     return "which is most of the model" if rebuilding > plain else ""

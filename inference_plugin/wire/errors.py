@@ -5,6 +5,8 @@ An error crosses processes as an `ErrorInfo` and is raised on the other side as 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -63,6 +65,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     group: ShortName = ""
     phase: ShortName = ""
     version: Number | None = None
+    dtypes: dict[ShortName, ShortName] = {}
 
 
 class WeightwireError(Exception):
@@ -71,11 +74,12 @@ class WeightwireError(Exception):
     Fields (empty or None where they don't apply): `side` ("trainer", "worker", "coordinator", "manager"), `replica`, `rank`
     (the side's own rank), `group`, `phase` ("open", "begin", "stage", "seal", "commit", ...), `version`; `hint` says
     what to do next. `report`: what became of each replica, where `SyncManager.update` raised this for a finished update; it
-    does not travel.
+    does not travel. `dtypes`: where dtypes differ, those that the engine takes: rules by pattern, the first match wins.
     """
 
     default_hint = ""
     report: Any = None  # an `UpdateReport`; reports are made of errors, so this file cannot import them
+    dtypes: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -140,13 +144,14 @@ class WeightwireError(Exception):
             group=_cut(self.group, MAX_NAME),
             phase=_cut(self.phase, MAX_NAME),
             version=_within(self.version),
+            dtypes={p: d for p, d in self.dtypes.items() if len(p) <= MAX_NAME},
         )
 
     @staticmethod
     def of(info: ErrorInfo) -> WeightwireError:
         """The error that `info` describes; an unknown kind becomes a plain `WeightwireError`."""
         kind = next((cls for cls in _tree(WeightwireError) if cls.__name__ == info.kind), WeightwireError)
-        return kind(
+        error = kind(
             info.message,
             hint=info.hint,
             side=info.side,
@@ -156,6 +161,8 @@ class WeightwireError(Exception):
             phase=info.phase,
             version=info.version,
         )
+        error.dtypes = info.dtypes
+        return error
 
     @staticmethod
     def wrap(error: BaseException) -> WeightwireError:

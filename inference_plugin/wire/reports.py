@@ -63,7 +63,8 @@ class UpdateReport(msgspec.Struct, frozen=True):
     ranks; `copies_per_byte` counts copies of a payload byte from the trainer's memory to the parameter, those inside
     the kernel included. `egress_bytes` is the payload that the trainer's ranks sent in messages (by `zmq`). Neither it nor
     `messages` includes what workers relay to each other. `held_bytes`: memory that the trainer's ranks keep for updates of the
-    group (segments, buckets); what replicas hold is their `extra_bytes`.
+    group (segments, buckets); what replicas hold is their `extra_bytes`. `engine_dtypes`: with `dtype="engine"`, the rules by
+    which tensors were cast to the engine's dtypes.
     """
 
     group: str
@@ -77,6 +78,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaReport, ...]
     egress_bytes: int = 0
     held_bytes: int = 0
+    engine_dtypes: dict[str, str] = {}
 
     def __str__(self) -> str:
         return str(self._text())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,8 +98,12 @@ class EngineSide:
         """Takes `check_sealed` back: another rank was not ready."""
         self._ask(ReleaseCheck, self.group.name)
 
-    def install(self, txn: str) -> Left:
-        """Writes the live model. Returns "more" while bytes are still to come: call it again then."""
+    def share(self) -> bytes:
+        """After `check_sealed`: what the other ranks' post-processing needs of this one."""
+        return self.installer.share()
+
+    def install(self, txn: str, shares: Sequence[bytes] = ()) -> Left:
+        """Writes the live model. Returns "more" while bytes are still to come: call it again then. `shares`: of all ranks."""
         version: int = self._ask(Install, self.group.name, txn)
         update = self.work.update(txn)
         if not update.is_told:
@@ -108,7 +112,7 @@ class EngineSide:
         with under(update.trace):
             if not update.is_installed and not (update.bytes.streams and self._is_under_way(txn, update)):
                 with span("install"):
-                    self.installer.install(update.bytes.segment)
+                    self.installer.install(update.bytes.segment, shares)
                 update.is_installed = True
         return "" if update.is_installed else "more"
 

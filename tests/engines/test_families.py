@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch
+from inference_plugin.wire.errors import CommitFailed, ManifestMismatch
 from inference_plugin.wire.messages import InstallPolicy
 from tests.support.checkpoints import load
 from tests.support.engines import Driver
@@ -72,6 +73,23 @@ def test_the_pooler_that_an_embedding_model_passes_over_is_reported_and_a_misspe
     assert [words.partition(": ")[0] for words in verified.unreadable] == ["passed over by the engine's loader"]
 
 
+def test_a_trainer_in_bfloat16_sends_what_this_engine_keeps_in_float32_as_float32(vllm: Host, tmp_path: Path) -> None:
+    """Qwen3-Next keeps `A_log` in float32; its checkpoint is in bfloat16."""
+    family = FAMILIES["qwen3_next"]
+    model_a, model_b = make_versions(family, tmp_path)
+    vllm.open(family, model_b, plain=True)
+    fresh = vllm.say(family)
+    vllm.open(family, model_a, plain=True)
+    with SyncManager(install="standby", timeout_s=60) as manager:
+        with pytest.raises(
+            ManifestMismatch, match=r"linear_attn\.A_log: torch\.bfloat16 in the checkpoint, torch\.float32 in"
+        ):
+            manager.update(load(model_b), 1)
+        report = manager.update(load(model_b), 1, dtype="engine")
+        assert report.engine_dtypes == {"model.layers.*.linear_attn.A_log": "float32", "*": "bfloat16"}
+        assert vllm.say(family) == fresh
+
+
 @pytest.mark.parametrize(("name", "install"), SGLANG)
 def test_a_family_in_sglang_is_a_fresh_engine_after_every_update(
     runtime: Path, tmp_path: Path, name: str, install: InstallPolicy
@@ -129,15 +147,43 @@ def test_what_each_rank_of_sglang_derives_from_its_shard_follows_the_updates(
     assert fresh[model_a] != fresh[model_b]
 
 
-def test_an_engine_that_quantises_by_a_maximum_over_all_ranks_refuses_and_serves_on(
+def test_an_engine_that_quantises_by_a_maximum_over_all_ranks_is_a_fresh_engine_after_every_update(
     runtime: Path, tmp_path: Path
 ) -> None:
+    """Each rank holds what a fresh engine's does, and they answer alike. Post-processing that fails on one rank in the middle of
+    the commit is undone on both."""
     family = FAMILIES["llama-fp8-by-the-engine"]
-    model_a, model_b = make_versions(family, tmp_path)
+    models = make_versions(family, tmp_path)
+    faults = tmp_path / "faults"
+    faults.write_text("[]")
+    options = {"tensor_parallel_size": 2, "dtype": family.dtype, **family.vllm}
     with Driver(runtime) as engine:
-        engine.open(model_a, tensor_parallel_size=2, dtype=family.dtype, **family.vllm)
-        served = engine.tokens(PROMPTS, COUNT)
-        words = r"post-processing of model\.layers\.\d+\.\S+ talks to the other ranks"
-        with SyncManager(timeout_s=60) as manager, pytest.raises(EngineUnsupported, match=words):
-            manager.update(whole(model_b), 1)
-        assert engine.tokens(PROMPTS, COUNT) == served
+        engine.open(models[1], **options)
+        fresh = {models[1]: (engine.rpc("ext_state"), engine.tokens(PROMPTS, COUNT))}
+    plugin = "tests.support.fault_plugin:plugin"
+    with Driver(runtime, WEIGHTWIRE_PLUGINS=plugin, WEIGHTWIRE_TEST_FAULTS=str(faults)) as engine:
+        engine.open(models[0], **options)
+        fresh[models[0]] = engine.rpc("ext_state"), engine.tokens(PROMPTS, COUNT)
+        assert fresh[models[0]][1] != fresh[models[1]][1]
+        version = 0
+        policies: list[InstallPolicy] = ["standby", "copy"]
+        for install in policies:
+            with SyncManager(install=install, timeout_s=60) as manager:
+                for target in (models[1], models[0]):
+                    version += 1
+                    manager.update(whole(target), version)
+                    check_equal(engine, fresh[target])
+                rank = policies.index(install)
+                faults.write_text(json.dumps([{"rank": rank, "step": "reduce", "when": 1}]))
+                with pytest.raises(CommitFailed, match=f"planned fault: reduce on rank {rank}"):
+                    manager.update(whole(models[1]), version + 1)
+                check_equal(engine, fresh[models[0]])
+                faults.write_text("[]")
+
+
+def check_equal(engine: Driver, fresh: tuple[list[dict[str, str]], list[list[int]]]) -> None:
+    """What each rank of the engine holds, and what they answer, is what a fresh engine does."""
+    states, tokens = fresh
+    for held, wanted in zip(engine.rpc("ext_state"), states, strict=True):
+        assert differences(held, wanted) == []
+    assert engine.tokens(PROMPTS, COUNT) == tokens

@@ -502,6 +502,16 @@ FAMILIES: dict[str, Family] = {
             )
             for stem in ("Llama", "Qwen3", "Qwen2")
         ),
+        *(
+            _family(
+                f"llama-{scheme}-without-its-kernel",
+                "Llama",
+                dtype="bfloat16",
+                vllm={"quantization": scheme},
+                engines=("vllm",),
+            )
+            for scheme in ("fp8_per_tensor", "fp8_per_block", "mxfp8")
+        ),
         *(Family(f"llama-{scheme}", maker, "tokens", "bfloat16") for scheme, maker in QUANTISED.items()),
         _existing("gpt_oss-float16", "gpt-oss-float16", "float16"),
     )

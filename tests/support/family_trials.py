@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from inference_plugin.wire.errors import PeerLost, WeightwireError
 from inference_plugin.wire.messages import InstallPolicy
 from inference_plugin.wire.reports import ReplicaReport, VerifyReport
 from tests.support import poison
+from tests.support.checkpoints import load
 from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, Driver
 from tests.support.families import Family
 from tests.support.reachable import differences
 from tests.support.sglang_engines import SglangDriver
-from tests.support.trials import COUNT, PROMPTS, UPDATES, Said, whole
-from trainer_adapters import SyncManager
+from tests.support.trials import COUNT, PROMPTS, UPDATES, Said
+from trainer_adapters import ModuleAdapter, SyncManager
 
 __all__ = ["FamilyTrial", "Host", "SglangAnswers", "SglangHost", "VllmHost", "run_trial"]
 
@@ -219,11 +221,12 @@ def _update_and_compare(
 ) -> None:
     """Fills `trial` in. The open engine serves the first of `versions`."""
     serves, target = versions
+    sources = {model: ModuleAdapter(partial(load, model), dtype_rules="engine") for model in versions}
     trial.outcome = "failed"  # until the end is reached
     with SyncManager(install=install, timeout_s=60) as manager:
         while trial.updates < updates:
             try:
-                report = manager.update(whole(target), trial.updates + 1)
+                report = manager.update(sources[target], trial.updates + 1)
             except WeightwireError as error:
                 refused = trial.updates == 0 and error.phase in ("open", "agree")
                 words = host.plugin_words() if isinstance(error, PeerLost) else ""
@@ -241,7 +244,7 @@ def _update_and_compare(
             trial.updates += 1
         trial.outcome = "right"
         try:
-            trial.verified = _verified(manager.verify(whole(serves)))
+            trial.verified = _verified(manager.verify(sources[serves]))
         except WeightwireError as error:
             trial.verified = _about(error)
         if trial.verified.startswith("differs"):

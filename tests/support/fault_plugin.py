@@ -3,6 +3,7 @@
 `WEIGHTWIRE_TEST_FAULTS` names a file of JSON: a list of `{"rank", "step", "when"}`. `when`: "before" raises before a byte
 of the live model changes, "after" once everything is written, "hang" waits there, having made a file `<faults>.<rank>`. With the
 step "post-process" `when` is a number: the engine's post-processing of as many modules succeeds, and that of the next one raises.
+The step "reduce" is the same, of modules that are made at the commit because post-processing reduces over the ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from inference_plugin.install.adapter import AdapterInstaller
+from inference_plugin.install.collectives import Reduced
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.plugins import hookimpl
@@ -48,7 +50,7 @@ def ordered() -> list[dict[str, Any]]:
 def fail_in_post_processing() -> None:
     """From now on post-processing in this process fails as ordered, once for each order."""
     original = PostProcessing.finish
-    left: list[int] = []
+    left: dict[str, int] = {}
     taken_ns = 0
 
     def finish(self: PostProcessing, *args: Any) -> None:
@@ -56,12 +58,15 @@ def fail_in_post_processing() -> None:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         if (written_ns := Path(os.environ["WEIGHTWIRE_TEST_FAULTS"]).stat().st_mtime_ns) != taken_ns:
             taken_ns = written_ns
-            left[:] = [fault["when"] for fault in ordered() if (fault["rank"], fault["step"]) == (rank, "post-process")]
-        if left and left[0] == 0:
             left.clear()
-            raise RuntimeError(f"planned fault: post-process on rank {rank}")
+            left.update({fault["step"]: fault["when"] for fault in ordered() if fault["rank"] == rank})
+        steps = ["post-process", *(["reduce"] if isinstance(args[-1], Reduced) else [])]
+        for step in steps:
+            if left.get(step) == 0:
+                left.clear()
+                raise RuntimeError(f"planned fault: {step} on rank {rank}")
         original(self, *args)
-        left[:] = [count - 1 for count in left]
+        left.update({step: left[step] - 1 for step in steps if step in left})
 
     PostProcessing.finish = finish  # type: ignore[method-assign]
 

@@ -6,6 +6,7 @@ Importing it (in every engine process that builds a model, before the model is b
   being packed by oneDNN;
 - the kernel for experts, which on a CPU ignores which of them a rank has, no longer does;
 - with `WEIGHTWIRE_TEST_POISON=1` memory that an installation makes starts as 0xFF (see `poison.py`);
+- where vLLM has no kernel for a quantised linear layer, it takes a reference (see `reference_kernels.py`);
 - every step notes what the live weights were before and after it, so that ranks can be compared step by step.
 """
 
@@ -21,7 +22,7 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from tests.support import poison
+from tests.support import poison, reference_kernels
 from tests.support.reachable import reachable
 
 __all__ = ["Extension"]
@@ -58,6 +59,7 @@ with contextlib.suppress(ImportError):  # older versions
     if not hasattr(CPUUnquantizedExperts.apply, "__wrapped__"):
         CPUUnquantizedExperts.apply = only_own_experts(CPUUnquantizedExperts.apply)
 poison.spread_if_asked()
+reference_kernels.fill_in()
 
 if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
     original = WorkerWrapperBase.execute_model

@@ -106,7 +106,10 @@ class VllmModel(LiveModel):
     def read_rebuilt(
         self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """Multiplies a packed linear layer with one-hot rows: each product is exact, so its weight comes out."""
+        """Scales of an FP8 KV cache are read where the attention layer computes with them. A packed linear layer is multiplied
+        with one-hot rows: each product is exact, so its weight comes out."""
+        if parameter in KV_SCALES:
+            return _kv_scale(module, parameter, shape, dtype)
         compute = getattr(module, "cpu_linear", None)
         if parameter != "weight" or compute is None or len(shape) != 2:
             return None
@@ -143,6 +146,20 @@ def holds_addresses(engine_config: Any, device: torch.device) -> bool:
     model_config = engine_config.model_config
     captured = device.type != "cpu" and not model_config.enforce_eager
     return bool(captured or model_config.enable_sleep_mode)
+
+
+KV_SCALES = ("k_scale", "v_scale", "q_scale")
+
+
+def _kv_scale(module: Any, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    from vllm.platforms import current_platform
+
+    held, cache = module._buffers.get(f"_{parameter}"), getattr(module, "kv_cache_dtype", "")
+    if not cache.startswith("fp8") or "per_token" in cache:
+        return None  # vLLM computes with scales of its own, whatever the checkpoint brings
+    if held is None or current_platform.is_fp8_fnuz():  # these are doubled
+        return None
+    return held.to(dtype).reshape(shape)  # type: ignore[no-any-return]
 
 
 def _processes_itself_last(module: nn.Module) -> bool:

@@ -1,0 +1,149 @@
+"""Parts of a model that the engine's own loader computes, loaded one at a time.
+
+A placement plan may describe all storages but a few (a query-key-value matrix whose rows the loader reorders, for example). Then
+only these go through the loader, part by part, each with the checkpoint tensors that it is computed from, in memory of its own.
+`prove_parts` shows beforehand that the loader computes the same from these tensors alone as from all tensors at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from inference_plugin.install.plan import LoadWeights, PlacementPlan, TensorInfo
+from inference_plugin.install.storages import equal_bytes, named_tensors, storage_views
+from inference_plugin.install.trial_load import POISON, Materialised, materialised, poisoned, trial_tensors
+from inference_plugin.wire.tensors import bytes_view
+
+__all__ = ["Part", "ProvenParts", "load_part", "parts_of", "prove_parts"]
+
+BUDGET_BYTES = 512 << 20
+"""A proof loads about this much at once."""
+
+Start = Callable[[str, torch.Tensor], None]
+"""Gives a storage its first bytes, by key."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Storages that the loader computes, by key, and the checkpoint tensors that it computes them from."""
+
+    sources: tuple[str, ...]
+    destinations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ProvenParts:
+    """`uncovered`: elements that the loader leaves, by parameter. `why`: why there are no parts, "" if there are."""
+
+    parts: tuple[Part, ...] = ()
+    uncovered: Mapping[str, int] = field(default_factory=dict)
+    why: str = ""
+
+
+def parts_of(plan: PlacementPlan, skeleton: nn.Module) -> tuple[Part, ...]:
+    """The refused storages of a plan. Those of one module, and those that share a tensor, are one part. Empty where a storage is
+    computed from unknown tensors."""
+    known = storage_views(skeleton).keys()
+    parts: list[tuple[set[str], set[str], set[str]]] = []
+    for destination in plan.refused:
+        sources = set(plan.refused_sources.get(destination, ()))
+        if not sources or destination not in known:
+            return ()
+        modules, destinations = {destination.rpartition(".")[0]}, {destination}
+        for other in [part for part in parts if part[0] & sources or part[2] & modules]:
+            parts.remove(other)
+            sources, destinations, modules = sources | other[0], destinations | other[1], modules | other[2]
+        parts.append((sources, destinations, modules))
+    return tuple(Part(tuple(sorted(sources)), tuple(sorted(destinations))) for sources, destinations, _ in parts)
+
+
+def load_part(
+    part: Part,
+    skeleton: nn.Module,
+    load: LoadWeights,
+    sources: Mapping[str, torch.Tensor],
+    start: Start,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The part's storages after a real load of copies of its tensors, flat, by key. `start` gives each its first bytes."""
+    return _load(part, skeleton, load, {name: sources[name].clone() for name in part.sources}, start, device)[0]
+
+
+def prove_parts(
+    plan: PlacementPlan, skeleton: nn.Module, load: LoadWeights, tensors: Sequence[TensorInfo], device: torch.device
+) -> ProvenParts:
+    """Loads trial tensors into all parts at once (beside the rest of the checkpoint, where it is small), then into each part
+    alone, and compares the two bit for bit."""
+    parts = parts_of(plan, skeleton)
+    if not parts:
+        return ProvenParts(why="the tensors that they are computed from are unknown")
+    infos = {info[0]: info for info in tensors}
+    whole = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in tensors) <= BUDGET_BYTES
+    uncovered: dict[str, int] = {}
+    try:
+        for batch in _batches(parts, infos):
+            given = dict(
+                trial_tensors(tensors if whole else [infos[n] for part in batch for n in part.sources], device)
+            )
+            everything = Part(tuple(given), tuple(key for part in batch for key in part.destinations))
+            together, _ = _load(everything, skeleton, load, given, _poison, device)
+            for part in batch:
+                alone, left = _load(part, skeleton, load, {n: given[n] for n in part.sources}, _poison, device)
+                uncovered |= left
+                if wrong := [key for key in part.destinations if not equal_bytes(alone[key], together[key])]:
+                    return ProvenParts(
+                        why=f"the loader computes {wrong[0]} otherwise when it is given its tensors alone"
+                    )
+    except Exception as error:  # noqa: BLE001 -- a loader may insist on every name; whatever it raises is its answer
+        return ProvenParts(why=f"the loader raised {type(error).__name__}: {error}")
+    return ProvenParts(parts, uncovered)
+
+
+def _load(
+    part: Part,
+    skeleton: nn.Module,
+    load: LoadWeights,
+    given: Mapping[str, torch.Tensor],
+    start: Start,
+    device: torch.device,
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """The part's storages after a load, and the elements of their parameters that it left as 0xFF."""
+    with torch.no_grad(), materialised(skeleton, set(part.destinations), device) as held:
+        for key, flat in held.flats.items():
+            start(key, flat)
+        load(iter(list(given.items())))
+        held.gather(skeleton)
+        return dict(held.flats), _left(held, skeleton)
+
+
+def _left(held: Materialised, skeleton: nn.Module) -> dict[str, int]:
+    return {
+        name: count
+        for name, _, is_parameter in named_tensors(skeleton)
+        if is_parameter
+        and held.keys.get(name) in held.flats
+        and (place := held.places[name]).numel()
+        and (count := poisoned(place))
+    }
+
+
+def _poison(_: str, flat: torch.Tensor) -> None:
+    bytes_view(flat).fill_(POISON)
+
+
+def _batches(parts: Sequence[Part], infos: Mapping[str, TensorInfo]) -> list[list[Part]]:
+    """Parts in groups of about `BUDGET_BYTES`."""
+    batches: list[list[Part]] = []
+    room = 0
+    for part in parts:
+        nbytes = sum(torch.Size(infos[n][1]).numel() * infos[n][2].itemsize for n in part.sources)
+        if not batches or nbytes > room:
+            batches.append([])
+            room = BUDGET_BYTES
+        batches[-1].append(part)
+        room -= nbytes
+    return batches
