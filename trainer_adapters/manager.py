@@ -41,11 +41,12 @@ from trainer_adapters.fleet.pauses import Pauses
 from trainer_adapters.fleet.versions import versions_of
 from trainer_adapters.settings import CatchUpPolicy, OnFailure, Settings, Stragglers
 from trainer_adapters.sources.base import WeightSource
+from trainer_adapters.update.attempts import take_part
 from trainer_adapters.update.catching_up import CatchingUp
 from trainer_adapters.update.follower import follow
 from trainer_adapters.update.given import FailingSource, GivenModels, checked_version
 from trainer_adapters.update.handle import PendingUpdate, called_from_inside
-from trainer_adapters.update.leader import lead, update
+from trainer_adapters.update.leader import lead
 from trainer_adapters.update.outcome import failure_of
 from trainer_adapters.update.rank_context import RankContext
 from trainer_adapters.update.thread import OperationThread
@@ -166,7 +167,8 @@ class SyncManager:
 
         `model`: a `WeightSource`, or what `trainer_adapters.sources.chosen` finds the adapter for: a module (plain, DDP, FSDP,
         DTensors, PEFT), Megatron's chunks with `hf_config`, a mapping of tensors. The adapter is kept for as long as the same
-        model is given; making it is collective for Megatron and PEFT. `dtype`: in which all tensors travel. `version`: by
+        model is given; making it is collective for Megatron and PEFT. `dtype`: in which all tensors travel ("engine": each in the
+        engine's own). `version`: by
         default one more than the highest that was sent or that a replica serves; rank 0 decides it.
 
         Raises if no replica took it, and if a replica that lives did not take it although others did: the error's `report` says
@@ -324,27 +326,14 @@ class SyncManager:
         context = self._context
         if self._thread.is_closing:
             source = FailingSource(ManagerClosed("the manager was closed before this update began", side="manager"))
-        context.begin(deadline_s, pending.release)
         named = {"rank": self.rank, "group": self.group, "version": version}
         trace = Trace.begun(self.settings.config.profile_dir, role="trainer", **named)
-        operation = "update" if version is None else f"update:{version}"
         self._under_way = True
         try:
             with under(trace):
-                if self._fleet is None:
-                    report = decode_as(follow(context, operation, source), UpdateReport)
-                    pending.answer(report)
-                    return report
-                with self._fleet.updating():
-                    report = lead(
-                        context,
-                        operation,
-                        source,
-                        lambda manifest: update(context, source, manifest, version),
-                        pending.answer,
-                        group=self.group,
-                        version=version,
-                    )
+                report = take_part(context, source, version, pending, deadline_s)
+            if self._fleet is None:
+                return report
         except WeightwireError as error:
             if self._fleet is not None:
                 context.events.tell("failed", group=self.group, version=error.version, error=error)

@@ -24,10 +24,11 @@ from inference_plugin.net import channel
 from inference_plugin.wire.errors import SyncTimeout, WeightwireError
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
-from tests.support.plain_engine import ShardSource, checkpoint
+from tests.support.plain_engine import TIED, ShardSource, checkpoint
 from tests.support.rig import eventually
 from trainer_adapters.manager import SyncManager
-from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.module import ModuleAdapter
 
 
 class FaultySource(ShardSource):
@@ -73,6 +74,12 @@ class FaultySource(ShardSource):
             yield item
 
 
+def in_float32(seed: int) -> WeightSource:
+    """The whole model in float32 on every rank, to be sent in the engine's dtypes."""
+    tensors = {name: tensor.float() for name, tensor in checkpoint(seed).items()}
+    return ModuleAdapter(tensors | {tied: tensors[name] for tied, name in TIED.items()}, dtype_rules="engine")
+
+
 def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options: Any) -> None:
     sums = options.pop("sums", False)
     seen: dict[str, Any]
@@ -104,8 +111,9 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
         version = step["version"]
         seed = step.get("seed", version)
         version = version + 100 if fault == "another version" else version
-        source = FaultySource(seed, rank, world, fault)
-        source.together = out / step["together"] if "together" in step else None
+        faulty = FaultySource(seed, rank, world, fault)
+        faulty.together = out / step["together"] if "together" in step else None
+        source = in_float32(seed) if step.get("engine_dtypes") else faulty
         began_s = time.monotonic()
         try:
             report = manager.verify(source) if rank in step.get("verify", ()) else manager.update(source, version)

@@ -40,7 +40,7 @@ from inference_plugin.wire.messages import Commit, Committed, Describe, ReplicaC
 from inference_plugin.wire.reports import UpdateReport
 from tests.manager.conftest import Start
 from tests.support.managers import SyncManager
-from tests.support.plain_engine import ShardSource, checkpoint, digests_expected, manifest_of
+from tests.support.plain_engine import TIED, ShardSource, checkpoint, digests_expected, manifest_of
 from tests.support.rig import ROOT, Rig, eventually, fork, gone, kill
 from tests.trainers.launching import run_ranks
 
@@ -319,6 +319,24 @@ def test_names_shapes_and_dtypes_that_differ_are_refused_before_a_byte_changes(
     assert holds(rig, 1)
 
 
+def test_a_trainer_in_float32_sends_each_tensor_in_the_engines_dtype_where_it_is_told_to(
+    start: Start, manager: SyncManager
+) -> None:
+    rig = start(tp=2)
+    for seed in (1, 2):
+        floats = {name: tensor.float() for name, tensor in checkpoint(seed).items()}
+        tensors = floats | {tied: floats[name] for tied, name in TIED.items()}
+        if seed == 1:
+            with pytest.raises(ManifestMismatch, match="dtypes differ") as refused:
+                manager.update(tensors, seed)
+            assert 'dtype="engine"' in refused.value.hint
+        report = manager.update(tensors, seed, dtype="engine")
+        assert report.version == seed
+        assert report.engine_dtypes == {"layers.*.norm.weight": "float32", "norm.weight": "float32", "*": "bfloat16"}
+        assert holds(rig, seed)
+    assert manager.update(source(3), 3).engine_dtypes == {}
+
+
 def test_a_source_that_changed_since_the_last_update_is_agreed_anew(start: Start, manager: SyncManager) -> None:
     rig = start()
     manager.update(source(1), 1)
@@ -548,6 +566,7 @@ def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start:
     steps: list[dict[str, Any]] = [{"version": 1}]
     for i, fault in enumerate(faults):
         steps += [{"version": 2 * i + 2, "fault": fault}, {"version": 2 * i + 3}]
+    steps += [{"version": 49, "engine_dtypes": True}]
     steps += [{"version": 50, "fault": "raise", "at": 0}, {"version": 51}, {"version": 51, "verify": [0, 1]}]
     run_ranks(ROOT / "tests/manager/ranks.py", 2, directory, str(directory), json.dumps(steps))
     seen = [[json.loads((directory / f"rank{r}.step{n}").read_text()) for n in range(len(steps))] for r in (0, 1)]
@@ -558,6 +577,7 @@ def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start:
         if "fault" not in step:
             assert all("ok" in result for result in on_each), on_each
             assert on_each[0] == on_each[1]
+            assert bool(on_each[0]["ok"].get("engine_dtypes")) == ("engine_dtypes" in step)
             continue
         kind, text = faults[step["fault"]]
         assert {result["error"] for result in on_each} == {kind}, on_each

@@ -21,7 +21,7 @@ from inference_plugin.wire.cover import check_exact_cover
 from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import box_view
-from trainer_adapters import DtypeRules, LocalSlice, ModuleAdapter, WeightSource
+from trainer_adapters import DtypeRules, ExportAdapter, LocalSlice, ModuleAdapter, WeightSource
 from trainer_adapters.sources.base import MIN_CUT_BYTES, share_boxes
 
 
@@ -260,6 +260,24 @@ def test_nothing_is_cast_without_a_rule() -> None:
         "float8_e4m3fn",
         "float32",
     ]
+
+
+@pytest.mark.parametrize("adapter", [ModuleAdapter, ExportAdapter])
+def test_the_dtypes_of_an_engine_are_taken_where_that_was_asked_for_alone(
+    adapter: type[ModuleAdapter | ExportAdapter],
+) -> None:
+    state = {"a": torch.full((2,), 1 / 3), "b": torch.full((2,), 1 / 3)}
+    rules = {"b": "float16", "*": "bfloat16"}
+    fixed = adapter(lambda: state.items(), dtype_rules={"a": "float16"})
+    assert not fixed.adopt_dtypes(rules) and not fixed.engine_dtypes
+    source = adapter(lambda: state.items(), dtype_rules="engine")
+    assert [spec.dtype for spec in source.manifest().tensors] == ["float32", "float32"]
+    assert source.adopt_dtypes(rules) and source.engine_dtypes == rules
+    assert not source.adopt_dtypes(rules), "a second refusal for the same dtypes is final"
+    got = received(source)
+    assert torch.equal(got["a"], state["a"].bfloat16()) and torch.equal(got["b"], state["b"].half())
+    assert source.adopt_dtypes({"*": "float16"}), "another engine"
+    assert received(source)["a"].dtype == torch.float16
 
 
 @pytest.mark.parametrize(

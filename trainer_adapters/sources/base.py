@@ -17,7 +17,7 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box, PiecePlace
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.tensors import torch_dtype
+from inference_plugin.wire.tensors import dtype_name, torch_dtype
 
 __all__ = ["DtypeRules", "LocalSlice", "NameFilter", "WeightSource", "narrowed", "share_boxes", "some_of"]
 
@@ -106,6 +106,16 @@ class WeightSource(ABC):
         """
         return iter(())
 
+    def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
+        """Sends tensors in the engine's dtypes from now on, if the source was made so (`dtype_rules="engine"`). Returns whether
+        that changes anything. `rules`: as in `DtypeRules`, for all tensors of the manifest."""
+        return False
+
+    @property
+    def engine_dtypes(self) -> Mapping[str, str]:
+        """The rules that were adopted."""
+        return {}
+
 
 class NameFilter:
     """Which tensors are sent, by patterns of `fnmatch` on the names of the manifest, case-sensitive.
@@ -143,7 +153,8 @@ class DtypeRules:
 
     Patterns are those of `fnmatch`, case-sensitive, on the names of the manifest: `{"*norm.weight":
     torch.float32, "*": torch.bfloat16}`. Tensors that no rule matches keep their dtype. A dtype may be given
-    by torch's name. A single dtype stands for `{"*": dtype}`.
+    by torch's name. A single dtype stands for `{"*": dtype}`. "engine" stands for the dtypes of the engine's own model: the first
+    update asks for them, and none is cast before (`adopt`).
     """
 
     def __init__(
@@ -155,8 +166,11 @@ class DtypeRules:
         | str
         | None = None,
     ) -> None:
+        self.follow_engine: bool = rules.follow_engine if isinstance(rules, DtypeRules) else rules == "engine"
         if isinstance(rules, DtypeRules):
             pairs: Iterable[tuple[str, torch.dtype | str]] = rules.rules
+        elif self.follow_engine:
+            pairs = ()
         elif isinstance(rules, str | torch.dtype):
             pairs = (("*", rules),)
         else:
@@ -164,6 +178,18 @@ class DtypeRules:
         self.rules: tuple[tuple[str, torch.dtype], ...] = tuple(
             (pattern, torch_dtype(str(dtype).removeprefix("torch."))) for pattern, dtype in pairs
         )
+
+    def adopt(self, rules: Mapping[str, str]) -> bool:
+        """Takes the engine's rules, if these follow the engine. Returns whether that changes them."""
+        taken = DtypeRules(rules).rules
+        if not self.follow_engine or taken == self.rules:
+            return False
+        self.rules = taken
+        return True
+
+    @property
+    def adopted(self) -> dict[str, str]:
+        return {pattern: dtype_name(dtype) for pattern, dtype in self.rules} if self.follow_engine else {}
 
     def resolve(
         self, native: Mapping[str, torch.dtype], tied: Mapping[str, str] | None = None

@@ -53,7 +53,8 @@ def source_for(
     `MergedLoRAAdapter` (`LoRAAdapter` in a group named "lora.NAME"), `VllmSourceAdapter` or `ModuleAdapter`. A `WeightSource`
     is returned as it is.
 
-    `dtype` is the dtype in which every tensor travels, as `dtype_rules={"*": dtype}` says; default: the trainer's own.
+    `dtype` is the dtype in which every tensor travels, as `dtype_rules={"*": dtype}` says; "engine" stands for the engine's own
+    dtypes; default: the trainer's own.
     `hf_config`: for Megatron, the checkpoint's config. `process_group`: the trainer's ranks. For Megatron, LoRA and vLLM's
     sources this is collective over them.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch.distributed as dist
@@ -72,10 +73,28 @@ class ExchangedSource(WeightSource):
     ) -> None:
         """Derives the manifest and who sends what, by `merge` and `divide`. A subclass calls it once, when it has made its own
         checks of `_everybody`."""
-        self._manifest = merge(self._everybody, tied=ties, rules=rules, names=names, in_natural_order=in_natural_order)
+        self._rules = rules
+        self._merge = partial(
+            merge, self._everybody, tied=ties, rules=rules, names=names, in_natural_order=in_natural_order
+        )
+        self._divide()
+        if not rules.follow_engine:
+            self._everybody.clear()  # as large as the model's list of tensors, for each rank
+
+    def _divide(self) -> None:
+        self._manifest = self._merge()
         self._sent, self._left, self._equal = divide(self._manifest, self._everybody, self._own_rank)
         self._claims = tuple(assignment.box for assignment in self._sent)
-        self._everybody = []  # as large as the model's list of tensors, for each rank
+
+    def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
+        if not self._rules.adopt(rules):
+            return False
+        self._divide()
+        return True
+
+    @property
+    def engine_dtypes(self) -> Mapping[str, str]:
+        return self._rules.adopted
 
     def manifest(self) -> Manifest:
         return self._manifest

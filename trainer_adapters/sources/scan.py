@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -132,6 +132,16 @@ class ScannedSource(WeightSource):
                     plan = Plan(plan.infos, self._plan.manifest, plan.places)
                 self._plan = plan
         return self._plan.manifest
+
+    def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
+        if not self._rules.adopt(rules):
+            return False
+        self._plan = None
+        return True
+
+    @property
+    def engine_dtypes(self) -> Mapping[str, str]:
+        return self._rules.adopted
 
     def slices(self) -> Iterator[LocalSlice]:
         return self._pass(self._slice_plan().sent)

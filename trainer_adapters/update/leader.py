@@ -239,6 +239,7 @@ class _Update:
             held_bytes=sum(wrote.held_bytes for wrote in self.wrote),
             copies_per_byte=copies,
             replicas=self.transaction.reports(),
+            engine_dtypes=dict(self.source.engine_dtypes),
         )
 
     def _pieces(self) -> tuple[Piece, ...]:

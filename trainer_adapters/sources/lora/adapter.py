@@ -7,7 +7,7 @@ with what was sent, bit for bit. Each rank sends the shards that it holds; nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -78,6 +78,13 @@ class LoRAAdapter(WeightSource):
 
     def claims(self) -> tuple[Box, ...] | None:
         return self._ready().claims()
+
+    def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
+        return self._source is not None and self._source.adopt_dtypes(rules)
+
+    @property
+    def engine_dtypes(self) -> Mapping[str, str]:
+        return self._source.engine_dtypes if self._source is not None else {}
 
     def _ready(self) -> WeightSource:
         if self._source is None:

@@ -117,6 +117,13 @@ class MergedLoRAAdapter(WeightSource):
         self._ready()
         return frozenset(self._adapted) if self._factors.sharded else frozenset()
 
+    def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
+        return self._base is not None and self._base.adopt_dtypes(rules)
+
+    @property
+    def engine_dtypes(self) -> Mapping[str, str]:
+        return self._base.engine_dtypes if self._base is not None else {}
+
     def _ready(self) -> WeightSource:
         """The base model's source. Raises `ManifestMismatch` where adapters changed since the manifest was made."""
         if self._base is None:

@@ -1,0 +1,58 @@
+"""One rank's half of an update, and `dtype="engine"`: an update that an engine refuses for its dtypes is made again in these."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.reports import UpdateReport
+from trainer_adapters.update.follower import follow
+from trainer_adapters.update.handle import PendingUpdate
+from trainer_adapters.update.leader import lead, update
+from trainer_adapters.update.rank_context import RankContext
+
+if TYPE_CHECKING:
+    from trainer_adapters.sources.base import WeightSource
+
+__all__ = ["take_part"]
+
+logger = logging.getLogger(__name__)
+
+
+def take_part(
+    context: RankContext, source: WeightSource, version: int | None, pending: PendingUpdate, deadline_s: float
+) -> UpdateReport:
+    """Leads the update, or follows; once more where it was refused for dtypes that the source then adopts.
+
+    That refusal comes when the group is opened, before anything changes, and is raised on all ranks: all of them try again.
+    """
+    try:
+        return _attempt(context, source, version, pending, deadline_s)
+    except ManifestMismatch as error:
+        if not error.dtypes or not source.adopt_dtypes(error.dtypes):
+            raise
+        logger.info("weightwire: tensors travel in the engine's dtypes from now on: %s", dict(error.dtypes))
+        return _attempt(context, source, version, pending, deadline_s)
+
+
+def _attempt(
+    context: RankContext, source: WeightSource, version: int | None, pending: PendingUpdate, deadline_s: float
+) -> UpdateReport:
+    context.begin(deadline_s, pending.release)
+    operation = "update" if version is None else f"update:{version}"
+    if context.fleet is None:
+        report = decode_as(follow(context, operation, source), UpdateReport)
+        pending.answer(report)
+        return report
+    with context.fleet.updating():
+        return lead(
+            context,
+            operation,
+            source,
+            lambda manifest: update(context, source, manifest, version),
+            pending.answer,
+            group=context.settings.group,
+            version=version,
+        )
