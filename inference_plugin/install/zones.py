@@ -120,12 +120,12 @@ def _why_rebuilt_needs_a_segment(agreement: Agreement) -> str:
     bytes are plain.
     """
     layout = agreement.layout
+    if layout.reducing:
+        return "and some of it together with the other ranks, at the commit"
     if not layout.rebuilding:
         return ""
     if agreement.model.device.type != "cpu":
         return f"and computes on {agreement.model.device}"
-    if layout.reducing:
-        return "which needs the other ranks at the commit"
     plain = sum(storage.nbytes for storage in layout.own_storages().values())
     rebuilding = sum(storage.nbytes for storage in layout.rebuilding.values())
     return "which is most of the model" if rebuilding > plain else ""

@@ -19,7 +19,7 @@ from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.collectives import Share
 from inference_plugin.install.installer import ModelInstaller
-from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, WeightwireError
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, TransportUnavailable, WeightwireError
 from tests.install.installing import segment_of
 from tests.support.plain_engine import manifest_of
 
@@ -208,6 +208,11 @@ def test_a_question_that_depends_on_an_earlier_answer_is_refused() -> None:
 def test_weights_that_stream_in_are_refused_where_a_maximum_needs_all_of_them() -> None:
     with pytest.raises(EngineUnsupported, match="streaming: the ranks take maxima of linear"):
         opened("streaming")
+
+
+def test_a_zone_is_refused_where_modules_are_made_at_the_commit() -> None:
+    with pytest.raises(TransportUnavailable, match="together with the other ranks"):
+        ModelInstaller(Engine(by_maximum)).open(manifest_of(weights(1)), "standby", partial=False, zone=True)
 
 
 def test_broadcasting_to_another_shape_is_no_collective() -> None:
