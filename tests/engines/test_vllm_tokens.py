@@ -121,12 +121,15 @@ def test_an_updated_engine_is_a_fresh_engine_for_every_architecture_tie_and_layo
     try:
         (about,) = house.open(model_a, plain=plain)
         assert about["plain"] is plain
+        fresh = house.call("checksums")
         check_life(house.tokens, model_a, model_b, zones=plain)
+        assert house.call("checksums") == fresh, "by vLLM's own checker of weights it is as it started, with A"
     finally:
         house.call("close")
     try:
         house.open(model_b, plain=plain)
         assert house.tokens(PROMPTS, COUNT) == reference(model_b), "a fresh engine with B"
+        assert fresh is None or house.call("checksums") != fresh
     finally:
         house.call("close")
     assert house.leftovers() == []
@@ -239,6 +242,32 @@ def test_a_cached_prefix_of_the_old_weights_is_not_used_after_an_idle_update(
         live.driver.tokens([LONG, LONG], COUNT)
         live.update(which, install=install, in_flight=in_flight)
         live.assert_serves(which)
+
+
+@pytest.mark.parametrize("live", ["tp1"], indirect=True)
+def test_a_conversation_that_keeps_its_cache_finds_it_after_an_update_and_nobody_else_does(live: Live) -> None:
+    check_kept_caches(live)
+
+
+def check_kept_caches(live: Live) -> None:
+    """While nothing runs, and while another request holds blocks of its own."""
+
+    def cached(salt: str | None) -> int:
+        (done,) = live.driver.wait(live.driver.submit([LONG], 4, salt=salt))
+        return int(done["cached"])
+
+    mine, other = "weightwire-keep:mine", "weightwire-keep:other"
+    with SyncManager(in_flight="keep", timeout_s=180) as manager:
+        live.update("A", manager)
+        assert (cached(mine), cached(None)) == (0, 0) and cached(mine) > 0 < cached(None)
+        for busy in (False, True):
+            running = live.driver.submit([PROMPTS[1]], max_tokens=800) if busy else []
+            live.driver.wait_for_tokens(running, 1)
+            live.update("A" if live.serves == "B" else "B", manager)
+            assert (cached(None), cached(other if busy else "other")) == (0, 0)
+            assert cached(mine) > 0
+            live.driver.wait(running)
+    live.assert_serves(live.serves)
 
 
 def check_requests_in_flight(live: Live, in_flight: str) -> None:

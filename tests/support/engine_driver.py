@@ -95,6 +95,7 @@ class Driver:
                 tokens=list(one.token_ids),
                 logprobs=[sorted((i, p.logprob) for i, p in step.items()) for step in one.logprobs or ()],
                 versions=_per_token(getattr(one, "weight_versions", None), len(one.token_ids)),  # since 0.32
+                cached=output.num_cached_tokens or 0,
                 finished=output.finished,
                 finish_reason=one.finish_reason,
                 reason=one.stop_reason,
@@ -146,6 +147,8 @@ class Driver:
             prompt: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
             if (seed := request.get("image")) is not None:
                 prompt["multi_modal_data"] = {"image": _image(seed)}
+            if request.get("salt"):
+                prompt["cache_salt"] = request["salt"]
             self.llm.llm_engine.add_request(name, prompt, params, **adapter)
 
     def do_wait(self, names: list[str], number: int) -> None:
@@ -162,6 +165,13 @@ class Driver:
 
     def do_rpc(self, method: str, args: list[Any]) -> list[Any]:
         return [json.loads(text) for text in self.llm.collective_rpc(method, args=tuple(args))]
+
+    def do_checksums(self) -> list[dict[str, str]] | None:
+        """What vLLM's own `/weight_checker` answers, by rank; None before 0.32, which has none."""
+        from vllm.v1.worker.gpu_worker import Worker
+
+        has_checker = hasattr(Worker, "compute_weight_checksums")
+        return list(self.llm.collective_rpc("compute_weight_checksums")) if has_checker else None
 
     def close(self) -> None:
         if self.llm is not None:
@@ -182,7 +192,7 @@ def _image(seed: int) -> Any:
 
 def begun(name: str) -> dict[str, Any]:
     """What is known of a request when it starts; the driver fills the rest in."""
-    nothing: dict[str, Any] = {"tokens": [], "logprobs": [], "versions": []}
+    nothing: dict[str, Any] = {"tokens": [], "logprobs": [], "versions": [], "cached": 0}
     return {"name": name, "finished": False, "finish_reason": None, "reason": None, **nothing}
 
 

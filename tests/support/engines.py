@@ -348,13 +348,14 @@ class Driver(Engine):
         lora: tuple[str, int, str] | None = None,
         logprobs: int | None = None,
         image: int | None = None,
+        salt: str | None = None,
     ) -> list[str]:
         """Starts requests and returns their names. `lora`: name, number and path of an adapter. `logprobs`: how many of each
-        token's are noted (vLLM). `image`: the seed of an image that each prompt is about (vLLM)."""
+        token's are noted (vLLM). `image`: the seed of an image in each prompt (vLLM). `salt`: of their prefix cache."""
         names = [f"r{next(self._names)}" for _ in prompts]
+        more = {"lora": lora, "logprobs": logprobs, "image": image, "salt": salt}
         requests = [
-            {"name": name, "prompt": list(prompt), "max_tokens": max_tokens, "lora": lora, "logprobs": logprobs}
-            | ({} if image is None else {"image": image})
+            {"name": name, "prompt": list(prompt), "max_tokens": max_tokens, **more}
             for name, prompt in zip(names, prompts, strict=True)
         ]
         self.call("submit", requests=requests)

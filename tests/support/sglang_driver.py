@@ -68,11 +68,13 @@ class Driver(engine_driver.Driver):
                 input_ids=request["prompt"],
                 sampling_params={"temperature": 0, "max_new_tokens": request["max_tokens"], "ignore_eos": True},
                 stream=True,
+                cache_salt=request.get("salt"),
                 lora_path=request["lora"][0] if request.get("lora") else None,
             )
             async for chunk in stream:
                 meta = chunk["meta_info"]
                 state["tokens"] = list(chunk["output_ids"])
+                state["cached"] = int(meta.get("cached_tokens", 0))
                 state["versions"] = versions_of(meta, len(state["tokens"]))
                 if (reason := meta.get("finish_reason")) is not None:
                     # What has a status is an HTTP error to a server's client; an engine's caller sees an abort.

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from inference_plugin.engines.kept_caches import keeps_cache
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.sglang.model import SglangModel
 from inference_plugin.engines.sglang.ranks import Ranks
@@ -45,6 +46,7 @@ class SchedulerRank:
         self.refusal: str | None = None
         self.holding = False
         self.namespace = ""
+        self._some_keep_cache = False
         self._installations = 0
         self._held: list[Any] = []
         self._paused = False
@@ -172,7 +174,7 @@ class SchedulerRank:
         """
         scheduler = self.scheduler
         self._installations += 1  # not the version: two groups may be at the same one
-        if self._idle_but_for_waiting() and scheduler.flush_cache(empty_cache=False):
+        if not self._some_keep_cache and self._idle_but_for_waiting() and scheduler.flush_cache(empty_cache=False):
             self.namespace = ""
         else:
             self.namespace = f"weightwire={self._installations}"
@@ -189,8 +191,12 @@ class SchedulerRank:
         )  # before 0.5.21, where a waiting request keeps the cache from being flushed
 
     def name(self, request: Any) -> None:
-        """Puts a request that has computed nothing yet into the present prefix namespace."""
+        """Puts a request that has computed nothing yet into the present prefix namespace; not one whose conversation keeps its
+        cache."""
         own = getattr(request, "weightwire_key", request.extra_key)
+        if keeps_cache(own) or keeps_cache(getattr(request, "cache_salt", None)):
+            self._some_keep_cache = True  # from now on a commit drops no cached prefix
+            return
         request.weightwire_key = own
         request.extra_key = "|".join(filter(None, [own, self.namespace])) or own
 

@@ -10,13 +10,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.kept_caches import KEEP, keeps_cache
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.vllm.api import TORN
 from inference_plugin.wire.errors import CommitFailed
 from inference_plugin.wire.groups import DRAFT
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
-__all__ = ["CoreCommand", "CoreControl"]
+__all__ = ["CoreCommand", "CoreControl", "own_root"]
 
 logger = logging.getLogger("vllm.weightwire")
 
@@ -31,6 +32,8 @@ class CoreControl(EngineControl):
         self.in_process = not isinstance(core, EngineCoreProc)
         self.refusal: str | None = None
         self.root_epoch = 0
+        self.some_keep_cache = False
+        """Whether a request has named a conversation that keeps its cache: from then on commits drop no cached block."""
         self._previous_pause: Any = None
         # in-process only
         self.lock = threading.RLock()
@@ -198,7 +201,8 @@ class CoreControl(EngineControl):
         """No request that starts from here on finds a block that an older version computed.
 
         Prefix hashes are chains that begin at one root. A new root (a function of the old one and of the version, so
-        that replicas still agree) separates them; blocks of requests in flight stay theirs and age out.
+        that replicas still agree) separates them; blocks of requests in flight stay theirs and age out. The chains of
+        conversations that keep their cache have another root, which stays.
         """
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
@@ -206,7 +210,8 @@ class CoreControl(EngineControl):
 
         core = self.core
         caches = core.request_block_hasher is not None
-        if caches and core.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=True):
+        drops = caches and not self.some_keep_cache
+        if drops and core.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=True):
             if self._encodes:
                 core.reset_encoder_cache()
             return  # nobody held a block, or an encoding: all are gone
@@ -269,6 +274,20 @@ def _then(stopped: Future[None] | None, act: Callable[[], None]) -> Future[None]
 
     stopped.add_done_callback(reached)
     return acted
+
+
+def own_root(
+    original: Callable[..., Any],
+    hash_function: Callable[[Any], bytes],
+    parent_block_hash: Any,
+    curr_block_token_ids: Any,
+    extra_keys: Any = None,
+) -> Any:
+    """Around `hash_block_tokens`: the first block of a conversation that keeps its cache has a root that no commit turns."""
+    salts = (key[-1] if isinstance(key, tuple) else key for key in extra_keys or ())  # newer ones name the key: a pair
+    if not parent_block_hash and any(map(keeps_cache, salts)):
+        parent_block_hash = hash_function(KEEP)
+    return original(hash_function, parent_block_hash, curr_block_token_ids, extra_keys)
 
 
 def _request_error(output: Any, message: str) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordinator
+from inference_plugin.engines.kept_caches import keeps_cache
 from inference_plugin.engines.monkeypatch import contained, installed_version, run_without, wrap
 from inference_plugin.engines.operations import RankReply
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.starting import begin_start, end_start, ends_start
-from inference_plugin.engines.vllm.core import CoreCommand, CoreControl
+from inference_plugin.engines.vllm.core import CoreCommand, CoreControl, own_root
 from inference_plugin.engines.vllm.patch_points import VLLM
 from inference_plugin.engines.vllm.weight_transfer import BACKEND, NativeCalls
 from inference_plugin.net import addresses
@@ -29,6 +30,7 @@ _START_TIMEOUT_S = 600.0
 
 def hook_core(lacks: tuple[str, ...]) -> None:
     """`lacks`: what users of this version of vLLM miss, in words."""
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.executor import Executor
 
@@ -79,6 +81,7 @@ def hook_core(lacks: tuple[str, ...]) -> None:
         control = _control_of(self)
         if control is None:
             return original(self, request, request_wave)
+        control.some_keep_cache |= keeps_cache(getattr(request, "cache_salt", None))
         if getattr(request, "weightwire_epoch", 0) != control.root_epoch:
             try:
                 control.hash_anew(request)  # it waited in the input queue while a commit turned the root
@@ -90,6 +93,8 @@ def hook_core(lacks: tuple[str, ...]) -> None:
         if control.refusal is not None and not control.in_process:
             control.refuse(control.refusal)  # it ends with the reason, before any step
         return result
+
+    wrap(kv_cache_utils, "hash_block_tokens")(own_root)
 
     @wrap(EngineCore, "shutdown")
     def shutdown(original: Callable[..., Any], self: Any) -> Any:

@@ -79,7 +79,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.v1.engine:FinishReason.ERROR", why="what clients are told"),
     PatchPoint("vllm.v1.engine:FinishReason.ABORT", why="what clients are told"),
     PatchPoint("vllm.v1.core.kv_cache_utils:init_none_hash", ("hash_fn",), "its module's NONE_HASH is replaced: the root of prefix hashes"),
-    PatchPoint("vllm.v1.core.kv_cache_utils:hash_block_tokens", ("parent_block_hash",), "reads NONE_HASH at each call"),
+    PatchPoint("vllm.v1.core.kv_cache_utils:hash_block_tokens", ("hash_function", "parent_block_hash", "curr_block_token_ids", "extra_keys"), "wrapped: the root of a conversation that keeps its cache; reads NONE_HASH at each call"),
     PatchPoint("vllm.v1.request:Request.update_block_hashes", ("self",), "called: hashes a request anew"),
     PatchPoint("vllm.utils.hashing:get_hash_fn_by_name", why="called"),
     # in-process engines, and the API process
