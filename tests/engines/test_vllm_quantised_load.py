@@ -21,7 +21,9 @@ from tests.support.trials import whole
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-RUNNING, TOKENS, UPDATES = 3, 200, 8
+RUNNING, UPDATES = 3, 8
+TOKENS = {"llama-fp8-by-the-engine": 64, "llama-w8a8-int8": 200, "llama-w4a16": 200}
+"""Length of a request. torch takes 10 ms of CPU for each product of fp8 weights: an update falls into a few tokens there."""
 EVERY = 10
 """Of tokens that are not beside a change of the version, one in so many is looked at."""
 NEAR = 0.02
@@ -48,7 +50,7 @@ def explained(engine: Driver, asked: list[tuple[list[int], int]]) -> int:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama-fp8-by-the-engine", "llama-w8a8-int8", "llama-w4a16"])
+@pytest.mark.parametrize("name", TOKENS)
 @pytest.mark.parametrize("install", ["copy", "standby"])
 def test_every_token_of_a_quantised_engine_is_of_its_version_while_updates_alternate(
     runtime: Path, tmp_path: Path, name: str, install: str
@@ -63,7 +65,7 @@ def test_every_token_of_a_quantised_engine_is_of_its_version_while_updates_alter
                 unfinished = sum(not request["finished"] for request in engine.look(list(prompts)))
                 made = [[rng.randrange(1, 500) for _ in range(8)] for _ in range(RUNNING - unfinished)]
                 if made:
-                    prompts |= dict(zip(names := engine.submit(made, TOKENS), made, strict=True))
+                    prompts |= dict(zip(names := engine.submit(made, TOKENS[name]), made, strict=True))
                     engine.wait_for_tokens(names, 2)
                 (replica,) = manager.update(whole(models[version % 2]), version).replicas
                 assert (replica.status, replica.install) == ("committed", install)

@@ -1,6 +1,6 @@
 """A trainer of LoRA under FSDP2 on two ranks that does what a test asks, one plan after the other.
 
-`LoRATrainer` starts it under torchrun and is its other end: a line of JSON each way per update. Every plan makes a model
+`LoRATrainer` starts it under torchrun's agent and is its other end: a line of JSON each way per update. Every plan makes a model
 anew, from `checkpoint`, an adapter of `seed`, and one step; what an unsharded twin says after the same step is in the answer.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +24,11 @@ from transformers import AutoModelForCausalLM
 from inference_plugin.wire.errors import WeightwireError
 from tests.support.greedy import continued
 from tests.support.leaving import leave_process_groups
+from tests.trainers.launching import LOG, start_ranks
 from trainer_adapters import LoRAAdapter, MergedLoRAAdapter, SyncManager
 
 __all__ = ["LoRATrainer"]
 
-ROOT = Path(__file__).parents[2]
 ANSWER_TIMEOUT_S = 300.0
 
 
@@ -37,23 +36,14 @@ class LoRATrainer:
     """Two ranks, from `with` to the end of it."""
 
     def __init__(self, directory: Path) -> None:
-        self._log = directory / "trainer.log"
+        self._directory = directory
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(directory / "trainer"))
 
     def __enter__(self) -> LoRATrainer:
         self._listener.listen(1)
         self._listener.settimeout(ANSWER_TIMEOUT_S)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-                    *("-m", "tests.support.lora_trainer", self._listener.getsockname()),
-                ],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = start_ranks(Path(__file__), 2, self._directory, self._listener.getsockname())
         connection, _ = self._listener.accept()
         connection.settimeout(ANSWER_TIMEOUT_S)
         self._channel = connection.makefile("rw")
@@ -71,7 +61,7 @@ class LoRATrainer:
         self._channel.write(json.dumps(plan | {"environment": job}) + "\n")
         self._channel.flush()
         line = self._channel.readline()
-        assert line, self._log.read_text()[-8000:]
+        assert line, (self._directory / LOG).read_text()[-8000:]
         answer: dict[str, Any] = json.loads(line)
         return answer
 
