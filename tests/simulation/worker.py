@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -219,8 +219,14 @@ class SimulatedInstaller:
         if self._worker.fault("fail install") is not None:
             raise CommitFailed("a piece could not be placed")
 
-    def install(self, new: _Bytes) -> None:
+    def share(self) -> bytes:
+        return f"rank {self._worker.rank} of {self._prepared.txn}".encode() if self._prepared is not None else b""
+
+    def install(self, new: _Bytes, shares: Sequence[bytes] = ()) -> None:
         worker = self._worker
+        all_ranks = {f"rank {rank} of {new.txn}".encode() for rank in range(len(worker.replica.workers))}
+        if set(shares) != all_ranks and not new.streams:
+            raise CommitFailed(f"the ranks' shares are {shares}")
         if self._prepared is None or self._prepared.txn != new.txn:
             raise CommitFailed("nothing is prepared")
         self._before = worker.live if self._standby else None
@@ -413,7 +419,7 @@ class SimulatedWorker:
 
     def operate(self, operation: RankOperation) -> RankReply:
         """What `RankRuntime.call` does."""
-        name, commit, card = operation.name, None, None
+        name, commit, share = operation.name, None, b""
         left: Left = ""
         self.replica.changed()
         try:
@@ -428,10 +434,11 @@ class SimulatedWorker:
                 group = self._engine_side(operation.group)
                 if name == "check":
                     commit = group.check_sealed(operation.txn, operation.version)
+                    share = group.share() if commit is None else b""
                 elif name == "release":
                     group.release()
                 elif name == "install":
-                    left = group.install(operation.txn)
+                    left = group.install(operation.txn, operation.shares)
                 elif name == "undo":
                     group.undo(operation.reason)
                 else:
@@ -440,7 +447,7 @@ class SimulatedWorker:
         except Exception as error:  # noqa: BLE001 -- it is the answer
             where = {"side": "worker", "replica": self.replica.name, "rank": self.rank}
             return RankReply(operation.nonce, self.rank, error=WeightwireError.wrap(error).at(**where).info())
-        return RankReply(operation.nonce, self.rank, commit=commit, card=card, left=left)
+        return RankReply(operation.nonce, self.rank, commit=commit, share=share, left=left)
 
     def _engine_side(self, name: str) -> EngineSide:
         group = self.machine.named(name)
