@@ -177,7 +177,7 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
                 dtype=str(rank.scheduler.model_config.dtype).removeprefix("torch."),
                 tp=rank.ranks.size,
                 pp=1,
-                dp_rank=int(parallel.dp_rank or 0),
+                dp_rank=_dp_rank(rank.scheduler, parallel),
                 parent_pid=os.getppid(),
                 lacks=lacks,
             )
@@ -200,11 +200,18 @@ def _take_no_turn(_: Turn) -> None:
     """A rank that runs without us and is told of a turn all the same: SGLang's loop must not end for it."""
 
 
+def _dp_rank(scheduler: Any, parallel: Any) -> int:
+    """Which of several data-parallel engines this one is."""
+    placed = parallel if hasattr(parallel, "dp_rank") else scheduler.ps  # before 0.5.21
+    return int(placed.dp_rank or 0)
+
+
 def _unserved(parallel: Any) -> str:
     """Why this layout isn't served: a turn would not reach all ranks in the same pass, or a torn replica could not stop; "" if it
     is served."""
     if parallel.pp_size > 1:
         return "SGLang's loop for pipelines heeds no pause, so a torn replica could not stop"
-    if parallel.attn_dp_enabled and parallel.enable_dp_attention_local_control_broadcast:
+    grouped = getattr(parallel, "attn_dp_enabled", parallel.attn_dp_size > 1)  # before 0.5.22 only the size tells
+    if grouped and parallel.enable_dp_attention_local_control_broadcast:
         return "local control broadcast keeps one group's control requests from the others"
     return ""
