@@ -57,6 +57,8 @@ for touch in ours.PATCH_POINTS:
         results[touch.place] = ["enum"]
         continue
     held = vars(owner)[name]
+    fields = vars(owner).get("__dataclass_fields__", {})
+    field = fields.pop(name, None)  # a field with a default is in both places
     delattr(owner, name)
     missing = refusal() if not hasattr(owner, name) else "inherited"
     changed = None
@@ -64,6 +66,8 @@ for touch in ours.PATCH_POINTS:
         setattr(owner, name, lambda: None)
         changed = refusal()
     setattr(owner, name, held)
+    if field is not None:
+        fields[name] = field
     results[touch.place] = [missing, changed]
 register_vllm()
 register_vllm()
