@@ -275,7 +275,12 @@ def test_an_owner_that_stands_still_costs_its_own_shards_only_and_ends_by_the_de
         fetched([], still.owner)
 
 
-def test_an_owner_that_is_killed_is_lost_at_once_before_and_during_a_fetch(store: Store, directory: Path) -> None:
+@pytest.mark.parametrize("requests", ["one request", "several requests"])
+def test_an_owner_that_is_killed_is_lost_at_once_before_and_during_a_fetch(
+    store: Store, directory: Path, monkeypatch: pytest.MonkeyPatch, requests: str
+) -> None:
+    if requests == "several requests":  # all of them learn of the end at the same time
+        monkeypatch.setattr("trainer_adapters.batch.client.MAX_WANTED", 1)
     entries = store.put("here", rows_of("here"))
     with owners(directory, ["before"], ["during"]) as (before, during):
         before.kill()

@@ -232,7 +232,8 @@ class _Fetch:
         return {channel: source for source in self._sources for channel in source.open}
 
     def _take(self, source: _Source, channel: Channel, reply: object, deadline_s: float) -> None:
-        exchange = source.open.pop(channel)
+        if (exchange := source.open.pop(channel, None)) is None:
+            return  # the owner was given up for what another channel told at the same time
         try:
             if isinstance(reply, WeightwireError):
                 raise reply
