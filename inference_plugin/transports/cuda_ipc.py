@@ -43,9 +43,6 @@ __all__ = ["TRANSPORT"]
 ZONES = 2
 """Used in turn: the one that a commit made current, and the next update's."""
 
-FREED_WITHIN_S = 0.2
-"""Longest time from the end of the last writer until the memory of a zone that was dropped is freed."""
-
 
 class Probe(msgspec.Struct, frozen=True):
     """What the first trainer rank has: its host and runtime directory, and the devices whose memory it can map."""
@@ -123,9 +120,8 @@ class _WriterLock:
         """`Unused` of the zone's memory. Another thread frees it: freeing waits for the device, and this may be the engine's."""
 
         def wait() -> None:
-            while not self.take():
-                time.sleep(FREED_WITHIN_S)
             if self._segment is not None:
+                fcntl.flock(self._segment.fd, fcntl.LOCK_EX)  # until the last rank that has it mapped lets go or ends
                 self._segment.close()
             free()
 
