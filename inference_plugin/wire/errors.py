@@ -47,6 +47,8 @@ MAX_TEXT, MAX_NAME = 1 << 16, 256
 """Longest text and name of an error that travels, in characters; the rest is cut off."""
 
 MAX_NUMBER = 1 << 62
+MAX_DTYPE_RULES = 1 << 12
+"""Rules of dtypes travel all or not at all: some of them would decide otherwise."""
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 ShortName = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
@@ -65,7 +67,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     group: ShortName = ""
     phase: ShortName = ""
     version: Number | None = None
-    dtypes: dict[ShortName, ShortName] = {}
+    dtypes: Annotated[dict[ShortName, ShortName], msgspec.Meta(max_length=MAX_DTYPE_RULES)] = {}
 
 
 class WeightwireError(Exception):
@@ -144,7 +146,7 @@ class WeightwireError(Exception):
             group=_cut(self.group, MAX_NAME),
             phase=_cut(self.phase, MAX_NAME),
             version=_within(self.version),
-            dtypes={p: d for p, d in self.dtypes.items() if len(p) <= MAX_NAME},
+            dtypes=_travelling(self.dtypes),
         )
 
     @staticmethod
@@ -340,6 +342,11 @@ def _cut(text: str, limit: int) -> str:
     """A text, cut to what travels."""
     text = _writable(text)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _travelling(rules: Mapping[str, str]) -> dict[str, str]:
+    fit = len(rules) <= MAX_DTYPE_RULES and all(len(pattern) <= MAX_NAME for pattern in rules)
+    return dict(rules) if fit else {}
 
 
 def _within(number: int | None) -> int | None:

@@ -30,6 +30,7 @@ PATCH_POINTS = (
     PatchPoint(_LOADER + "initialize_model", ("vllm_config", "model_config"), "called: the skeleton"),
     PatchPoint("vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading", ("layer",), "called on stand-ins: what the engine does to a module after a load"),
     PatchPoint("vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding", why="recognised: padded on purpose"),
+    PatchPoint("vllm.platforms:current_platform", why="asked whether its FP8 scales are doubled"),
     PatchPoint("vllm.config:ParallelConfig.enable_eplb", why="read: experts that move while the engine runs are refused"),
     PatchPoint("vllm.model_executor.layers.fused_moe.expert_map_manager:ExpertMapManager.expert_map", why="read: the skeleton's loader places experts as the live model has them", without="a mixture of experts is updated only where experts stay in their first places"),
     PatchPoint(_ATTENTION + "MLAAttention", why="recognised: derives weights after loading"),
