@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -118,6 +120,29 @@ def test_after_training_the_server_says_what_the_saved_model_says(
     assert server.version() == version + STEPS + 1, "one update for each step, and one at the end"
     (drift,) = set(re.findall(r"'sampling/sampling_logp_difference/max': '([^']+)'", ran.stdout))
     assert float(drift) < 1e-3, "at every step the server's log-probabilities were those of the trainer's model"
+
+
+@needs_trl
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_after_asynchronous_training_the_server_says_what_the_saved_model_says(
+    server: StockServer, model: Path, tmp_path: Path, how: str
+) -> None:
+    """TRL's own trainer and rollout worker; FlashAttention's kernel is replaced."""
+    (template,) = PYTHON.parent.parent.glob(
+        "lib/python*/site-packages/trl/chat_templates/qwen3.jinja"
+    )  # TRL parses its answers
+    shutil.copy(template, model / "chat_template.jinja")
+    saved = tmp_path / "saved"
+    before, version = server.tokens(), server.version()
+    options = ["--lora", "--lr", "5e-2"] if how == "lora" else []
+    lender = sysconfig.get_path("purelib")
+    runner = [PYTHON, ROOT / "tests" / "support" / "trl_async_runner.py", lender, PROGRAM.with_name("train_async.py")]
+    where = ["--model", model, "--server", server.url, "--save", saved, "--dtype", "float32"]
+    ran = train(server, [*runner, *where, *options], PYTHONPATH=str(ROOT))
+    assert ran.returncode == 0, ran.stderr[-8000:]
+    expected = greedy_batch(saved, PROMPTS, COUNT)
+    assert server.tokens() == expected != before
+    assert server.version() == version + STEPS + 1, "one update before the first rollout, and one after each step"
 
 
 @needs_trl

@@ -135,14 +135,19 @@ class WeightSync:
             asked = replicas_behind(self._generation.vllm_client.base_url)
         else:
             return
-        missing = asked - {one.replica for one in report.replicas if one.status != "failed"}
-        if missing or not asked:
-            error = CommitFailed(
-                f"others took it, but {what} ({', '.join(sorted(missing)) or 'no replica'}) did not: TRL would use older weights",
-                hint="trainer and engine need the same WEIGHTWIRE_JOB, and on several hosts WEIGHTWIRE_REGISTRY; "
-                "`weightwire status` shows the replicas of a job",
-            )
-            raise error.at(side="trainer", group=report.group, phase="commit", version=report.version)
+        check_took(report, what, asked)
+
+
+def check_took(report: UpdateReport, what: str, asked: set[str]) -> None:
+    """Raises `CommitFailed` unless the replicas `asked`, those of the engine `what`, took the update."""
+    missing = asked - {one.replica for one in report.replicas if one.status != "failed"}
+    if missing or not asked:
+        error = CommitFailed(
+            f"others took it, but {what} ({', '.join(sorted(missing)) or 'no replica'}) did not: TRL would use older weights",
+            hint="trainer and engine need the same WEIGHTWIRE_JOB, and on several hosts WEIGHTWIRE_REGISTRY; "
+            "`weightwire status` shows the replicas of a job",
+        )
+        raise error.at(side="trainer", group=report.group, phase="commit", version=report.version)
 
 
 @contextlib.contextmanager

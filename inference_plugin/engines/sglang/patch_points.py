@@ -89,5 +89,10 @@ PATCH_POINTS = (
 )  # fmt: skip
 
 SGLANG = EngineTable(
-    "sglang", ("sglang",), oldest="0.5.20", newest="0.5.23", run=("0.5.22", "0.5.23"), points=PATCH_POINTS
+    "sglang",
+    ("sglang",),
+    oldest="0.5.20",
+    newest="0.5.23",
+    run=("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+    points=PATCH_POINTS,
 )

@@ -1,0 +1,108 @@
+"""TRL's asynchronous trainers (extra `trl`): the `weight_transfer` of AsyncGRPO and AsyncDistillation, one argument.
+
+    from trainer_adapters.integrations.trl_async import WeightTransfer
+
+    trainer = AsyncGRPOTrainer(model, reward, ..., weight_transfer=WeightTransfer("http://localhost:8000"))
+
+TRL calls it on its main process; there
+
+1. `init_weight_transfer` waits for the server and makes a `SyncManager` of this process alone;
+2. `send_weights` is one update of all replicas of the job: TRL's other ranks only help to gather what it reads;
+3. `pause` and `resume` do nothing: generation goes on until the commit, between two decoding steps;
+4. `destroy` closes the manager.
+
+A PEFT adapter arrives merged, as TRL merges it for the time of a sync. Written against TRL 1.16.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from inference_plugin.wire.errors import PeerLost, ProtocolError
+from trainer_adapters.integrations.trl import check_took, replicas_behind
+from trainer_adapters.manager import SyncManager
+from trainer_adapters.sources.export import ExportAdapter
+from trainer_adapters.sources.read_once import ReadOnce
+
+__all__ = ["WeightTransfer"]
+
+POLL_S = 1.0
+
+
+class WeightTransfer:
+    """TRL's `WeightTransferProtocol`. `server`: the URL of the vLLM server, the trainer's `vllm_server_base_url`. `dtype`: in
+    which all tensors travel; default: the trainer's own. `server_timeout_s`: how long a server may take to start. `settings`:
+    as `SyncManager` takes them, without `process_group`. Raises `TypeError` for a setting that `SyncManager` does not have.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        dtype: torch.dtype | str | None = None,
+        server_timeout_s: float = 240.0,
+        **settings: object,
+    ) -> None:
+        inspect.signature(SyncManager).bind(**settings)
+        self._server, self._timeout_s = server.rstrip("/"), server_timeout_s
+        self._dtype, self._settings = dtype, settings
+        self._manager: SyncManager | None = None
+        self._once = ReadOnce(is_sender=True)
+        self._source: ExportAdapter | None = None
+
+    def init_weight_transfer(self) -> None:
+        """Raises `PeerLost` if the server does not answer in time, `EngineUnsupported` if it runs without our plug-in."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                replicas_behind(self._server)
+                break
+            except PeerLost:
+                if time.monotonic() > deadline_s:
+                    raise
+                threading.Event().wait(POLL_S)  # the server is still starting, and tells nobody when it is there
+        alone = None
+        if dist.is_initialized() and dist.get_world_size() > 1:  # the other ranks make no manager, and no group
+            alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        self._manager = SyncManager(process_group=alone, **self._settings)  # type: ignore[arg-type]
+
+    def pause(self) -> None:
+        """Nothing: Weightwire stops generation itself, and only for the installation."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Every replica of the job serves what `iterator` yields, as the next version, when this returns.
+
+        In the first sync the whole model is kept in host memory, because the iterator can be read once; later syncs pass on one
+        tensor at a time. Raises what `SyncManager.update` raises, and `CommitFailed` if the server is not among the replicas
+        that took the version. The iterator is read to its end in any case, because other ranks gather with it.
+        """
+        if self._manager is None:
+            raise ProtocolError("send_weights before init_weight_transfer", side="trainer")
+        self._once.given = iterator
+        try:
+            if self._source is None:
+                self._source = ExportAdapter(self._once, dtype_rules=self._dtype)
+            report = self._manager.update(self._source)
+        except BaseException:
+            self._once, self._source = ReadOnce(is_sender=True), None
+            with contextlib.suppress(ValueError):  # the manager's thread still reads it
+                for _ in iterator:
+                    pass
+            raise
+        check_took(report, f"the server at {self._server}", replicas_behind(self._server))
+
+    def resume(self) -> None:
+        """Nothing, as `pause`."""
+
+    def destroy(self) -> None:
+        """Closes the manager; the server serves on. May be called twice."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
