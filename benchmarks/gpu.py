@@ -119,7 +119,7 @@ def load(path: str | Path) -> Any:
 
 
 def serve(path: str) -> None:
-    with TransformersEngine(path, device=DEVICE):
+    with TransformersEngine(path, device=DEVICE, captured_length=256 if ON_GPU else None):
         sys.stdin.read()
 
 

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from inference_plugin.engines.captured_steps import CapturedSteps
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.coordinator import open_coordinator
 from inference_plugin.engines.live_model import LiveModel
@@ -49,15 +50,22 @@ class Completion:
 
 
 class TransformersEngine:
-    """Serves one model from a thread of its own, on `device`. `version` is the one it serves; 0 is the checkpoint's."""
+    """Serves one model from a thread of its own, on `device`. `version` is the one it serves; 0 is the checkpoint's.
 
-    def __init__(self, checkpoint: str | Path, *, device: torch.device | str = "cpu") -> None:
+    `captured_length`: the most tokens of a request, prompt and answer together, where decode steps are to be captured in a CUDA
+    graph (`captured_steps`); None captures nothing and sets no limit. Raises `EngineUnsupported` for a model that can't be captured.
+    """
+
+    def __init__(
+        self, checkpoint: str | Path, *, device: torch.device | str = "cpu", captured_length: int | None = None
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         models: Any = AutoModelForCausalLM
         live = models.from_pretrained(checkpoint).to(device).eval()
         skeleton = build_skeleton(lambda: models.from_config(live.config, dtype=live.dtype).eval(), nullcontext())
-        self._loop = _Loop(_Model(live, live.device, *skeleton))
+        captured = None if captured_length is None else CapturedSteps(live, captured_length)
+        self._loop = _Loop(_Model(live, live.device, *skeleton), captured)
         self._coordinator = open_coordinator(
             self._loop,
             self._loop.replica,
@@ -74,7 +82,11 @@ class TransformersEngine:
         return self._loop.version
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Future[Completion]:
-        """Continues `prompt` (token ids) by `max_new_tokens` tokens. The future raises `TornReplica` from a torn engine."""
+        """Continues `prompt` (token ids) by `max_new_tokens` tokens. The future raises `TornReplica` from a torn engine.
+
+        Raises `ValueError` where both together are more than `captured_length`.
+        """
+        self._loop.check_length(len(prompt) + max_new_tokens)
         request = _Request(list(prompt), max_new_tokens)
         self._loop.submit(lambda: self._loop.admit(request))
         return request.future
@@ -122,11 +134,13 @@ class _Model(LiveModel):
 class _Loop(EngineControl):
     """The engine's own thread, and the engine as its coordinator sees it."""
 
-    def __init__(self, model: _Model) -> None:
+    def __init__(self, model: _Model, captured: CapturedSteps | None) -> None:
         self.version = 0
         self.replica = addresses.new_replica_id("transformers")
         self.runtime = RankRuntime(RankIdentity(self.replica, 0, tp_rank=0), model)
         self._model = model
+        self._captured = captured
+        model.fixed_addresses = captured is not None
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: list[_Request] = []
         self._held: list[_Request] = []
@@ -152,14 +166,38 @@ class _Loop(EngineControl):
         with self._model.step():
             for request in self._running:
                 known = [*request.prompt, *request.tokens]
-                fresh = torch.tensor([known if request.cache is None else known[-1:]], device=self._model.device)
-                output = self._model.live(input_ids=fresh, past_key_values=request.cache, use_cache=True)
-                request.cache = output.past_key_values
-                request.tokens.append(int(output.logits[0, -1].argmax()))
+                compute = self._compute if self._captured is None else self._compute_captured
+                request.tokens.append(compute(request, known))
                 request.versions.append(self.version)
         for request in [r for r in self._running if len(r.tokens) >= r.max_new_tokens]:
             self._running.remove(request)
+            self._drop_cache(request)
             request.end("length")
+
+    def _compute(self, request: _Request, known: list[int]) -> int:
+        fresh = torch.tensor([known if request.cache is None else known[-1:]], device=self._model.device)
+        output = self._model.live(input_ids=fresh, past_key_values=request.cache, use_cache=True)
+        request.cache = output.past_key_values
+        return int(output.logits[0, -1].argmax())
+
+    def _compute_captured(self, request: _Request, known: list[int]) -> int:
+        assert self._captured is not None
+        if request.cache is None:
+            request.cache = self._captured.take()
+            return request.cache.prefill(known)
+        return request.cache.decode(known[-1])
+
+    def _drop_cache(self, request: _Request) -> None:
+        if self._captured is not None and request.cache is not None:
+            self._captured.give_back(request.cache)
+        request.cache = None
+
+    def check_length(self, tokens: int) -> None:
+        if self._captured is not None and tokens > self._captured.length:
+            raise ValueError(
+                f"prompt and answer would be {tokens} tokens, and captured_length is {self._captured.length}: "
+                "ask for fewer new tokens, or start the engine with a larger captured_length"
+            )
 
     def admit(self, request: _Request) -> None:
         if self._refusal is not None:
@@ -176,6 +214,7 @@ class _Loop(EngineControl):
     def _end_all(self) -> None:
         ended, self._running, self._held = [*self._running, *self._held], [], []
         for request in ended:
+            self._drop_cache(request)
             if self._refusal is not None:
                 request.future.set_exception(TornReplica(self._refusal))
             else:
@@ -198,7 +237,7 @@ class _Loop(EngineControl):
             self._end_all()
         elif in_flight == "recompute":
             for request in self._running:
-                request.cache = None
+                self._drop_cache(request)
         return None
 
     def hold(self, asleep: frozenset[MemoryTag]) -> None:

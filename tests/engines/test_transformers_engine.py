@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MistralConfig, MistralForCausalLM
 
 from inference_plugin.engines.transformers import Completion, TransformersEngine
 from inference_plugin.net import addresses
 from inference_plugin.plugins import plugin_manager
-from inference_plugin.wire.errors import TornReplica
+from inference_plugin.wire.errors import EngineUnsupported, TornReplica
 from inference_plugin.wire.messages import ReplicaCard
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here once more
@@ -103,6 +104,48 @@ def test_an_updated_engine_is_a_fresh_engine(checkpoint: Checkpoint, kind: str, 
     model_a, model_b = (checkpoint(kind, tied=tied, seed=seed) for seed in (1, 2))
     with pytest.MonkeyPatch.context() as patch, runtime_directory(patch), TransformersEngine(model_a) as engine:
         check_life(TransformersDriver(engine).tokens, model_a, model_b, zones=True)
+
+
+@pytest.mark.parametrize(("kind", "tied"), ENGINES.values())
+def test_steps_at_fixed_addresses_say_what_a_fresh_engine_says_after_each_update(
+    directory: Path, checkpoint: Checkpoint, kind: str, tied: bool
+) -> None:
+    """Without a GPU no graph is captured; slots, caches of a fixed size and weights at fixed addresses are the same."""
+    models = [checkpoint(kind, tied=tied, seed=seed) for seed in (1, 2)]
+    with TransformersEngine(models[0], captured_length=256) as engine:
+        driver = TransformersDriver(engine)
+        for version, (install, transport) in enumerate(
+            [("auto", "auto"), ("auto", "auto"), ("copy", "zmq"), ("streaming", "stream")], 1
+        ):
+            served = models[version % 2]
+            with SyncManager(install=install, transport=transport, timeout_s=60) as manager:  # type: ignore[arg-type]
+                manager.update(source(served), version)
+                assert manager.verify(source(served)).ok
+            assert driver.tokens(PROMPTS, COUNT) == reference(served)
+        with pytest.raises(ValueError, match="would be 257 tokens, and captured_length is 256"):
+            engine.generate([1, 2, 3], 254)
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+def test_requests_in_captured_slots_follow_the_policy(directory: Path, checkpoint: Checkpoint, in_flight: str) -> None:
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    with TransformersEngine(model_a, captured_length=1024) as engine:
+        check_requests_in_flight(Live(TransformersDriver(engine), 1, model_a, model_b), in_flight)  # type: ignore[arg-type]
+
+
+def test_a_model_whose_cache_counts_on_the_host_is_not_captured(directory: Path, tmp_path: Path) -> None:
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        sliding_window=8,
+    )
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(EngineUnsupported, match="StaticSlidingWindowLayer counts tokens on the host"):
+        TransformersEngine(tmp_path, captured_length=64)
+    assert addresses.discover() == []
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)

@@ -8,7 +8,9 @@ from inference_plugin.engines.transformers import TransformersEngine
 
 
 def main() -> None:
-    with TransformersEngine(sys.argv[1], device=sys.argv[2]):
+    checkpoint, device = sys.argv[1:]
+    # Weights at fixed addresses on a GPU have a second set there to copy from; on a CPU they would have none for `cuda_ipc`.
+    with TransformersEngine(checkpoint, device=device, captured_length=None if device == "cpu" else 256):
         sys.stdin.read()
 
 

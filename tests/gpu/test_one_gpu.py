@@ -275,19 +275,24 @@ def taken_bytes() -> int:
     return torch.cuda.memory_allocated(DEVICE) if DEVICE.type == "cuda" else 0
 
 
+@pytest.mark.parametrize("captured_length", [None, 256])
 def test_a_hundred_updates_of_an_engine_on_the_trainers_gpu_leave_its_tokens_and_no_memory(
-    directory: Path, tmp_path: Path
+    directory: Path, tmp_path: Path, captured_length: int | None
 ) -> None:
+    """256: a CUDA graph replays its decode steps, and reads the weights where they lay when it was captured."""
     from transformers import AutoModelForCausalLM
 
     paths = [make_qwen3(tmp_path / str(seed), seed=seed, tied=True, dtype=torch.float32) for seed in (1, 2)]
     fresh = []
     for path in paths:
-        with TransformersEngine(path, device=DEVICE) as engine:
+        with TransformersEngine(path, device=DEVICE, captured_length=captured_length) as engine:
             fresh.append([engine.generate(prompt, COUNT).result(120).tokens for prompt in PROMPTS])
     assert fresh[0] != fresh[1]
     models = [AutoModelForCausalLM.from_pretrained(path).to(DEVICE) for path in paths]
-    with TransformersEngine(paths[0], device=DEVICE) as engine, SyncManager(timeout_s=120) as manager:
+    with (
+        TransformersEngine(paths[0], device=DEVICE, captured_length=captured_length) as engine,
+        SyncManager(timeout_s=120) as manager,
+    ):
         held: list[int] = []
         for version in range(1, 101):
             manager.update(ModuleAdapter(models[version % 2]), version)
