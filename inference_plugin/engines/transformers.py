@@ -52,8 +52,8 @@ class Completion:
 class TransformersEngine:
     """Serves one model from a thread of its own, on `device`. `version` is the one it serves; 0 is the checkpoint's.
 
-    `captured_length`: the most tokens of a request, prompt and answer together, where decode steps are to be captured in a CUDA
-    graph (`captured_steps`); None captures nothing and sets no limit. Raises `EngineUnsupported` for a model that can't be captured.
+    `captured_length` captures the decode step in a CUDA graph (`captured_steps`): the most tokens of a request, prompt and answer
+    together. None captures nothing and sets no limit. Raises `EngineUnsupported` for a model that can't be captured.
     """
 
     def __init__(
