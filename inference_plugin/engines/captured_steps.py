@@ -24,8 +24,8 @@ WARM_UP_STEPS = 3
 class CapturedSteps:
     """The slots of one model: as many as there ever were requests at a time.
 
-    `length`: the most tokens of a request, prompt and answer together. Raises `EngineUnsupported` for a model whose cache counts its
-    tokens on the host (sliding windows, `transformers` before 5), where a replay would not count.
+    `length`: the most tokens of a request, prompt and answer together. Raises `EngineUnsupported` for a model whose cache
+    counts its tokens on the host (sliding windows, `transformers` before 5), where a replay would not count.
     """
 
     def __init__(self, model: Any, length: int) -> None:
