@@ -184,8 +184,8 @@ class _Loop(EngineControl):
         assert self._captured is not None
         if request.cache is None:
             request.cache = self._captured.take()
-            return request.cache.prefill(known)
-        return request.cache.decode(known[-1])
+            return int(request.cache.prefill(known))
+        return int(request.cache.decode(known[-1]))
 
     def _drop_cache(self, request: _Request) -> None:
         if self._captured is not None and request.cache is not None:
