@@ -92,7 +92,7 @@ class Slot:
 
     def _capture(self) -> Callable[[], None]:
         device = self._model.device
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_STEPS):
