@@ -133,24 +133,35 @@ def _module(device: str) -> Any:
 
 
 class Group:
-    """One process's end of a group. Making it waits for all ranks.
+    """One process's end of a group. Making it waits for all ranks, which meet in the store that `meet` gives.
 
-    Every wait ends at `deadline_s` of `time.monotonic()`, when a process of `peers` (names by pid) ends, and after `abort`.
-    Raises `SyncTimeout`, `PeerLost`, and what torch raises. For one thread; `abort` is for any.
+    `peers`: processes of this host, named by pid. `interface`: where gloo listens; loopback if None. Every wait ends at
+    `deadline_s` of `time.monotonic()`, when one of `peers` ends, and after `abort`. Raises `SyncTimeout`, `PeerLost`, and what
+    torch raises. For one thread; `abort` is for any.
     """
 
     def __init__(
-        self, backend: Backend, store: Any, rank: int, size: int, *, peers: Mapping[int, str], deadline_s: float
+        self,
+        backend: Backend,
+        meet: Callable[[timedelta], Any],
+        rank: int,
+        size: int,
+        *,
+        peers: Mapping[int, str],
+        deadline_s: float,
+        interface: str | None = None,
     ) -> None:
         self._backend, self._rank, self._deadline_s = backend, rank, deadline_s
         self._peers = {(pid, start_ticks(pid)): name for pid, name in peers.items()}
+        self._interface = interface or "lo"
         self._aborted = False
         self._pending: list[Any] = []
         self._device = torch.device(backend.device, device_of(torch.device(backend.device)).current() or 0)
         limit = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
-        store.set_timeout(limit)
 
-        def meet() -> None:
+        def make() -> None:
+            store = meet(limit)
+            store.set_timeout(limit)
             if self._backend.queues:
                 _module(backend.device).set_device(self._device.index)
                 store.set(f"here/{rank}", "")
@@ -159,13 +170,13 @@ class Group:
             if self._backend.queues:  # they connect at the first broadcast, in a call without a time limit
                 self.broadcast(torch.zeros(1, dtype=torch.uint8))()
 
-        self._within(meet)
+        self._within(make)
 
     def _make(self, store: Any, size: int, limit: timedelta) -> Any:
         kind = getattr(importlib.import_module(self._backend.module), self._backend.group_class)
         if self._backend.name == "gloo":
             options = kind._Options()
-            options._devices = [kind.create_device(interface="lo")]
+            options._devices = [kind.create_device(interface=self._interface)]
         else:
             options = kind.Options()
         options._timeout = limit

@@ -1,4 +1,4 @@
-"""Same host, by `torch.distributed`: each trainer rank broadcasts its buckets to all workers of all replicas.
+"""By `torch.distributed`: each trainer rank broadcasts its buckets to all workers of all replicas.
 
 1. for each transaction every trainer rank makes a process group with all workers (`topology`), of the backend for its device
    or of the one that the user named (`backends`), apart from the trainer's and the engine's own groups;
@@ -7,7 +7,10 @@
 3. the worker compares each piece with its digest on arrival, as on `zmq`, in a thread of its own.
 
 A peer that dies or stalls ends the groups on all sides, by the backend's own notice or by the deadline; the next update makes
-new groups. Collectives authenticate nobody: groups meet in a file of the runtime directory, and gloo listens on loopback only.
+new groups. Collectives authenticate nobody, so by default they don't leave the host: groups meet in a file of the runtime
+directory, and gloo listens on loopback. With `collective_interface` the user names a network that is trusted: groups
+meet at a store of rank 0 on that interface, for as long as one update takes, and gloo listens there. Digests travel
+over the job's own channels, so what a stranger sends there is refused; a stranger can read along and make updates fail.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,11 +34,12 @@ from inference_plugin.net.addresses import boot_id, runtime_dir
 from inference_plugin.transports.backends import Group, backend_named, chosen_backend
 from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
 from inference_plugin.transports.bucket_staging import BucketReceiver, BucketStaging
+from inference_plugin.transports.interfaces import INTERFACE, own_interface, reach_store, serve_store
 from inference_plugin.transports.pieces import Bytes, pieces_of
 from inference_plugin.transports.spread import FanOut
-from inference_plugin.transports.topology import SENDER, GroupPlan, plan_groups
+from inference_plugin.transports.topology import SENDER, GroupPlan, Process, plan_groups
 from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES, decode_as
-from inference_plugin.wire.config import variable_of
+from inference_plugin.wire.config import Config, variable_of
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     PeerLost,
@@ -55,22 +60,27 @@ CANCEL_S = 0.1
 """Longest time until a check that waits for broadcasts notices that its transaction was dropped."""
 
 
-class Rendezvous(msgspec.Struct, frozen=True):
-    """The meeting place of a transaction's groups: the store's file in the runtime directory, the workers' pids in order, the
-    number of trainer ranks that send, and the backend."""
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
-    file: Annotated[str, msgspec.Meta(pattern=r"^collective-[0-9]+-[0-9a-f]+$")]
-    receivers: Annotated[tuple[int, ...], msgspec.Meta(min_length=1, max_length=65536)]
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """The meeting place of a transaction's groups, the workers' processes in order, the number of trainer ranks that send, and
+    the backend. `store`: host and port of rank 0's store; None where `name` is a file in the runtime directory instead."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^collective-[0-9]+-[0-9a-f]+$")]
+    receivers: Annotated[tuple[Process, ...], msgspec.Meta(min_length=1, max_length=65536)]
     senders: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     backend: Annotated[str, msgspec.Meta(max_length=40)]
+    store: tuple[Annotated[str, msgspec.Meta(max_length=64)], Port] | None = None
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """Facts that trainer and worker must share: the host, the runtime directory, a backend. A backend that moves device memory
-    also needs them on different devices."""
+    """Facts that trainer and worker must share: the host and the runtime directory (`here`) or an interface each, and a backend.
+    A backend that moves device memory also needs them on different devices."""
 
     here: Annotated[str, msgspec.Meta(max_length=8192)]
+    has_interface: bool
     backend: Annotated[str, msgspec.Meta(max_length=40)]
     device: Annotated[str, msgspec.Meta(max_length=200)]
 
@@ -145,9 +155,11 @@ class CollectiveStaging(BucketStaging):
         try:
             in_use().use(self._device)
             deadline_s = time.monotonic() + rendezvous.timeout_s
-            peers = {pid: f"the worker of process {pid}" for pid in rendezvous.receivers}
+            config = Config.from_environment()
+            peers = {process: f"the worker of process {process.pid}" for process in rendezvous.receivers}
             for plan in plan_groups(rendezvous.senders, rendezvous.receivers):
-                self._group = _join(rendezvous, plan, plan.rank_of(os.getpid()), peers, deadline_s)
+                rank = plan.rank_of(_this_process())
+                self._group = _join(rendezvous, config, plan, rank, peers, deadline_s)
                 if self._closing:
                     raise PeerLost("the transaction was dropped", phase="stage")
                 self._take_all(self._group)
@@ -194,11 +206,14 @@ class CollectiveReceiver(BucketReceiver):
 
     def check_probe(self, probe: bytes) -> None:
         offered = decode_as(probe, Probe)
-        if offered.here != _here():
+        if offered.has_interface:
+            own_interface(Config.from_environment())
+        elif offered.here != _here():
             raise TransportUnavailable(
                 "collective: the trainer is on another host or has another runtime directory; collectives authenticate "
-                "nobody, and meet there only",
-                hint="use transport 'zmq', between hosts with a key",
+                "nobody, and stay on one host by default",
+                hint=f"use transport 'zmq', between hosts with a key; on a network that you trust, {INTERFACE} names the "
+                "interface, on both sides",
             )
         if backend_named(offered.backend).queues and offered.device and offered.device == in_use().uuid():
             raise TransportUnavailable(
@@ -209,7 +224,7 @@ class CollectiveReceiver(BucketReceiver):
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> CollectiveStaging:
         rendezvous = decode_as(description, Rendezvous)
         backend_named(rendezvous.backend)
-        plan_groups(rendezvous.senders, rendezvous.receivers)[0].rank_of(os.getpid())
+        plan_groups(rendezvous.senders, rendezvous.receivers)[0].rank_of(_this_process())
         staging = super().open(manifest, b"", needs)
         assert isinstance(staging, CollectiveStaging)
         staging.begin(rendezvous)
@@ -222,13 +237,15 @@ class CollectiveSender(Sender):
     def __init__(self) -> None:
         self._met: tuple[tuple[Target, ...], int, float] = ((), 1, 0.0)
         self._paths: list[Path] = []
+        self._store: Any = None
 
     @property
     def _backend(self) -> str:
         return backend_named(chosen_backend(self.config.collective_backend)).name
 
     def probe(self) -> bytes:
-        return msgspec.msgpack.encode(Probe(_here(), self._backend, in_use().uuid()))
+        has_interface = self.config.collective_interface is not None
+        return msgspec.msgpack.encode(Probe(_here(), has_interface, self._backend, in_use().uuid()))
 
     def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
         self._met = tuple(targets), trainer_ranks, timeout_s
@@ -236,11 +253,15 @@ class CollectiveSender(Sender):
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         targets, senders, timeout_s = self._met
         self._forget()
+        receivers = tuple(Process(target.boot_id, target.pid) for target in targets)
+        plan_groups(senders, receivers)  # refuses what can't be a group before anybody waits for it
         name = f"collective-{os.getpid()}-{secrets.token_hex(6)}"
-        self._paths = [_path(name, sender) for sender in range(senders)]
-        pids = tuple(target.pid for target in targets)
-        plan_groups(senders, pids)  # refuses what can't be a group before anybody waits for it
-        return msgspec.msgpack.encode(Rendezvous(name, pids, senders, timeout_s, self._backend))
+        store = None
+        if (interface := self.config.collective_interface) is not None:
+            self._store, store = serve_store(interface)
+        else:
+            self._paths = [_path(name, sender) for sender in range(senders)]
+        return msgspec.msgpack.encode(Rendezvous(name, receivers, senders, timeout_s, self._backend, store))
 
     def write(
         self,
@@ -255,7 +276,10 @@ class CollectiveSender(Sender):
         deadline_s: float,
     ) -> tuple[list[Piece], WriteStats]:
         rendezvous = decode_as(description, Rendezvous)
-        if {target.pid for target in targets} != set(rendezvous.receivers):
+        peers = {
+            Process(target.boot_id, target.pid): f"rank {target.rank} of replica {target.replica}" for target in targets
+        }
+        if peers.keys() != set(rendezvous.receivers):
             raise PeerLost(
                 "a replica dropped out after the update's groups were laid out",
                 hint="update again: the next one makes groups without it",
@@ -267,8 +291,7 @@ class CollectiveSender(Sender):
         joined: Group | None = None
         try:
             until_s = min(deadline_s, time.monotonic() + rendezvous.timeout_s)
-            peers = {target.pid: f"rank {target.rank} of replica {target.replica}" for target in targets}
-            joined = _join(rendezvous, plan, SENDER, peers, until_s)
+            joined = _join(rendezvous, self.config, plan, SENDER, peers, until_s)
             self._send_all(joined, manifest, slices, pieces, stats)
             joined.broadcast(torch.tensor([END, 0]))()
             joined.close()
@@ -315,7 +338,7 @@ class CollectiveSender(Sender):
     def _forget(self) -> None:
         for path in self._paths:
             path.unlink(missing_ok=True)
-        self._paths = []
+        self._paths, self._store = [], None
 
 
 def _here() -> str:
@@ -323,15 +346,34 @@ def _here() -> str:
     return f"{boot_id()} {runtime_dir()}"
 
 
+def _this_process() -> Process:
+    return Process(boot_id(), os.getpid())
+
+
 def _path(name: str, sender: int) -> Path:
     return runtime_dir() / f"{name}.{sender}"
 
 
-def _join(rendezvous: Rendezvous, plan: GroupPlan, rank: int, peers: Mapping[int, str], deadline_s: float) -> Group:
+def _join(
+    rendezvous: Rendezvous, config: Config, plan: GroupPlan, rank: int, peers: Mapping[Process, str], deadline_s: float
+) -> Group:
     """This process's end of a sender's group; waits for all its ranks."""
-    store = dist.FileStore(str(_path(rendezvous.file, plan.sender)), plan.size)  # type: ignore[attr-defined]
-    backend = backend_named(rendezvous.backend)
-    return Group(backend, store, rank, plan.size, peers=peers, deadline_s=deadline_s)
+    interface = None if rendezvous.store is None else own_interface(config)
+
+    def meet(limit: timedelta) -> Any:
+        if rendezvous.store is None:
+            return dist.FileStore(str(_path(rendezvous.name, plan.sender)), plan.size)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"{rendezvous.name}/{plan.sender}", reach_store(*rendezvous.store, limit))  # type: ignore[attr-defined]
+
+    return Group(
+        backend_named(rendezvous.backend),
+        meet,
+        rank,
+        plan.size,
+        peers={process.pid: name for process, name in peers.items() if process.boot_id == boot_id()},
+        interface=interface,
+        deadline_s=deadline_s,
+    )
 
 
 def _typed(error: Exception) -> WeightwireError:
@@ -344,7 +386,7 @@ def _typed(error: Exception) -> WeightwireError:
 
 TRANSPORT = Transport(
     name="collective",
-    summary="same host: buckets broadcast by torch.distributed, to all workers at once",
+    summary="buckets broadcast by torch.distributed, to all workers at once",
     preference=95,
     why_not=lambda: None if dist.is_available() else "this torch has no torch.distributed",
     sender=CollectiveSender,

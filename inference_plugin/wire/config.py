@@ -68,6 +68,7 @@ Threads = Annotated[int, _meta("whole numbers from 1 to 256", ge=1, le=256)]
 Buffers = Annotated[int, _meta("whole numbers from 2 to 64", ge=2, le=64)]
 Share = Annotated[float, _meta("numbers above 0, 1 at most", gt=0, le=1)]
 Backend = Annotated[Literal["gloo", "nccl", "hccl"] | None, _meta("gloo, nccl, hccl")]
+Interface = Annotated[str | None, _meta("names of network interfaces")]
 Directory = Annotated[str | None, _meta("names of directories")]
 
 
@@ -105,6 +106,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = 2
     collective_backend: Annotated[
         Backend, _for("trainer", "of torch.distributed, for `collective`; by default the one for the trainer's device")
+    ] = None
+    collective_interface: Annotated[
+        Interface,
+        _for(
+            "both",
+            "network on which `collective` may leave the host: it authenticates and encrypts nothing, so name one that you "
+            "trust; without it, loopback only",
+        ),
     ] = None
     check_threads: Annotated[
         Threads, _for("engine", "at most so many threads of a worker compare digests, and never more than it has cores")

@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from inference_plugin.devices import DEVICES
@@ -18,6 +20,8 @@ from inference_plugin.net import addresses
 from inference_plugin.transports import collective
 from inference_plugin.transports.backends import BACKENDS, VARIABLE
 from inference_plugin.transports.collective import CollectiveReceiver, Probe
+from inference_plugin.transports.interfaces import INTERFACE, serve_store
+from inference_plugin.transports.topology import Process
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TransportUnavailable, WeightwireError
 from tests.manager.conftest import Start
 from tests.manager.test_manager import Ranks, holds, source
@@ -44,8 +48,41 @@ class Watched(ShardSource):
 
 def test_another_host_is_refused_with_what_to_use_instead(directory: Path) -> None:
     with pytest.raises(TransportUnavailable, match="another host") as raised:
-        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe("elsewhere", "gloo", "")))
+        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe("elsewhere", False, "gloo", "")))
     assert "zmq" in raised.value.hint
+
+
+def test_an_interface_that_only_the_trainer_names_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = msgspec.msgpack.encode(Probe("elsewhere", True, "gloo", ""))
+    with pytest.raises(TransportUnavailable, match=f"this process has no {INTERFACE}"):
+        CollectiveReceiver().check_probe(offered)
+    monkeypatch.setenv(INTERFACE, "lo")
+    CollectiveReceiver().check_probe(offered)
+
+
+def test_a_store_listens_on_its_interface_alone_and_only_while_it_is_needed() -> None:
+    with pytest.raises(TransportUnavailable, match="interface 'eth77' is unknown") as raised:
+        serve_store("eth77")
+    assert "lo" in raised.value.hint
+    store, (address, port) = serve_store("lo")
+    listening = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    assert [one.ip for one in listening if one.port == port] == [address] == ["127.0.0.1"]
+    del store
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address, port)).close()
+
+
+def test_on_an_interface_that_both_sides_name_every_version_arrives(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INTERFACE, "lo")
+    rigs = [start(tp=2, **{INTERFACE: "lo"}), start(**{INTERFACE: "lo"})]
+    with SyncManager(transport="collective", timeout_s=60) as manager:
+        for version in (1, 2):
+            report = manager.update(source(version), version)
+            assert [(r.status, r.transport) for r in report.replicas] == [("committed", "collective")] * 2
+            assert all(holds(rig, version) for rig in rigs)
+    assert not list(directory.rglob("collective-*"))
 
 
 def test_a_device_that_trainer_and_engine_share_is_refused_where_the_backend_wants_two(
@@ -56,25 +93,37 @@ def test_a_device_that_trainer_and_engine_share_is_refused_where_the_backend_wan
     with pytest.raises(
         TransportUnavailable, match="two can't broadcast from a trainer to an engine on the same device"
     ):
-        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe(collective._here(), "two", device.uuid())))
-    for fine in (Probe(collective._here(), "two", "GPU-2"), Probe(collective._here(), "gloo", device.uuid())):
+        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe(collective._here(), False, "two", device.uuid())))
+    for fine in (
+        Probe(collective._here(), False, "two", "GPU-2"),
+        Probe(collective._here(), False, "gloo", device.uuid()),
+    ):
         CollectiveReceiver().check_probe(msgspec.msgpack.encode(fine))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"file": "/etc/passwd"},
-        {"file": "collective-1-a/../x"},
+        {"name": "/etc/passwd"},
+        {"name": "collective-1-a/../x"},
         {"senders": 0},
         {"timeout_s": 1e9},
         {"receivers": ()},
-        {"receivers": (1,)},
+        {"receivers": (("here", 1),)},
+        {"receivers": ((addresses.boot_id(), 1),)},
+        {"store": ("10.0.0.1", 0)},
+        {"store": ("a" * 65, 7777)},
     ],
 )
 def test_a_meeting_that_cannot_be_meant_is_refused_before_anything_is_opened(directory: Path, wrong: Any) -> None:
-    meeting = {"file": "collective-1-a", "receivers": (os.getpid(),), "senders": 1, "timeout_s": 1.0}
-    meeting |= {"backend": "gloo"} | wrong
+    here = Process(addresses.boot_id(), os.getpid())
+    meeting = {
+        "name": "collective-1-a",
+        "receivers": (here,),
+        "senders": 1,
+        "timeout_s": 1.0,
+        "backend": "gloo",
+    } | wrong
     manifest = source(1).manifest()
     with pytest.raises(ProtocolError):
         CollectiveReceiver().open(manifest, msgspec.msgpack.encode(meeting), [manifest.whole(0)])

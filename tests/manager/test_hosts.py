@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference_plugin.net import curve
+from inference_plugin.transports.interfaces import INTERFACE
 from tests.support.hosts import Host, HostedReplica, HostedTrainer, can_make_hosts, network
 from tests.support.plain_engine import checkpoint, digests_expected
 from tests.support.rig import eventually, runtime
@@ -99,3 +100,25 @@ def test_a_manager_that_is_killed_and_started_again_finds_out_where_everyone_sta
         "the one that joined caught up",
     )
     assert holds(fourth, cluster.version), "from another host, between updates"
+
+
+def test_hosts_that_trust_a_network_take_updates_by_collective_and_a_lost_one_costs_one_update() -> None:
+    with pytest.MonkeyPatch.context() as patch, runtime(patch) as directory, network(3) as hosts:
+        curve.make_key(directory / "key")
+        environment = {
+            curve.VARIABLE: str(directory / "key"),
+            "WEIGHTWIRE_REGISTRY": f"tcp://{hosts[0].address}:7777",
+            "WEIGHTWIRE_SILENCE_S": "2",
+            INTERFACE: "eth0",
+        }
+        trainer = HostedTrainer(hosts[0], directory / "trainer", environment, transport="collective")
+        first = HostedReplica(hosts[1], directory / "a", environment, tp=2)
+        second = HostedReplica(hosts[2], directory / "b", environment)
+        assert len(trainer.ask("wait", count=2)) == 2
+        for version in (1, 2):
+            assert sorted(trainer.ask("update", version=version).values()) == [["committed", "collective", ""]] * 2
+            assert holds(first, version) and holds(second, version)
+        second.process.kill()
+        assert holds(first, 2)
+        eventually(lambda: "error" not in trainer.ask("update", version=3), "an update without the lost host")
+        assert holds(first, 3)

@@ -121,9 +121,9 @@ class HostedReplica:
 class HostedTrainer:
     """A manager on a host, alone; it does what it is asked, one after the other."""
 
-    def __init__(self, host: Host, directory: Path, environment: dict[str, str]) -> None:
+    def __init__(self, host: Host, directory: Path, environment: dict[str, str], *, transport: str = "auto") -> None:
         directory.mkdir(exist_ok=True)
-        code = "from tests.support.hosts import serve_trainer; serve_trainer()"
+        code = f"from tests.support.hosts import serve_trainer; serve_trainer({transport!r})"
         self.process = host.start(code, {"WEIGHTWIRE_RUNTIME_DIR": str(directory)} | environment)
 
     def begin(self, do: str, **arguments: Any) -> None:
@@ -146,7 +146,7 @@ class HostedTrainer:
         self.process.wait()
 
 
-def serve_trainer() -> None:
+def serve_trainer(transport: str) -> None:
     """The trainer's process: one JSON line each way."""
     from inference_plugin.wire.errors import WeightwireError
     from tests.support.managers import SyncManager
@@ -155,7 +155,7 @@ def serve_trainer() -> None:
     def names(cards: list[ReplicaCard]) -> list[str]:
         return [card.replica for card in cards]
 
-    with SyncManager(timeout_s=120, catch_up="always") as manager:
+    with SyncManager(timeout_s=120, transport=transport, catch_up="always") as manager:
         for line in sys.stdin:
             request = json.loads(line)
             try:

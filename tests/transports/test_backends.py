@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,12 @@ def test_threads_of_a_process_without_an_accelerator_are_given_none() -> None:
 
 
 def group(directory: Path, seconds: float, rank: int = 0, backend: str = "gloo", **peers: int) -> Group:
-    store = dist.FileStore(str(directory / "store"), 2)
     named = {pid: f"rank 3 of replica {name}" for name, pid in peers.items()}
-    return Group(BACKENDS[backend], store, rank, 2, peers=named, deadline_s=time.monotonic() + seconds)
+
+    def meet(limit: timedelta) -> dist.Store:
+        return dist.FileStore(str(directory / "store"), 2)
+
+    return Group(BACKENDS[backend], meet, rank, 2, peers=named, deadline_s=time.monotonic() + seconds)
 
 
 def pair(directory: Path, seconds: float, backend: str = "gloo") -> tuple[Group, Group]:
