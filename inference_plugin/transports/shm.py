@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -154,24 +155,37 @@ class SharedSegment:
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTFORK)
 
-    def ask_for_large_pages(self) -> None:
+    def ask_for_large_pages(self, wanted: bool = True) -> None:
         """Asks for pages of 2 MiB: page tables are built, protected and walked in a fraction of the time. Takes effect where
-        `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise`; no page may be given back by itself then."""
+        `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise`, on pages that do not exist yet. Not `wanted`: from now
+        on pages are small."""
         if self._map is not None and self.nbytes >= LARGE_PAGE_BYTES:
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError, ValueError):  # a kernel without them; closed meanwhile
+                self._map.madvise(mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE)
 
     def touch(self, start: int, nbytes: int) -> bool:
         """Maps the pages of `start:start + nbytes` for writing, in a fraction of the time that faults take. False: the system
-        can't (before Linux 5.14), or the segment is closed."""
-        if (mapping := self._map) is None:
+        can't, or the segment is closed."""
+        try:
+            return self.back(start, nbytes)
+        except OSError:
             return False
+
+    def back(self, start: int, nbytes: int) -> bool:
+        """As `touch`, but raises OSError where the system has no memory for the pages. False: the kernel has no such call
+        (before Linux 5.14), or the segment is closed."""
         end = min(start + nbytes, self.nbytes)
         try:
             for step in range(start - start % mmap.PAGESIZE, end, TOUCHED_AT_ONCE):
+                if (mapping := self._map) is None:
+                    return False
                 mapping.madvise(MADV_POPULATE_WRITE, step, min(TOUCHED_AT_ONCE, end - step))
-        except (OSError, ValueError):
+        except ValueError:  # closed meanwhile
             return False
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
         return True
 
     def give_back(self, start: int, end: int) -> None:

@@ -42,6 +42,11 @@ static void copy_streaming(char *target, const char *source, size_t nbytes)
     memcpy(target, source, nbytes);
 }
 
+typedef struct {
+    const char *at;
+    size_t nbytes;
+} Source;
+
 #ifdef WITH_AVX2
 enum {
     STRIPE_BYTES = 64,
@@ -196,6 +201,35 @@ AVX2 static uint64_t copy_and_digest(char *target, size_t target_stride, const c
     return ended(&digest, source, rows, row_bytes);
 }
 
+/* Sources of any length, one after the other: a stripe that several of them make up goes by way of `joint`. The last stripe is
+ * read back from the target, where it may overlap the one before it. */
+AVX2 static uint64_t copy_joined_and_digest(char *target, const Source *sources, size_t count, size_t total)
+{
+    size_t stripes_left = stripes_before_last(total), held = 0;
+    char joint[STRIPE_BYTES], *to = target;
+    Digest digest = begun();
+    for (size_t i = 0; i < count; i++) {
+        const char *from = sources[i].at;
+        size_t left = sources[i].nbytes;
+        if (held) {
+            size_t taken = STRIPE_BYTES - held < left ? STRIPE_BYTES - held : left;
+            memcpy(joint + held, from, taken);
+            held += taken, from += taken, left -= taken;
+            if (held < STRIPE_BYTES || !stripes_left)
+                continue;
+            take_stripes(&digest, to, joint, 1, 0);
+            to += STRIPE_BYTES, stripes_left--, held = 0;
+        }
+        size_t stripes = left / STRIPE_BYTES < stripes_left ? left / STRIPE_BYTES : stripes_left;
+        take_stripes(&digest, to, from, stripes, 0);
+        to += stripes * STRIPE_BYTES, from += stripes * STRIPE_BYTES, left -= stripes * STRIPE_BYTES;
+        stripes_left -= stripes;
+        memcpy(joint, from, held = left);
+    }
+    memcpy(to, joint, held);
+    return ended(&digest, target, 1, total);
+}
+
 typedef struct {
     const char *source;
     size_t row_bytes;
@@ -304,6 +338,71 @@ static PyObject *copy_rows_and_digest(PyObject *self, PyObject *args)
 done:
     PyBuffer_Release(&target);
     PyBuffer_Release(&source);
+    return result;
+}
+
+/* NULL, with an exception, for lists that aren't of as many numbers each. `total`: of the sizes. */
+static Source *sources_in(PyObject *addresses, PyObject *sizes, Py_ssize_t *total)
+{
+    const Py_ssize_t count = PyList_Size(addresses);
+    if (PyList_Size(sizes) != count) {
+        PyErr_Format(PyExc_ValueError, "%zd addresses and %zd sizes", count, PyList_Size(sizes));
+        return NULL;
+    }
+    Source *sources = PyMem_Malloc((size_t)(count ? count : 1) * sizeof *sources);
+    if (!sources)
+        return (Source *)PyErr_NoMemory();
+    *total = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const char *at = PyLong_AsVoidPtr(PyList_GetItem(addresses, i));
+        const Py_ssize_t nbytes = PyErr_Occurred() ? -1 : PyLong_AsSsize_t(PyList_GetItem(sizes, i));
+        if (!PyErr_Occurred() && (nbytes < 0 || nbytes > PY_SSIZE_T_MAX - *total || (!at && nbytes)))
+            PyErr_Format(PyExc_ValueError, "no memory of %zd bytes lies at %p", nbytes, at);
+        if (PyErr_Occurred()) {
+            PyMem_Free(sources);
+            return NULL;
+        }
+        sources[i] = (Source){at, (size_t)nbytes};
+        *total += nbytes;
+    }
+    return sources;
+}
+
+/* The digest; None, with everything copied, where it can't be made in one pass: see copying.py. */
+static PyObject *copy_joined(PyObject *self, PyObject *args)
+{
+    Py_buffer target;
+    Py_ssize_t start, total = 0;
+    PyObject *addresses, *sizes, *result = NULL;
+    if (!PyArg_ParseTuple(args, "w*nO!O!", &target, &start, &PyList_Type, &addresses, &PyList_Type, &sizes))
+        return NULL;
+    Source *sources = sources_in(addresses, sizes, &total);
+    if (!sources)
+        goto done;
+    if (start < 0 || start > target.len || total > target.len - start) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes don't lie within the buffer", total);
+        goto done;
+    }
+    const size_t count = (size_t)PyList_Size(addresses);
+    char *to = (char *)target.buf + start;
+    int in_one_pass = 0;
+    uint64_t digest = 0;
+    Py_BEGIN_ALLOW_THREADS
+#ifdef WITH_AVX2
+    in_one_pass = (uintptr_t)to % sizeof(__m256i) == 0 && in_stripes(1, (size_t)total) && __builtin_cpu_supports("avx2");
+    if (in_one_pass) {
+        digest = copy_joined_and_digest(to, sources, count, (size_t)total);
+        _mm_sfence();
+    }
+#endif
+    if (!in_one_pass)
+        for (size_t i = 0; i < count; to += sources[i].nbytes, i++)
+            memcpy(to, sources[i].at, sources[i].nbytes);
+    Py_END_ALLOW_THREADS
+    result = in_one_pass ? PyLong_FromUnsignedLongLong(digest) : Py_NewRef(Py_None);
+done:
+    PyMem_Free(sources);
+    PyBuffer_Release(&target);
     return result;
 }
 
@@ -423,6 +522,7 @@ static PyMethodDef methods[] = {
      "copy_rows(target, target_start, target_stride, source, source_start, source_stride, rows, row_bytes, streaming)"},
     {"copy_rows_and_digest", copy_rows_and_digest, METH_VARARGS,
      "copy_rows_and_digest(target, target_start, target_stride, source, rows, row_bytes)"},
+    {"copy_joined", copy_joined, METH_VARARGS, "copy_joined(target, start, addresses, sizes)"},
     {"digest_rows", digest_rows, METH_VARARGS, "digest_rows(source, stride, rows, [(start, row_bytes), ...])"},
     {NULL, NULL, 0, NULL},
 };

@@ -3,17 +3,31 @@ library, with the same result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from inference_plugin.wire.digest import Digest, digest_bytes
 
-__all__ = ["copy_rows", "copy_rows_and_digest", "digest_rows", "how_copies_are_made"]
+__all__ = [
+    "copy_joined_and_digest",
+    "copy_rows",
+    "copy_rows_and_digest",
+    "digest_rows",
+    "digest_spans",
+    "how_copies_are_made",
+]
 
 CACHED_BYTES = 512 << 10
 """Bytes that stay in a core's own cache between being digested and being copied."""
+
+SPANS_AT_ONCE = 64
+"""Most spans that the compiled `digest_rows` reads in one call."""
+
+SHORTEST_STRIPED = 241
+"""From this number of bytes on xxh3 works in stripes, as the compiled code does."""
 
 
 def _copy_rows_by_numpy(
@@ -56,15 +70,18 @@ def _not_in_one_pass(*_: Any) -> None:
 
 _copy_and_digest_in_one_pass: Callable[[Any, int, int, Any, int, int], int | None]
 _digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
+_copy_joined: Callable[[Any, int, list[int], list[int]], int | None] | None
 try:
-    from inference_plugin.wire import _copying
-except ImportError as error:
+    from inference_plugin.wire._copying import copy_joined as _copy_joined
+    from inference_plugin.wire._copying import copy_rows
+    from inference_plugin.wire._copying import copy_rows_and_digest as _copy_and_digest_in_one_pass
+    from inference_plugin.wire._copying import digest_rows as _digest_in_one_pass
+except ImportError as error:  # not compiled, or by an older release
     copy_rows = _copy_rows_by_numpy
     _copy_and_digest_in_one_pass = _digest_in_one_pass = _not_in_one_pass
+    _copy_joined = None
     _why_numpy = str(error)
 else:
-    copy_rows = _copying.copy_rows
-    _copy_and_digest_in_one_pass, _digest_in_one_pass = _copying.copy_rows_and_digest, _copying.digest_rows
     _why_numpy = ""
 
 
@@ -91,6 +108,53 @@ def digest_rows(source: Any, stride: int, rows: int, spans: list[tuple[int, int]
     """
     digests = _digest_in_one_pass(source, stride, rows, spans)
     return [_digest_packed(source, stride, rows, *span) for span in spans] if digests is None else digests
+
+
+def copy_joined_and_digest(target: Any, start: int, addresses: list[int], sizes: list[int]) -> int:
+    """Copies `sizes[i]` bytes of memory from each of `addresses`, one after the other, to `target[start:]`; returns the
+    `digest_bytes` of all of them.
+
+    One pass over memory, around the cache, where the digest can be made in registers. Releases the GIL. Raises ValueError, and
+    writes nothing, if the bytes don't lie within `target`. The caller keeps the memory at `addresses` alive.
+    """
+    if _copy_joined is None:
+        return _copy_joined_by_turns(target, start, addresses, sizes)
+    digest = _copy_joined(target, start, addresses, sizes)
+    return digest_bytes(memoryview(target)[start : start + sum(sizes)]) if digest is None else digest
+
+
+def digest_spans(source: Any, spans: list[tuple[int, int]]) -> list[int]:
+    """The `digest_bytes` of each span (start, bytes) of a buffer. Releases the GIL."""
+    memory = memoryview(source)
+    digests: dict[tuple[int, int], int] = {}
+    long = [span for span in spans if span[1] >= SHORTEST_STRIPED]
+    for first in range(0, len(long), SPANS_AT_ONCE):
+        some = long[first : first + SPANS_AT_ONCE]
+        digests.update(zip(some, _digest_in_one_pass(memory, 0, 1, some) or (), strict=False))
+    return [
+        found if (found := digests.get(span)) is not None else digest_bytes(memory[span[0] : span[0] + span[1]])
+        for span in spans
+    ]
+
+
+def _copy_joined_by_turns(target: Any, start: int, addresses: list[int], sizes: list[int]) -> int:
+    flat = np.frombuffer(target, dtype=np.uint8)
+    if len(addresses) != len(sizes) or not 0 <= start <= flat.size - sum(sizes):
+        raise ValueError(f"{sum(sizes)} bytes don't lie within the buffer")
+    stream = Digest()
+    for part in _parts_at(addresses, sizes):
+        flat[start : start + part.size] = part
+        stream.update(part.data)
+        start += part.size
+    return stream.intdigest()
+
+
+def _parts_at(addresses: list[int], sizes: list[int]) -> Iterator[Any]:
+    """The memory at `addresses`, in parts that stay cached."""
+    for address, nbytes in zip(addresses, sizes, strict=True):
+        for done in range(0, nbytes, CACHED_BYTES):
+            size = min(CACHED_BYTES, nbytes - done)
+            yield np.frombuffer((ctypes.c_uint8 * size).from_address(address + done), dtype=np.uint8)
 
 
 def _copy_rows_and_digest_by_turns(

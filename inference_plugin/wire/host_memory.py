@@ -10,7 +10,7 @@ from pathlib import Path
 
 from inference_plugin.wire.errors import TransportUnavailable
 
-__all__ = ["check_fits", "free_host_bytes", "large_pages"]
+__all__ = ["check_fits", "free_host_bytes", "gives_large_shared_pages", "large_pages"]
 
 CGROUPS = Path("/sys/fs/cgroup")
 """Where control groups of version 2 are mounted (https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
@@ -38,13 +38,20 @@ def check_fits(nbytes: int, what: str, hint: str) -> None:
 
 def large_pages() -> str:
     """For `weightwire doctor`: whether Linux gives pages of 2 MiB to those who ask, in ordinary and in shared memory."""
-    said = {}
-    for name, kind in (("enabled", "ordinary memory"), ("shmem_enabled", "shared memory")):
-        try:  # the choices, the one in force in brackets
-            said[kind] = (PAGES / name).read_text().partition("[")[2].partition("]")[0]
-        except OSError:
-            said[kind] = "unknown"
-    return ", ".join(f"{kind}: {choice}" for kind, choice in said.items())
+    kinds = {"enabled": "ordinary memory", "shmem_enabled": "shared memory"}
+    return ", ".join(f"{kind}: {_choice(name)}" for name, kind in kinds.items())
+
+
+def gives_large_shared_pages() -> bool:
+    """Whether shared memory that asks for pages of 2 MiB gets them."""
+    return _choice("shmem_enabled") in ("advise", "within_size", "always", "force")
+
+
+def _choice(name: str) -> str:
+    try:  # the choices, the one in force in brackets
+        return (PAGES / name).read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return "unknown"
 
 
 def left_of_addresses() -> Iterator[int]:

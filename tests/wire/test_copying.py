@@ -113,6 +113,55 @@ def packed_one_by_one(source: Any, stride: int, rows: int, spans: list[tuple[int
     return [copying._digest_packed(source, stride, rows, *span) for span in spans]
 
 
+JOINING_WAYS = [
+    pytest.param(copying._copy_joined_by_turns, id="by turns"),
+    pytest.param(copying.copy_joined_and_digest, id="at once", marks=compiled),
+]
+
+
+@pytest.mark.parametrize("copy_joined", JOINING_WAYS)
+@given(data=st.data(), at=st.sampled_from([0, 32, 1]))
+def test_memory_of_many_places_lands_in_order_and_its_digest_is_that_of_the_whole(
+    copy_joined: Callable[..., int], data: Any, at: int
+) -> None:
+    near = st.sampled_from([0, 64, 128, 240, 1024]).flatmap(lambda edge: st.integers(max(0, edge - 2), edge + 2))
+    sizes = data.draw(st.lists(st.one_of(near, st.integers(0, 3000), st.just(64)), max_size=40))
+    memory = np.random.default_rng(2).integers(0, 256, 8192, dtype=np.uint8)
+    starts = [data.draw(st.integers(0, 100)) for _ in sizes]
+    wanted = b"".join(memory[start : start + size].tobytes() for start, size in zip(starts, sizes, strict=True))
+    target, start = place(len(wanted), at)
+    before = target.copy()
+    digest = copy_joined(target, start, [memory.ctypes.data + one for one in starts], sizes)
+    assert digest == digest_bytes(wanted)
+    before[start : start + len(wanted)] = np.frombuffer(wanted, np.uint8)
+    assert np.array_equal(target, before)
+
+
+@pytest.mark.parametrize("copy_joined", JOINING_WAYS)
+@pytest.mark.parametrize(("start", "sizes"), [(-1, [8, 8]), (49, [8, 8]), (0, [8, 65]), (0, [8])])
+def test_memory_that_does_not_fit_is_refused_and_nothing_is_written(
+    copy_joined: Callable[..., int], start: int, sizes: list[int]
+) -> None:
+    source, target = np.ones(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
+    with pytest.raises(ValueError, match=r"don't lie within the buffer|2 addresses and 1 sizes"):
+        copy_joined(target, start, [source.ctypes.data] * 2, sizes)
+    assert not target.any()
+
+
+@compiled
+@pytest.mark.parametrize(("address", "size"), [(0, 8), (8, -1), ("x", 1), (8, 1 << 63)])
+def test_what_is_no_memory_is_refused(address: Any, size: int) -> None:
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        copying.copy_joined_and_digest(np.zeros(64, dtype=np.uint8), 0, [address], [size])
+
+
+@given(sizes=st.lists(st.one_of(st.integers(0, 300), st.integers(241, 5000)), max_size=150))
+def test_digests_of_spans_are_those_of_their_bytes(sizes: list[int]) -> None:
+    memory = np.random.default_rng(3).integers(0, 256, 8192, dtype=np.uint8)
+    spans = [(i * 7 % 3000, size) for i, size in enumerate(sizes)]
+    assert copying.digest_spans(memory, spans) == [digest_bytes(memory[at : at + size].copy()) for at, size in spans]
+
+
 DIGEST_WAYS = [
     pytest.param(packed_one_by_one, id="packed"),
     pytest.param(copying.digest_rows, id="at once", marks=compiled),

@@ -179,9 +179,14 @@ class Column:
             part = self.data[number]
             if self.schema.kind is Kind.VALUES:
                 rows += part.values[start:stop]
-            elif (offsets := part.offsets) is not None:
-                lengths = np.diff(offsets[start : stop + 1]).tolist()
-                rows += part.tensor[int(offsets[start]) : int(offsets[stop])].split_with_sizes(lengths)
+            elif part.kind is Kind.JAGGED:
+                lengths = part.lengths
+                run = part.tensor
+                if (start, stop) != (0, part.rows):
+                    before = sum(lengths[:start])
+                    lengths = lengths[start:stop]
+                    run = run[before : before + sum(lengths)]
+                rows += run.split_with_sizes(lengths)
             elif part.rows == 1:
                 rows.append(part.tensor.squeeze(0))
             else:

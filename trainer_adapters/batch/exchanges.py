@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from inference_plugin.wire.copying import copy_rows_and_digest
+from inference_plugin.wire.copying import SPANS_AT_ONCE, copy_rows_and_digest, digest_spans
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     BatchError,
@@ -29,6 +29,9 @@ __all__ = ["LATE", "Arrivals", "Exchange", "LeaseExchange", "PullExchange", "pul
 
 ONE_PASS_BYTES = 4096
 """Bytes from this number on are copied and digested in one pass."""
+
+CHECKED_BYTES = 64 << 20
+"""Bytes that are checked between two looks at the deadline."""
 
 LATE = "fetch again, with more time: what arrived is kept"
 
@@ -152,17 +155,27 @@ class LeaseExchange(Exchange):
                     f"{self._owner.id} places shard {entry.shard} outside of the segments that it named"
                 )
         self._is_handed_over = True
-        for index, (entry, place) in enumerate(zip(leased, reply.places, strict=True)):
-            if time.monotonic() > deadline_s:
-                arrivals.fail((entry,), SyncTimeout("the deadline passed before it was checked", hint=LATE))
-                self._consumer.end(self._owner, self._number, index)
-            elif not entry.nbytes:
+        in_segment: dict[int, list[int]] = {}
+        for index, entry in enumerate(leased):
+            if entry.nbytes:
+                in_segment.setdefault(reply.places[index].segment, []).append(index)
+            else:
                 arrivals.keep(entry, torch.empty(0, dtype=torch.uint8), digest_bytes(b""))
                 self._consumer.end(self._owner, self._number, index)
-            else:
-                segment, start, end = segments[place.segment], place.offset, place.offset + entry.nbytes
-                shard = LeasedBytes(segment, start, entry.nbytes, self._consumer, self._owner, self._number, index)
-                arrivals.keep(entry, shard, digest_bytes(segment.memory[start:end]))
+        for number, indexes in in_segment.items():
+            segment = segments[number]
+            for some in _in_groups(indexes, leased):
+                if time.monotonic() > deadline_s:
+                    late = SyncTimeout("the deadline passed before it was checked", hint=LATE)
+                    arrivals.fail([leased[index] for index in some], late)
+                    for index in some:
+                        self._consumer.end(self._owner, self._number, index)
+                    continue
+                spans = [(reply.places[index].offset, leased[index].nbytes) for index in some]
+                digests = digest_spans(segment.memory, spans)
+                for index, (start, nbytes), digest in zip(some, spans, digests, strict=True):
+                    shard = LeasedBytes(segment, start, nbytes, self._consumer, self._owner, self._number, index)
+                    arrivals.keep(leased[index], shard, digest)
 
     def give_up(self) -> None:
         if not self._is_handed_over:  # else each shard has a lease of its own
@@ -189,6 +202,20 @@ class PullExchange(Exchange):
         for entry, start, end in cuts:
             arrivals.add(entry, start, payload[at : at + end - start])
             at += end - start
+
+
+def _in_groups(indexes: Sequence[int], entries: Sequence[Entry]) -> Iterator[list[int]]:
+    """Indexes of entries that are checked together: few enough to look at the deadline in between."""
+    group: list[int] = []
+    room = CHECKED_BYTES
+    for index in indexes:
+        group.append(index)
+        room -= entries[index].nbytes
+        if room <= 0 or len(group) == SPANS_AT_ONCE:
+            yield group
+            group, room = [], CHECKED_BYTES
+    if group:
+        yield group
 
 
 def available_bytes() -> int:

@@ -11,7 +11,7 @@ import torch
 
 from inference_plugin.wire.errors import BatchError, ManifestMismatch
 from inference_plugin.wire.tensors import dtype_name
-from trainer_adapters.batch.parts import LocalPart, offsets_of
+from trainer_adapters.batch.parts import LocalPart
 from trainer_adapters.batch.records import MAX_ROWS, Kind, ShardId
 from trainer_adapters.batch.values import plain_values
 
@@ -78,36 +78,39 @@ def _nested_part(nested: Any) -> LocalPart:
     rows = list(nested.unbind())
     if not rows:
         raise BatchError("a nested tensor without rows that is not of the jagged layout has no item shape")
-    return _jagged_part(rows)
+    _check_rows(rows)
+    return _jagged_part(rows, [row.shape for row in rows])
 
 
 def _part_of_list(rows: list[torch.Tensor]) -> LocalPart:
-    if any(row.is_nested for row in rows):
-        raise BatchError("a row is a nested tensor itself", hint="give one nested tensor, or a list of plain tensors")
-    if len(rows) == 1 and rows[0].dim():
-        _check_tensor(rows[0])
-        return LocalPart(Kind.DENSE, 1, [rows[0].unsqueeze(0)])
-    if len({row.shape for row in rows}) == 1:
-        _check_rows(rows)
-        return LocalPart(Kind.DENSE, len(rows), [row.unsqueeze(0) for row in rows])
-    return _jagged_part(rows)
-
-
-def _jagged_part(rows: list[torch.Tensor]) -> LocalPart:
+    try:
+        shapes = [row.shape for row in rows]
+    except RuntimeError:  # a nested tensor has none
+        raise _nested_row() from None
     _check_rows(rows)
-    shapes = [row.shape for row in rows]
+    if len(set(shapes)) == 1:
+        return LocalPart(Kind.DENSE, len(rows), rows, item_shape=tuple(shapes[0]))
+    return _jagged_part(rows, shapes)
+
+
+def _jagged_part(rows: list[torch.Tensor], shapes: list[torch.Size]) -> LocalPart:
+    """Rows that `_check_rows` has seen."""
     if not all(shapes) or len({shape[1:] for shape in shapes}) != 1:
         told = sorted({tuple(shape) for shape in shapes})
         raise BatchError(
             f"rows of shapes {', '.join(map(str, told[:4]))} ({len(told)} shapes) don't make one column",
             hint="rows may differ in their first dimension only",
         )
-    return LocalPart(Kind.JAGGED, len(rows), rows, offsets=offsets_of([shape[0] for shape in shapes]))
+    return LocalPart(Kind.JAGGED, len(rows), rows, lengths=tuple(shape[0] for shape in shapes))
 
 
 def _check_rows(rows: list[torch.Tensor]) -> None:
-    for row in {(row.dtype, row.device, row.layout): row for row in rows}.values():  # one of each sort
+    """Each row can be held, and all are of one dtype and on one device."""
+    sorts = {(row.dtype, row.device, row.layout): row for row in rows}
+    for row in sorts.values():  # one of each sort
         _check_tensor(row)
+    if len(sorts) == 1:
+        return
     if len(dtypes := {row.dtype for row in rows}) > 1:
         raise BatchError(f"rows of one key have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
     if len(devices := {row.device for row in rows}) > 1:
@@ -123,12 +126,18 @@ def _check_values(tensor: Any) -> None:
 
 def _check_tensor(tensor: torch.Tensor) -> None:
     _check_values(tensor)
+    if tensor.is_nested:
+        raise _nested_row()
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise BatchError(f"a tensor of layout {tensor.layout} on {tensor.device} can't be held", hint="make it dense")
     try:
         dtype_name(tensor.dtype)
     except ManifestMismatch as error:
         raise BatchError(error.message) from None
+
+
+def _nested_row() -> BatchError:
+    return BatchError("a row is a nested tensor itself", hint="give one nested tensor, or a list of plain tensors")
 
 
 def _of_numpy(array: npt.NDArray[Any]) -> torch.Tensor | list[Any]:

@@ -14,9 +14,7 @@ A block is freed when nobody reads or writes it any more. Two rules keep another
 
 from __future__ import annotations
 
-import io
 import mmap
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,7 +22,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from inference_plugin.transports.shm import SharedSegment
+from inference_plugin.transports.shm import LARGE_PAGE_BYTES, SharedSegment
+from inference_plugin.wire.errors import TransportUnavailable
+from inference_plugin.wire.host_memory import gives_large_shared_pages
 
 __all__ = ["Block", "BlockMemory", "GivenBack", "Segment"]
 
@@ -33,23 +33,26 @@ ALIGNMENT_BYTES = 64
 
 PAGE = mmap.PAGESIZE
 
+LARGE_FROM_BYTES = 32 << 20
+"""Segments from this size on ask for pages of 2 MiB; of a smaller store these would waste too much."""
+
 
 class Segment:
     """One memfd and what is known of it.
 
     The next block begins at `used`. The pages before `backed` exist, but for those that were given back. `blocks`: the end of
-    each block by its offset. `edge_blocks`, from `trim` on: how many blocks begin or end in a page. `file` is a descriptor of its
-    own: a put that writes while the store is closed must not meet another file under the same number.
+    each block by its offset. `edge_blocks`, from `trim` on: how many blocks begin or end in a page. `backed_at_once`: the system
+    adds as many bytes at a time.
     """
 
     __slots__ = (
         "_shared",
         "address",
         "backed",
+        "backed_at_once",
         "block_bytes",
         "blocks",
         "edge_blocks",
-        "file",
         "given_back_bytes",
         "is_retired",
         "memory",
@@ -61,7 +64,9 @@ class Segment:
         self._shared = SharedSegment.create(nbytes)
         self.nbytes = self._shared.nbytes
         self.address = self._shared.address
-        self.file = io.FileIO(os.dup(self._shared.fd), "r+")
+        is_large = self.nbytes >= LARGE_FROM_BYTES and gives_large_shared_pages()
+        self._shared.ask_for_large_pages(is_large)
+        self.backed_at_once = LARGE_PAGE_BYTES if is_large else 1
         self.memory: npt.NDArray[np.uint8] = self._shared.tensor.numpy()
         self.used = self.backed = 0
         self.blocks: dict[int, int] = {}
@@ -74,10 +79,23 @@ class Segment:
         """Bytes of its pages that belong to no block."""
         return self.backed - self.block_bytes - self.given_back_bytes
 
+    def back(self, offset: int, nbytes: int) -> None:
+        """Has the pages of a new block exist before anybody writes to it: a write that finds the system without memory would end
+        the process. Raises `TransportUnavailable`."""
+        try:
+            self._shared.back(offset, nbytes)
+        except OSError as error:
+            raise TransportUnavailable(
+                f"shm: the system has no memory for {nbytes} bytes of rows: {error}",
+                hint="give the store a smaller budget_bytes, or the process more memory; what the store holds is kept",
+            ) from error
+
     def trim(self) -> list[GivenBack]:
         """Gives up the pages in which no block lies; from now on those of each block that is freed."""
         found, start = [], 0
         self.edge_blocks = {}
+        self._shared.ask_for_large_pages(False)  # a large page would bring back what is given up beside a block
+        self.backed_at_once = 1
         for offset, end in [*sorted(self.blocks.items()), (-(-self.backed // PAGE) * PAGE, 0)]:
             if start < (stop := offset // PAGE * PAGE):
                 found.append(GivenBack(self, start, stop))
@@ -105,7 +123,6 @@ class Segment:
         self._shared.close()
         if not self.blocks:  # else a put may be writing: memory and file go with the last block
             self.memory = np.empty(0, dtype=np.uint8)
-            self.file.close()
 
 
 class Block(msgspec.Struct, eq=False, gc=False):
@@ -158,7 +175,7 @@ class BlockMemory:
         if segment is None or segment.used + room > segment.nbytes:
             segment = self._next_segment(room)
         start, end = segment.used, segment.used + room
-        fresh_bytes = max(0, end - segment.backed)
+        fresh_bytes = max(0, -(-end // segment.backed_at_once) * segment.backed_at_once - segment.backed)
         segment.used = end
         segment.backed += fresh_bytes
         segment.blocks[start] = end
@@ -226,12 +243,14 @@ class BlockMemory:
 
     @property
     def segments(self) -> int:
-        """Segments that are mapped; each takes three descriptors."""
+        """Segments that are mapped; each takes two descriptors."""
         return len(self._segments)
 
     def _next_segment(self, nbytes: int) -> Segment:
         """An empty segment with room for `nbytes`: the smallest spare one that is not far too large, or a new one."""
-        needed = -(-max(nbytes, self._segment_bytes) // PAGE) * PAGE
+        needed = max(nbytes, self._segment_bytes)
+        unit = LARGE_PAGE_BYTES if needed >= LARGE_FROM_BYTES else PAGE
+        needed = -(-needed // unit) * unit
         fitting = [one for one in self._empty if nbytes <= one.nbytes <= 2 * needed]
         if fitting:
             segment = min(fitting, key=lambda one: (one.nbytes, -one.backed))

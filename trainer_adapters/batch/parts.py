@@ -2,7 +2,8 @@
 
     value -> local_part (`inputs`) -> buffers_of -> the owner's memory -> part_of, or leased_part -> values
 
-`part_of` undoes `buffers_of`: a part and its entry's bytes hold the same rows. Views all the way: values are copied only
+`part_of` undoes `buffers_of`: a part and its entry's bytes hold the same rows. `sources_of` is `buffers_of` by address: a put of
+many rows then makes no array for each of them. Views all the way: values are copied only
 where their memory is not contiguous, not on the CPU, or not aligned.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +26,11 @@ from trainer_adapters.batch.values import PlainValue, decode_values, encode_valu
 if TYPE_CHECKING:
     from trainer_adapters.batch.consumer import LeasedBytes
 
-__all__ = ["LocalPart", "buffers_of", "entry_of", "leased_part", "offsets_of", "part_of"]
+__all__ = ["LocalPart", "Sources", "buffers_of", "entry_of", "leased_part", "offsets_of", "part_of", "sources_of"]
 
 
 NUMPY_DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"))
-"""numpy has these too; of a tensor of another dtype it is given the bytes."""
+"""numpy has these too, under the same names; of a tensor of another dtype it is given the bytes."""
 
 
 class LocalPart:
@@ -41,6 +42,7 @@ class LocalPart:
     __slots__ = (
         "__weakref__",
         "_encoded",
+        "_lengths",
         "_offsets",
         "_pieces",
         "_values",
@@ -57,10 +59,15 @@ class LocalPart:
         pieces: Sequence[Any],
         *,
         offsets: npt.NDArray[np.int64] | None = None,
+        lengths: tuple[int, ...] | None = None,
+        item_shape: tuple[int, ...] | None = None,
     ) -> None:
+        """`pieces`: plain values, or tensors `[k, *item_shape]`; where `item_shape` is given, one tensor for each dense row.
+        Jagged parts have `offsets` or `lengths`, whichever the caller knows."""
         self.kind = kind
         self.rows = rows
         self._offsets = offsets
+        self._lengths = lengths
         self.dtype = ""
         self.item_shape: tuple[int, ...] = ()
         self._encoded: bytes | None = None
@@ -71,21 +78,32 @@ class LocalPart:
         else:
             self._pieces = tuple(pieces)
             self.dtype = dtype_name(self._pieces[0].dtype)
-            self.item_shape = tuple(self._pieces[0].shape[1:])
+            self.item_shape = tuple(self._pieces[0].shape[1:]) if item_shape is None else item_shape
 
     @property
     def offsets(self) -> npt.NDArray[np.int64] | None:
         """int64 `[rows + 1]`: where each row of a jagged part begins in `tensor`, and the end of the last one."""
+        if self._offsets is None and self._lengths is not None:
+            self._offsets = offsets_of(self._lengths)
         return self._offsets
 
     @property
     def tensor(self) -> torch.Tensor:
         """Dense: `[rows, *item_shape]`. Jagged: `[offsets[-1], *item_shape]`. Built once where it was given in pieces."""
         if self._values is None:
-            self._values = self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)
+            first = self._pieces[0]
+            if self.kind is Kind.DENSE and first.dim() == len(self.item_shape):  # each piece is a row
+                self._values = first.unsqueeze(0) if self.rows == 1 else torch.stack(self._pieces)
+            else:
+                self._values = first if len(self._pieces) == 1 else torch.cat(self._pieces)
             self._pieces = (self._values,)
         assert isinstance(self._values, torch.Tensor)
         return self._values
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        """Tensors whose values, one tensor after the other, are those of `tensor`."""
+        return self._pieces
 
     @property
     def values(self) -> list[PlainValue]:
@@ -94,22 +112,18 @@ class LocalPart:
         return self._values
 
     @property
-    def pieces(self) -> tuple[torch.Tensor, ...]:
-        """Tensors `[k, *item_shape]` that follow each other; together they are `tensor`."""
-        return self._pieces
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         """The length of each row of a jagged part, else empty."""
-        return () if self.offsets is None else tuple(np.diff(self.offsets).tolist())
+        if self._lengths is None and self._offsets is not None:
+            self._lengths = tuple(np.diff(self._offsets).tolist())
+        return self._lengths or ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the part's entry."""
         if self.kind is Kind.VALUES:
             return len(self.encoded)
-        offsets = self.offsets
-        items = self.rows if offsets is None else int(offsets[-1])
+        items = sum(self.lengths) if self.kind is Kind.JAGGED else self.rows
         return items * math.prod(self.item_shape) * DTYPE_BYTES[self.dtype]
 
     @property
@@ -136,19 +150,19 @@ class LeasedPart(LocalPart):
         self.dtype = entry.dtype
         self.item_shape = entry.item_shape
         self._offsets = self._values = self._encoded = None
+        self._lengths = entry.lengths if entry.kind is Kind.JAGGED else None
         self._entry = entry
         self._leased = leased
 
     @property
-    def offsets(self) -> npt.NDArray[np.int64] | None:
-        if self._offsets is None and self.kind is Kind.JAGGED:
-            self._offsets = offsets_of(self._entry.lengths)
-        return self._offsets
-
-    @property
     def tensor(self) -> torch.Tensor:
         if self._values is None:
-            self._values = _rows_in(self._entry, torch.from_numpy(self._leased.array()))
+            array = self._leased.array()
+            if self.dtype in NUMPY_DTYPES:  # whose views take a fraction of the time of torch's
+                items = self.rows if self._lengths is None else sum(self._lengths)
+                self._values = torch.from_numpy(array.view(self.dtype).reshape(items, *self.item_shape))
+            else:
+                self._values = _rows_in(self._entry, torch.from_numpy(array))
         assert isinstance(self._values, torch.Tensor)
         return self._values
 
@@ -188,8 +202,8 @@ def part_of(entry: Entry, buffer: torch.Tensor) -> LocalPart:
         return LocalPart(Kind.VALUES, entry.rows, decode_values(entry, buffer.numpy().data))
     if buffer.data_ptr() % DTYPE_BYTES[entry.dtype] or buffer.storage_offset() % DTYPE_BYTES[entry.dtype]:
         buffer = buffer.clone()
-    offsets = offsets_of(entry.lengths) if entry.kind is Kind.JAGGED else None
-    return LocalPart(entry.kind, entry.rows, (_rows_in(entry, buffer),), offsets=offsets)
+    lengths = entry.lengths if entry.kind is Kind.JAGGED else None
+    return LocalPart(entry.kind, entry.rows, (_rows_in(entry, buffer),), lengths=lengths)
 
 
 def leased_part(entry: Entry, leased: LeasedBytes) -> LocalPart:
@@ -213,6 +227,52 @@ def buffers_of(part: LocalPart) -> list[npt.NDArray[np.uint8]]:
     if part.kind is Kind.VALUES:
         return [np.frombuffer(part.encoded, dtype=np.uint8)]
     return [_bytes_of(piece, part.dtype) for piece in part.pieces if piece.numel()]
+
+
+class Sources(NamedTuple):
+    """Places in this process's memory: `sizes[i]` bytes at `addresses[i]`. `kept` keeps the memory alive."""
+
+    addresses: list[int]
+    sizes: list[int]
+    kept: object
+
+    @staticmethod
+    def of(arrays: Sequence[npt.NDArray[np.uint8]]) -> Sources:
+        """The places of arrays: 1-D, contiguous."""
+        return Sources([array.ctypes.data for array in arrays], [array.size for array in arrays], arrays)
+
+
+def sources_of(part: LocalPart) -> Sources:
+    """Where the bytes of the part's entry lie, in order: what `buffers_of` gives, without an array for each piece.
+
+    Raises `BatchError` for a tensor whose memory was freed.
+    """
+    pieces = part.pieces
+    if not (pieces and set(map(type, pieces)) == {torch.Tensor} and _lie_as_read(pieces)):
+        return Sources.of(buffers_of(part))
+    addresses = list(map(torch.Tensor.data_ptr, pieces))
+    if len(lengths := part.lengths) == len(pieces):
+        unit_bytes = math.prod(part.item_shape) * DTYPE_BYTES[part.dtype]
+        sizes = [length * unit_bytes for length in lengths]
+    else:
+        itemsize = DTYPE_BYTES[part.dtype]
+        sizes = [items * itemsize for items in map(torch.Tensor.numel, pieces)]
+    if not all(addresses) and any(size for address, size in zip(addresses, sizes, strict=True) if not address):
+        raise BatchError(
+            "a tensor has a shape, but its memory was freed", hint="FSDP frees what it gathered: put a copy of it"
+        )
+    return Sources(addresses, sizes, pieces)
+
+
+def _lie_as_read(pieces: Sequence[torch.Tensor]) -> bool:
+    """Whether the memory of tensors, all of one dtype and on one device, has their values in order."""
+    first = pieces[0]
+    return (
+        first.is_cpu
+        and not first.is_complex()  # which may be conjugated when it is read
+        and all(map(torch.Tensor.is_contiguous, pieces))
+        and not any(map(torch.Tensor.is_neg, pieces))
+    )
 
 
 def _bytes_of(tensor: torch.Tensor, dtype: str) -> npt.NDArray[np.uint8]:

@@ -32,7 +32,7 @@ from trainer_adapters.batch.inputs import parts_of_task
 from trainer_adapters.batch.leases import Holding, Leases
 from trainer_adapters.batch.limits import checked_seconds
 from trainer_adapters.batch.memory import Block, BlockMemory, GivenBack
-from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
+from trainer_adapters.batch.parts import LocalPart, entry_of, part_of, sources_of
 from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, VersionSpan, listed_tasks
 from trainer_adapters.batch.server import StoreServer
 
@@ -42,7 +42,7 @@ MIN_SEGMENT_BYTES = 8 << 20
 """A segment is used again once it is empty: large ones would hold much more than the rows in use."""
 
 SEGMENTS_PER_BUDGET = 128
-"""A full store has about this many segments; each takes three descriptors."""
+"""A full store has about this many segments; each takes two descriptors."""
 
 REMEMBERED = 1 << 16
 """Ids of cleared tasks that a store remembers; older ones count as unknown."""
@@ -108,11 +108,11 @@ class Store:
         sizes = [part.nbytes for part in parts.values()]
         # before a strided tensor is copied, which may be larger than any memory
         self._check_budget(task_id, sum(sizes))
-        buffers = [buffers_of(part) for part in parts.values()]
+        sources = list(map(sources_of, parts.values()))
         blocks = self._reserve(task_id, sizes, timeout_s)
         is_written = False
         try:
-            digests = [fill(block, group) for group, block in zip(buffers, blocks, strict=True)]
+            digests = list(map(fill, blocks, sources))
             is_written = True
             entries = tuple(
                 entry_of(shard, part, self.owner.id, digest, versions)
