@@ -37,6 +37,7 @@ class SocketWay:
         self._socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
+        self._socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
         self._socket.bind(address)
         environment = {"WEIGHTWIRE_RUNTIME_DIR": str(scratch), "OMP_NUM_THREADS": "1"}
         self._processes = [
@@ -103,9 +104,10 @@ class SocketWay:
 
     def _receive(self, kind: bytes) -> memoryview:
         """The body of the next message, which is of this kind."""
-        if not self._socket.poll(TIMEOUT_MS):
-            raise SystemExit(f"no {kind.decode()!r} came; the logs:\n" + "\n".join(self._logs()))
-        _, came, body = self._socket.recv_multipart(copy=False)
+        try:
+            _, came, body = self._socket.recv_multipart(copy=False)
+        except zmq.Again:
+            raise SystemExit(f"no {kind.decode()!r} came; the logs:\n" + "\n".join(self._logs())) from None
         if came.bytes != kind:
             raise SystemExit(f"{came.bytes!r} came instead of {kind!r}; the logs:\n" + "\n".join(self._logs()))
         self._counted += len(kind) + len(body)

@@ -154,7 +154,7 @@ def _parts_at(addresses: list[int], sizes: list[int]) -> Iterator[Any]:
     for address, nbytes in zip(addresses, sizes, strict=True):
         for done in range(0, nbytes, CACHED_BYTES):
             size = min(CACHED_BYTES, nbytes - done)
-            yield np.frombuffer((ctypes.c_uint8 * size).from_address(address + done), dtype=np.uint8)
+            yield np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address + done)), dtype=np.uint8)
 
 
 def _copy_rows_and_digest_by_turns(

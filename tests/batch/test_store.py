@@ -22,7 +22,7 @@ from tests.batch.owners import MIB, descriptors, elsewhere, fetched, mappings, m
 from tests.batch.store_promises import SMALL, StorePromises
 from tests.support.rig import eventually, runtime
 from trainer_adapters.batch.filling import fill
-from trainer_adapters.batch.memory import PAGE, Block, BlockMemory
+from trainer_adapters.batch.memory import LARGE_FROM_BYTES, PAGE, Block, BlockMemory
 from trainer_adapters.batch.parts import Sources
 from trainer_adapters.batch.store import Store
 
@@ -289,6 +289,33 @@ def test_blocks_never_overlap_keep_their_bytes_and_give_every_page_back(
         free(*held.pop())
     memory.give_back(memory.trim(memory.spare_bytes))
     assert memory.spare_bytes == 0 and memfd_bytes() == before
+    memory.close()
+
+
+def test_large_pages_come_back_block_by_block_and_count_as_what_they_take() -> None:
+    """A segment of this size asks for pages of 2 MiB; a host that has none gives small ones."""
+    gc.collect()
+    before = memfd_bytes()
+    memory = BlockMemory(LARGE_FROM_BYTES)
+    blocks = [memory.allocate(MIB - 64) for _ in range(33)]
+    for i, block in enumerate(blocks):
+        fill(block, Sources.of([np.full(MIB - 64, i + 1, np.uint8)]))
+    assert memory.segments == 2
+    held = sum(block.nbytes for block in blocks)
+    assert held <= memfd_bytes() - before <= held + memory.spare_bytes + memory.segments * PAGE
+    for i in range(0, 33, 2):
+        memory.give_back(memory.free(blocks[i]))
+    memory.give_back(memory.trim(memory.spare_bytes))
+    assert memory.spare_bytes == 0 and memfd_bytes() - before <= 16 * (MIB + 2 * PAGE)
+    for i in range(1, 33, 2):
+        assert (blocks[i].memory == i + 1).all()
+        memory.give_back(memory.free(blocks[i]))
+        assert memfd_bytes() - before <= (32 - i) // 2 * (MIB + 2 * PAGE)
+    assert (memory.segments, memory.spare_bytes, memfd_bytes()) == (0, 0, before)
+    small = memory.allocate(100)
+    memory.give_back(memory.trim(memory.spare_bytes))
+    fill(small, Sources.of([np.ones(100, np.uint8)]))
+    assert memfd_bytes() - before <= PAGE, "a large page would bring back what was given up beside the block"
     memory.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from trainer_adapters.batch.records import MAX_ROWS, Kind, ShardId
 from trainer_adapters.batch.values import plain_values
 
 __all__ = ["local_part", "parts_of_task"]
+
+_SORT = attrgetter("dtype", "device", "layout")
 
 
 def local_part(value: Any) -> LocalPart:
@@ -106,15 +109,15 @@ def _jagged_part(rows: list[torch.Tensor], shapes: list[torch.Size]) -> LocalPar
 
 def _check_rows(rows: list[torch.Tensor]) -> None:
     """Each row can be held, and all are of one dtype and on one device."""
-    sorts = {(row.dtype, row.device, row.layout): row for row in rows}
-    for row in sorts.values():  # one of each sort
-        _check_tensor(row)
-    if len(sorts) == 1:
+    if len(set(map(_SORT, rows))) == 1:
+        _check_tensor(rows[0])
         return
+    for row in {_SORT(row): row for row in rows}.values():  # one of each sort
+        _check_tensor(row)
     if len(dtypes := {row.dtype for row in rows}) > 1:
         raise BatchError(f"rows of one key have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    if len(devices := {row.device for row in rows}) > 1:
-        raise BatchError(f"rows of one key lie on different devices: {', '.join(sorted(map(str, devices)))}")
+    devices = {row.device for row in rows}
+    raise BatchError(f"rows of one key lie on different devices: {', '.join(sorted(map(str, devices)))}")
 
 
 def _check_values(tensor: Any) -> None:
