@@ -2,16 +2,16 @@
 
 It draws a group of answers to each prompt through the engine's ordinary HTTP server, rewards them, and keeps the rows in its
 own store, in shared memory, until the trainer has learned from them. The controller hears of each finished task, as metadata.
-On SIGUSR1 and at its end (SIGTERM) it prints what its store holds.
+At its end (SIGTERM) it prints what its store holds.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import signal
+import sys
 from typing import Any
 
 import httpx
@@ -23,8 +23,7 @@ from trainer_adapters.batch.store import Store
 
 KEYS = ["prompt_ids", "token_ids", "logprobs"]
 """What the trainer reads of an answer."""
-STORE_BYTES = 256 << 20
-ENGINE_TIMEOUT_S = 300.0
+STORE_BYTES, SLOTS, ENGINE_TIMEOUT_S = 256 << 20, 8, 300.0
 
 
 async def from_engine(http: httpx.AsyncClient, engine: str, task: dict[str, Any]) -> Generated:
@@ -33,35 +32,27 @@ async def from_engine(http: httpx.AsyncClient, engine: str, task: dict[str, Any]
     if engine == "vllm":
         sampling |= {"max_tokens": task["max_tokens"], "logprobs": 0}
         body = {"token_ids": task["prompt"], "sampling_params": sampling, "return_token_ids": True}
-        answer = await http.post("/inference/v1/generate", json=body)
-        return from_vllm(answer.raise_for_status().json())
+        return from_vllm((await http.post("/inference/v1/generate", json=body)).raise_for_status().json())
     sampling |= {"max_new_tokens": task["max_tokens"]}
-    body = {"input_ids": task["prompt"], "sampling_params": sampling}
-    answer = await http.post("/generate", json=body | {"return_logprob": True, "return_prompt_token_ids": True})
+    body = {"input_ids": task["prompt"], "sampling_params": sampling, "return_logprob": True}
+    answer = await http.post("/generate", json=body | {"return_prompt_token_ids": True})
     return from_sglang(answer.raise_for_status().json())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--engine", required=True)
-    parser.add_argument("--server", required=True, help="the engine's URL")
-    parser.add_argument("--slots", type=int, default=8, help="tasks at a time")
-    arguments = parser.parse_args()
-    awaited = {signal.SIGTERM, signal.SIGUSR1}
-    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # in every thread: only `sigwait` takes them
-    http = httpx.AsyncClient(base_url=arguments.server, timeout=ENGINE_TIMEOUT_S)
+    engine, server = sys.argv[1:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in every thread: only `sigwait` takes it
+    http = httpx.AsyncClient(base_url=server, timeout=ENGINE_TIMEOUT_S)
 
     async def generate(task_id: str, task: dict[str, Any]) -> Generated:
-        made = await from_engine(http, arguments.engine, task)
+        made = await from_engine(http, engine, task)
         answers = made.data["token_ids"].unbind()
         rewards = torch.stack([(answer < task["vocabulary"] // 2).float().mean() for answer in answers])
         return made._replace(data={key: made.data[key] for key in KEYS} | {"rewards": rewards})
 
-    with Store(budget_bytes=STORE_BYTES) as store, RolloutWorker(generate, slots=arguments.slots, store=store):
-        number = signal.SIGUSR1
-        while number == signal.SIGUSR1:
-            number = signal.sigwait(awaited)
-            print(json.dumps({"rollout_worker": os.getpid(), "store": dataclasses.asdict(store.stats())}), flush=True)
+    with Store(budget_bytes=STORE_BYTES) as store, RolloutWorker(generate, slots=SLOTS, store=store):
+        signal.sigwait({signal.SIGTERM})
+        print(json.dumps({"rollout_worker": os.getpid(), "store": dataclasses.asdict(store.stats())}), flush=True)
 
 
 if __name__ == "__main__":

@@ -32,36 +32,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl_smollm2"))
 from server import own_process, running_server, tail
 
 HERE = Path(__file__).resolve().parent
-TRAINER_RANKS = 2
 SCALE_OUT = ["--enable-scale-out"]
 """vLLM's endpoint for token ids, `/inference/v1/generate`: its answers have version spans."""
 
 
 def run(arguments: argparse.Namespace, directory: Path, running: ExitStack) -> int:
     environment = {"WEIGHTWIRE_RUNTIME_DIR": os.environ.setdefault("WEIGHTWIRE_RUNTIME_DIR", str(directory))}
-    url = arguments.server
-    if url is None:
+    if (url := arguments.server) is None:
         options = SCALE_OUT if arguments.engine == "vllm" else []
         log = directory / "engine.log"
         url = running.enter_context(running_server(arguments.engine, arguments.model, log, environment, options)).url
-    python, paths = sys.executable, {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [python, str(HERE / "rollouts.py"), "--engine", arguments.engine, "--server", url]
-    logs = [directory / f"rollouts-{number}.log" for number in range(arguments.rollout_workers)]
-    workers = [running.enter_context(own_process(command, log, environment | paths, read_stdout=True)) for log in logs]
+    environment |= {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
+
+    def start(command: list[str], name: str) -> subprocess.Popen[str]:
+        started = own_process([sys.executable, *command], directory / name, environment, read_stdout=True)
+        return running.enter_context(started)
+
+    rollouts = [str(HERE / "rollouts.py"), arguments.engine, url]
+    workers = [start(rollouts, f"rollouts-{number}.log") for number in range(arguments.rollout_workers)]
     print(json.dumps({"rollout_workers": [worker.pid for worker in workers]}), flush=True)
 
-    names = ["model", "steps", "max_staleness", "samples", "max_tokens", "lr"]
-    settings = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names]
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TRAINER_RANKS}"]
-    torchrun += ["--max-restarts=3", "--monitor-interval=0.2", str(HERE / "train.py"), *settings]
-    log = directory / "trainer.log"
-    trainer = running.enter_context(own_process(torchrun, log, environment | paths, read_stdout=True))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    settings = json.dumps(vars(arguments), default=str)
+    trainer = start([*torchrun, "--monitor-interval=0.2", str(HERE / "train.py"), settings], "trainer.log")
     assert trainer.stdout is not None
     for line in trainer.stdout:
         print(line, end="", flush=True)
-    status = trainer.wait()
-    if status:
-        print(f"the trainer ended with status {status}\n{tail(log)}", file=sys.stderr)
+    if status := trainer.wait():
+        print(f"the trainer ended with status {status}\n{tail(directory / 'trainer.log')}", file=sys.stderr)
     print(json.dumps({"rollout_stores": [rows_left(worker) for worker in workers]}))
     return status
 

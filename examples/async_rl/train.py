@@ -6,7 +6,7 @@ One step, while the engine installs the last update and goes on answering:
 2. every rank fetches a share with about as many tokens, recomputes its log-probabilities, and keeps them in its own store;
 3. rank 0 adds advantages, and the batch is shared out again;
 4. one AdamW step on a policy gradient, whose weights correct that the engine sampled with older weights and in bfloat16
-   (truncated importance sampling), with a KL penalty to the model of the beginning;
+   (truncated importance sampling);
 5. the new weights travel; the batch is cleared, wherever anything of it is kept.
 
 torchrun may restart the ranks: they go on with the next version of what the engines serve.
@@ -15,14 +15,15 @@ torchrun may restart the ranks: they go on with the next version of what the eng
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import json
 import os
 import random
 import secrets
+import sys
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,10 +38,9 @@ from trainer_adapters.batch.ranks import RankBatch
 from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.store import Store
 
-TASKS, PROMPT_TOKENS = 4, 8
-MOST_WEIGHT, KL_PENALTY = 2.0, 0.01
+TASKS, PROMPT_TOKENS, MOST_WEIGHT = 4, 8, 2.0
 STORE_BYTES = 1 << 30
-WAIT_S = 300.0
+START_S, WAIT_S = 120.0, 300.0
 
 
 class Controller:
@@ -50,16 +50,16 @@ class Controller:
         self.pool = RolloutPool()
         self.pool.set_version(version)
         self.pool.on_complete(self._replace)
-        self._staleness, self._vocabulary = arguments.max_staleness, vocabulary
-        self._sampling = {"samples": arguments.samples, "max_tokens": arguments.max_tokens, "vocabulary": vocabulary}
+        self._staleness = arguments.max_staleness
+        self._task = {"samples": arguments.samples, "max_tokens": arguments.max_tokens, "vocabulary": vocabulary}
         self._ids = map(f"{secrets.token_hex(4)}/{{}}".format, itertools.count())  # no other run has the same ones
         self.lost_later = self.moved_bytes = self.data_bytes = 0
         self.submit(TASKS * (self._staleness + 1))
 
     def submit(self, tasks: int) -> None:
         for _ in range(tasks):
-            prompt = [random.randrange(3, self._vocabulary) for _ in range(PROMPT_TOKENS)]
-            self.pool.submit(next(self._ids), {"prompt": prompt, **self._sampling})
+            prompt = [random.randrange(3, self._task["vocabulary"]) for _ in range(PROMPT_TOKENS)]
+            self.pool.submit(next(self._ids), {"prompt": prompt, **self._task})
 
     def draw(self) -> DistributedBatch:
         return self.pool.next_batch(TASKS, WAIT_S, self._staleness)
@@ -88,7 +88,6 @@ class Controller:
 
 def train(arguments: argparse.Namespace, running: ExitStack) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    reference: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -104,7 +103,7 @@ def train(arguments: argparse.Namespace, running: ExitStack) -> None:
     tell(first_version=version, ranks=gathered(os.getpid()))
     pending: PendingUpdate | None = None
     for _ in range(arguments.steps):
-        batch, rows = next_rows(controller, store, model, reference)
+        batch, rows = next_rows(controller, store, model)
         learn(model, rows)
         overlapped = pending is not None and not pending.done()
         optimizer.step()
@@ -130,20 +129,17 @@ def train(arguments: argparse.Namespace, running: ExitStack) -> None:
     tell(verified=verified, served=list(manager.versions().values()), trainer_stores=gathered(store.stats().tasks))
 
 
-def next_rows(
-    controller: Controller | None, store: Store, model: Any, reference: Any
-) -> tuple[RankBatch, DistributedBatch]:
-    """A batch, and this rank's rows of it, with what the ranks recomputed and advantages. Another batch takes the place of one
+def next_rows(controller: Controller | None, store: Store, model: Any) -> tuple[RankBatch, DistributedBatch]:
+    """A batch, and this rank's rows of it, with recomputed log-probabilities and advantages. Another batch takes the place of one
     that lost too many rows with their workers."""
     while True:
         batch = RankBatch(controller.draw() if controller else None, store, by="token_ids", timeout_s=WAIT_S)
         if (rows := batch.fetch()) is not None:
             with torch.no_grad():
-                old, before = log_probabilities(model, rows)[1], log_probabilities(reference, rows)[0].bfloat16()
-            computed = {"old_logprobs": old, "reference_logprobs": before}
+                computed = log_probabilities(model, rows)
             lengths = rows.lengths("token_ids").tolist()
             rows = None  # gives the leases back
-            batch.add({key: [row[:n] for row, n in zip(each, lengths, strict=True)] for key, each in computed.items()})
+            batch.add({"old_logprobs": [row[:n] for row, n in zip(computed, lengths, strict=True)]})
             if controller:
                 rewards = batch.read(["rewards"]).dense("rewards")
                 batch.add_whole({"advantages": advantages(rewards, batch.whole.row_tasks("rewards"))})
@@ -160,37 +156,33 @@ def advantages(rewards: torch.Tensor, tasks: list[str | None]) -> torch.Tensor:
     return rewards - (sums / groups.bincount(minlength=len(tasks)))[groups]
 
 
-def log_probabilities(model: Any, rows: DistributedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 `[rows, longest answer, vocabulary]`, and those of the answers' tokens `[rows, longest answer]`."""
+def log_probabilities(model: Any, rows: DistributedBatch) -> torch.Tensor:
+    """Of the answers' tokens: float32 `[rows, longest answer]`."""
     dense = rows.select(["prompt_ids", "token_ids"]).padded(0)
     ids = torch.cat([dense["prompt_ids"], dense["token_ids"]], dim=1)
     logits = model(input_ids=ids, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
-    everything = logits.float().log_softmax(-1)
-    return everything, everything.gather(2, dense["token_ids"][..., None]).squeeze(2)
+    return logits.float().log_softmax(-1).gather(2, dense["token_ids"][..., None]).squeeze(2)
 
 
 def learn(model: Any, rows: DistributedBatch) -> None:
     """Adds the gradient of the loss, a mean over the tokens of all ranks."""
     lengths = torch.as_tensor(rows.lengths("token_ids"))
-    everything, chosen = log_probabilities(model, rows)
+    chosen = log_probabilities(model, rows)
     mask = torch.arange(chosen.shape[1]) < lengths[:, None]
-    dense = rows.select(["old_logprobs", "logprobs", "reference_logprobs"]).padded(0)
+    dense = rows.select(["old_logprobs", "logprobs"]).padded(0)
     weights = (dense["old_logprobs"] - dense["logprobs"]).exp().clamp(max=MOST_WEIGHT)
     gain = weights * (chosen - dense["old_logprobs"]).exp() * rows["advantages"][:, None]
-    penalty = (everything.exp() * (everything - dense["reference_logprobs"].float())).sum(2)
-    tokens = lengths.sum()
-    dist.all_reduce(tokens)
+    dist.all_reduce(tokens := lengths.sum())
     # FSDP averages gradients over the ranks; the mean over all tokens needs their sum.
-    (-((gain - KL_PENALTY * penalty) * mask).sum() * dist.get_world_size() / tokens).backward()
+    (-(gain * mask).sum() * dist.get_world_size() / tokens).backward()
 
 
 def first_version(manager: SyncManager) -> int:
     """The version after the one that the engines serve; 0 if they have none. Rank 0 asks."""
-    served = -1
-    if dist.get_rank() == 0:
-        manager.wait_for_replicas(1, timeout_s=WAIT_S)
-        served = max(-1 if v is None else v for v in manager.versions().values())
-    return int(gathered(served)[0]) + 1
+    if dist.get_rank():
+        return int(gathered(None)[0])
+    manager.wait_for_replicas(1, timeout_s=WAIT_S)
+    return int(gathered(1 + max(-1 if v is None else v for v in manager.versions().values()))[0])
 
 
 def gathered(value: Any) -> list[Any]:
@@ -206,13 +198,12 @@ def tell(**fields: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, required=True)
-    for name, kind in {"steps": int, "max-staleness": int, "samples": int, "max-tokens": int, "lr": float}.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
+    # A rank that does not meet the others ends, and torchrun starts all of them again. The group's own limit must be longer.
+    faulthandler.dump_traceback_later(START_S, exit=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * WAIT_S))
+    faulthandler.cancel_dump_traceback_later()
     with ExitStack() as running:
-        train(parser.parse_args(), running)
+        train(argparse.Namespace(**json.loads(sys.argv[1])), running)
     dist.destroy_process_group()
 
 

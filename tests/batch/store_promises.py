@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from inference_plugin.wire.errors import BatchError, FetchFailed, ProtocolError, StoreFull
 from tests.batch.owners import as_bytes, elsewhere, fetched, rows_of
+from tests.batch.row_promises import ROWS, RowPromises, Rows, StoreRows
 from tests.support.rig import eventually
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.client import clear_tasks
@@ -25,25 +25,6 @@ AnyStore = Store | RayStore
 SMALL = 64_000
 """Bytes of the budget of `small`."""
 
-ROWS: dict[str, Any] = {
-    "bfloat16": torch.randn(3, 5).to(torch.bfloat16),
-    "fp8": torch.randn(3, 700).to(torch.float8_e4m3fn),
-    "bool": torch.tensor([[True], [False]]),
-    "one number a row": torch.arange(7),
-    "complex, lazily conjugated": torch.randn(2, 3, dtype=torch.complex64).conj(),
-    "no bytes": torch.empty(4, 0, 3),
-    "transposed": torch.randn(50, 40).t(),
-    "every second": torch.arange(20_000)[::2].reshape(100, 100),
-    "broadcast": torch.ones(1, 3).expand(5, 3),
-    "rows of one shape": [torch.full((2, 2), float(i)) for i in range(3)],
-    "rows of several lengths, one of them 0": [torch.randn(n, 3) for n in (4, 0, 2)],
-    "nested": torch.nested.nested_tensor([torch.arange(3.0), torch.arange(900.0)], layout=torch.jagged),
-    "long rows": [torch.randn(n) for n in (300_000, 5, 200_001)],
-    "numpy": np.arange(12, dtype=np.int16).reshape(4, 3),
-    "values": [None, True, 1, -0.5, "é\0", b"\xff", [1, ["a"]], {"k": [None]}],
-    "with a gradient": torch.randn(2, 2, requires_grad=True),
-}
-
 
 def taken_bytes(store: AnyStore) -> int:
     """What counts against the budget."""
@@ -57,8 +38,12 @@ def waiting_puts(store: AnyStore) -> int:
     return len(store._waiting) if isinstance(store, Store) else int(store._ask("numbers").waiting)
 
 
-class StorePromises:
+class StorePromises(RowPromises):
     """`store` has room for everything, `small` a budget of `SMALL` bytes. Both are empty."""
+
+    @pytest.fixture
+    def rows(self, store: AnyStore) -> Rows:
+        return StoreRows(store, store.stats().budget_bytes)
 
     @pytest.mark.parametrize("name", ROWS)
     def test_rows_of_every_kind_come_back_byte_for_byte_in_every_way(self, store: AnyStore, name: str) -> None:

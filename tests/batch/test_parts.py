@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from inference_plugin.wire.digest import Digest
 from inference_plugin.wire.errors import BatchError, ProtocolError
 from inference_plugin.wire.manifest import DTYPE_BYTES
 from trainer_adapters.batch.inputs import local_part
-from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of
+from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of, sources_of
 from trainer_adapters.batch.records import Entry, Kind, ShardId, VersionSpan
 
 SHARD = ShardId("t", "k")
@@ -183,3 +184,28 @@ def test_bytes_that_are_not_the_entry_are_refused() -> None:
 def test_rows_of_no_part_make_no_entry() -> None:
     with pytest.raises(BatchError, match="has 0 rows"):
         entry_of(SHARD, local_part(torch.zeros(0, 3)), "o", 0)
+
+
+def test_sources_are_the_buffers_without_an_array_for_each_piece() -> None:
+    for value in (
+        [torch.arange(3), torch.arange(0), torch.arange(5)],
+        [torch.arange(4), torch.arange(4) + 4],
+        [torch.tensor(1.0), torch.tensor(2.0)],
+        [torch.arange(12).reshape(3, 4).t(), torch.arange(8).reshape(2, 4)[:, :3]],
+        torch.randn(3, 4, requires_grad=True),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        [torch.ones(3, dtype=torch.complex64).conj().imag, torch.ones(2)],
+        ["plain", None],
+    ):
+        part = local_part(value)
+        sources = sources_of(part)
+        found = b"".join(map(ctypes.string_at, sources.addresses, sources.sizes))
+        assert found == b"".join(buffer.tobytes() for buffer in buffers_of(part))
+        assert len(found) == part.nbytes
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(BatchError, match="its memory was freed"):
+        sources_of(local_part([freed, torch.ones(2)]))

@@ -7,17 +7,19 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from inference_plugin.wire.errors import BatchError, ConfigError, FetchFailed, PeerLost, StoreFull
 from tests.batch.owners import MIB
-from tests.batch.store_promises import ROWS
+from tests.batch.row_promises import ROWS, RowPromises, Rows
 from tests.support.rig import eventually
+from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.status import BatchStatus
 
 tq = pytest.importorskip("transfer_queue")
@@ -91,6 +93,57 @@ def rows_of(column: Any) -> list[Any]:
     if not isinstance(column, torch.Tensor):
         return list(column.tolist())
     return list(column.unbind())
+
+
+class QueueRows:
+    """TransferQueue as a place for rows: a sample for each row, in one partition. Only a test waits for room so shortly."""
+
+    def __init__(self, queue: Any, partition: str) -> None:
+        self._queue, self._partition = queue, partition
+        self._samples: dict[str, list[str]] = {}
+        self.budget_bytes = 64 * MIB
+
+    def put(self, task_id: str, data: Mapping[str, Any]) -> DistributedBatch:
+        from trainer_adapters.integrations.transferqueue import batch_of
+
+        fields = {key: field_of(value) for key, value in data.items()}
+        keys = [f"{task_id}/{i}" for i in range(len(next(iter(data.values()))))]
+        manager = self._queue.get_client().storage_manager
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manager, "_timeout_s", 1.0)
+            put(self._queue, keys, self._partition, fields)
+        self._samples[task_id] = keys
+        client = self._queue.get_client()
+        asked = client.async_kv_retrieve_meta(keys, self._partition)
+        return batch_of(asyncio.run_coroutine_threadsafe(asked, client._loop).result(60))
+
+    def clear(self, task_ids: Iterable[str]) -> None:
+        if keys := [key for task_id in task_ids for key in self._samples.get(task_id, ())]:
+            self._queue.kv_clear(keys, self._partition)
+
+    def shards(self) -> int:
+        return held(self._queue)
+
+
+def field_of(value: Any) -> Any:
+    """Rows as TransferQueue takes them."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if not isinstance(value[0], torch.Tensor):
+        return tensordict.NonTensorStack(*map(tensordict.NonTensorData, value))
+    if len({row.shape for row in value}) == 1:
+        return torch.stack(value)
+    return torch.nested.nested_tensor(value, layout=torch.jagged)
+
+
+class TestBehindTransferQueue(RowPromises):
+    """What every place for rows promises, of TransferQueue with our store under it."""
+
+    @pytest.fixture
+    def rows(self, queue: Any, partition: str) -> Rows:
+        return QueueRows(queue, partition)
 
 
 def raw(row: torch.Tensor) -> torch.Tensor:
