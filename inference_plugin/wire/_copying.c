@@ -201,8 +201,11 @@ AVX2 static uint64_t copy_and_digest(char *target, size_t target_stride, const c
     return ended(&digest, source, rows, row_bytes);
 }
 
+enum { MOST_SPANS = 64, AHEAD_BYTES = 4096 };
+
 /* Sources of any length, one after the other: a stripe that several of them make up goes by way of `joint`. The last stripe is
- * read back from the target, where it may overlap the one before it. */
+ * read back from the target, where it may overlap the one before it. The processor guesses where a source goes on within its
+ * page only, so it is told; past the end of a source it is told of memory that nobody reads. */
 AVX2 static uint64_t copy_joined_and_digest(char *target, const Source *sources, size_t count, size_t total)
 {
     size_t stripes_left = stripes_before_last(total), held = 0;
@@ -221,7 +224,7 @@ AVX2 static uint64_t copy_joined_and_digest(char *target, const Source *sources,
             to += STRIPE_BYTES, stripes_left--, held = 0;
         }
         size_t stripes = left / STRIPE_BYTES < stripes_left ? left / STRIPE_BYTES : stripes_left;
-        take_stripes(&digest, to, from, stripes, 0);
+        take_stripes(&digest, to, from, stripes, AHEAD_BYTES);
         to += stripes * STRIPE_BYTES, from += stripes * STRIPE_BYTES, left -= stripes * STRIPE_BYTES;
         stripes_left -= stripes;
         memcpy(joint, from, held = left);
@@ -235,8 +238,6 @@ typedef struct {
     size_t row_bytes;
     uint64_t digest;
 } Span;
-
-enum { MOST_SPANS = 64, AHEAD_BYTES = 4096 };
 
 /* Row by row over all spans: of spans that lie side by side memory is read in its own order, and once. Where it isn't,
  * the processor guesses wrong what comes next, so it is told. */

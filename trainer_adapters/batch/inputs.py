@@ -98,13 +98,17 @@ def _part_of_list(rows: list[torch.Tensor]) -> LocalPart:
 
 def _jagged_part(rows: list[torch.Tensor], shapes: list[torch.Size]) -> LocalPart:
     """Rows that `_check_rows` has seen."""
-    if not all(shapes) or len({shape[1:] for shape in shapes}) != 1:
+    try:
+        lengths, *others = zip(*shapes, strict=True)
+    except ValueError:  # numbers of dimensions differ, or there are none
+        lengths, others = (), [(0, 1)]
+    if any(len(set(sizes)) > 1 for sizes in others):
         told = sorted({tuple(shape) for shape in shapes})
         raise BatchError(
             f"rows of shapes {', '.join(map(str, told[:4]))} ({len(told)} shapes) don't make one column",
             hint="rows may differ in their first dimension only",
         )
-    return LocalPart(Kind.JAGGED, len(rows), rows, lengths=tuple(shape[0] for shape in shapes))
+    return LocalPart(Kind.JAGGED, len(rows), rows, lengths=lengths)
 
 
 def _check_rows(rows: list[torch.Tensor]) -> None:

@@ -271,7 +271,7 @@ def _lie_as_read(pieces: Sequence[torch.Tensor]) -> bool:
         first.is_cpu
         and not first.is_complex()  # which may be conjugated when it is read
         and all(map(torch.Tensor.is_contiguous, pieces))
-        and not any(map(torch.Tensor.is_neg, pieces))
+        and not (first.is_floating_point() and any(map(torch.Tensor.is_neg, pieces)))
     )
 
 
