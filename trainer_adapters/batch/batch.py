@@ -266,24 +266,26 @@ class DistributedBatch(BatchMetadata):
         """
         refuse_in_event_loop()
         checked_seconds("timeout_s", timeout_s)
+        parts: dict[ShardId, LocalPart] = {}
         if wanted := self.missing():
-            parts: dict[ShardId, LocalPart] = {}
             try:
                 client().fetch_entries(wanted, self._owners, timeout_s=timeout_s, have=parts)
-            finally:
+            except BaseException:
                 self.keep(parts)
-        return self.arrived()
+                raise
+        return self.arrived(parts)
 
     async def afetch(self, *, timeout_s: float = TIMEOUT_S) -> DistributedBatch:
         """`fetch` inside an event loop."""
         checked_seconds("timeout_s", timeout_s)
+        parts: dict[ShardId, LocalPart] = {}
         if wanted := self.missing():
-            parts: dict[ShardId, LocalPart] = {}
             try:
                 await client().afetch_entries(wanted, self._owners, timeout_s=timeout_s, have=parts)
-            finally:
+            except BaseException:
                 self.keep(parts)
-        return self.arrived()
+                raise
+        return self.arrived(parts)
 
     def missing(self) -> list[Entry]:
         """The entries that a fetch has to get: not those that are here, nor those that arrived before."""
@@ -293,10 +295,10 @@ class DistributedBatch(BatchMetadata):
         """Keeps parts that were fetched for this batch elsewhere, until all of its parts have arrived."""
         self._have |= {entry: parts[entry.shard] for entry in self.missing() if entry.shard in parts}
 
-    def arrived(self) -> DistributedBatch:
-        """Makes the batch LOCAL once all parts have arrived. Raises `ProtocolError` for a part that is missing or not as its
-        entry says."""
-        self._columns = arrived(self._columns, self._have)
+    def arrived(self, parts: Mapping[ShardId, LocalPart]) -> DistributedBatch:
+        """Makes the batch LOCAL once all parts have arrived: `parts`, and those that it kept. Raises `ProtocolError` for a part
+        that is missing or not as its entry says."""
+        self._columns = arrived(self._columns, parts, self._have)
         self._have = {}
         return self
 

@@ -178,7 +178,7 @@ class _Fetch:
         self.is_cancelled = False
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
         self._owners = owners
-        self._wanted = {entry.shard: entry for entry in entries if entry.shard not in have}
+        self._wanted = {entry.shard: entry for entry in entries if not have or entry.shard not in have}
         self._bucket_bytes = min(Config.from_environment().bucket_bytes, MAX_PULL_BYTES)
         self._arrivals = Arrivals(have)
         self._sources: list[_Source] = []

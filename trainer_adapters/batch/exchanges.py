@@ -51,6 +51,8 @@ class Arrivals:
         self._buffers: dict[ShardId, tuple[torch.Tensor, int]] = {}
 
     def missing(self, entries: Iterable[Entry]) -> list[Entry]:
+        if not self._have and not self.failed:
+            return list(entries)
         return [entry for entry in entries if entry.shard not in self._have and entry.shard not in self.failed]
 
     def admit(self, entries: Iterable[Entry]) -> list[Entry]:

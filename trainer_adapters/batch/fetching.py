@@ -18,18 +18,27 @@ def missing(columns: Iterable[Column], have: Mapping[Entry, LocalPart]) -> list[
     wanted: dict[ShardId, Entry] = {}
     for column in columns:
         for entry in () if column.is_local else column.all_entries():
-            if (first := wanted.setdefault(entry.shard, entry)) != entry:
+            if (first := wanted.setdefault(entry.shard, entry)) is not entry and first != entry:
                 raise BatchError(
                     f"two different entries of shard {entry.shard}, of owners {first.owner!r} and {entry.owner!r}",
                     hint="task ids must be unique over a training; a later put of a task makes its older entries void",
                 )
-    return [entry for entry in wanted.values() if entry not in have]
+    return [entry for entry in wanted.values() if entry not in have] if have else list(wanted.values())
 
 
-def arrived(columns: Mapping[str, Column], have: Mapping[Entry, LocalPart]) -> dict[str, Column]:
-    """The columns with their rows here. Raises `ProtocolError` if `have` lacks a part, or if one is not as its entry says."""
+def arrived(
+    columns: Mapping[str, Column], fetched: Mapping[ShardId, LocalPart], have: Mapping[Entry, LocalPart]
+) -> dict[str, Column]:
+    """The columns with their rows here: those just `fetched`, and those that earlier fetches got.
+
+    Raises `ProtocolError` if a part is missing, or not as its entry says.
+    """
     return {
-        key: column if column.is_local else column.fetched([_part(entry, have) for entry in column.all_entries()])
+        key: column
+        if column.is_local
+        else column.fetched(
+            [_part(entry, fetched.get(entry.shard) or have.get(entry)) for entry in column.all_entries()]
+        )
         for key, column in columns.items()
     }
 
@@ -43,8 +52,7 @@ def refuse_in_event_loop() -> None:
     raise BatchError("fetch() would block the event loop that runs in this thread", hint="use `await batch.afetch()`")
 
 
-def _part(entry: Entry, have: Mapping[Entry, LocalPart]) -> LocalPart:
-    part = have.get(entry)
+def _part(entry: Entry, part: LocalPart | None) -> LocalPart:
     if part is None:
         raise ProtocolError(f"the fetch ended without an error, but shard {entry.shard} has not arrived")
     if (part.kind, part.rows, part.dtype, part.item_shape) != (entry.kind, entry.rows, entry.dtype, entry.item_shape):

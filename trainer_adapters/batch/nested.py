@@ -227,9 +227,7 @@ class _Wanted:
 
     def _filled(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, DistributedBatch):
-            batch = copy.copy(leaf)
-            batch.keep(self.have)
-            return batch.arrived()
+            return copy.copy(leaf).arrived(self.have)
         if isinstance(leaf, RemoteTensor):
             index = RowIndex.of_parts([leaf.entry.rows])
             column = Column.of_entries(leaf.entry.shard.key, [leaf.entry], index).fetched([self.have[leaf.entry.shard]])
