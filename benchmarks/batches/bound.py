@@ -1,4 +1,7 @@
-"""What no way can do without: the bytes are copied once, to memory that exists, and read once. Two threads do half each."""
+"""What no way can do without: the bytes are copied once, to memory that exists, and read once. Two threads do half each.
+
+The copy goes around the cache, which is faster than numpy's.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.batches.data import CONSUMERS, Case, now_s
+from inference_plugin.wire.copying import copy_rows
 from inference_plugin.wire.digest import digest_bytes
 
 RUNS = 5
@@ -29,7 +33,7 @@ def measure_bound(case: Case) -> dict[str, Any]:
                 taken.append(now_s() - start_s)
             return statistics.median(taken)
 
-        copied_s = seconds(lambda i: np.copyto(targets[i], sources[i]))
+        copied_s = seconds(lambda i: copy_rows(targets[i], 0, size, sources[i], 0, size, 1, size, True))
         read_s = seconds(lambda i: digest_bytes(targets[i]))
     return {
         "kind": "bound",
