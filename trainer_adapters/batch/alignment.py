@@ -17,7 +17,7 @@ __all__ = ["aligned_entries", "check_aligned", "check_columns", "check_together"
 
 
 def checked_key(key: object) -> str:
-    """`key`, if it can be one of a batch."""
+    """Returns `key` if it is a valid key of a batch."""
     if not isinstance(key, str):
         raise BatchError(
             f"a key is a str, not {key!r} of type {type(key).__name__}",
@@ -39,7 +39,7 @@ def check_columns(columns: Mapping[str, Column]) -> None:
 
 
 def check_together(statuses: Sequence[BatchStatus]) -> None:
-    """LOCAL and REMOTE batches are not joined; EMPTY ones join either."""
+    """No LOCAL batch beside a REMOTE one; EMPTY batches join either."""
     if len(found := set(statuses) - {BatchStatus.EMPTY}) > 1:
         numbers = [str(i) for i, status in enumerate(statuses) if status is BatchStatus.REMOTE]
         raise BatchError(
@@ -49,7 +49,7 @@ def check_together(statuses: Sequence[BatchStatus]) -> None:
 
 
 def check_aligned(mine: PartRows[Entry | None] | None, theirs: PartRows[Entry | None] | None) -> None:
-    """Two records of tasks, if they have tasks in common, name the same task at every row."""
+    """Two records that share tasks name the same task at every row."""
     if mine is None or theirs is None:
         return
     (tasks, rows), (their_tasks, their_rows) = _tasks_of(mine), _tasks_of(theirs)
@@ -101,6 +101,6 @@ def owners_by_id(owners: Iterable[Owner]) -> dict[str, Owner]:
 
 
 def _tasks_of(record: PartRows[Entry | None]) -> tuple[npt.NDArray[np.object_], Ints]:
-    """The task of each row, and the number that the row has in it."""
+    """The task of each row, and the row's number within its task."""
     tasks = [None if entry is None else entry.shard.task_id for entry in record]
     return np.fromiter(tasks, object, len(tasks))[record.index.part], record.index.row

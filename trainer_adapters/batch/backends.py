@@ -1,4 +1,4 @@
-"""Owners of other kinds than our own stores: which module serves an address, and how a fetch or clear asks it.
+"""Owners that are not our own stores (Ray's): which module serves an address, and how a fetch or clear asks that module.
 
 A backend's library may block (Ray's calls to its control service do), so it runs on a daemon thread, and the caller takes
 what has arrived by the deadline. A backend sees arrivals of its own: what comes too late changes nothing.
@@ -25,44 +25,44 @@ BACKENDS = {"ray": "trainer_adapters.batch.ray_rows"}
 """By the scheme of an owner's address: a module with the functions of `Backend`, imported when it is needed."""
 
 LOOK_S = 1.0
-"""A fetch that is cancelled is noticed within this."""
+"""Longest time, in seconds, until a backend notices that its fetch was cancelled."""
 
 GRACE_S = 0.25
-"""What a backend gets beyond the deadline, to hand over what it has."""
+"""Time, in seconds, that a backend has after the deadline to hand over the rows that it got."""
 
 
 @dataclass
 class Until:
-    """How long a backend may go on: until `deadline_s` (`time.monotonic`), or until nobody waits any more."""
+    """How long a backend may work: until `deadline_s` (`time.monotonic`), or until its caller no longer waits."""
 
     deadline_s: float
     is_cancelled: bool = False
 
     def left_s(self, at_most_s: float = LOOK_S) -> float:
-        """Seconds to wait at once, 0 at the end."""
+        """Seconds that the next wait may take; 0 once the time is up."""
         return 0.0 if self.is_cancelled else max(0.0, min(at_most_s, self.deadline_s - time.monotonic()))
 
 
 class Backend(Protocol):
-    """The rows of owners of one kind. Both functions may block until `until`, and run on a thread of the caller's."""
+    """The rows of one kind of owner. Both functions may block until `until`; the caller runs them on a thread of its own."""
 
     def fetch(self, wanted: Sequence[tuple[Owner, Sequence[Entry]]], arrivals: Arrivals, until: Until) -> None:
-        """Keeps or fails entries in `arrivals`; those that are neither at the end are late. `WeightwireError`: all fail."""
+        """Keeps or fails each entry in `arrivals`; an entry that is neither at the end is late. A `WeightwireError` fails all."""
 
     def clear(
         self, asked: Sequence[tuple[Owner, Sequence[str]]], until: Until
     ) -> list[Sequence[str] | WeightwireError]:
-        """For each owner: the ids that it does not have, or why it can't be asked."""
+        """For each owner: the ids that it does not hold, or the error that kept us from asking it."""
 
 
 def scheme_of_backend(owner: Owner) -> str | None:
-    """The scheme of an owner's address if a backend serves it; None for owners that are our own stores, or nobody's."""
+    """The scheme of an owner's address if a backend serves that scheme, else None: our own stores, and unknown schemes."""
     scheme = owner.address.partition("://")[0]
     return scheme if scheme in BACKENDS else None
 
 
 class BackendFetch:
-    """The part of a fetch that one backend does, on a thread. Make it to begin."""
+    """One backend's part of a fetch, on a thread. The constructor starts it."""
 
     def __init__(self, scheme: str, wanted: Sequence[tuple[Owner, Sequence[Entry]]], deadline_s: float) -> None:
         self._entries = [entry for _, entries in wanted for entry in entries]
@@ -72,7 +72,7 @@ class BackendFetch:
         self._call = _Call(lambda: _backend(scheme).fetch(wanted, self._arrivals, self._until), f"weightwire-{scheme}")
 
     def finish(self, arrivals: Arrivals, late: WeightwireError, is_cancelled: Callable[[], bool]) -> None:
-        """Waits until the deadline, and hands over what arrived and what failed; the rest fails with `late`."""
+        """Waits until the deadline and hands over the shards that arrived or failed; all others fail with `late`."""
         while not is_cancelled() and self._until.left_s() and not self._call.wait(self._until.left_s()):
             pass
         self._until.is_cancelled = is_cancelled()
@@ -91,7 +91,7 @@ class BackendFetch:
 
 
 class BackendClear:
-    """The part of a clear that one backend does, on a thread. Make it to begin."""
+    """One backend's part of a clear, on a thread. The constructor starts it."""
 
     def __init__(self, scheme: str, asked: Sequence[tuple[Owner, Sequence[str]]], deadline_s: float) -> None:
         self.asked = asked
@@ -100,7 +100,7 @@ class BackendClear:
         self._call = _Call(self._run(scheme), f"weightwire-{scheme}")
 
     def finish(self, late: WeightwireError) -> list[Sequence[str] | WeightwireError]:
-        """For each of `asked`: the ids that its owner does not have, or why it can't be asked."""
+        """For each of `asked`: the ids that its owner does not hold, or the error that kept us from asking it."""
         while self._until.left_s() and not self._call.wait(self._until.left_s()):
             pass
         is_done = self._call.wait(GRACE_S)
@@ -114,7 +114,7 @@ class BackendClear:
 
 
 class _Call:
-    """A call on a daemon thread: it may block for ever without keeping anybody."""
+    """A call on a daemon thread: if it blocks for ever, neither the caller nor the end of the process waits for it."""
 
     def __init__(self, function: Callable[[], None], name: str) -> None:
         self.error: WeightwireError | None = None

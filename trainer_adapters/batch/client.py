@@ -57,10 +57,10 @@ HINTS: dict[type[WeightwireError], str] = {
 }
 
 MOST_TOLD = 16
-"""Most reasons in the text of one error."""
+"""Largest number of reasons in the text of one error."""
 
 CANCEL_S = 1.0
-"""A fetch that is cancelled waits no longer than this."""
+"""Longest time, in seconds, until a cancelled fetch stops."""
 
 
 def fetch_entries(
@@ -265,7 +265,7 @@ class _Fetch:
 
 
 class _Source:
-    """One owner in one fetch: its channels, what is asked of it, and what is still to be asked."""
+    """One owner in one fetch: its channels, the requests under way, and those still to be sent."""
 
     def __init__(self, owner: Owner, arrivals: Arrivals) -> None:
         self.owner = owner
@@ -275,7 +275,7 @@ class _Source:
         self._waiting: list[Exchange] = []
 
     def add(self, exchanges: Sequence[Exchange]) -> None:
-        """Asks for more, on as many channels as that takes."""
+        """Queues requests, and opens the channels that they need."""
         self._waiting += reversed(exchanges)
         while len(self._channels) < min(PULLS_AT_ONCE, len(self._waiting)):
             self._channels.append(_connect(self.owner))
@@ -296,7 +296,7 @@ class _Source:
                 self._arrivals.fail(exchange.entries, _for_rows(error))
 
     def give_up(self, error: WeightwireError) -> None:
-        """Fails everything that has not arrived."""
+        """Fails all shards that have not arrived."""
         exchanges = [*self.open.values(), *self._waiting]
         for exchange in self.open.values():
             exchange.give_up()
@@ -313,7 +313,7 @@ class _Source:
 
 
 def _told(failures: Iterable[FetchFailure]) -> str:
-    """The failures for an error text: shards of one owner with one reason together."""
+    """The failures as text, grouped by owner and reason."""
     shards: dict[tuple[str, str], list[str]] = {}
     for one in failures:
         reason = f"{type(one.error).__name__}: {one.error.message}" + (
@@ -325,14 +325,14 @@ def _told(failures: Iterable[FetchFailure]) -> str:
 
 
 def _for_rows(error: WeightwireError) -> WeightwireError:
-    """The error with the advice that is right for rows; what a channel raises advises on weights."""
+    """The error with a hint about rows; the hints of a channel's own errors are about weights."""
     return error.advise(HINTS.get(type(error), error.hint))
 
 
 def _owner(owner_id: str, owners: Mapping[str, Owner]) -> Owner:
     if (owner := owners.get(owner_id)) is None:
         raise ProtocolError(
-            f"nobody said where the owner {owner_id} is", hint="give the owners that came with the entries"
+            f"the address of owner {owner_id} is not known", hint="pass the owners that came with the entries"
         )
     return owner
 

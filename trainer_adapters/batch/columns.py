@@ -145,7 +145,7 @@ class Column:
         return Column(self.key, self.schema, data=data, entries=self.entries)
 
     def emptied(self) -> Column:
-        """The column without its rows, as an empty chunk of it would be elsewhere."""
+        """The column without rows, REMOTE: like an empty chunk of a REMOTE column."""
         return Column(self.key, self.schema, entries=PartRows.of([], RowIndex.of_parts([])))
 
     def value(self) -> Any:
@@ -265,7 +265,7 @@ def _record(column: Column) -> PartRows[Entry | None]:
 
 
 def _share_offsets(nested: Any, lengths: Ints) -> None:
-    """Lets columns of these lengths take part in computations with a nested tensor that a user made."""
+    """Has columns of these lengths share the offsets of a nested tensor that a user made, so that torch computes with both."""
     offsets = nested.offsets() if nested.layout is torch.jagged and nested.lengths() is None else None
     if (
         offsets is None
@@ -286,5 +286,5 @@ def _shared_offsets(lengths: Ints, device: torch.device) -> torch.Tensor:
 
 
 def _starts(lengths: Ints) -> Ints:
-    """Where each row begins if they follow each other, and the end of the last."""
+    """Where each row begins when rows follow each other, and the end of the last row."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -44,10 +44,10 @@ ALL = -1
 """Stands for all shards of a lease."""
 
 GIVE_UP_S = 3600.0
-"""An owner that has not answered for this long is not told any more; it ends the leases when this process ends."""
+"""After this many seconds without an answer, an owner is no longer told; it ends the leases when this process ends."""
 
 REST_S = 0.1
-"""Rest after an error of the thread itself, which might otherwise repeat without end."""
+"""Pause, in seconds, after an error of the thread itself, so that a repeated error does not spin."""
 
 Memory = npt.NDArray[np.uint8]
 
@@ -158,8 +158,8 @@ class Consumer:
                 os.eventfd_write(self._news, 1)  # what is pending is tried again, not only with the next news
 
     def _give_back_once(self, peers: dict[str, _Peer]) -> None:
-        """Waits for news, notes what ended, and talks to the owners that are concerned. An owner that doesn't answer is
-        waited for as long as its process lives, at most `GIVE_UP_S`; the others don't wait for it."""
+        """Waits for leases that end, and tells their owners. It waits for a silent owner as long as that process lives, at most
+        `GIVE_UP_S`; other owners are told meanwhile."""
         channels = [peer.channel for peer in peers.values() if peer.channel is not None]
         sources = [(source, zmq.POLLIN) for channel in channels for source in channel.sources]
         due_s = min(
@@ -197,7 +197,7 @@ class Consumer:
 
 
 class _Peer:
-    """An owner to whom leases go back, and what goes back with the next request."""
+    """An owner, and the leases that the next request gives back to it."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
@@ -242,7 +242,7 @@ class _Peer:
         return True
 
     def give_up_if_late(self) -> None:
-        """Drops what is pending where the owner has not answered for too long."""
+        """Drops the pending leases of an owner that has not answered for too long."""
         if time.monotonic() >= self.given_up_at_s:
             logger.warning(
                 "weightwire: %s does not answer; the leases that this process has there end with the process",
@@ -261,7 +261,7 @@ _making = threading.Lock()
 
 
 def consumer() -> Consumer:
-    """This process's consumer; a forked process gets one of its own."""
+    """The consumer of this process; a forked child gets its own."""
     global _consumer
     with _making:
         if _consumer is None or _consumer.pid != os.getpid():

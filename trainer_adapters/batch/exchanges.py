@@ -43,7 +43,7 @@ WHY = {
 
 
 class Arrivals:
-    """The shards that have arrived and those that have failed; in the end each shard is one of the two."""
+    """The shards that have arrived or failed. When a fetch ends, every shard is one of the two."""
 
     def __init__(self, have: MutableMapping[ShardId, LocalPart]) -> None:
         self.failed: dict[ShardId, WeightwireError] = {}
@@ -56,8 +56,8 @@ class Arrivals:
         return [entry for entry in entries if entry.shard not in self._have and entry.shard not in self.failed]
 
     def admit(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries whose bytes this host has memory for, all of `entries` together; the others fail. For bytes that are copied
-        here: an entry may claim any size, and nobody has said yet that the owner holds as much."""
+        """Fails the entries for whose bytes this host has no memory, and returns the others. For bytes that are copied to this
+        process: an entry may claim any size, and the owner has not confirmed it yet."""
         room, admitted = available_bytes(), []
         for entry in self.missing(entries):
             if entry.nbytes > room:
@@ -73,7 +73,7 @@ class Arrivals:
             self._buffers.pop(entry.shard, None)
 
     def keep(self, entry: Entry, data: torch.Tensor | LeasedBytes, digest: int) -> None:
-        """Keeps a shard's bytes if `digest`, which is theirs, is that of its entry."""
+        """Keeps a shard's bytes if their `digest` is the entry's, else fails the shard."""
         if digest != entry.digest:
             error = DigestMismatch(
                 f"the bytes of shard {entry.shard} from {entry.owner} have the digest {digest:016x}, "
@@ -93,7 +93,7 @@ class Arrivals:
         self._have[shard] = part
 
     def add(self, entry: Entry, start: int, data: memoryview) -> None:
-        """Some bytes of a shard; the shard is kept once all have come."""
+        """Adds some bytes of a shard; the shard is kept once it is complete."""
         if entry.shard in self.failed or entry.shard in self._have:
             return
         if len(data) == entry.nbytes:
@@ -124,7 +124,7 @@ class Exchange:
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """The reply is not waited for any more, or failed."""
+        """Nobody waits for the reply any more, or it was an error."""
 
 
 class LeaseExchange(Exchange):
@@ -207,7 +207,7 @@ class PullExchange(Exchange):
 
 
 def _in_groups(indexes: Sequence[int], entries: Sequence[Entry]) -> Iterator[list[int]]:
-    """Indexes of entries that are checked together: few enough to look at the deadline in between."""
+    """Cuts indexes of entries into groups; the deadline is looked at before each group is checked."""
     group: list[int] = []
     room = CHECKED_BYTES
     for index in indexes:
@@ -221,7 +221,7 @@ def _in_groups(indexes: Sequence[int], entries: Sequence[Entry]) -> Iterator[lis
 
 
 def available_bytes() -> int:
-    """Memory that this host can give without swapping; without /proc/meminfo no limit is known."""
+    """Bytes that this host can give without swapping; without /proc/meminfo there is no limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

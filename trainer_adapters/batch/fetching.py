@@ -14,7 +14,7 @@ __all__ = ["arrived", "missing", "refuse_in_event_loop"]
 
 
 def missing(columns: Iterable[Column], have: Mapping[Entry, LocalPart]) -> list[Entry]:
-    """The entries of columns that are not here, each once, but for those in `have`. Raises `BatchError`."""
+    """The entries whose rows are neither here nor in `have`, each once. Raises `BatchError` for two entries of one shard."""
     wanted: dict[ShardId, Entry] = {}
     for column in columns:
         for entry in () if column.is_local else column.all_entries():

@@ -1,4 +1,4 @@
-"""What users give as rows, made into parts: which values are rows, and why others are not."""
+"""Turns the values that users put into parts, and explains why other values are not rows."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _part_of_list(rows: list[torch.Tensor]) -> LocalPart:
 
 
 def _jagged_part(rows: list[torch.Tensor], shapes: list[torch.Size]) -> LocalPart:
-    """Rows that `_check_rows` has seen."""
+    """`rows` have passed `_check_rows`."""
     try:
         lengths, *others = zip(*shapes, strict=True)
     except ValueError:  # numbers of dimensions differ, or there are none
@@ -112,7 +112,7 @@ def _jagged_part(rows: list[torch.Tensor], shapes: list[torch.Size]) -> LocalPar
 
 
 def _check_rows(rows: list[torch.Tensor]) -> None:
-    """Each row can be held, and all are of one dtype and on one device."""
+    """A store can hold each row, and all rows have one dtype and one device."""
     if len(set(map(_SORT, rows))) == 1:
         _check_tensor(rows[0])
         return

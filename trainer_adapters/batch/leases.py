@@ -18,13 +18,13 @@ from trainer_adapters.batch.records import Entry
 __all__ = ["Holding", "Lease", "Leases"]
 
 MAX_CONSUMERS = 4096
-"""Most consumers that a store keeps leases for."""
+"""Largest number of consumers with leases."""
 
 MAX_LEASES = 1 << 16
-"""Most open leases of one consumer."""
+"""Largest number of open leases of one consumer."""
 
 MAX_ENDED = 4096
-"""Ended leases that are remembered for each consumer: a late copy of their request must not begin them again."""
+"""Number of ended leases remembered for each consumer: a late copy of a request must not begin its lease again."""
 
 
 class Holding(msgspec.Struct, eq=False, gc=False):
@@ -141,7 +141,7 @@ class Leases:
 
 
 def _without(holdings: Iterable[Holding | None]) -> list[Holding]:
-    """Counts one reader less for each; returns them."""
+    """Subtracts one reader from each, and returns them."""
     fewer = [holding for holding in holdings if holding is not None]
     for holding in fewer:
         holding.readers -= 1

@@ -76,7 +76,7 @@ class Segment:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of its pages that belong to no block."""
+        """Bytes of existing pages that belong to no block."""
         return self.backed - self.block_bytes - self.given_back_bytes
 
     def back(self, offset: int, nbytes: int) -> None:
@@ -91,7 +91,7 @@ class Segment:
             ) from error
 
     def trim(self) -> list[GivenBack]:
-        """Gives up the pages in which no block lies; from now on those of each block that is freed."""
+        """Gives up all pages without a block; from now on also those of each block that is freed."""
         found, start = [], 0
         self.edge_blocks = {}
         self._shared.ask_for_large_pages(False)  # a large page would bring back what is given up beside a block
@@ -138,7 +138,7 @@ class Block(msgspec.Struct, eq=False, gc=False):
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
-        """The block's bytes, writable: for the store alone."""
+        """The block's bytes. Only the store may write to them."""
         if self.segment is None:
             return np.empty(0, dtype=np.uint8)
         return self.segment.memory[self.offset : self.offset + self.nbytes]
@@ -184,7 +184,7 @@ class BlockMemory:
         return Block(segment, start, nbytes, not fresh_bytes)
 
     def free(self, block: Block) -> list[GivenBack]:
-        """Takes a block back that nobody reads or writes any more; returns what `give_back` must take."""
+        """Frees a block that nobody reads or writes any more. Returns the pages to hand to `give_back`."""
         segment = block.segment
         if segment is None:
             return []
@@ -206,7 +206,7 @@ class BlockMemory:
             self._retire(segment)
 
     def trim(self, nbytes: int) -> list[GivenBack]:
-        """Gives at least `nbytes` of the spare bytes up, if there are as many; returns what `give_back` must take.
+        """Gives up at least `nbytes` of the spare bytes, or all of them. Returns the pages to hand to `give_back`.
 
         First the pages between blocks, which no block can use before their segment is empty; then empty segments, the one that
         is empty for the longest time first; the segment that takes the next block comes last.

@@ -1,4 +1,4 @@
-"""What a batch knows of its rows without having them: their number, keys, tasks, owners, versions and tags."""
+"""What a REMOTE batch knows of its rows: their number, keys, tasks, owners, versions and tags."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _remote_tensors(
     versions: VersionSpan | None,
     timeout_s: float,
 ) -> dict[str, RemoteTensor]:
-    """Puts tensors: all as the one row of a shard each, nested ones as tasks of their own, as they have rows."""
+    """Puts each tensor as the only row of its shard; a nested tensor, which has rows, as a task of its own."""
     if not tensors:
         return {}
     if task_id is None:

@@ -1,4 +1,4 @@
-"""A batch's metadata as bytes: msgpack, columns of numbers, every word written once.
+"""A batch's metadata as bytes: msgpack, column by column, each string written once.
 
 Task ids, owners and version spans stand in tables; what all entries of a column share is written once; an index of all rows in
 order is left out. So an entry costs its digest and a few bytes. Decoding checks everything: bytes of a peer give a batch or
@@ -44,7 +44,8 @@ T = TypeVar("T")
 FORMAT = 1
 MAX_BATCH_ROWS = 1 << 24
 MAX_INDEXED_ROWS = 1 << 26
-"""Rows of all indices of a batch together: what a few bytes of a peer can make this process allocate."""
+"""Largest number of rows in all indices of a batch together: it bounds what a few bytes of a peer make this process
+allocate."""
 
 
 class PackedIndex(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +56,7 @@ class PackedIndex(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedColumn(msgspec.Struct, frozen=True, array_like=True):
-    """One key. Lists have an item for each entry, or one for all of them; `tasks` is empty where it counts 0, 1, 2, ..."""
+    """One key. A list has an item for each entry, or a single item for all; `tasks` is empty if it would be 0, 1, 2, ..."""
 
     key: Id
     kind: Kind
