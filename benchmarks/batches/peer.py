@@ -16,7 +16,7 @@ import msgspec
 import torch
 import zmq
 
-from benchmarks.batches.data import KEYS, Case, Rows, digests_of, flat, read
+from benchmarks.batches.data import KEYS, Case, Rows, digests_of, flat, now_s, read
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.records import Entry, Owner, VersionSpan
 from trainer_adapters.batch.store import Store
@@ -28,8 +28,8 @@ class ControllerSide(Protocol):
     def begin(self) -> None:
         """Forgets the last run."""
 
-    def take(self, message: memoryview) -> None:
-        """What an owner sent for one task."""
+    def take(self, message: memoryview) -> int:
+        """What an owner sent; returns the number of tasks in it."""
 
     def hand_out(self, case: Case, consumer: int) -> Iterator[Any]:
         """The messages for a consumer."""
@@ -37,7 +37,7 @@ class ControllerSide(Protocol):
 
 class PeerSide(Protocol):
     def put(self, made: dict[int, Rows]) -> Iterator[Any]:
-        """The message for each task."""
+        """The messages to the controller."""
 
     def take(self, message: memoryview) -> None:
         """A message of the controller, at a consumer."""
@@ -53,11 +53,14 @@ class PeerSide(Protocol):
 # --- weightwire -------------------------------------------------------------------------------------------------------
 
 
+ANNOUNCED_EVERY_S = 1e-3
+"""Tasks that are put within this time are announced in one message. `RolloutWorker` does so too: what finishes while an
+announcement is under way goes with the next."""
+
+
 class Announced(msgspec.Struct, array_like=True):
-    task: int
-    entries: tuple[Entry, ...]
-    owner: Owner | None = None
-    """With an owner's first task."""
+    owner: Owner
+    tasks: dict[int, tuple[Entry, ...]]
 
 
 class BatchController:
@@ -72,11 +75,11 @@ class BatchController:
         self._entries: dict[int, tuple[Entry, ...]] = {}
         self._chunks: list[DistributedBatch] = []
 
-    def take(self, message: memoryview) -> None:
+    def take(self, message: memoryview) -> int:
         announced = self._decoder.decode(message)
-        self._entries[announced.task] = announced.entries
-        if announced.owner is not None:
-            self._owners[announced.owner.id] = announced.owner
+        self._entries |= announced.tasks
+        self._owners[announced.owner.id] = announced.owner
+        return len(announced.tasks)
 
     def hand_out(self, case: Case, consumer: int) -> Iterator[bytes]:
         if not self._chunks:
@@ -98,13 +101,17 @@ class BatchPeer:
     def put(self, made: dict[int, Rows]) -> Iterator[bytes]:
         assert self._store is not None
         self._runs += 1
-        owner: Owner | None = self._store.owner
+        entries: dict[int, tuple[Entry, ...]] = {}
+        due_s = now_s() + ANNOUNCED_EVERY_S
         for task, rows in made.items():
             task_id = f"prompt-{self._runs}-{task}"
             self._put.append(task_id)
-            entries = self._store.put(task_id, rows, VersionSpan(self._runs, self._runs))
-            yield msgspec.msgpack.encode(Announced(task, entries, owner))
-            owner = None
+            entries[task] = self._store.put(task_id, rows, VersionSpan(self._runs, self._runs))
+            if now_s() >= due_s:
+                yield msgspec.msgpack.encode(Announced(self._store.owner, entries))
+                entries, due_s = {}, now_s() + ANNOUNCED_EVERY_S
+        if entries:
+            yield msgspec.msgpack.encode(Announced(self._store.owner, entries))
 
     def take(self, message: memoryview) -> None:
         self._batch = DistributedBatch.from_bytes(bytes(message))
@@ -180,9 +187,10 @@ class PackController:
     def begin(self) -> None:
         self._tasks: dict[int, dict[str, list[Any]]] = {}
 
-    def take(self, message: memoryview) -> None:
+    def take(self, message: memoryview) -> int:
         task, rows = self._codec.decode(message)
         self._tasks[task] = rows
+        return 1
 
     def hand_out(self, case: Case, consumer: int) -> Iterator[bytes]:
         return (self._codec.encode(task, self._tasks[task]) for task in case.of_consumer(consumer))
@@ -252,7 +260,7 @@ def main() -> None:
                 send(socket, b"prepared", msgspec.msgpack.encode(digests_of(made)))
             case b"put":
                 for message in peer.put(made):
-                    send(socket, b"task", message)
+                    send(socket, b"tasks", message)
             case b"rows":
                 peer.take(body)
             case b"consume":

@@ -1,6 +1,6 @@
 """A controller with a ZMQ socket, and its owners and consumers as processes: "weightwire" and two of "msgpack over zmq".
 
-All do the same: the controller tells the owners to put, collects what they send for each task, and hands each consumer its
+All do the same: the controller tells the owners to put, collects what they send, and hands each consumer its
 half. With "weightwire" these messages hold metadata, with "msgpack over zmq" the rows themselves: packed and unpacked by the
 msgpack package, rows being `bytes`; or, as "views", by msgspec, which copies only where it encodes. Every frame that the
 controller sends or receives between "put" and the last "consumed" is counted.
@@ -66,8 +66,9 @@ class SocketWay:
         for name in OWNER_NAMES:
             self._send(name, b"put")
         self._controller.begin()
-        for _ in range(case.tasks):
-            self._controller.take(self._receive(b"task"))
+        left = case.tasks
+        while left:
+            left -= self._controller.take(self._receive(b"tasks"))
         put_s = now_s()
         for i, name in enumerate(CONSUMER_NAMES):
             for message in self._controller.hand_out(case, i):
