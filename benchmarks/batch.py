@@ -5,7 +5,7 @@ a seed: about 570 MB. Two owners hold half each; consumer 0 takes the first half
 fetch from both owners. Owners, consumers and the controller are processes of one host.
 
 Rows are put when their task ends, in every way: `rows_per_put` is 1 (a sample a task), 8 (a group) or a quarter of all. An
-owner of "weightwire" announces what it put within a millisecond in one message, as `RolloutWorker` does where tasks end that fast.
+owner of "weightwire" announces what it put within a millisecond in one message, as `RolloutWorker` does if tasks end that fast.
 `put_seconds` is from the controller's "go" until it knows that everything is put. Then it hands each consumer its half;
 `fetch_seconds` is from there until both have *consumed*: every row is a tensor at its consumer, and every byte of it was read
 once by the same digest (xxh3-64). "weightwire" reads for the check of a fetch, the others as the rows come. After the time is
