@@ -68,7 +68,7 @@ COPIES = {
     "Ray object store": 1,  # into the object store
     "TransferQueue": 5,  # a socket, kept as it came, a socket, joined to a nested tensor by the consumer's client
 }
-FEWER = {("TransferQueue", 1): 512}
+FEWER = {("TransferQueue", 1): 1024}
 """Samples that a way is measured with, by way and rows per put. TransferQueue's put of one sample takes tens of milliseconds: its
 client asks the controller for metadata, sends to a storage unit, and tells the controller, each with an answer to wait for."""
 TO_REACH = {"msgpack over zmq": 10, "Ray object store": 5, "TransferQueue": 5}
