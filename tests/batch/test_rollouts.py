@@ -575,6 +575,7 @@ def test_the_worker_forgets_tasks_that_their_consumers_cleared(pools: Any, direc
             assert pool.submit(f"t{i}", {}).result(LONG_S)
             pool.next_batch(1, timeout_s=LONG_S).clear(timeout_s=LONG_S)
         (link,) = (one.link for one in local.worker._connections._pools.values())
+        eventually(lambda: "t39" in link.held, "the pool's answer to the last announcement")
         local.worker._prune_at = 0
         assert pool.submit("last", {}).result(LONG_S)
         eventually(lambda: link.held == {"last"}, "a short list")
