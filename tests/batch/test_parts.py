@@ -207,5 +207,8 @@ def test_sources_are_the_buffers_without_an_array_for_each_piece() -> None:
 def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(BatchError, match="its memory was freed"):
-        sources_of(local_part([freed, torch.ones(2)]))
+    for rows in ([freed, torch.ones(2)], [torch.nn.Parameter(torch.ones(2)), freed]):
+        with pytest.raises(BatchError, match="its memory was freed"):
+            sources_of(local_part(rows))
+        with pytest.raises(BatchError, match="its memory was freed"):
+            buffers_of(local_part(rows))

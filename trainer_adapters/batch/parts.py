@@ -222,7 +222,8 @@ def _rows_in(entry: Entry, buffer: torch.Tensor) -> torch.Tensor:
 def buffers_of(part: LocalPart) -> list[npt.NDArray[np.uint8]]:
     """The bytes of the part's entry: 1-D contiguous arrays, in order, none of them empty.
 
-    Views of the part's memory, for reading only; tensors that are strided or on another device are copied first.
+    Views of the part's memory, for reading only; tensors that are strided or on another device are copied first. Raises
+    `BatchError` for a tensor whose memory was freed.
     """
     if part.kind is Kind.VALUES:
         return [np.frombuffer(part.encoded, dtype=np.uint8)]
@@ -258,9 +259,7 @@ def sources_of(part: LocalPart) -> Sources:
         itemsize = DTYPE_BYTES[part.dtype]
         sizes = [items * itemsize for items in map(torch.Tensor.numel, pieces)]
     if not all(addresses) and any(size for address, size in zip(addresses, sizes, strict=True) if not address):
-        raise BatchError(
-            "a tensor has a shape, but its memory was freed", hint="FSDP frees what it gathered: put a copy of it"
-        )
+        raise _freed()
     return Sources(addresses, sizes, pieces)
 
 
@@ -275,7 +274,15 @@ def _lie_as_read(pieces: Sequence[torch.Tensor]) -> bool:
     )
 
 
+def _freed() -> BatchError:
+    return BatchError(
+        "a tensor has a shape, but its memory was freed", hint="FSDP frees what it gathered: put a copy of it"
+    )
+
+
 def _bytes_of(tensor: torch.Tensor, dtype: str) -> npt.NDArray[np.uint8]:
+    if not tensor.data_ptr():
+        raise _freed()
     if dtype in NUMPY_DTYPES and tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
         return tensor.numpy().reshape(-1).view(np.uint8)
     return bytes_view(_plain_tensor(tensor)).numpy()
