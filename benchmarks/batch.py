@@ -13,8 +13,6 @@ taken, the consumers' digests, for "weightwire" of a second reading of the fetch
 
 Ways: see `benchmarks/batches` (`sockets` and `ray_ways`). `controller_bytes` goes both ways: "weightwire" and msgpack count
 their frames, for Ray the kernel counts the controller's TCP connections, for TransferQueue those of its own controller.
-A way that would take minutes for a case is measured with fewer samples (`FEWER`); its seconds and bytes are scaled to all, and
-`measured_samples` says so.
 "memory copy" is the bound: all bytes copied once, to memory that exists, and read once, by two threads (`bound`).
 `copies_per_byte` is of the rows, counted in the code of each way: in user space, and two for each passage through a socket.
 
@@ -68,9 +66,6 @@ COPIES = {
     "Ray object store": 1,  # into the object store
     "TransferQueue": 5,  # a socket, kept as it came, a socket, joined to a nested tensor by the consumer's client
 }
-FEWER = {("TransferQueue", 1): 1024}
-"""Samples that a way is measured with, by way and rows per put. TransferQueue's put of one sample takes tens of milliseconds: its
-client asks the controller for metadata, sends to a storage unit, and tells the controller, each with an answer to wait for."""
 TO_REACH = {"msgpack over zmq": 10, "Ray object store": 5, "TransferQueue": 5}
 """How many times faster ours is to be."""
 
@@ -123,18 +118,17 @@ def measure(way: str, cases: list[Case], runs: int, scratch: Path) -> list[Row]:
         with WAYS[way](scratch) as running:
             for case in cases:
                 console.print(f"{way}, {case.per_put} rows per put")
-                measured = Case(min(case.samples, FEWER.get((way, case.per_put), case.samples)), case.per_put)
-                digests = running.prepare(measured)
+                digests = running.prepare(case)
                 taken: list[Times] = []
                 enough_s = time.monotonic() + CASE_S
                 while len(taken) < runs and (not taken or time.monotonic() < enough_s):
                     time.sleep(SETTLE_S)
-                    taken.append(running.run(measured))
+                    taken.append(running.run(case))
                     for consumer, got in enumerate(running.digests()):
-                        if got != expected(measured, digests, consumer):
+                        if got != expected(case, digests, consumer):
                             raise SystemExit(f"{way}: consumer {consumer} did not get its rows")
                     running.clear()
-                rows.append(row(way, case, measured, taken))
+                rows.append(row(way, case, taken))
     except Exception as error:
         if way == OURS:
             raise
@@ -144,18 +138,16 @@ def measure(way: str, cases: list[Case], runs: int, scratch: Path) -> list[Row]:
     return rows
 
 
-def row(way: str, case: Case, measured: Case, taken: list[Times]) -> Row:
-    """Medians of the runs, scaled to all samples of `case`."""
-    scale = case.samples / measured.samples
+def row(way: str, case: Case, taken: list[Times]) -> Row:
+    """Medians of the runs."""
     controller_bytes = statistics.median(times.controller_bytes for times in taken)
     return _head(way, case) | {
         "runs": len(taken),
-        "measured_samples": measured.samples,
-        "put_seconds": scale * statistics.median(times.put_s - times.start_s for times in taken),
-        "fetch_seconds": scale * statistics.median(times.consumed_s - times.put_s for times in taken),
-        "seconds": scale * statistics.median(times.consumed_s - times.start_s for times in taken),
-        "controller_bytes": int(scale * controller_bytes),
-        "controller_share": controller_bytes / measured.nbytes,
+        "put_seconds": statistics.median(times.put_s - times.start_s for times in taken),
+        "fetch_seconds": statistics.median(times.consumed_s - times.put_s for times in taken),
+        "seconds": statistics.median(times.consumed_s - times.start_s for times in taken),
+        "controller_bytes": int(controller_bytes),
+        "controller_share": controller_bytes / case.nbytes,
         "copies_per_byte": COPIES[way],
     }
 
@@ -192,7 +184,7 @@ def show(rows: list[Row]) -> None:
                 continue
             faster = f"{each['seconds'] / ours['seconds']:.1f}x" if ours and each is not ours else ""
             table.add_row(
-                _told(each),
+                each["way"],
                 *(f"{each[name]:.3f}" for name in ("put_seconds", "fetch_seconds", "seconds")),
                 faster + (f" (to reach: {TO_REACH[each['way']]}x)" if each["way"] in TO_REACH else ""),
                 f"{each['controller_bytes'] / 1e6:.2f} MB",
@@ -211,11 +203,6 @@ def show(rows: list[Row]) -> None:
             console.print(f"completion by {each['way']}: {times} ({each['tasks']} tasks)")
 
 
-def _told(each: Row) -> str:
-    measured = each.get("measured_samples", each["samples"])
-    return each["way"] + (f" (scaled from {measured} samples)" if measured != each["samples"] else "")
-
-
 def plot(rows: list[Row], path: Path) -> None:
     import matplotlib
 
@@ -228,7 +215,7 @@ def plot(rows: list[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.5), squeeze=False, sharey=True)
     for axis, of_size in zip(axes[0], sizes, strict=True):
         ran = [each for each in of_size if "failed" not in each]
-        names = [_told(each).replace(" (", "\n(") for each in ran]
+        names = [each["way"] for each in ran]
         puts = [each["put_seconds"] for each in ran]
         axis.barh(names, puts, color="#9ecae1", label="put")
         axis.barh(names, [each["fetch_seconds"] for each in ran], left=puts, color="#3182bd", label="fetch and read")
