@@ -6,7 +6,7 @@ One step, while the engine installs the last update and goes on answering:
 2. every rank fetches a share with about as many tokens, recomputes its log-probabilities, and keeps them in its own store;
 3. rank 0 adds advantages, and the batch is shared out again;
 4. one AdamW step on a policy gradient, whose weights correct that the engine sampled with older weights and in bfloat16
-   (truncated importance sampling);
+   (truncated importance sampling), with a KL penalty to the model of the beginning;
 5. the new weights travel; the batch is cleared, wherever anything of it is kept.
 
 torchrun may restart the ranks: they go on with the next version of what the engines serve.
@@ -38,7 +38,8 @@ from trainer_adapters.batch.ranks import RankBatch
 from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.store import Store
 
-TASKS, PROMPT_TOKENS, MOST_WEIGHT = 4, 8, 2.0
+TASKS, PROMPT_TOKENS = 4, 8
+MOST_WEIGHT, KL_PENALTY = 2.0, 0.01
 STORE_BYTES = 1 << 30
 START_S, WAIT_S = 120.0, 300.0
 
@@ -88,6 +89,7 @@ class Controller:
 
 def train(arguments: argparse.Namespace, running: ExitStack) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -103,7 +105,7 @@ def train(arguments: argparse.Namespace, running: ExitStack) -> None:
     tell(first_version=version, ranks=gathered(os.getpid()))
     pending: PendingUpdate | None = None
     for _ in range(arguments.steps):
-        batch, rows = next_rows(controller, store, model)
+        batch, rows = next_rows(controller, store, model, reference)
         learn(model, rows)
         overlapped = pending is not None and not pending.done()
         optimizer.step()
@@ -129,17 +131,20 @@ def train(arguments: argparse.Namespace, running: ExitStack) -> None:
     tell(verified=verified, served=list(manager.versions().values()), trainer_stores=gathered(store.stats().tasks))
 
 
-def next_rows(controller: Controller | None, store: Store, model: Any) -> tuple[RankBatch, DistributedBatch]:
-    """A batch, and this rank's rows of it, with recomputed log-probabilities and advantages. Another batch takes the place of one
+def next_rows(
+    controller: Controller | None, store: Store, model: Any, reference: Any
+) -> tuple[RankBatch, DistributedBatch]:
+    """A batch, and this rank's rows of it, with what the ranks recomputed and advantages. Another batch takes the place of one
     that lost too many rows with their workers."""
     while True:
         batch = RankBatch(controller.draw() if controller else None, store, by="token_ids", timeout_s=WAIT_S)
         if (rows := batch.fetch()) is not None:
             with torch.no_grad():
-                computed = log_probabilities(model, rows)
+                old, before = log_probabilities(model, rows)[1], log_probabilities(reference, rows)[0].bfloat16()
+            computed = {"old_logprobs": old, "reference_logprobs": before}
             lengths = rows.lengths("token_ids").tolist()
             rows = None  # gives the leases back
-            batch.add({"old_logprobs": [row[:n] for row, n in zip(computed, lengths, strict=True)]})
+            batch.add({key: [row[:n] for row, n in zip(each, lengths, strict=True)] for key, each in computed.items()})
             if controller:
                 rewards = batch.read(["rewards"]).dense("rewards")
                 batch.add_whole({"advantages": advantages(rewards, batch.whole.row_tasks("rewards"))})
@@ -156,25 +161,28 @@ def advantages(rewards: torch.Tensor, tasks: list[str | None]) -> torch.Tensor:
     return rewards - (sums / groups.bincount(minlength=len(tasks)))[groups]
 
 
-def log_probabilities(model: Any, rows: DistributedBatch) -> torch.Tensor:
-    """Of the answers' tokens: float32 `[rows, longest answer]`."""
+def log_probabilities(model: Any, rows: DistributedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 `[rows, longest answer, vocabulary]`, and those of the answers' tokens `[rows, longest answer]`."""
     dense = rows.select(["prompt_ids", "token_ids"]).padded(0)
     ids = torch.cat([dense["prompt_ids"], dense["token_ids"]], dim=1)
     logits = model(input_ids=ids, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
-    return logits.float().log_softmax(-1).gather(2, dense["token_ids"][..., None]).squeeze(2)
+    everything = logits.float().log_softmax(-1)
+    return everything, everything.gather(2, dense["token_ids"][..., None]).squeeze(2)
 
 
 def learn(model: Any, rows: DistributedBatch) -> None:
     """Adds the gradient of the loss, a mean over the tokens of all ranks."""
     lengths = torch.as_tensor(rows.lengths("token_ids"))
-    chosen = log_probabilities(model, rows)
+    everything, chosen = log_probabilities(model, rows)
     mask = torch.arange(chosen.shape[1]) < lengths[:, None]
-    dense = rows.select(["old_logprobs", "logprobs"]).padded(0)
+    dense = rows.select(["old_logprobs", "logprobs", "reference_logprobs"]).padded(0)
     weights = (dense["old_logprobs"] - dense["logprobs"]).exp().clamp(max=MOST_WEIGHT)
     gain = weights * (chosen - dense["old_logprobs"]).exp() * rows["advantages"][:, None]
-    dist.all_reduce(tokens := lengths.sum())
+    penalty = (everything.exp() * (everything - dense["reference_logprobs"].float())).sum(2)
+    tokens = lengths.sum()
+    dist.all_reduce(tokens)
     # FSDP averages gradients over the ranks; the mean over all tokens needs their sum.
-    (-(gain * mask).sum() * dist.get_world_size() / tokens).backward()
+    (-((gain - KL_PENALTY * penalty) * mask).sum() * dist.get_world_size() / tokens).backward()
 
 
 def first_version(manager: SyncManager) -> int:
