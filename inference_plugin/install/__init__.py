@@ -1,4 +1,5 @@
-"""How staged weights get into a live model: agreement (plan, proof, layout), policies that install, read-back.
+"""Gets staged weights into a live model: agreement (plan, proof, layout), policies that install, read-back.
 
-Knows torch and no engine: what an engine must give is in `contract`. Only functions that say so touch the live model.
+Knows torch and no engine: `contract` says what an engine must provide. Only functions whose docstring begins with "Engine's
+thread" touch the live model.
 """

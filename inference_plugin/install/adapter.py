@@ -1,9 +1,9 @@
 """LoRA adapters in the engine's own slots: an installer for groups that are named `lora.<adapter>`.
 
 The manifest has the adapter's tensors under PEFT's names, `base_model.model.<module>.lora_A.weight` (rank, in) and
-`...lora_B.weight` (out, rank). The trainer multiplies B by its scaling, so that only tensors travel: the engine uses them
-as if alpha were the rank. Every worker takes whole tensors and cuts its own part, as the engine does with an adapter from
-disk.
+`...lora_B.weight` (out, rank). The trainer multiplies B by the scaling, so that no scaling has to travel: the engine uses
+the tensors as if alpha were the rank. Every worker receives whole tensors and cuts out its own part, as the engine does
+with an adapter from disk.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class AdapterInstaller:
                 problems.append(f"{module} is {a.dtype} and {b.dtype}, the engine's slots are {self._slots.dtype}")
         if problems:
             raise ManifestMismatch(
-                f"an adapter that doesn't fit the engine's LoRA slots: {first_few(problems)}",
+                f"the adapter doesn't fit the engine's LoRA slots: {first_few(problems)}",
                 hint="start the engine with a larger maximal rank, or give LoRAAdapter a dtype rule",
             )
         self.discard()
@@ -144,7 +144,7 @@ class AdapterInstaller:
 
 
 def _pairs(manifest: Manifest) -> Factors:
-    """A and B by the module's name. Raises `ManifestMismatch` for names of another kind and for one without the other."""
+    """A and B by module name. Raises `ManifestMismatch` for any other tensor, and for A or B alone."""
     found: dict[str, dict[str, TensorSpec]] = {}
     unknown = []
     for spec in manifest.tensors:
@@ -155,10 +155,10 @@ def _pairs(manifest: Manifest) -> Factors:
             found.setdefault(spec.name.removesuffix(kind), {})[kind] = spec
     if unknown or manifest.tied:
         raise ManifestMismatch(
-            f"not A or B of a LoRA layer: {first_few([*unknown, *manifest.tied])}",
+            f"these tensors are neither A nor B of a LoRA layer: {first_few([*unknown, *manifest.tied])}",
             hint="a group named lora.<adapter> takes what LoRAAdapter sends; adapters of embeddings, experts and whole "
             "modules can be merged with MergedLoRAAdapter",
         )
     if single := [module for module, pair in found.items() if len(pair) == 1]:
-        raise ManifestMismatch(f"LoRA layers with A or B alone: {first_few(single)}")
+        raise ManifestMismatch(f"these LoRA layers have A without B, or B without A: {first_few(single)}")
     return {module: (pair[_A], pair[_B]) for module, pair in found.items()}

@@ -1,4 +1,4 @@
-"""Agreeing on a manifest with an engine's model: the placement plan, its proof, the layout, and every refusal."""
+"""Agrees with an engine's model on a manifest: the placement plan, its proof, the layout, and every refusal."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ __all__ = ["Agreement", "agree"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """A manifest that an engine's model can take, and how.
+    """A manifest that an engine's model can take, and how it takes it.
 
-    `ties`: storages that are two in the skeleton and one in the live model. `why_loader`: why the engine's own loader has
-    to install, "" where the plan was proven. `parts`: what the loader is to fill, part by part; empty where it has to load
-    everything at once. `partial`: the manifest is a part of the model. `passed_over`: as in `contract.InstallTerms`. `ignored`:
-    names of which the engine's loader takes nothing. `unfilled`: parameters that neither the manifest nor the engine's own
-    checkpoint fills. `expert_places`: as in `contract.EngineModel`, when the plan was traced.
+    - `partial`: the manifest holds only a part of the model.
+    - `ties`: as `live_ties` returns them.
+    - `why_loader`: why the engine's own loader has to install; "" if the plan was proven.
+    - `parts`: the parts that the loader fills one by one; empty if it has to load everything at once.
+    - `passed_over`: as in `contract.InstallTerms`.
+    - `ignored`: names of the tensors from which the engine's loader takes nothing.
+    - `unfilled`: parameters that neither the manifest nor the engine's own checkpoint fills.
+    - `expert_places`: as in `contract.EngineModel`, at the time when the plan was traced.
     """
 
     model: EngineModel
@@ -53,7 +56,7 @@ class Agreement:
 
     @cached_property
     def needs(self) -> tuple[Box, ...]:
-        """The boxes that the installer reads: one of a tensor at most, in the manifest's order."""
+        """The boxes that the installer reads, at most one per tensor, in the manifest's order."""
         if self.why_loader and not self.parts:
             taken = {
                 self._sent(name) for name in (*self.manifest.index, *self.manifest.tied) if name not in self.ignored
@@ -82,8 +85,8 @@ class Agreement:
         }
 
     def check_repeats(self, sources: Mapping[str, torch.Tensor]) -> None:
-        """Raises `ManifestMismatch` where tensors that fill one place of the engine differ: which of them a load leaves there is
-        chance. Sizes (int64: `weight_shape`) may differ; nothing computes with them."""
+        """Raises `ManifestMismatch` if tensors that fill one place of the engine differ: the order of the load would decide which
+        of them stays there. Sizes (int64 tensors such as `weight_shape`) may differ, because nothing computes with them."""
         wrong = [
             f"{other.source.tensor} and {kept.source.tensor}"
             for other, kept in self.plan.repeats
@@ -95,7 +98,7 @@ class Agreement:
         if wrong:
             raise ManifestMismatch(
                 f"tensors that the engine keeps in one place differ: {first_few(wrong)}",
-                hint="let the quantiser give the parts of a fused layer one scale",
+                hint="let the quantiser use one scale for all parts of a fused layer",
                 phase="seal",
             )
 
@@ -106,7 +109,7 @@ class Agreement:
 def agree(model: EngineModel, manifest: Manifest, *, partial: bool) -> Agreement:
     """Traces and proves the placement plan for `manifest`, off the live model. The caller holds `model.lock`.
 
-    Raises `ManifestMismatch` for what the trainer has to change, `EngineUnsupported` for a model that can't be kept right.
+    Raises `ManifestMismatch` if the trainer has to change something, `EngineUnsupported` if no update can keep the model correct.
     """
     return _Negotiation(model, manifest, partial).agree()
 
@@ -129,7 +132,7 @@ class _Negotiation:
         self._check_plan(plan)
         if apart:
             raise ManifestMismatch(
-                f"the trainer and the engine tie other weights: {first_few(list(apart.values()))}",
+                f"the trainer and the engine tie different weights: {first_few(list(apart.values()))}",
                 hint="the engine tied them because its checkpoint holds equal ones; tie them in the trainer too, or start "
                 "the engine from a checkpoint whose configuration says tie_word_embeddings=false",
                 phase="open",
@@ -171,18 +174,18 @@ class _Negotiation:
 
     @cached_property
     def _own_load(self) -> PlacementPlan:
-        """What the engine's loader does with the checkpoint that the engine was started from."""
+        """The plan of the checkpoint that the engine was started from."""
         held = [(name, shape, dtype) for name, (shape, dtype) in self._checkpoint.items()]
         if {name: shape for name, shape, _ in held} == {name: shape for name, shape, _ in self._tensors}:
             return self._traced
         return trace_plan(self._model.skeleton, self._load, held) if held else PlacementPlan(refusal="it can't be read")
 
     def _passed_over(self, ignored: Collection[str]) -> tuple[int, ...]:
-        """Tensors of the manifest, by index, of which the loader takes nothing, here as in the engine's own checkpoint.
+        """Tensors of the manifest, by index, from which the loader takes nothing, just as it does in the engine's own checkpoint.
 
-        That checkpoint tells them from misspelt names: it holds each of them, in the same shape, and the engine serves it. A
-        tensor in the shape of a vocabulary's table is never one of them: it may be a head of its own in the trainer, where the
-        engine computes with the table.
+        That checkpoint rules out misspelt names: it holds each of these tensors, in the same shape, and the engine serves it.
+        A tensor in the shape of a vocabulary's table is never passed over: the trainer may train it as a head of its own, while
+        the engine computes its logits with the table.
         """
         idle = set(ignored)
         idle -= {name for alias, name in self._manifest.tied.items() if alias not in idle}
@@ -204,15 +207,15 @@ class _Negotiation:
         return self._model.load_weights(self._model.skeleton, tensors)
 
     def _check_plan(self, plan: PlacementPlan) -> None:
-        """Names, shapes and dtypes against what the loader does with them."""
+        """Raises `ManifestMismatch` for names, shapes and dtypes that the loader can't take."""
         if plan.refusal is not None and self._partial:
             raise ManifestMismatch(
-                f"what a part of the model writes can't be told: {plan.refusal}",
+                f"the parameters that this part of the model writes cannot be determined: {plan.refusal}",
                 hint="send the whole model as one group",
                 phase="open",
             )
         if plan.refusal is not None:
-            # Where the loader gave up on the whole, ask it tensor by tensor which ones it can't take.
+            # The loader raised for all tensors together: try them one by one to find those that it can't take.
             if plan.broke and (wrong := self._misfits()):
                 raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
             return
@@ -229,7 +232,9 @@ class _Negotiation:
             error.dtypes = dtype_rules(wanted)
             raise error
         if plan.doubled:
-            raise ManifestMismatch(f"parameters filled twice: {first_few(list(plan.doubled))}", phase="open")
+            raise ManifestMismatch(
+                f"several tensors of the manifest fill the same elements: {first_few(list(plan.doubled))}", phase="open"
+            )
 
     def _misfits(self) -> list[str]:
         wrong = []
@@ -240,8 +245,9 @@ class _Negotiation:
         return wrong
 
     def _check_modules(self) -> None:
-        """A loader that removes modules would remove them from the skeleton, too: no load can be watched there. Those that the
-        post-processing of another module reads are known to the engine's file, which keeps them in the skeleton."""
+        """Raises `EngineUnsupported` for modules that the live model lacks: a loader that removes modules would remove them from
+        the skeleton too, and a later load couldn't be traced there. Modules that the post-processing of another module reads
+        are exempt: the engine's file keeps them in the skeleton."""
         skeleton = self._model.skeleton
         live = {name for name, _ in self._model.live.named_modules()}
         read = {
@@ -252,8 +258,8 @@ class _Negotiation:
         held = [name for name, module in skeleton.named_modules() if module._parameters]
         if removed := [name for name in held if name not in live and name not in read]:
             raise EngineUnsupported(
-                f"the engine made something else of modules and removed them: {first_few(removed)}",
-                hint="that can't be made again while the engine runs: serve this model without updates",
+                f"the engine derived something from these modules and then removed them: {first_few(removed)}",
+                hint="that can't be repeated while the engine runs: serve this model without updates",
                 phase="open",
             )
 
@@ -263,14 +269,14 @@ class _Negotiation:
             return plan.refusal
         if plan.refused:
             return f"{first_few(list(plan.refused))} are computed while loading"
-        proof = prove_plan(traced, self._model.skeleton, self._load, self._tensors)
-        return "" if proof.ok else f"the placement plan failed its proof: {proof.reason}"
+        wrong = prove_plan(traced, self._model.skeleton, self._load, self._tensors)
+        return f"the placement plan failed its proof: {wrong}" if wrong else ""
 
     def _parts(self, traced: PlacementPlan, ties: Mapping[str, str]) -> ProvenParts:
-        """What the loader has to fill, if it can do so part by part beside a plan for the rest."""
+        """The parts that the loader has to fill, if it can fill them one by one while a plan covers the rest."""
         if not traced.refused or not traced.refused.keys().isdisjoint({*ties, *ties.values()}):
             return ProvenParts()
-        if not prove_plan(traced, self._model.skeleton, self._load, self._tensors).ok:
+        if prove_plan(traced, self._model.skeleton, self._load, self._tensors):
             return ProvenParts()
         return prove_parts(traced, self._model.skeleton, self._load, self._tensors, self._model.device)
 
@@ -283,8 +289,8 @@ class _Negotiation:
             ) from error
 
     def _ignored(self, coverage: LoaderCoverage) -> frozenset[str]:
-        """Names of tensors of which the loader takes nothing, under no name that they have. Tracing does not see all that a
-        loader does: so a load without those that it did nothing with must leave the same bytes."""
+        """Names of tensors from which the loader takes nothing, under any of their names. Tracing does not see everything that
+        a loader does, so a load without these tensors must leave the same bytes."""
         unused, sent = set(self._traced.unused), self._manifest.tied
         taken = {sent.get(name, name) for name, _, _ in self._tensors if name not in unused}
         idle = frozenset(name for name in unused if sent.get(name, name) not in taken)
@@ -297,8 +303,8 @@ class _Negotiation:
         return idle if without == coverage else frozenset()
 
     def _check_whole(self, layout: LiveLayout, uncovered: Mapping[str, int]) -> tuple[str, ...]:
-        """Nothing that a checkpoint fills is left out. Returns the parameters that the engine's own checkpoint does not fill
-        either."""
+        """Raises `ManifestMismatch` if the manifest leaves out something that a checkpoint fills. Returns the parameters that
+        the engine's own checkpoint does not fill either."""
         lacking = {name: count for name, count in uncovered.items() if not layout.is_default(name)}
         unfilled = tuple(
             name
@@ -308,24 +314,24 @@ class _Negotiation:
         missing = [f"{name} ({count} elements)" for name, count in lacking.items() if name not in unfilled]
         if missing:
             raise ManifestMismatch(
-                f"parameters that nothing in the manifest fills: {first_few(missing)}",
+                f"no tensor of the manifest fills these parameters: {first_few(missing)}",
                 hint="send the whole model, or make the group a part of it with partial=True",
                 phase="open",
             )
         unwritten = layout.unwritten_buffers()
-        # A name with an underscore is the engine's own (`_prob_scale`): its loader would take it, no checkpoint has it.
-        # Numbers such as `position_ids` are the constructor's, and nobody trains them.
+        # A name that begins with an underscore (`_prob_scale`) is the engine's own: its loader would take the tensor, but no
+        # checkpoint has it. Integers such as `position_ids` come from the constructor, and nobody trains them.
         own = {n for n in unwritten if n.rpartition(".")[2].startswith("_") or not self._is_floating(n)}
         if buffers := [n for n, built in unwritten.items() if not built or (n not in own and self._is_loaded(n))]:
             raise ManifestMismatch(
-                f"buffers that the engine takes from a checkpoint, and nothing in the manifest fills: {first_few(buffers)}",
+                f"no tensor of the manifest fills these buffers, which the engine reads from a checkpoint: {first_few(buffers)}",
                 hint="let the trainer's adapter send its buffers too",
                 phase="open",
             )
         return unfilled
 
     def _is_loaded(self, buffer: str) -> bool:
-        """Whether the engine's loader takes a buffer from a checkpoint that has it."""
+        """Whether the engine's loader takes this buffer if a checkpoint has it."""
         held = self._model.skeleton.get_buffer(buffer)
         plan = trace_plan(self._model.skeleton, self._load, [(buffer, tuple(held.shape), held.dtype)])
         return plan.refusal is None and not plan.unused
@@ -334,16 +340,16 @@ class _Negotiation:
         return self._model.skeleton.get_buffer(buffer).is_floating_point()
 
     def _check_layout(self, layout: LiveLayout) -> None:
-        """Everything that the live model holds is accounted for."""
+        """Raises if the live model holds something that an update would leave behind or destroy."""
         if filled_over := layout.filled_over():
             raise ManifestMismatch(
-                f"the engine's loader would fill in zeros where the engine holds weights: {first_few(filled_over)}",
+                f"the engine's loader would write zeros where the engine holds weights: {first_few(filled_over)}",
                 hint="the trainer's tensors for these are smaller than the engine's",
                 phase="open",
             )
         if unknown := layout.unaccounted:
             raise EngineUnsupported(
-                f"the engine holds in a form of its own, and no post-processing accounts for it: {first_few(unknown)}",
+                f"the engine holds these in another form, which its post-processing doesn't explain: {first_few(unknown)}",
                 phase="open",
             )
         if unexplained := layout.unexplained:
@@ -354,14 +360,14 @@ class _Negotiation:
             )
         if self._partial and (halved := layout.halved()):
             raise ManifestMismatch(
-                f"the engine packs these as one, and the group has a part of them only: {first_few(halved)}",
-                hint="give all tensors of such a module to one group",
+                f"the engine packs each of these modules as a whole, and the group holds only a part of it: {first_few(halved)}",
+                hint="put all tensors of such a module into one group",
                 phase="open",
             )
 
 
 def _left_by_loader(coverage: LoaderCoverage, ties: Mapping[str, str]) -> dict[str, int]:
-    """Elements that a real load leaves, by parameter; of tied ones it must fill one."""
+    """The number of elements that a real load leaves unwritten, by parameter; of tied parameters it must fill one."""
     filled = {ties.get(name, name) for name in coverage.written}
     firsts = set(ties.values())
     return {

@@ -1,7 +1,7 @@
-"""The collectives of an engine's post-processing, answered without running one.
+"""Answers the collectives of an engine's post-processing without running any.
 
 Post-processing runs on a thread beside the engine's own, or at a commit that may fail on another rank. A collective there would
-meet the engine's own collectives in another order on each rank, or wait for a rank that never comes. So none is run:
+mix with the engine's own collectives in another order on each rank, or wait for a rank that never comes. So none is run:
 
 - An all-reduce of `REDUCTIONS` is answered from the operands of all ranks. Each rank notes its own after it has checked an
   update (`Noted`), the first round of the commit brings them together, and post-processing at the commit is answered with
@@ -37,14 +37,14 @@ NAMES = (
     "all_to_all",
     "barrier",
 )
-"""In the names of collectives, of torch's (`c10d`, `_c10d_functional`) and of the engines' own operators."""
+"""Parts of the names of collectives: torch's (`c10d`, `_c10d_functional`) and the engines' own operators."""
 
 REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {"MAX": torch.maximum, "MIN": torch.minimum}
-"""Reductions whose result does not depend on the order of the ranks, so that it is the collective's, bit for bit."""
+"""Reductions whose result does not depend on the order of the ranks: ours equals the collective's, bit for bit."""
 
 
 class Operand(msgspec.Struct, frozen=True):
-    """One rank's operand of an all-reduce among `ranks` (of `torch.distributed`)."""
+    """One rank's operand of an all-reduce among `ranks` (global ranks of `torch.distributed`)."""
 
     reduction: str
     ranks: tuple[int, ...]
@@ -57,7 +57,7 @@ class Operand(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """The operands of one rank, by module and in the order in which its post-processing asks."""
+    """The operands of one rank, by module, in the order in which the module's post-processing reduces them."""
 
     rank: int
     operands: dict[str, list[Operand]]
@@ -67,15 +67,15 @@ class Answers(Protocol):
     """Answers the all-reduces of one module's post-processing."""
 
     def answer(self, operand: Operand) -> torch.Tensor:
-        """The result."""
+        """The result of the all-reduce."""
 
 
 class AllNoted(Exception):
-    """The last operand that was wanted is noted."""
+    """Ends post-processing: the last operand that was wanted is noted."""
 
 
 class Noted:
-    """Notes this rank's operands and answers each with itself, times `factor`. Raises `AllNoted` at the `limit`-th."""
+    """Notes this rank's operands and answers each with itself, times `factor`. Raises `AllNoted` at the `limit`-th operand."""
 
     def __init__(self, *, limit: int | None = None, factor: int = 1) -> None:
         self.operands: list[Operand] = []
@@ -98,17 +98,18 @@ class Reduced:
         self._next = 0
 
     def answer(self, operand: Operand) -> torch.Tensor:
-        """Raises `CommitFailed` where a rank's operand is missing, or not the one that this rank noted."""
+        """Raises `CommitFailed` if the operand of a rank is missing, or this rank's differs from the one that it noted."""
         number, self._next = self._next, self._next + 1
         found = [held[number] for rank in operand.ranks if len(held := self._of.get(rank, [])) > number]
         if len(found) < len(operand.ranks):
             raise CommitFailed(
-                f"{len(found)} of {len(operand.ranks)} ranks told what post-processing of {self._module} reduces over them",
+                f"post-processing of {self._module} reduces over {len(operand.ranks)} ranks, and {len(found)} sent their part",
                 phase="commit",
             )
         if operand not in found or len({(o.reduction, o.ranks, o.dtype, o.shape) for o in found}) > 1:
             raise CommitFailed(
-                f"post-processing of {self._module} reduces otherwise over the ranks than it was to", phase="commit"
+                f"post-processing of {self._module} reduces other values over the ranks than before the seal",
+                phase="commit",
             )
         result = found[0].tensor()
         for other in found[1:]:
@@ -117,8 +118,8 @@ class Reduced:
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, on this thread: collectives are answered by `answers`, or raise `EngineUnsupported` before anything is sent.
-    `what` is done in it, in words."""
+    """A context in which collectives of this thread are answered by `answers`, or raise `EngineUnsupported` before anything is
+    sent. `what`: names, in the error, what runs in the context."""
 
     def __init__(self, what: str, answers: Answers | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,14 +144,14 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refuse(self, name: str) -> NoReturn:
         raise EngineUnsupported(
-            f"{self._what} talks to the other ranks ({name})",
-            hint="quantise in blocks, which needs no other rank, or serve with one rank or from a quantised checkpoint",
+            f"{self._what} communicates with the other ranks ({name})",
+            hint="quantise in blocks, which needs no other rank, or serve with one rank, or serve a quantised checkpoint",
             phase="open",
         )
 
 
 def own_share(operands: Mapping[str, list[Operand]]) -> bytes:
-    """What this rank tells the others; empty where they need nothing of it."""
+    """What this rank sends to the others; empty if they need nothing."""
     return msgspec.msgpack.encode(Share(dist.get_rank(), dict(operands))) if operands else b""
 
 
@@ -169,7 +170,7 @@ def _ranks(boxed: Any) -> tuple[int, ...]:
 
 
 def _done() -> Any:
-    """A collective that has ended, as its caller waits for it."""
+    """A completed work handle, for a caller that waits for the collective."""
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork().boxed()
@@ -178,7 +179,7 @@ def _done() -> Any:
 def _reduction() -> str:
     """The reduction that the running `torch.distributed.all_reduce` was asked for; "?" where another function called.
 
-    The operator gets it as an object that Python can't look into, so it is read from the caller's argument.
+    The operator receives it as an object that Python can't inspect, so it is read from the caller's argument.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

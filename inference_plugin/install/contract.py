@@ -1,4 +1,4 @@
-"""The contracts of an installer: with the group that drives it, and with the engine."""
+"""An installer's contracts: with the group that drives it, with the engine's model, and with the engine's LoRA slots."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class InstallTerms:
     install: Literal["copy", "standby", "streaming"]
     why: str
     derived: tuple[str, ...] = ()
-    """Names of what the engine makes anew of the parameters that an update writes."""
+    """Names of what the engine's post-processing derives from the parameters that an update writes."""
     untouched: tuple[str, ...] = ()
     """Parameters and buffers of the model that an update neither writes nor derives."""
     passed_over: tuple[int, ...] = ()
-    """Tensors of the manifest, by index, that the engine's loader passes over, here as in the engine's own checkpoint."""
+    """Tensors of the manifest, by index, from which the engine's loader takes nothing, as in the engine's own checkpoint."""
     zone: ZoneLayout | None = None
-    """What a zone has to be, where `prepare` is to be given one in the place of a segment."""
+    """The layout of the zone, if `prepare` will get a zone instead of a segment."""
     device: str = "cpu"
-    """The type of device that holds the live weights; a zone lies in memory of the same type."""
+    """Type of the device that holds the live weights; a zone lies in memory of the same type."""
 
 
 Throttle = Callable[[int], None]
-"""Called between steps of background work with bytes done; slows the caller down, or raises to cancel."""
+"""Background work calls this between its steps with the bytes done; it slows the caller down, or raises to cancel the work."""
 
 
 class EngineModel(Protocol):
-    """An engine's model, as its engine file describes it: the only thing that an installer knows of the engine."""
+    """An engine's model, as its engine file describes it. An installer knows nothing else of the engine."""
 
     live: nn.Module
     device: torch.device
@@ -54,26 +54,26 @@ class EngineModel(Protocol):
 
     @property
     def skeleton(self) -> nn.Module:
-        """A second instance of the model's class on the meta device, as before `load_weights`."""
+        """A second instance of the model's class on the meta device, in its state before `load_weights`."""
 
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
-        """The constructor's values of the skeleton's buffers and of its small parameters, by name."""
+        """The values that the constructor gave the skeleton's buffers and small parameters, by name."""
 
     @property
     def runtime_state(self) -> frozenset[str]:
         """Names of attributes in which the engine keeps working memory, such as the KV cache: never weights."""
 
     def for_names(self, names: Collection[str]) -> EngineModel:
-        """The model that takes tensors of these names: this one, or one that holds another model of the engine too."""
+        """The model that takes tensors of these names: this one, or one that also holds another model of the engine."""
 
     @property
     def prefix(self) -> str:
-        """Put before the names of parameters where two groups are compared: two models of an engine may use one name."""
+        """Stands before the names of parameters when two groups are compared: two models of an engine may use the same name."""
 
     @property
     def leaves_out(self) -> str:
-        """What else the engine computes with that an update of this model leaves as it is, in words; "" if nothing."""
+        """In words, other weights that the engine computes with and that an update of this model doesn't change; "" if none."""
 
     @property
     def updated(self) -> set[str]:
@@ -84,7 +84,7 @@ class EngineModel(Protocol):
         """Packages of the engine whose objects hold no weights: configurations, process groups."""
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what the engine's own checkpoint holds, by name; empty where that can't be told."""
+        """Shapes and dtypes of the tensors in the engine's own checkpoint, by name; empty if it cannot be read."""
 
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Runs the engine's own loader on `model`, never on the live model. May be called on any thread."""
@@ -93,33 +93,33 @@ class EngineModel(Protocol):
         """The engine's post-processing after a load, by module name. Each is called with a stand-in for that module."""
 
     def expert_places(self) -> str:
-        """A digest of which experts this rank holds, and in which places; "" where experts stay where the model's class puts
-        them. The skeleton's loader places experts as the live model has them now."""
+        """A digest of which experts this rank holds, and in which places; "" if experts stay where the model's class puts them.
+        The skeleton's loader puts experts where the live model has them now."""
 
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         """The submodules, by attribute, whose weights the post-processing of `module` reads."""
 
     @property
     def reads_finished(self) -> bool:
-        """Whether those submodules are post-processed before the modules that read them; else these read what a load wrote."""
+        """Whether those submodules are post-processed before the modules that read them. If not, these read what a load wrote."""
 
     def unfinishable(self) -> str | None:
         """Why the model's post-processing can't be repeated module by module; None if it can."""
 
     def pads(self, module: nn.Module) -> bool:
-        """Whether the engine makes this module larger than the checkpoint has it (a padded vocabulary)."""
+        """Whether this module is larger in the engine than in the checkpoint (a padded vocabulary)."""
 
     def read_rebuilt(
         self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """The plain parameter that a rebuilt live module computes with, read from its packed form; None if it can't be read."""
+        """The plain parameter behind the packed form that a rebuilt live module computes with; None if it can't be read."""
 
     def free_bytes(self) -> int:
         """Free memory of the model's device."""
 
     def free_share_bytes(self) -> int:
-        """This rank's share of it. Ranks in host memory ask at the same moment, and each would find all of it free; so each may
-        count on its part only, also where some of them are on other hosts."""
+        """This rank's share of the free memory. Ranks in host memory ask at the same moment, and each would find all of it free;
+        so each counts on an equal part only, even if some ranks are on other hosts."""
 
     @property
     def fixed_addresses(self) -> bool:
@@ -143,10 +143,10 @@ class AdapterSlots(Protocol):
 
     max_rank: int
     dtype: str
-    """torch's name of it."""
+    """torch's name of the slots' dtype."""
 
     def check(self, adapter: str) -> None:
-        """Raises `EngineUnsupported` where no adapter of that name can be served."""
+        """Raises `EngineUnsupported` if the engine can't serve an adapter of this name."""
 
     def place(self, module: str) -> AdapterPlace | None:
         """The weight of a module; None if this rank lacks the module, or it takes no adapter."""
@@ -159,34 +159,34 @@ class AdapterSlots(Protocol):
         what `held` returned."""
 
     def read(self, adapter: str) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor | str]]:
-        """Engine's thread: what the slots hold, a box of each tensor: name, offsets, and values, or why they can't be
-        read."""
+        """Engine's thread: a box of each tensor that the slots hold: name, offsets, and the values or the reason why they can't
+        be read."""
 
 
 class Installer(Protocol):
     """Puts a checked segment into the live model of this worker. One per group."""
 
     def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
-        """Agrees on a manifest, or raises `ManifestMismatch`. Never touches the live model. `zone`: trainer ranks are to write
-        the second set themselves; raises `TransportUnavailable` where they can't."""
+        """Agrees on a manifest, or raises `ManifestMismatch`. Never touches the live model. `zone`: trainer ranks will write the
+        second set themselves; raises `TransportUnavailable` if they can't."""
 
     def check_terms(self) -> None:
-        """Any thread: raises `ManifestMismatch` where the engine has changed since `open`, so that the terms no longer fit it."""
+        """Any thread: raises `ManifestMismatch` if the engine has changed since `open`, so that the terms no longer fit it."""
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
-        """Background half of an installation; returns the bytes that it holds in addition. Never touches the live model."""
+        """The background half of an installation; returns the additional bytes that it holds. Never touches the live model."""
 
     def place(self, box: Box, tensor: torch.Tensor) -> None:
-        """Engine's thread, before `install`, where the terms are `streaming`: writes a checked piece into the live model."""
+        """Engine's thread, before `install`, only under `streaming`: writes a checked piece into the live model."""
 
     def share(self) -> bytes:
-        """Engine's thread, after `prepare`: what the ranks of the replica tell each other of this update, from this one."""
+        """Engine's thread, after `prepare`: what this rank sends to the other ranks of the replica for this update."""
 
     def install(self, segment: torch.Tensor, shares: Sequence[bytes] = ()) -> None:
-        """Engine's thread, at a step boundary. `shares`: of all ranks."""
+        """Engine's thread, at a step boundary. `shares`: what `share` returned on each rank."""
 
     def undo(self, previous: torch.Tensor | None) -> None:
-        """Engine's thread: restores what was served before `install`, which may have failed half-way. Raises if it can't."""
+        """Engine's thread: restores the weights of before `install`, which may have failed half-way. Raises if it can't."""
 
     def finish(self) -> None:
         """Engine's thread: the new version is confirmed on all ranks."""
@@ -195,7 +195,7 @@ class Installer(Protocol):
         """Drops the result of `prepare`."""
 
     def forget_segments(self) -> None:
-        """Drops views of segments: the trainer that owned them is gone."""
+        """Drops all views of segments: the trainer that owned them is gone."""
 
     @property
     def claims(self) -> frozenset[str]:
@@ -206,7 +206,7 @@ class Installer(Protocol):
         """Whether `undo` will need the previous version's segment."""
 
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
-        """Engine's thread: digests of what the live parameters hold, or (parameter, why it can't be read)."""
+        """Engine's thread: digests of the live parameters' values, or (parameter, why it can't be read)."""
 
     def close(self) -> None:
         """Frees everything but the live model."""

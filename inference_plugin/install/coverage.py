@@ -1,4 +1,4 @@
-"""Which elements of a storage a plan's regions cover: exact, without a mask per element where boxes suffice."""
+"""Computes exactly which elements of a storage a plan covers, without a mask of its elements if all regions are boxes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Destination:
     dtype: torch.dtype
     numel: int
     frame: tuple[int, ...]
-    """A shape whose C-contiguous layout is the storage's: the first parameter's own shape where it fills the storage."""
+    """A shape whose C-contiguous layout is the storage's: the first parameter's own shape if that parameter fills the storage."""
     parameters: dict[str, Region] = field(default_factory=dict)
 
 
@@ -37,10 +37,10 @@ _MOST_CELLS = 1 << 24
 
 
 def coverage_of(dest: Destination, copies: Sequence[Region], fills: Sequence[Region]) -> _Cover:
-    """Which elements of a storage are written, exactly.
+    """The elements of a storage that `copies` and `fills` leave unwritten, by parameter, and whether copies overlap.
 
-    Where all regions are boxes (nearly always), cells between their edges are counted, whatever the size of the tensor;
-    else elements are.
+    If all regions are boxes (nearly always), it counts the cells between the boxes' edges, which costs the same for any size
+    of tensor; else it counts elements.
     """
     regions = [*copies, *fills, *(r for r in dest.parameters.values() if r.numel)]
     boxes = [bounding_box(region, dest.frame) for region in regions]

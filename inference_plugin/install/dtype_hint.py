@@ -1,4 +1,4 @@
-"""The dtypes that an engine takes, as the line that a trainer's author pastes."""
+"""Writes the dtypes that an engine takes as the argument that a user gives to the trainer's adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_RULES = 12
 
 
 def dtype_line(wanted: Mapping[str, str]) -> str:
-    """`dtype_rules={...}`, or `dtype=...` where one dtype is wanted for all; see `dtype_rules`."""
+    """`dtype_rules={...}`, or `dtype=...` if all tensors have one dtype. `wanted`: as for `dtype_rules`."""
     rules = dtype_rules(wanted)
     *others, (_, common) = rules.items()
     if not others:
@@ -23,14 +23,14 @@ def dtype_line(wanted: Mapping[str, str]) -> str:
 
 
 def dtype_rules(wanted: Mapping[str, str]) -> dict[str, str]:
-    """Dtypes by pattern of names, the first match wins. `wanted`: the dtype of each tensor, by its name in the checkpoint. The
-    commonest floating dtype is the last rule; numbers in names become `*`."""
+    """Dtypes by name pattern; the first match wins. `wanted`: the dtype of each tensor, by its name in the checkpoint. The most
+    common floating dtype is the last rule; numbers in names become `*`."""
     common = Counter(dtype for dtype in wanted.values() if "float" in dtype).most_common(1)[0][0]
     others = {name: dtype for name, dtype in wanted.items() if dtype != common}
     rules: dict[str, str] = {}
     for name, dtype in others.items():
         if any(fnmatchcase(name, earlier) for earlier in rules):
-            continue  # a rule that decides nothing is refused
+            continue  # an adapter refuses a rule that never applies
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         alike = all(dtype == of for other, of in wanted.items() if fnmatchcase(other, pattern))
         rules[pattern if alike else name] = dtype

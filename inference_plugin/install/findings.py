@@ -1,4 +1,4 @@
-"""The writes and refusals of a traced load, and the placement plan that follows from them."""
+"""Collects the writes and refusals of a traced load, and makes the placement plan from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LoadFindings"]
 
 
 class LoadFindings:
-    """Collects writes and refusals. `destinations`: the model's storages, in its order; `names`: the checkpoint's tensors."""
+    """`destinations`: the model's storages, in the model's order. `names`: the checkpoint's tensors."""
 
     def __init__(self, destinations: Sequence[Destination], names: Sequence[str]) -> None:
         self._destinations = destinations
@@ -35,7 +35,7 @@ class LoadFindings:
         self._writes.append((destination, write))
 
     def has_written(self, destination: Destination) -> bool:
-        """Whether the loader has written something of the checkpoint to this destination so far."""
+        """Whether the loader has written a checkpoint tensor to this destination so far."""
         return any(dest is destination and isinstance(write, Placement) for dest, write in self._writes)
 
     def touched(self, name: str) -> None:
@@ -43,7 +43,7 @@ class LoadFindings:
         self._touched.add(name)
 
     def used(self, names: Iterable[str]) -> None:
-        """The loader took these tensors, and wrote no byte of them."""
+        """The loader took these tensors, but wrote none of their bytes."""
         self._used.update(names)
 
     def cast(self, name: str, sent: torch.dtype, wanted: torch.dtype, destination: str) -> None:
@@ -52,7 +52,7 @@ class LoadFindings:
         self._wanted.setdefault(name, wanted)
 
     def mutated(self, source: str, how: str) -> None:
-        """The loader writes to a checkpoint tensor: where that tensor lands can't be described by copies."""
+        """The loader writes to a checkpoint tensor: copies can't describe where that tensor lands."""
         self._mutated.setdefault(source, f"the loader writes to the checkpoint tensor {source} ({how})")
         self._used.add(source)
 
@@ -66,12 +66,12 @@ class LoadFindings:
         self._refusal = self._refusal or reason
 
     def broke(self, reason: str) -> None:
-        """The loader raised: it can't take these tensors, or not on meta."""
+        """The loader raised: it can't take these tensors, at least not on the meta device."""
         self._broke = True
         self.refuse_all(reason)
 
     def plan(self) -> PlacementPlan:
-        """The plan of everything that was found."""
+        """The plan that describes the load."""
         if self._refusal is not None:
             untouched = () if self._broke else tuple(name for name in self._names if name not in self._touched)
             return PlacementPlan(refusal=self._refusal, broke=self._broke, unused=untouched)
@@ -119,7 +119,8 @@ class LoadFindings:
         )
 
     def _check_fills(self, dest: Destination, writes: Sequence[Placement | Fill]) -> None:
-        """A replay writes constants first, and needs a copy beside them: refuses a destination where the load differs."""
+        """Refuses a destination that holds constants only, or a constant over a copy: a replay writes constants first, and only
+        into destinations that it also copies to."""
         if not any(isinstance(write, Placement) for write in writes):
             self.refuse(dest.name, "only ever filled with a constant", ())
         earlier: list[Region] = []

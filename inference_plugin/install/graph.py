@@ -1,15 +1,16 @@
-"""The objects that a module holds beside its parameters: attributes, and everything behind them.
+"""Walks, copies and compares the objects that a module holds beside its parameters: attributes, and everything behind them.
 
 An engine also keeps weights outside parameters: a packed copy behind a handle of a kernel object, a scale as a Python
-float, a reference to another module's parameter in an attention implementation. These functions walk such a graph, copy
-it, and compare two of them.
+float, a reference to another module's parameter in an attention implementation.
 
 A *helper* is an object of the engine without parameters of its own: a quantisation method, a scheme, a kernel, an
-attention implementation. Objects of the packages in `Boundary` are never entered: configurations, process groups, torch.
+attention implementation. These functions never enter objects of the packages in `Boundary`: configurations, process groups,
+torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import types
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 __all__ = [
     "Boundary",
     "Path",
+    "captured_by",
     "child_at",
     "copied",
     "equivalent",
@@ -34,7 +36,7 @@ __all__ = [
 ]
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Attribute names, keys and positions, from a module to a value."""
+"""The attribute names, keys and positions that lead from a module to a value."""
 
 _TORCH_OWN = frozenset(nn.Module().__dict__)
 _FOREIGN = frozenset(
@@ -57,7 +59,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Boundary:
-    """Packages whose objects are never entered, by the beginning of their module's name."""
+    """Packages whose objects are never entered, as prefixes of module names."""
 
     packages: tuple[str, ...] = ()
 
@@ -82,7 +84,7 @@ def is_helper(value: Any, boundary: Boundary) -> bool:
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """An object's attributes, by name; of a module also its submodules, without what torch itself keeps there."""
+    """An object's attributes by name. For a module: with its submodules, without torch's own attributes."""
     if isinstance(value, nn.Module):
         own = {name: held for name, held in vars(value).items() if name not in _TORCH_OWN}
         return own | {name: held for name, held in value._modules.items() if held is not None}
@@ -100,7 +102,7 @@ def child_at(root: Any, path: Path) -> Any:
 
 
 def tensors_under(module: nn.Module, boundary: Boundary) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor that a module holds, without its own parameters and buffers and those of its submodules."""
+    """Every tensor that a module holds, except the parameters and buffers of the module and of its submodules."""
     seen: set[int] = set()
     stack: list[tuple[Path, Any]] = [((name,), value) for name, value in reversed(state_of(module).items())]
     while stack:
@@ -137,17 +139,16 @@ def _children(value: Any, boundary: Boundary) -> list[tuple[str | int, Any]]:
     if isinstance(value, types.MethodType):
         return [("__self__", value.__self__), ("__func__", value.__func__)]
     if isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        return [(name, cell.cell_contents) for name, cell in cells if _is_set(cell)]
+        return list(captured_by(value))
     if isinstance(value, functools.partial):
         return [("func", value.func), *enumerate(value.args), *value.keywords.items()]
     return list(state_of(value).items()) if is_helper(value, boundary) else []
 
 
 def equivalent(one: Any, other: Any, same: Callable[[Tensor, Tensor], bool], boundary: Boundary) -> bool:
-    """Whether two graphs have the same types, plain values and code, and tensors for which `same` holds.
+    """Whether two graphs have the same types, plain values and code, and `same` holds for each pair of tensors.
 
-    An object that can't be looked into (a handle) is equivalent to itself only.
+    An object that can't be inspected (a handle) is equivalent only to itself.
     """
     seen: set[tuple[int, int]] = set()
 
@@ -177,7 +178,7 @@ def equivalent(one: Any, other: Any, same: Callable[[Tensor, Tensor], bool], bou
 
 
 def copied(value: Any, memo: dict[int, Any], tensor: Callable[[Tensor], Tensor], boundary: Boundary) -> Any:
-    """A private copy of `value`: containers, helpers and bound methods are copied, tensors mapped by `tensor`, all else kept.
+    """A private copy of `value`: containers, helpers and bound methods are copied, `tensor` maps tensors, all else is shared.
 
     `memo`: copies by the original's id; the caller keeps the originals alive. An object with a finalizer is never copied:
     both copies would free the same resource.
@@ -212,8 +213,15 @@ def copied(value: Any, memo: dict[int, Any], tensor: Callable[[Tensor], Tensor],
     return helper
 
 
+def captured_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables that a function captured, by name."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not set yet
+            yield name, cell.cell_contents
+
+
 def words(module: str, path: Path) -> str:
-    """A path in words: `layers.0.attn.impl.sinks`."""
+    """A dotted name for a path, such as `layers.0.attn.impl.sinks`."""
     return ".".join([module, *map(str, path)]) if module else ".".join(map(str, path))
 
 
@@ -223,11 +231,3 @@ def _slots(value: Any) -> tuple[str, ...]:
         slots: str | Mapping[str, Any] | tuple[str, ...] = kind.__dict__.get("__slots__", ())
         found += [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
     return tuple(found)
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""The installer of one group on one worker: agrees on a manifest, chooses a policy, and installs by it."""
+"""The installer of one group on one worker: agrees on a manifest, chooses a policy, and installs by that policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from inference_plugin.wire.messages import BoxDigest
 __all__ = ["ModelInstaller"]
 
 STANDBY_MEMORY_FACTOR = 2.0
-"""`auto` takes `standby` if the free memory is at least this many times the shard: packing needs room beside it."""
+"""`auto` takes `standby` if the free memory is at least this many times the shard: packing needs more than a second set."""
 
 
 class ModelInstaller:
@@ -37,13 +37,12 @@ class ModelInstaller:
         self._served = model
         self._agreement: Agreement | None = None
         self._proven: Agreement | None = None
-        """The last agreement, if it did not come into force."""
+        """The last agreement, if it is not in force yet."""
         self._way_back = WayBack()
         self._policy: PolicyInstaller
 
     def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
-        """Raises `ManifestMismatch` for what the trainer has to change, `EngineUnsupported` for a model that can't be kept
-        right. Then the terms of before stay in force."""
+        """Raises as `agree` does, and `EngineUnsupported` if the policy does not fit. The earlier terms then stay in force."""
         agreement = self._agree(manifest, partial)
         kind, why = _choose(agreement, policy, has_second=self._has_second_set)
         layout = None
@@ -51,7 +50,7 @@ class ModelInstaller:
             layout, kind = zone_layout(agreement, kind), zone_installer(kind)
         chosen = self._policy if agreement is self._agreement else None
         if type(chosen) is not kind:
-            # A set that was kept under other terms may hold older bytes of what these leave alone.
+            # A second set of other terms may hold old bytes in places that the new terms leave alone.
             chosen = kind(agreement, self._way_back)
         chosen.discard()
         chosen.forget_segments()  # replays are bound to storages that a swap may have replaced
@@ -71,8 +70,8 @@ class ModelInstaller:
         )
 
     def _agree(self, manifest: Manifest, partial: bool) -> Agreement:
-        """The agreement on a manifest. Where a zone is refused after it, the next transport is asked for at once: the proof is
-        made once."""
+        """The agreement on a manifest. It is kept until it is in force: a trainer whose zone is refused opens the group again at
+        once with another transport, and needs no second proof."""
         model = self._served.for_names([*manifest.index, *manifest.tied])
         asked = manifest, partial, model.expert_places()
         for known in (self._agreement, self._proven):
@@ -91,8 +90,8 @@ class ModelInstaller:
     def check_terms(self) -> None:
         if self._agreement is not None and self._agreement.expert_places != self._agreement.model.expert_places():
             raise ManifestMismatch(
-                "the engine holds its experts in other places than when the group was opened",
-                hint="the next update opens the group anew by itself",
+                "the engine has moved its experts since the group was opened",
+                hint="the next update opens the group again by itself",
             )
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
@@ -143,13 +142,13 @@ class ModelInstaller:
 
 
 def _words_of(unfilled: tuple[str, ...]) -> str:
-    """What a user should know of parameters that may be random for ever."""
-    return f"filled by no checkpoint, and left as the engine made them: {first_few(unfilled)}" if unfilled else ""
+    """A note on parameters that may stay random for ever."""
+    return f"no checkpoint fills these, so they stay as the engine made them: {first_few(unfilled)}" if unfilled else ""
 
 
 def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[type[PolicyInstaller], str]:
-    """The kind of installer, and why it is not the one asked for, or why `auto` took it. `has_second`: memory for a second set is
-    held already. Raises `EngineUnsupported` where the one asked for does not fit."""
+    """The class of the installer, and why `auto` took it or why it is not the requested one. `has_second`: memory for a second
+    set is held already. Raises `EngineUnsupported` if the requested policy does not fit."""
     model, shard = agreement.model, agreement.layout.nbytes
     if policy == "streaming":
         return StreamingInstaller, ""
@@ -167,7 +166,7 @@ def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[typ
         if free < shard:
             raise EngineUnsupported(
                 f"a second set of {shard >> 20} MiB does not fit: {free >> 20} MiB are free for this rank",
-                hint="install='copy' needs none",
+                hint="install='copy' needs no second set",
                 phase="open",
             )
         return StandbyInstaller, ""

@@ -1,4 +1,4 @@
-"""The storages of a live model under an update: copied (*plain*), made anew by the engine (*rebuilt*), or kept."""
+"""Sorts the storages of a live model: an update copies them (*plain*), the engine rebuilds them (*rebuilt*), or they stay."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["LiveLayout"]
 class LiveLayout:
     """A live model under a placement plan.
 
-    `ties`: what `live_ties` found. `loaded`: the storages that the engine's own loader writes, where it is to do so. Raises
-    `EngineUnsupported` where post-processing can't be repeated.
+    `ties`: what `live_ties` returned. `loaded`: the storages that the engine's own loader writes; empty if the plan does. Raises
+    `EngineUnsupported` if post-processing can't be repeated.
     """
 
     def __init__(
-        self, model: EngineModel, plan: PlacementPlan, ties: Mapping[str, str], loaded: Collection[str] = ()
+        self, model: EngineModel, plan: PlacementPlan, ties: Mapping[str, str], loaded: Collection[str]
     ) -> None:
         self._model = model
         self._plan = plan
@@ -48,19 +48,19 @@ class LiveLayout:
         placed = {placement.dest.tensor for placement in plan.placements}
         self.written = frozenset(placed | {ties.get(key, key) for key in (*plan.refused, *loaded)})
         """The storages that updates write, by key."""
-        # A group that is a part of the model leaves the modules alone of which it writes nothing.
+        # A group that holds a part of the model leaves those modules alone in which it writes nothing.
         self.rebuilt = {
             name: parts
             for name, parts in rebuilt.items()
             if not (keys := self._keys_of(name)) or not keys.isdisjoint(self.written)
         }
-        """Rebuilt modules by name: the parameters that the engine makes something else of."""
+        """The parameters that the engine transforms, by rebuilt module."""
         self.reducing = tuple(name for name in self.rebuilt if self._trials[name].reductions)
-        """Rebuilt modules whose post-processing reduces over the ranks: they are made at the commit."""
+        """Rebuilt modules whose post-processing reduces over the ranks: they are rebuilt at the commit."""
         self.beforehand = tuple(name for name in self.rebuilt if name not in self.reducing)
-        """Rebuilt modules that are made beside decoding."""
+        """Rebuilt modules that are rebuilt before the commit, while the engine decodes."""
         self.unaccounted = sorted(placed - self._plain - own_form)
-        """Storages that the engine holds in a form of its own, and no post-processing accounts for it."""
+        """Storages that the engine holds in another form, which its post-processing doesn't explain."""
         self._placements: dict[str, list[Placement]] = {name: [] for name in self.rebuilt}
         self.plain_placements: list[Placement] = []
         owners: dict[str, list[str]] = {}
@@ -78,11 +78,11 @@ class LiveLayout:
         """Storages of which the plan leaves elements unwritten."""
         self._gaps = self._find_gaps()
 
-    # --- what there is -----------------------------------------------------------------------------------------------
+    # --- the parts of the model --------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this worker's shard as the checkpoint has it."""
+        """Bytes of this worker's shard, in the checkpoint's form."""
         return sum(shape.nbytes for shape in self._storages.shapes.values())
 
     @property
@@ -91,7 +91,7 @@ class LiveLayout:
 
     @property
     def derived(self) -> tuple[str, ...]:
-        """Names of what the engine makes anew of the parameters that an update writes."""
+        """Names of what the engine's post-processing derives from the parameters that an update writes."""
         return tuple(
             sorted(
                 words(name, path)
@@ -115,7 +115,7 @@ class LiveLayout:
     @property
     def unexplained(self) -> list[str]:
         """Tensors on live modules that an update might leave behind: parameters and buffers that neither the model's class nor
-        post-processing made, and what hangs beside them."""
+        post-processing made, and tensors in attributes (see `LiveReferences.unexplained`)."""
         modules = [self._post.live_modules[name] for name in self._trials]
         made = {
             id(tensor) for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())
@@ -125,23 +125,23 @@ class LiveLayout:
         return [*strangers, *self._references.unexplained]
 
     def is_default(self, parameter: str) -> bool:
-        """Whether the engine's own checkpoint left a parameter unfilled that no tensor of the manifest fills."""
+        """Whether the engine's own checkpoint did not fill this parameter, so that it has the constructor's value."""
         module, _, name = parameter.rpartition(".")
         return makes_default(self._post, module, name)
 
     def leaves(self, parameter: str) -> bool:
-        """Whether an update leaves all of a parameter as it was when the engine started, and nothing is derived from it."""
+        """Whether this parameter is as it was when the engine started, stays so, and nothing is derived from it."""
         key = self._key_of[parameter]
         return key in self._plain and key not in self.written and key not in self._model.updated
 
     def halved(self) -> list[str]:
-        """Modules that the engine rebuilds as a whole, while the group holds only a part of their parameters."""
+        """Rebuilt modules of whose parameters the group holds only a part: the engine rebuilds a module as a whole."""
         return [name for name in self.rebuilt if self._uncovered & set(self.rebuilt_keys(name))]
 
     def filled_over(self) -> list[str]:
-        """Storages that the loader would fill with constants that the live model doesn't hold: the tensor sent is too small.
+        """Storages that the loader would fill with constants that the live model doesn't hold: the trainer's tensor is too small.
 
-        Modules that the engine pads are left out: started with random weights, it has them in the padding as well.
+        Without modules that the engine pads: an engine that started with random weights has them in the padding as well.
         """
         live = self.live_storages()
         wrong = []
@@ -154,8 +154,8 @@ class LiveLayout:
         return wrong
 
     def unwritten_buffers(self) -> dict[str, bool]:
-        """Buffers that a checkpoint may hold and an update neither writes nor derives, and whether the live model holds the
-        constructor's value there."""
+        """Buffers that a checkpoint may hold and that an update neither writes nor derives; for each, whether the live model
+        holds the constructor's value."""
         found: dict[str, bool] = {}
         for name, module in self._post.live_modules.items():
             trial = self._trials.get(name)
@@ -181,7 +181,7 @@ class LiveLayout:
         return {key: storage for key, storage in self.live_storages().items() if key in self.written}
 
     def keep_gaps(self, second: StandbyWeights) -> None:
-        """Engine's thread: elements that the group leaves in a storage that it writes keep the live values."""
+        """Engine's thread: copies the live values of elements that the group leaves unwritten in a storage that it writes."""
         if not self._gaps:
             return
         live, storages = self.live_storages(), second.storages
@@ -191,8 +191,8 @@ class LiveLayout:
                     storages[key][start:stop].copy_(live[key][start:stop])
 
     def moves(self, storages: Mapping[str, torch.Tensor]) -> list[Move]:
-        """The moves that put `storages`, by key, in the place of the live ones. Made in the background, so that the swap is
-        short whatever the size of the model."""
+        """The moves that replace the live storages by `storages`, by key. Made in the background, so that the swap is short for
+        any size of model."""
         moves: list[Move] = []
         seen: set[int] = set()
         held = [(self._key_of.get(n, ""), holder, own, t) for n, holder, own, t in held_tensors(self._model.live)]
@@ -206,7 +206,7 @@ class LiveLayout:
         return moves
 
     def swap(self, second: StandbyWeights) -> StandbyWeights:
-        """Engine's thread: puts a second set in the place of the live one; returns what was there."""
+        """Engine's thread: replaces the live set by a second set; returns the replaced set."""
         replaced = second.swap(self._post.live_modules, in_place=self._model.fixed_addresses)
         self._references.reset()
         return replaced
@@ -230,12 +230,12 @@ class LiveLayout:
         }
 
     def plain_keys(self, module: str) -> list[str]:
-        """The plain storages that `module` is rebuilt from too."""
+        """The plain storages that `module` is also rebuilt from."""
         return sorted(self._keys_of(module) & self._plain)
 
     def new_storage(self, key: str) -> torch.Tensor:
-        """Memory for a storage. Where the plan leaves bytes of it unwritten it begins as it does in the engine: with the
-        constructor's value where that is known, else with 0xFF, so that it shows."""
+        """Memory for a storage. If the plan leaves bytes of it unwritten, it starts as in the engine: with the constructor's
+        value if that is known, else with 0xFF, which shows up in a comparison."""
         shape = self._storages.shapes[key]
         storage = torch.empty(shape.shape, dtype=shape.dtype, device=self._storages.device_of(key))
         if (constant := self._model.constants.get(key)) is not None and constant.numel() == storage.numel():
@@ -249,8 +249,8 @@ class LiveLayout:
         return operands(self._post, module, self._trials[module], updated)
 
     def rebuild(self, module: str, updated: Mapping[str, torch.Tensor], shares: Sequence[Share] = ()) -> RebuiltModule:
-        """The module's new parts, from the storages of an update by key; see `rebuilt.rebuild`. `shares`: what all ranks told of
-        those in `reducing`."""
+        """The module's new parts, from the storages of an update by key; see `rebuilt.rebuild`. `shares`: those of all ranks, for
+        modules in `reducing`."""
         answers = Reduced(module, shares) if module in self.reducing else None
         return rebuild(self._post, module, self._trials[module], updated, self._plain, answers)
 
@@ -265,11 +265,12 @@ class LiveLayout:
     # --- reading back ------------------------------------------------------------------------------------------------
 
     def unpacking(self) -> Unpacking:
-        """For `read_rebuilt`, by whoever reads one module after the other."""
+        """For `read_rebuilt`; a caller that reads many modules uses one for all of them."""
         return Unpacking(self._post, self._trials)
 
     def read_rebuilt(self, module: str, unpacking: Unpacking) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """The plain parameters that a rebuilt live module computes with, flat, by key; and by key why others can't be read."""
+        """The plain parameters that a rebuilt live module computes with, flat, by key; and the reasons why others can't be
+        read, by key."""
         found: dict[str, torch.Tensor] = {}
         unreadable: dict[str, str] = {}
         for parameter in self.rebuilt[module]:
@@ -289,8 +290,8 @@ class LiveLayout:
         return found, unreadable
 
     def read_computed(self, unpacking: Unpacking) -> dict[str, torch.Tensor]:
-        """Plain parameters that rebuilt modules hold a second time, in the form that they compute with: the contents of that
-        form, by key, where it can be read."""
+        """The values, by key, of plain parameters that rebuilt modules hold a second time in the form that they compute with;
+        only of those that can be read."""
         found: dict[str, torch.Tensor] = {}
         plain = self._plain & self.written
         for name in self.rebuilt:
@@ -314,7 +315,7 @@ class LiveLayout:
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _find_gaps(self) -> dict[str, list[tuple[int, int]]]:
-        """The ranges of elements that an update leaves in the storages that it writes in part."""
+        """The ranges of elements that an update leaves unwritten in storages that it writes in part, by key."""
         gaps: dict[str, list[tuple[int, int]]] = {}
         for key in self._uncovered & self.written & self._plain & self._plan.extents.keys():
             left = torch.ones(self._storages.shapes[key].numel(), dtype=torch.bool)
@@ -328,7 +329,7 @@ class LiveLayout:
         return gaps
 
     def _keys_of(self, module: str) -> set[str]:
-        """The storages that a module's own parameters lie in, and those of the modules that its post-processing reads."""
+        """The storages of a module's own parameters, and those of the modules that its post-processing reads."""
         parameters = self._post.skeleton_modules[module]._parameters
         own = {self._key_of[f"{module}.{name}"] for name, tensor in parameters.items() if tensor is not None}
         return own | self._read_keys(module)
@@ -343,5 +344,5 @@ class LiveLayout:
         return set().union(*map(self._keys_of, gone))
 
     def _added(self, module: str) -> frozenset[str]:
-        """Buffers that post-processing writes, and parameters that it adds."""
+        """The buffers that post-processing writes and the parameters that it adds."""
         return self._trials[module].buffers | self._trials[module].added

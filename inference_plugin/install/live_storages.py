@@ -1,4 +1,4 @@
-"""The live model's storages beside those of its skeleton."""
+"""Matches the live model's storages with those of its skeleton."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["LiveStorages", "live_ties"]
 
 
 class LiveStorages:
-    """Which live tensor is which storage of the skeleton, by key. `ties`: what `live_ties` found."""
+    """The live tensor of each storage of the skeleton, by key. `ties`: what `live_ties` returned."""
 
     def __init__(self, model: EngineModel, ties: Mapping[str, str]) -> None:
         self.model = model
         self.shapes = storage_views(model.skeleton)
         self.key_of = {name: ties.get(key, key) for name, key in keys_by_name(model.skeleton).items()}
-        """The key of each parameter and buffer, by name; also of those that the engine added to the live model as views."""
+        """The key of each parameter and buffer by name, including those that the engine added to the live model as views."""
         self._key_of_skeleton = {
             storage_id(tensor): self.key_of[name] for name, tensor, _ in named_tensors(model.skeleton)
         }
@@ -43,8 +43,8 @@ class LiveStorages:
         return self._key_of_skeleton.get(storage_id(tensor))
 
     def key_in_live(self, tensor: torch.Tensor) -> str | None:
-        """The key of the live storage that `tensor` lies in, if the skeleton has it. As of the construction: an update may
-        give live tensors other memory."""
+        """The key of the live storage that `tensor` lies in, if the skeleton has it. Describes the time of construction: an
+        update may give live tensors other memory."""
         return self._key_of_live.get(storage_id(tensor))
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
@@ -69,9 +69,9 @@ class LiveStorages:
 
 
 def live_ties(model: EngineModel) -> dict[str, str]:
-    """Storages that are two in the skeleton and one in the live model: the second's key -> the first's.
+    """Storages that the live model ties and the skeleton keeps apart: the second storage's key -> the first one's.
 
-    An engine may tie a head to its embedding after the load, when both turned out equal. Raises `EngineUnsupported` for
+    An engine may tie a head to its embedding after the load, if both turned out equal. Raises `EngineUnsupported` for
     the reverse, a tie of the skeleton that the live model doesn't have.
     """
     keys = keys_by_name(model.skeleton)

@@ -1,4 +1,4 @@
-"""Standbys that the engine's own `load_weights` fills, where no plan was proven for all of the model."""
+"""Standbys that the engine's own `load_weights` fills, for models of which no plan was proven as a whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["LoaderInstaller", "PartLoaderInstaller"]
 
 
 class PartLoaderInstaller(StandbyInstaller):
-    """A standby that the plan fills but for some parts, which the engine's own loader fills one after the other."""
+    """A standby that the plan fills, except for some parts that the engine's own loader fills one after the other."""
 
     mechanism = "loader"
 
@@ -68,7 +68,7 @@ class LoaderInstaller(StandbyInstaller):
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
         super().__init__(agreement, way_back)
         self._reducing: dict[str, Tensors] = {}
-        """What the modules that are made at the commit are made from."""
+        """The storages from which the modules in `LiveLayout.reducing` are rebuilt at the commit."""
 
     def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
         loaded = self._load(segment)
@@ -111,7 +111,7 @@ class LoaderInstaller(StandbyInstaller):
                     storage.copy_(constant.reshape(-1))
                 else:
                     bytes_view(storage).fill_(POISON)
-            ignored = self._agreement.ignored  # no bytes of them were received
+            ignored = self._agreement.ignored  # their bytes were never sent
             copies = ((n, view.clone()) for n, view in self._sources(segment).items() if n not in ignored)
             self._model.load_weights(skeleton, copies)
             held.gather(skeleton)

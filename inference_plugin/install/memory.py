@@ -1,4 +1,4 @@
-"""Memory of second sets: asked for in large pages, and given back without holding the engine up."""
+"""Memory of second sets: requests large pages, and frees memory without delaying the engine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["ask_for_large_pages", "free_later", "return_freed_memory"]
 LARGE_PAGE_BYTES = 2 << 20
 
 FREE_AFTER_S = 0.2
-"""Replaced modules are freed this long after the commit, which must not wait for it."""
+"""Replaced modules are freed this long after the commit, which must not wait for that."""
 
 FREE_REST_S = 0.002
-"""Pause between two of them, in which the engine's thread runs."""
+"""Pause between two modules that are freed, in which the engine's thread runs."""
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:
-    """Before the first write to CPU memory: asks for pages of 2 MiB, which the processor finds sooner. No effect where
-    `/sys/kernel/mm/transparent_hugepage/enabled` says `never`, and on any other device."""
+    """Before the first write to CPU memory: asks for pages of 2 MiB, which need fewer address translations. No effect if
+    `/sys/kernel/mm/transparent_hugepage/enabled` says `never`, nor on any other device."""
     start = -(-tensor.data_ptr() // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
     nbytes = (tensor.data_ptr() + tensor.nbytes - start) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
     if tensor.device.type == "cpu" and nbytes > 0:
@@ -34,25 +34,25 @@ def ask_for_large_pages(tensor: torch.Tensor) -> None:
 
 
 def free_later(weights: StandbyWeights) -> None:
-    """Frees `weights` in a thread: a packed model takes tens of milliseconds, in which the engine can decode.
+    """Frees `weights` on a thread: a packed model takes tens of milliseconds, in which the engine can decode.
 
-    The caller must keep no reference to it.
+    The caller must keep no reference to `weights`.
     """
     if not weights.modules and not weights.moves:
         return
-    with contextlib.suppress(RuntimeError):  # no thread can be started: it is freed here
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the memory is freed on return
         threading.Thread(target=_free, args=([weights],), name="weightwire-free", daemon=True).start()
 
 
 def return_freed_memory() -> None:
-    """Gives freed memory back to the system: without it the heap of a packed standby grows with every update."""
+    """Gives freed memory back to the system; without this, the heap of a packed standby grows with every update."""
     gc.collect(0)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _free(owned: list[StandbyWeights]) -> None:
-    """Drops the only reference to what `owned` holds, bit by bit: freeing holds the interpreter up."""
+    """Drops the only references to the weights in `owned`, module by module: freeing blocks the interpreter."""
     rest = threading.Event()
     rest.wait(FREE_AFTER_S)
     for weights in owned:

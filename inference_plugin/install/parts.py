@@ -1,8 +1,9 @@
 """Parts of a model that the engine's own loader computes, loaded one at a time.
 
 A placement plan may describe all storages but a few (a query-key-value matrix whose rows the loader reorders, for example). Then
-only these go through the loader, part by part, each with the checkpoint tensors that it is computed from, in memory of its own.
-`prove_parts` shows beforehand that the loader computes the same from these tensors alone as from all tensors at once.
+only these few go through the loader, part by part: each part in memory of its own, with the checkpoint tensors that the loader
+computes it from. `prove_parts` shows beforehand that the loader computes the same from these tensors alone as from all tensors
+at once.
 """
 
 from __future__ import annotations
@@ -14,17 +15,15 @@ import torch
 from torch import nn
 
 from inference_plugin.install.plan import LoadWeights, PlacementPlan, TensorInfo
+from inference_plugin.install.proof import BUDGET_BYTES
 from inference_plugin.install.storages import equal_bytes, named_tensors, storage_views
 from inference_plugin.install.trial_load import POISON, Materialised, materialised, poisoned, trial_tensors
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["Part", "ProvenParts", "load_part", "parts_of", "prove_parts"]
 
-BUDGET_BYTES = 512 << 20
-"""A proof loads about this much at once."""
-
 Start = Callable[[str, torch.Tensor], None]
-"""Gives a storage its first bytes, by key."""
+"""Called with a storage's key and memory before the load: writes the storage's first bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ProvenParts:
-    """`uncovered`: elements that the loader leaves, by parameter. `why`: why there are no parts, "" if there are."""
+    """`uncovered`: the number of elements that the loader leaves unwritten, by parameter. `why`: why `parts` is empty."""
 
     parts: tuple[Part, ...] = ()
     uncovered: Mapping[str, int] = field(default_factory=dict)
@@ -45,8 +44,8 @@ class ProvenParts:
 
 
 def parts_of(plan: PlacementPlan, skeleton: nn.Module) -> tuple[Part, ...]:
-    """The refused storages of a plan. Those of one module, and those that share a tensor, are one part. Empty where a storage is
-    computed from unknown tensors."""
+    """The refused storages of a plan in parts: storages of one module, or that are computed from a common tensor, are one part.
+    Empty if the source tensors of some storage are unknown."""
     known = storage_views(skeleton).keys()
     parts: list[tuple[set[str], set[str], set[str]]] = []
     for destination in plan.refused:
@@ -69,7 +68,7 @@ def load_part(
     start: Start,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """The part's storages after a real load of copies of its tensors, flat, by key. `start` gives each its first bytes."""
+    """The part's storages after a real load of copies of its tensors, flat, by key."""
     return _load(part, skeleton, load, {name: sources[name].clone() for name in part.sources}, start, device)[0]
 
 
@@ -80,7 +79,7 @@ def prove_parts(
     alone, and compares the two bit for bit."""
     parts = parts_of(plan, skeleton)
     if not parts:
-        return ProvenParts(why="the tensors that they are computed from are unknown")
+        return ProvenParts(why="their source tensors are unknown")
     infos = {info[0]: info for info in tensors}
     whole = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in tensors) <= BUDGET_BYTES
     uncovered: dict[str, int] = {}
@@ -95,10 +94,8 @@ def prove_parts(
                 alone, left = _load(part, skeleton, load, {n: given[n] for n in part.sources}, _poison, device)
                 uncovered |= left
                 if wrong := [key for key in part.destinations if not equal_bytes(alone[key], together[key])]:
-                    return ProvenParts(
-                        why=f"the loader computes {wrong[0]} otherwise when it is given its tensors alone"
-                    )
-    except Exception as error:  # noqa: BLE001 -- a loader may insist on every name; whatever it raises is its answer
+                    return ProvenParts(why=f"the loader computes {wrong[0]} differently from its own tensors alone")
+    except Exception as error:  # noqa: BLE001 -- a loader may insist on every name; any exception means "not part by part"
         return ProvenParts(why=f"the loader raised {type(error).__name__}: {error}")
     return ProvenParts(parts, uncovered)
 
@@ -111,7 +108,7 @@ def _load(
     start: Start,
     device: torch.device,
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """The part's storages after a load, and the elements of their parameters that it left as 0xFF."""
+    """The part's storages after a load, and the number of elements that it left as 0xFF, by parameter."""
     with torch.no_grad(), materialised(skeleton, set(part.destinations), device) as held:
         for key, flat in held.flats.items():
             start(key, flat)
@@ -136,7 +133,7 @@ def _poison(_: str, flat: torch.Tensor) -> None:
 
 
 def _batches(parts: Sequence[Part], infos: Mapping[str, TensorInfo]) -> list[list[Part]]:
-    """Parts in groups of about `BUDGET_BYTES`."""
+    """The parts in groups of about `BUDGET_BYTES`."""
     batches: list[list[Part]] = []
     room = 0
     for part in parts:

@@ -1,4 +1,4 @@
-"""Placement plans: which region of which checkpoint tensor lands where in which parameter."""
+"""Placement plans: which region of a checkpoint tensor lands in which region of a parameter's storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 @dataclass(frozen=True)
 class Placement:
-    """One plain copy, element by element in the order of the (equal) sizes; both sides have this dtype."""
+    """One plain copy, element by element. Both regions have the same sizes, both sides this dtype."""
 
     source: Region
     dest: Region
@@ -49,19 +49,19 @@ class Fill:
 class PlacementPlan:
     """The effect of a load on a model, as copies. Destinations are storages, by key (see `storages`).
 
-    - `placements`: in the order of destinations in the model, then of offsets; destinations in `doubled` keep the order in
-      which the loader wrote them.
-    - `fills`: constants, to be written before the placements.
+    - `placements`: in the order of destinations in the model, then of offsets; placements of a destination in `doubled` stay in
+      the order in which the loader wrote them.
+    - `fills`: constants, which a replay writes before the placements.
     - `refused`: destination -> why it must go through the engine's own loader. `refused_sources`: the checkpoint tensors
-      that this loader needs for it (none known: empty).
-    - `refusal`: why the whole plan is unusable; everything but `unused` is then empty. `broke`: because the loader raised.
-    - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`; where the plan is refused,
-      those with which the loader was seen to do nothing.
-    - `uncovered`: parameter -> number of its elements that neither a placement nor a fill writes. Exact; without buffers
-      and refused destinations (`trial_load.loader_coverage` is for those).
+      that the loader needs for it; empty if they are unknown.
+    - `refusal`: why the whole plan is unusable; everything but `unused` is then empty. `broke`: the loader raised.
+    - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`. If the plan is refused:
+      names with which the loader did nothing.
+    - `uncovered`: parameter -> the exact number of its elements that neither a placement nor a fill writes. Without buffers
+      and refused destinations (see `trial_load.loader_coverage` for those).
     - `doubled`: destinations where placements overlap, so that the order of names decides. `repeats`: placements that were left
       out because another one has the same destination, each with that one (see `without_repeats`).
-    - `dtype_conflicts`: checkpoint name -> both dtypes, in words; `dtypes_wanted`: that of the engine. Nothing is cast: such
+    - `dtype_conflicts`: checkpoint name -> both dtypes, in words; `dtypes_wanted`: the engine's dtype. Nothing is cast: such
       destinations are refused too.
     - `extents`: planned destination -> elements of its storage.
     """
@@ -81,7 +81,7 @@ class PlacementPlan:
     extents: Mapping[str, int] = field(default_factory=dict)
 
     def needs(self) -> dict[str, Box]:
-        """The smallest box around all that is read of each checkpoint tensor, by its name."""
+        """The smallest box of each checkpoint tensor that holds everything the plan reads from it, by tensor name."""
         boxes: dict[str, Box] = {}
         for placement in (*self.placements, *(other for other, _ in self.repeats)):
             name = placement.source.tensor
@@ -90,8 +90,8 @@ class PlacementPlan:
         return boxes
 
     def without_repeats(self) -> PlacementPlan:
-        """The plan with the last one only of placements that have one destination, as the parts of a fused module have for a
-        scale that they share. What overlaps otherwise stays in `doubled`."""
+        """The plan with only the last of several placements that have the same destination, as the parts of a fused module have
+        for a scale that they share. Other overlaps stay in `doubled`."""
         last = {p.dest: p for p in self.placements if p.dest.tensor in self.doubled}
         repeats = [(p, last[p.dest]) for p in self.placements if p.dest in last and last[p.dest] is not p]
         left: dict[str, list[Region]] = {}
@@ -115,8 +115,8 @@ class PlacementPlan:
     def tied(self, ties: Mapping[str, str], source_of: Callable[[str], str]) -> tuple[PlacementPlan, dict[str, str]]:
         """The plan for a live model in which destinations are tied: `ties` maps a second destination to the first.
 
-        `source_of` gives the name under which a checkpoint tensor is sent. Also returns, by second destination, why two
-        can't be one: different tensors would fill them.
+        `source_of` gives the name under which a checkpoint tensor is sent. Also returns an error text for each second destination
+        that different tensors would fill than the first.
         """
         placements, fills = list(self.placements), list(self.fills)
         extents, uncovered = dict(self.extents), dict(self.uncovered)
@@ -128,7 +128,7 @@ class PlacementPlan:
                     source = p.source.named(source_of(p.source.tensor))
                     writes[p.dest.tensor].add((source, p.dest.named("")))
             if writes[second] and writes[first] and writes[second] != writes[first]:
-                apart[second] = f"{second} and {first} are one weight in the running engine, and two here"
+                apart[second] = f"{second} and {first} are one weight in the running engine, and two in the trainer"
             gone, kept = (second, first) if writes[first] else (first, second)
             names = {kept: first}
             placements = [

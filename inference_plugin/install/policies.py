@@ -2,15 +2,15 @@
 
 What the engine does with a parameter after loading it divides the work:
 
-- *plain*: the live parameter is what `load_weights` wrote. Its bytes are copied from the segment by the placement plan.
-- *rebuilt*: the engine's post-processing made something else of it (packed it, say). The module is built anew on a
-  stand-in, from the segment, by the engine's own post-processing, and the result is moved into the live module.
+- *plain*: the live parameter is what `load_weights` wrote. The placement plan copies its bytes from the segment.
+- *rebuilt*: the engine's post-processing transformed it (packed it, for example). The engine's own post-processing rebuilds
+  the module on a stand-in, from the segment, and the result is moved into the live module.
 
-`CopyInstaller` writes the live parameters at the step boundary, `StagedInstaller` does so from the device's own memory.
-`StandbyInstaller` prepares a second set in the background
-and swaps it in. `install`, `undo` and `finish` run on the engine's own thread, and only they touch the live model.
+`CopyInstaller` writes the live parameters at the step boundary; `StagedInstaller` does so from the device's own memory.
+`StandbyInstaller` prepares a second set in the background and swaps it in. `install`, `undo` and `finish` run on the engine's
+own thread, and only they touch the live model.
 
-A module whose post-processing reduces over the ranks (`collectives`) is made at the commit under every policy.
+Under every policy, a module whose post-processing reduces over the ranks (`collectives`) is rebuilt at the commit.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass
 class WayBack:
-    """The state of an installation that is not confirmed yet: did it touch the live model, and which weights did it replace.
+    """What undoing an unconfirmed installation needs: whether it touched the live model, and the weights that it replaced.
 
-    `shares`: what all ranks told for the version that is being installed, or is; `shares_before`: for the one that it replaces.
+    `shares`: those of all ranks for the version that is installed or being installed; `shares_before`: for the version before.
     """
 
     touched: bool = False
@@ -54,7 +54,7 @@ class WayBack:
 
 
 class PolicyInstaller(abc.ABC):
-    """The part that the policies share. `way_back` outlives new terms."""
+    """What all policies have in common. `way_back` outlives new terms."""
 
     install_policy: Literal["copy", "standby", "streaming"]
     mechanism: Literal["plan", "loader"] = "plan"
@@ -65,16 +65,16 @@ class PolicyInstaller(abc.ABC):
         self._layout = agreement.layout
         self._way_back = way_back
         self._operands: dict[str, list[Operand]] = {}
-        """What this rank tells the others of the update that was prepared, by module."""
+        """What this rank sends to the others for the prepared update, by module."""
 
     def check(self, segment: torch.Tensor) -> None:
-        """Raises `ManifestMismatch` for bytes that no load could put in place for certain."""
+        """Raises `ManifestMismatch` if the bytes are such that the order of a load would decide what the engine holds."""
         if self._agreement.plan.repeats:
             self._agreement.check_repeats(self._sources(segment))
 
     @abc.abstractmethod
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
-        """Background half; returns the bytes held in addition."""
+        """The background half of an installation; returns the additional bytes that it holds."""
 
     def place(self, box: Box, tensor: torch.Tensor) -> None:
         raise ProtocolError(f"install={self.install_policy!r} takes whole updates only")
@@ -84,13 +84,13 @@ class PolicyInstaller(abc.ABC):
 
     def install(self, segment: torch.Tensor, shares: Sequence[bytes] = ()) -> None:
         self._way_back.shares_before, self._way_back.shares = self._way_back.shares, shares_of(shares)
-        self._drain()  # steps that the engine has only queued read the weights of before
+        self._drain()  # steps that the engine has queued still read the old weights
         self._model.updated.update(self._layout.written)
         self._put(segment)
         self._drain()  # the segment may be written again from here on
 
     def undo(self, previous: torch.Tensor | None) -> None:
-        """Raises `TornReplica` where the version before is gone."""
+        """Raises `TornReplica` if the previous version is gone."""
         self._way_back.shares = self._way_back.shares_before
         if self._way_back.touched:
             self._put_back(previous)
@@ -111,7 +111,7 @@ class PolicyInstaller(abc.ABC):
     def _put_back(self, previous: torch.Tensor | None) -> None: ...
 
     def _keep(self, weights: StandbyWeights) -> StandbyWeights:
-        """Keeps what the next update can use of a set that is no longer needed; returns the rest."""
+        """Keeps those parts of a replaced set that the next update can use; returns the rest."""
         return weights
 
     def discard(self) -> None:  # noqa: B027 -- copy prepares nothing
@@ -131,16 +131,16 @@ class PolicyInstaller(abc.ABC):
         device_of(self._model.device).drain(self._model.device)
 
     def _check_fits(self, nbytes: int) -> None:
-        """Before a second set is allocated: raises `EngineUnsupported`, with both numbers, where it does not fit any more."""
+        """Before a second set is allocated: raises `EngineUnsupported`, with both numbers, if it no longer fits."""
         if nbytes > (free := self._model.free_share_bytes()):
             raise EngineUnsupported(
                 f"a second set of {nbytes >> 20} MiB does not fit: {free >> 20} MiB are free for this rank",
-                hint="free memory, or open the group with install='copy', which needs none where a plan was proven",
+                hint="free memory, or open the group with install='copy', which needs no second set if a plan was proven",
                 phase="seal",
             )
 
     def _sources(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The staged tensors by every name that they have."""
+        """The staged tensors, under every name that they have."""
         manifest = self._agreement.manifest
         sources = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
         return sources | {alias: sources[name] for alias, name in manifest.tied.items()}
@@ -154,21 +154,21 @@ class PolicyInstaller(abc.ABC):
         return Replay(placements, sources, destinations, fills)
 
     def _placements_of(self, module: str) -> list[Placement]:
-        """From what `prepare` is given into the storages that `module` is rebuilt from."""
+        """The placements from the tensors that `prepare` received into the storages from which `module` is rebuilt."""
         return self._layout.rebuilt_placements(module)
 
     def _rebuild(
         self, names: Iterable[str], sources: Tensors, storages: Tensors, throttle: Throttle
     ) -> Iterator[RebuiltModule]:
-        """Rebuilt modules, one after the other; `storages` are the plain ones of the update."""
+        """Rebuilds modules one after the other. `storages`: the plain storages of the update."""
         for name in names:
             memory = self._memory_of(name, sources, throttle)
             yield self._layout.rebuild(name, {**storages, **memory}, self._way_back.shares)
             throttle(sum(t.nbytes for t in memory.values()))
 
     def _note_operands(self, sources: Tensors, plain: Callable[[str], Tensors], throttle: Throttle) -> None:
-        """Notes what this rank tells the others of the modules that are made at the commit. `plain`: the plain storages of the
-        update that a module is made from."""
+        """Notes what this rank sends to the others for the modules that are rebuilt at the commit. `plain`: returns, by module,
+        the plain storages of the update from which the module is rebuilt."""
         self._operands = {}
         for name in self._layout.reducing:
             memory = self._memory_of(name, sources, throttle)
@@ -184,12 +184,12 @@ class PolicyInstaller(abc.ABC):
 
 
 class CopyInstaller(PolicyInstaller):
-    """Overwrites the live parameters; the way back is the previous version's segment."""
+    """Overwrites the live parameters. The way back is the segment of the previous version."""
 
     install_policy = "copy"
 
     KEPT = 2
-    """Segments whose replay stays bound: they are used in turn."""
+    """Number of segments whose replay stays bound: the trainer uses them in turn."""
 
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
         super().__init__(agreement, way_back)
@@ -201,7 +201,7 @@ class CopyInstaller(PolicyInstaller):
         return 0
 
     def _plain_of(self, module: str, sources: Tensors) -> Tensors:
-        """Copies of the live plain storages that a module is made from, as the commit will write them."""
+        """Copies of the live plain storages from which a module is rebuilt, with the values that the commit will write."""
         live = self._layout.own_storages()
         copies = {key: live[key].clone() for key in self._layout.plain_keys(module) if key in live}
         placements = [p for p in self._layout.plain_placements if p.dest.tensor in copies]
@@ -243,8 +243,8 @@ class CopyInstaller(PolicyInstaller):
 
 
 class StagedInstaller(CopyInstaller):
-    """`copy` for a device that has room for a second set: there the bytes are before the engine stands, and then only move within
-    the device's memory. Addresses stay."""
+    """`copy` for a device that has room for a second set: the bytes reach the device before the engine stops, and at the commit
+    they only move within its memory. Addresses stay."""
 
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
         super().__init__(agreement, way_back)
@@ -285,7 +285,7 @@ class StagedInstaller(CopyInstaller):
 
 
 class StandbyInstaller(PolicyInstaller):
-    """Swaps a prepared set in; the set that it replaces is the way back, and then the next standby."""
+    """Swaps a prepared set in. The replaced set is the way back, and afterwards the next standby."""
 
     install_policy = "standby"
 
@@ -319,8 +319,8 @@ class StandbyInstaller(PolicyInstaller):
         return list(self._rebuild(self._layout.reducing, self._sources(segment), storages, lambda _: None))
 
     def _second_storages(self) -> dict[str, torch.Tensor]:
-        """A storage for each plain one that the group writes: those last swapped out, or new ones, which start as 0xFF.
-        What the group leaves of them is copied from the live ones at the commit."""
+        """A storage for each plain storage that the group writes: those that were swapped out last, or new ones, which start as
+        0xFF. Elements that the group leaves unwritten are copied from the live storages at the commit."""
         spare, self._spare = self._spare, None
         if spare is not None:
             return spare.storages

@@ -1,4 +1,4 @@
-"""The engine's post-processing after a load, run on stand-ins for single modules."""
+"""Runs the engine's post-processing after a load on stand-ins for single modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOISE_BOUND = 64
 
 
 class PostProcessing:
-    """Finishes stand-ins as the engine finishes modules, and compares them with the live modules.
+    """Post-processes ("finishes") stand-ins as the engine does modules, and compares them with the live modules.
 
     `filled`: the storages that a checkpoint fills, by key.
     """
@@ -32,14 +32,14 @@ class PostProcessing:
         self.model = storages.model
         self.skeleton_modules = dict(self.model.skeleton.named_modules())
         self.live_modules = dict(self.model.live.named_modules())
-        # An engine may remove a module after a load; whatever it derived from it belongs to the module that reads it.
+        # An engine may remove a module after a load; what it derived from that module belongs to the module that read it.
         self.finishers = {n: finish for n, finish in self.model.finishers().items() if n in self.live_modules}
         self._name_of = {id(module): name for name, module in reversed(self.skeleton_modules.items())}
         self._filled = filled
 
     def stand_in(self, module: str, storage: Callable[[str], torch.Tensor], answers: Answers | None = None) -> StandIn:
-        """A stand-in for `module` over the storages that `storage` gives by key. `answers`: as `finish` has it, for the
-        submodules that are finished for it."""
+        """A stand-in for `module` over the storages that `storage` returns by key. `answers`: as for `finish`, for submodules
+        that are finished before `module`."""
         given: dict[str, torch.Tensor] = {}
         keys: dict[int, str] = {}
 
@@ -63,7 +63,8 @@ class PostProcessing:
         key_of: Callable[[torch.Tensor], str | None],
         answers: Answers | None,
     ) -> StandIn:
-        # No function within a function: what refers to itself keeps an update's memory until Python looks for garbage.
+        # A method, not a nested function: a recursive closure refers to itself, and would keep an update's memory until
+        # Python collects garbage.
         inner = {attribute: self._made(read, real, key_of, answers) for attribute, read in self.read_by(name).items()}
         for attribute, read in self.read_by(name).items():
             if read in self.finishers and self.model.reads_finished:
@@ -76,13 +77,13 @@ class PostProcessing:
         return {name: self._name_of[id(getattr(original, name))] for name in self.model.reads(original)}
 
     def finish(self, module: str, stand_in: StandIn, answers: Answers | None = None) -> None:
-        """Runs the engine's post-processing of `module` on a stand-in for it. `answers` takes its collectives; without `answers`,
-        and for collectives that `Collectives` does not know, raises `EngineUnsupported`."""
+        """Runs the engine's post-processing of `module` on a stand-in for it. `answers` answers its collectives. Raises
+        `EngineUnsupported` for collectives that `Collectives` does not know, and for any collective without `answers`."""
         with self.model.computing(), Collectives(f"the engine's post-processing of {module}", answers):
             self.finishers[module](stand_in.module)
 
     def noise(self, seed: int) -> Callable[[str], torch.Tensor]:
-        """Trial weights: random where a checkpoint may say what they are, else as the constructor left them."""
+        """Trial weights: random if a checkpoint fills the storage, else as the constructor left them."""
 
         def storage(key: str) -> torch.Tensor:
             if key in self.model.constants and key not in self._filled:
@@ -95,7 +96,7 @@ class PostProcessing:
         return storage
 
     def weights(self, updated: Mapping[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
-        """An update's storages; elsewhere copies of the engine's own, because post-processing may write to them."""
+        """The storages of an update; for all others, copies of the engine's own, because post-processing may write to them."""
 
         def storage(key: str) -> torch.Tensor:
             if key in updated:

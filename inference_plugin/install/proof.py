@@ -1,19 +1,17 @@
-"""The proof of a placement plan: the engine's own load of random bytes against a replay of the plan, bit for bit.
+"""Proves a placement plan: compares the engine's own load of random bytes with a replay of the plan, bit for bit.
 
 `prove_plan` runs the real `load_weights` on the skeleton, batch by batch so that memory stays bounded, and replays the
-plan into a second set of tensors that started with the same scrambled bytes. Both must then be equal over the whole of
-every storage: a region that only one of them wrote differs. The loader must not have written anywhere else, nor to the
+plan into a second set of tensors that started with the same scrambled bytes. Afterwards every storage must be equal in
+both, as a whole: a region that only one of them wrote differs. The loader must not have written anywhere else, nor to the
 checkpoint tensors.
 """
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,67 +22,44 @@ from inference_plugin.install.replay import Replay
 from inference_plugin.install.storages import storage_id, storage_views, written_tensors
 from inference_plugin.install.trial_load import materialised
 
-__all__ = ["ProofResult", "prove_plan"]
+__all__ = ["BUDGET_BYTES", "prove_plan"]
+
+BUDGET_BYTES = 512 << 20
+"""About the most bytes that a proof loads at once."""
 
 _Write = TypeVar("_Write", Placement, Fill)
 
 
-@dataclass(frozen=True)
-class ProofResult:
-    """`failed`: destinations that the plan gets wrong. `nbytes`: checkpoint bytes that were loaded for the proof."""
-
-    ok: bool
-    reason: str
-    seconds: float
-    nbytes: int
-    failed: tuple[str, ...]
-
-
 def prove_plan(
-    plan: PlacementPlan,
-    skeleton: nn.Module,
-    load_weights: LoadWeights,
-    tensors: Sequence[TensorInfo],
-    *,
-    device: str | torch.device = "cpu",
-    budget_bytes: int = 512 << 20,
-) -> ProofResult:
-    """Proves `plan`, as traced from `skeleton`, `load_weights` and `tensors`, on `device`.
+    plan: PlacementPlan, skeleton: nn.Module, load_weights: LoadWeights, tensors: Sequence[TensorInfo]
+) -> str:
+    """Proves `plan`, as traced from `skeleton`, `load_weights` and `tensors`. Returns what is wrong with it; "" if it is proven.
 
-    Uses about `budget_bytes` at a time; more where one set of tensors that belong together (the experts of a layer) is
-    larger, or where the loader insists on every name. Leaves the skeleton as it was, apart from what its loader keeps in
-    plain attributes. A bad plan never raises.
+    Uses about `BUDGET_BYTES` at a time; more if one set of tensors that belong together (the experts of a layer) is larger, or
+    if the loader insists on every name. Leaves the skeleton as it was, apart from what its loader keeps in plain attributes.
     """
-    began = time.perf_counter()
     if plan.refusal is not None:
-        return ProofResult(False, f"the plan is refused: {plan.refusal}", 0.0, 0, ())
-    proof = _Proof(plan, skeleton, load_weights, tensors, torch.device(device))
+        return f"the plan is refused: {plan.refusal}"
+    proof = _Proof(plan, skeleton, load_weights, tensors)
     try:
-        batches = _batches(plan, tensors, proof.storage_bytes(), budget_bytes)
-        findings = proof.run_batches(batches)
+        findings = proof.run_batches(_batches(plan, tensors, proof.storage_bytes()))
     except Exception as error:  # noqa: BLE001 - a plan that doesn't fit the skeleton at all
         findings = dict.fromkeys(plan.extents, f"{type(error).__name__}: {error}")
         findings = findings or {"": f"{type(error).__name__}: {error}"}
     reason = "; ".join(f"{name}: {text}" if name else text for name, text in list(findings.items())[:3])
-    if len(findings) > 3:
-        reason += f"; and {len(findings) - 3} more"
-    failed = tuple(sorted(name for name in findings if name))
-    return ProofResult(not findings, reason, time.perf_counter() - began, proof.loaded_bytes, failed)
+    return reason + (f"; and {len(findings) - 3} more" if len(findings) > 3 else "")
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Checkpoint tensors that are loaded together, and every destination that they reach."""
 
     sources: tuple[str, ...]
     planned: tuple[str, ...]
-    refused: tuple[str, ...] = ()
+    refused: tuple[str, ...]
 
 
-def _batches(
-    plan: PlacementPlan, tensors: Sequence[TensorInfo], storage_bytes: Mapping[str, int], budget_bytes: int
-) -> list[_Batch]:
-    """Connected sets of sources and destinations, packed into batches that fit the budget, in checkpoint order."""
+def _batches(plan: PlacementPlan, tensors: Sequence[TensorInfo], storage_bytes: Mapping[str, int]) -> list[_Batch]:
+    """The connected sets of sources and destinations, packed into batches that fit the budget, in checkpoint order."""
     groups = _Groups()
     for placement in plan.placements:
         groups.join(("source", placement.source.tensor), ("planned", placement.dest.tensor))
@@ -97,7 +72,7 @@ def _batches(
     source_bytes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors}
     order = {name: i for i, (name, _, _) in enumerate(tensors)}
     components.sort(key=lambda c: min(order[name] for kind, name in c if kind == "source"))
-    # A planned destination is there twice: loaded and replayed.
+    # A planned destination takes its memory twice: loaded and replayed.
     cost = {
         "source": source_bytes,
         "planned": {n: 2 * size for n, size in storage_bytes.items()},
@@ -109,7 +84,7 @@ def _batches(
         nbytes = sum(cost[kind].get(name, 0) for kind, name in component)
         if not packed or nbytes > room:
             packed.append([])
-            room = budget_bytes
+            room = BUDGET_BYTES
         packed[-1] += component
         room -= nbytes
     return [_batch(members, order) for members in packed]
@@ -127,7 +102,7 @@ def _batch(members: Iterable[tuple[str, str]], order: Mapping[str, int]) -> _Bat
 
 
 class _Groups:
-    """Disjoint sets."""
+    """Disjoint sets (union-find)."""
 
     def __init__(self) -> None:
         self._parent: dict[tuple[str, str], tuple[str, str]] = {}
@@ -161,15 +136,13 @@ class _Proof:
         skeleton: nn.Module,
         load_weights: LoadWeights,
         tensors: Sequence[TensorInfo],
-        device: torch.device,
     ) -> None:
-        self._plan, self._skeleton, self._load_weights, self._device = plan, skeleton, load_weights, device
+        self._plan, self._skeleton, self._load_weights = plan, skeleton, load_weights
         self._infos = {name: (shape, dtype) for name, shape, dtype in tensors}
         self._placements = _by_dest(plan.placements)
         self._fills = _by_dest(plan.fills)
-        self._noise = _Noise(device)
+        self._noise = _Noise()
         self._originals = storage_views(skeleton)
-        self.loaded_bytes = 0
 
     def storage_bytes(self) -> dict[str, int]:
         return {name: flat.nbytes for name, flat in self._originals.items()}
@@ -180,7 +153,7 @@ class _Proof:
             for batch in batches:
                 findings |= self._run_batch(batch)
         except _LoaderRaised as error:
-            # Some loaders insist on every name: once more with all of them.
+            # Some loaders insist on every name: try again with all of them.
             everything = _Batch(tuple(self._infos), tuple(self._plan.extents), tuple(self._plan.refused))
             try:
                 return self._run_batch(everything)
@@ -190,12 +163,11 @@ class _Proof:
 
     def _run_batch(self, batch: _Batch) -> dict[str, str]:
         sources = {name: self._noise.tensor(name, *self._infos[name]) for name in batch.sources}
-        self.loaded_bytes += sum(tensor.nbytes for tensor in sources.values())
-        with materialised(self._skeleton, {*batch.planned, *batch.refused}, self._device) as held:
+        with materialised(self._skeleton, {*batch.planned, *batch.refused}, torch.device("cpu")) as held:
             for name, flat in held.flats.items():
                 self._noise.fill(flat, _scramble(name))
             strays = self._load(sources)
-            findings = dict.fromkeys(strays, "written, though by the plan these tensors don't reach it")
+            findings = dict.fromkeys(strays, "the loader writes to it from tensors that by the plan don't reach it")
             for name in held.rebound(self._skeleton) & set(batch.planned):
                 findings[name] = "the loader replaces it instead of writing to it"
             findings |= self._mutated(batch, sources)
@@ -206,7 +178,7 @@ class _Proof:
         return findings
 
     def _load(self, sources: Mapping[str, Tensor]) -> set[str]:
-        """The real load; returns the destinations that it wrote and that have no memory in this batch."""
+        """Runs the real load; returns the destinations that it wrote although they have no memory in this batch."""
         watch = _Watch({storage_id(flat): name for name, flat in self._originals.items()})
         try:
             with torch.no_grad(), watch:
@@ -237,7 +209,7 @@ class _Proof:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
-    """Notes which of `storages` are written. A write to one in real memory is not done: it may be the live model's."""
+    """Notes which of `storages` are written. Skips a write to one in real memory, which may be the live model's."""
 
     def __init__(self, storages: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -256,18 +228,19 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
 
 class _Noise:
-    """Reproducible random bytes: a pool of prime length, tiled from an offset that the label gives.
+    """Reproducible random bytes: a pool of prime length, tiled from an offset that follows from the label.
 
-    All bit patterns occur, NaN too, which copies keep. Of booleans only the last bit is random; a single number is neither
-    negative nor NaN: some loaders read its value and fill it in, which does not keep the bits of a NaN.
+    All bit patterns occur, including NaN, because copies keep them. Exceptions: of a boolean only the last bit is random, and a
+    single number is neither negative nor NaN. Some loaders read its value and fill something with it, which does not keep the
+    bits of a NaN.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._pool = torch.randint(0, 256, (_POOL_BYTES,), dtype=torch.uint8, generator=generator).to(device)
+        self._pool = torch.randint(0, 256, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
 
     def tensor(self, label: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        flat = torch.empty(torch.Size(shape).numel(), dtype=dtype, device=self._pool.device)
+        flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
         self.fill(flat, label)
         if flat.numel() == 1 and dtype in _WIDE_FLOATS:
             flat.nan_to_num_(nan=1.0).abs_()

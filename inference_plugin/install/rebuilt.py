@@ -1,4 +1,4 @@
-"""Modules that the engine makes anew after a load (packs, quantises): built on a stand-in, then moved into the live module."""
+"""Rebuilds modules that the engine transforms after a load (packs, quantises): on a stand-in, then moved into the live module."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RebuiltModule:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def move_into(self, live: nn.Module, *, in_place: bool) -> RebuiltModule:
-        """Engine's thread: puts these parts into the live module; returns the parts that it had.
+        """Engine's thread: puts these parts into the live module; returns the replaced parts.
 
-        `in_place`: addresses of parameters, and of tensors in attributes, must stay. Raises `CommitFailed` where a shape or dtype
+        `in_place`: addresses of parameters, and of tensors in attributes, must stay. Raises `CommitFailed` if a shape or dtype
         makes that impossible.
         """
         old = RebuiltModule(self.module)
@@ -47,7 +47,7 @@ class RebuiltModule:
             holder = live._parameters if name in live._parameters else live._buffers
             held = holder[name]
             assert held is not None
-            # A buffer is often referred to by others, and small: its address stays.
+            # Other objects often refer to a buffer, and buffers are small: write in place, so that the address stays.
             alike = held.shape == tensor.shape and held.dtype == tensor.dtype
             if in_place or (holder is live._buffers and alike):
                 _check_form(f"{self.module}.{name}", held, tensor)
@@ -59,14 +59,15 @@ class RebuiltModule:
 
 
 def operands(post: PostProcessing, module: str, trial: Trial, updated: Mapping[str, torch.Tensor]) -> list[Operand]:
-    """This rank's part of what post-processing of `module` reduces over the ranks, for the storages of an update, by key."""
+    """This rank's operands in the reductions over the ranks by post-processing of `module`. `updated`: an update's storages by
+    key."""
     noted = Noted(limit=trial.reductions)
     try:
         post.finish(module, post.stand_in(module, post.weights(updated), noted), noted)
     except AllNoted:
         return noted.operands
     raise EngineUnsupported(
-        f"post-processing of {module} did not talk to the other ranks with these weights, and did in the proof",
+        f"post-processing of {module} reduces nothing over the ranks with these weights, but did so with trial weights",
         phase="seal",
     )
 
@@ -81,8 +82,9 @@ def rebuild(
 ) -> RebuiltModule:
     """Runs the engine's post-processing on a stand-in for `module` over the storages of an update, by key.
 
-    Storages of the keys in `plain` travel by themselves. `answers`: of what it reduces over the ranks. Raises
-    `EngineUnsupported` where post-processing did with these weights what it did not do in its trial.
+    The result leaves out parameters in the storages `plain`, which are installed by themselves. `answers`: for what
+    post-processing reduces over the ranks. Raises `EngineUnsupported` if post-processing sets something that it did not set in
+    its trial.
     """
     stand_in = post.stand_in(module, post.weights(updated), answers)
     post.finish(module, stand_in, answers)
@@ -93,7 +95,8 @@ def rebuild(
             continue
         if (path not in trial.moved and path not in trial.settled) or stand_in.captures_itself(value):
             raise EngineUnsupported(
-                f"post-processing set {words(module, path)} with these weights, and not in the proof", phase="seal"
+                f"post-processing set {words(module, path)} with these weights, but not with trial weights",
+                phase="seal",
             )
         rebuilt.attributes[path] = stand_in.for_live(value, live)
     buffers = stand_in.written_buffers()
@@ -105,22 +108,23 @@ def rebuild(
 
 
 def _check_form(name: str, held: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Raises `CommitFailed` where `tensor` can't be written over what is held."""
+    """Raises `CommitFailed` if `tensor` can't be written over `held`."""
     if held.shape != tensor.shape or held.dtype != tensor.dtype:
         raise CommitFailed(
-            f"{name} became {tuple(tensor.shape)} {tensor.dtype}, and its address must stay", phase="commit"
+            f"{name} became {tuple(tensor.shape)} {tensor.dtype}, which doesn't fit its address, and that must stay",
+            phase="commit",
         )
 
 
 def _overwrite(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Writes over a tensor in its place; returns what it held."""
+    """Writes over a tensor in place; returns its old values."""
     before = held.detach().clone()
     held.data.copy_(tensor)
     return before
 
 
 def _set(node: Any, name: str, value: Any) -> Any:
-    """Sets or removes an attribute behind the back of `__setattr__`; returns what was there."""
+    """Sets or removes an attribute without calling `__setattr__`; returns the old value."""
     table = node._modules if isinstance(node, nn.Module) and name in node._modules else vars(node)
     old = table.pop(name, ABSENT)
     if value is not ABSENT:

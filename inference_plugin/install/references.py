@@ -1,6 +1,6 @@
-"""Tensors on live modules that are no registered parameters: each is accounted for, or the model is refused.
+"""Accounts for every tensor on a live module that is no registered parameter, or refuses the model.
 
-Two kinds are followed: views of a parameter that others hold, and what an engine computes from weights at first use.
+Updates follow two kinds: views of a parameter in other objects, and values that an engine computes from weights at first use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class View(NamedTuple):
 
 
 class _Reset(NamedTuple):
-    """An attribute that is a parameter after a load, and that the engine replaces by a copy of its own at first use."""
+    """An attribute that is a parameter after a load, and that the engine replaces by its own copy at first use."""
 
     holder: dict[str, Any]
     name: str
@@ -39,7 +39,7 @@ class _Reset(NamedTuple):
 class LiveReferences:
     """`written`: the storages that updates write, by key.
 
-    `unexplained`: what is neither written, derived, made by the constructor, nor the engine's working memory.
+    `unexplained`: tensors that no update writes or derives, that the constructor didn't make, and that are no working memory.
     """
 
     def __init__(self, post: PostProcessing, trials: Mapping[str, Trial], written: Collection[str]) -> None:
@@ -57,8 +57,8 @@ class LiveReferences:
             self.unexplained += self._look_at(name, module, skeleton, trials.get(name), written)
 
     def reset(self) -> None:
-        """Engine's thread: puts back what a load leaves where the engine derived something at first use, so that it
-        derives it anew."""
+        """Engine's thread: restores the attributes that the engine replaced at first use to what a load leaves there, so that
+        the engine derives them again."""
         for reset in self._resets:
             if reset.holder.get(reset.name) is not reset.value:
                 reset.holder[reset.name] = reset.value
@@ -92,8 +92,8 @@ class LiveReferences:
         return found
 
     def _watch_lazy_numbers(self, name: str, skeleton: nn.Module, module: nn.Module, trial: Trial) -> list[str]:
-        """Follows attributes of a module's helpers that are None after a load: an engine may keep there what it computes
-        from scales at first use. Returns those that it has computed already where captured graphs may hold them."""
+        """Follows attributes of a module's helpers that are None after a load: an engine may keep values there that it computes
+        from scales at first use. Returns the attributes that it has computed already and that captured graphs may hold."""
         found: list[str] = []
         for path, helper in helpers_under(skeleton, self._model.boundary):
             for attribute, value in state_of(helper).items():
@@ -111,7 +111,7 @@ class LiveReferences:
         return found
 
     def _follow(self, module: nn.Module, path: Path, parameter: torch.Tensor) -> str | None:
-        """Follows an attribute that is a parameter after a load. A reason where it can't be kept right."""
+        """Follows an attribute that is a parameter after a load. Returns why an update can't keep it correct, or None."""
         try:
             holder, held = child_at(module, path[:-1]), child_at(module, path)
         except (LookupError, AttributeError):
@@ -119,15 +119,15 @@ class LiveReferences:
         if held is parameter or (isinstance(held, torch.Tensor) and self._post.storages.key_in_live(held) is None):
             if not isinstance(holder, (list, tuple)) and hasattr(holder, "__dict__") and path[-1] in vars(holder):
                 if held is not parameter and self._model.fixed_addresses:
-                    return "a copy that the engine made of a parameter, at an address that must stay"
+                    return "the engine's own copy of a parameter, at an address that must stay"
                 self._resets.append(_Reset(vars(holder), str(path[-1]), parameter))
             elif held is not parameter:
-                return "a copy that the engine made of a parameter"
+                return "the engine's own copy of a parameter"
         return None
 
 
 def _table(holder: Any) -> Any:
-    """The table in which `holder` keeps its attributes or items."""
+    """The dict or list in which `holder` keeps its attributes or items."""
     if isinstance(holder, dict):
         return holder
     return dict(enumerate(holder)) if isinstance(holder, (list, tuple)) else vars(holder)

@@ -1,4 +1,4 @@
-"""Replays a plan as prebound copies; and the inverse, which reads what live parameters hold."""
+"""Replays a plan as prebound copies, and reads live parameters back, which is the inverse."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from inference_plugin.wire.geometry import Box, bounding_box, c_strides, in_box
 __all__ = ["Replay", "read_back"]
 
 
+STEP_BYTES = 16 << 20
+"""About as many bytes are copied at once while the engine generates."""
+
 PORTION_BYTES = 8 << 20
-"""Most that a verification reads back between two steps of the engine."""
+"""The most that a verification reads back between two steps of the engine."""
 
 
 class Replay:
-    """Placements as prebound views, so that an installation is nothing but copies.
+    """Placements as prebound views, so that an installation only copies.
 
-    `sources`: C-contiguous tensors by checkpoint name; `destinations`: flat storages by key. All sources are on one
-    device, all destinations on one. Bind anew once a storage has moved on either side. Raises ValueError if a name is
-    missing, or a dtype, device, layout or extent doesn't fit.
+    `sources`: C-contiguous tensors by checkpoint name; `destinations`: flat storages by key. All sources are on one device, and
+    all destinations are. Once a storage has moved on either side, make a new `Replay`. Raises ValueError if a name is missing,
+    or a dtype, device, layout or extent doesn't fit.
     """
 
     nbytes: int
@@ -49,13 +52,13 @@ class Replay:
             ]
         self._rows = row_copies(placements, sources, destinations)
         self.nbytes = sum(p.nbytes for p in placements) + sum(f.dest.numel * f.dtype.itemsize for f in fills)
-        self._steps: dict[int, list[_Step]] = {}
+        self._steps: list[_Step] | None = None
 
-    def run(self, *, between: Callable[[int], None] | None = None, step_bytes: int = 16 << 20) -> None:
-        """Writes everything. `between(bytes_done)` is called between steps of about `step_bytes` bytes; without it CPU memory is
-        written by all cores of this process at once.
+    def run(self, *, between: Callable[[int], None] | None = None) -> None:
+        """Writes everything. Calls `between(bytes_done)` between steps of about `STEP_BYTES`; without `between`, all cores of
+        this process write CPU memory at once.
 
-        In a device's memory the copies are only queued; the caller waits for them.
+        Copies into a device's memory are only queued; the caller waits for them.
         """
         if between is None and self._rows is not None:
             with torch.inference_mode():
@@ -63,30 +66,29 @@ class Replay:
                     view.fill_(value)
             copy_on_all_cores(self._rows)
             return
-        if step_bytes not in self._steps:
-            self._steps[step_bytes] = self._cut(step_bytes)
-        with torch.inference_mode():  # only so may live parameters that are inference tensors be written
+        if self._steps is None:
+            self._steps = self._cut()
+        with torch.inference_mode():  # live parameters may be inference tensors, which can be written in no other mode
             done = 0
             for view, value in self._fills:
                 view.fill_(value)
                 done += view.nbytes
-            steps = self._steps[step_bytes]
-            copy = self._copying(steps)
-            for index, step in enumerate(steps):
+            copy = self._copying(self._steps)
+            for index, step in enumerate(self._steps):
                 if between is not None and index:
                     between(done)
                 copy(step.targets, step.sources)
                 done += step.nbytes
 
     def _copying(self, steps: Sequence[_Step]) -> Callable[[list[Tensor], list[Tensor]], object]:
-        """Makes the copies of one step."""
+        """The function that makes the copies of one step."""
         if not steps or (device := steps[0].targets[0].device).type == "cpu" or steps[0].sources[0].device == device:
             return torch._foreach_copy_
         return Upload(device_of(device), max(sum(map(Upload.room, step.sources)) for step in steps)).copy
 
-    def _cut(self, step_bytes: int) -> list[_Step]:
-        """Groups small copies and splits large ones. Copies that may overlap never share a step: a fused GPU kernel gives
-        no order within one."""
+    def _cut(self) -> list[_Step]:
+        """Groups small copies and splits large ones. Copies that may overlap never share a step, because a fused GPU kernel
+        copies in any order."""
         steps = [_Step()]
         for placement, target, source in self._copies:
             name, start, end = placement.dest.tensor, placement.dest.offset, placement.dest.end
@@ -94,9 +96,9 @@ class Replay:
                 steps.append(_Step())
             steps[-1].ends[name] = max(end, steps[-1].ends.get(name, 0))
             rows = target.shape[0] if target.dim() else 1
-            count = max(1, rows * step_bytes // max(1, target.nbytes)) if target.dim() else 1
+            count = max(1, rows * STEP_BYTES // max(1, target.nbytes)) if target.dim() else 1
             for row in range(0, rows, count):
-                if steps[-1].nbytes >= step_bytes:
+                if steps[-1].nbytes >= STEP_BYTES:
                     steps.append(_Step(ends={name: end}))
                 steps[-1].add(_rows(target, row, count), _rows(source, row, count))
         return [step for step in steps if step.targets]
@@ -105,9 +107,9 @@ class Replay:
 def read_back(placements: Iterable[Placement], destinations: Mapping[str, Tensor]) -> Iterator[tuple[str, Box, Tensor]]:
     """The inverse of a replay, to verify live parameters: (source name, box, C-contiguous copy) per box.
 
-    A placement that reads a box of its checkpoint tensor yields that box; any other is cut into boxes, so that every
-    element that a placement wrote is yielded. None is larger than `PORTION_BYTES`, where it can be cut. Where
-    destinations are doubled, the boxes hold what the last writer left.
+    A placement that reads a box of its checkpoint tensor yields that box. Any other placement is cut into boxes, so that every
+    element that it wrote is yielded. Boxes larger than `PORTION_BYTES` are cut if possible. In doubled destinations the boxes
+    hold what the last writer left.
     """
     for placement in placements:
         for part in _portions(placement):
@@ -119,7 +121,7 @@ def read_back(placements: Iterable[Placement], destinations: Mapping[str, Tensor
 
 
 def _portions(placement: Placement) -> Iterator[Placement]:
-    """`placement` in boxes of the checkpoint tensor, each short to read."""
+    """`placement` in boxes of the checkpoint tensor, each of `PORTION_BYTES` at most if possible."""
     for part in _boxes_of(placement):
         if part.nbytes <= PORTION_BYTES:
             yield part
@@ -127,7 +129,7 @@ def _portions(placement: Placement) -> Iterator[Placement]:
         source = part.source
         cut = source.strides.index(max(source.strides))
         stride, size = source.strides[cut], source.sizes[cut]
-        # Whole slices of the outermost dimension that the run goes through, else it would be no box.
+        # Cut into whole slices of the outermost dimension that the placement runs through: other cuts would be no boxes.
         units = [unit // stride for unit in c_strides(part.shape) if unit % stride == 0 and unit < size * stride]
         if not units:
             yield part
@@ -146,7 +148,7 @@ def _boxes_of(placement: Placement) -> Iterator[Placement]:
     if exact:
         yield placement
         return
-    # Repeated elements first, then the outermost dimension: inner ones are the likeliest to be boxes.
+    # Cut repeated elements first, then the outermost dimension: the inner dimensions are the likeliest to be boxes.
     cut = source.strides.index(0) if 0 in source.strides else source.strides.index(max(source.strides))
     for i in range(source.sizes[cut]):
         yield from _boxes_of(replace(placement, source=source.select(cut, i), dest=dest.select(cut, i)))

@@ -1,4 +1,4 @@
-"""Copies by all cores at once, for an installation during which the engine does not generate."""
+"""Copies with all cores at once, for installations: the engine does not generate meanwhile."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["RowCopy", "copy_on_all_cores", "row_copies"]
 
 PART_BYTES = 4 << 20
 MOST_THREADS = 16
-"""Memory is no faster with more."""
+"""More threads don't copy any faster."""
 
 
 class RowCopy(NamedTuple):
-    """`copying.copy_rows`' arguments."""
+    """The arguments of `copying.copy_rows`."""
 
     target: Any
     target_start: int
@@ -39,8 +39,8 @@ class RowCopy(NamedTuple):
 def row_copies(
     placements: Sequence[Placement], sources: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]
 ) -> list[RowCopy] | None:
-    """The placements as copies of rows, each of about `PART_BYTES` at most, which may run in any order. None where a placement is
-    not made of rows in CPU memory, or where two of them may overlap."""
+    """The placements as copies of rows, each of about `PART_BYTES` at most, which may run in any order. None if a placement is
+    not made of rows in CPU memory, or if two placements may overlap."""
     ends: dict[str, int] = {}
     copies: list[RowCopy] = []
     for placement in sorted(placements, key=lambda p: (p.dest.tensor, p.dest.offset)):
@@ -113,14 +113,14 @@ def _cores() -> frozenset[int]:
     """All cores on which threads of this process may run. An engine may have bound each of its threads to one core."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             found |= os.sched_getaffinity(int(task.name))
     return frozenset(found or os.sched_getaffinity(0))
 
 
 @functools.cache
 def _helpers(threads: int) -> ThreadPoolExecutor:
-    """A pool that is kept. Its threads may run on all of `_cores`; by default they would inherit the binding of their creator."""
+    """A pool that stays. Its threads may run on all of `_cores`; by default they would inherit the binding of their creator."""
     cores = _cores()
     return ThreadPoolExecutor(
         threads, thread_name_prefix="weightwire-copy", initializer=lambda: os.sched_setaffinity(0, cores)

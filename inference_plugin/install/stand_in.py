@@ -1,4 +1,4 @@
-"""A private copy of one module of the skeleton, for the engine's own post-processing, and the changes that this made.
+"""A private copy of one module of the skeleton, on which the engine's post-processing runs, and the changes that it made.
 
 The copy includes parameters, buffers, constants, and the helpers behind attributes (`graph.is_helper`). Nothing that
 post-processing writes to it reaches the skeleton or the live model.
@@ -12,19 +12,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inference_plugin.install.graph import Boundary, Path, child_at, copied, helpers_under, state_of
+from inference_plugin.install.graph import Boundary, Path, captured_by, child_at, copied, helpers_under, state_of
 from inference_plugin.wire.geometry import Region, region_of
 
 __all__ = ["ABSENT", "StandIn"]
 
 ABSENT: Any = object()
-"""Stands for the value of a missing attribute."""
+"""The value of an attribute that is missing."""
 
 
 class StandIn:
-    """`tensor` maps a tensor of the skeleton to a real one; `key_of` returns the key of the storage that a real one views.
+    """`tensor` maps a tensor of the skeleton to a real one. `key_of` returns the key of the storage that a real tensor views.
 
-    `submodules`: finished stand-ins for the submodules that post-processing reads; all others stay the skeleton's.
+    `submodules`: finished stand-ins for the submodules that post-processing reads; all other submodules stay the skeleton's.
     """
 
     module: nn.Module
@@ -37,7 +37,6 @@ class StandIn:
         boundary: Boundary,
         submodules: Mapping[str, StandIn],
     ) -> None:
-        self._boundary = boundary
         self._key_of = key_of
         self._submodules = submodules
         self.module = object.__new__(type(original))
@@ -66,8 +65,8 @@ class StandIn:
         }
 
     def changes(self) -> dict[Path, Any]:
-        """The attributes that post-processing set on the module and its helpers, by path; `ABSENT` for those it removed.
-        Without parameters and buffers."""
+        """The attributes that post-processing set on the module and its helpers, by path; `ABSENT` for those that it removed.
+        Parameters and buffers are left out."""
         found: dict[Path, Any] = {}
         for path, node in self._nodes.items():
             before, now = self._before[path], state_of(node)
@@ -97,7 +96,7 @@ class StandIn:
         return _replaced(value, memo)
 
     def captures_itself(self, value: Any) -> bool:
-        """Whether a function in `value` has the stand-in or one of its helpers in its closure: then it can't be moved."""
+        """Whether a function in `value` has the stand-in or one of its helpers in its closure, so that it can't be moved."""
         own = {id(node) for node in self._nodes.values()}
         stack, seen = [value], set[int]()
         while stack:
@@ -106,10 +105,10 @@ class StandIn:
                 continue
             seen.add(id(item))
             if isinstance(item, types.FunctionType):
-                cells = [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
-                if any(id(cell) in own for cell in cells):
+                captured = [held for _, held in captured_by(item)]
+                if any(id(held) in own for held in captured):
                     return True
-                stack += cells
+                stack += captured
             elif isinstance(item, dict):
                 stack += item.values()
             elif isinstance(item, (list, tuple)):
@@ -137,8 +136,8 @@ class _Same:
 
 
 def _frozen(value: Any) -> Any:
-    """A snapshot that compares equal until something in `value` is set or written. Without helpers: they are nodes of their
-    own."""
+    """A snapshot that compares equal until something in `value` is set or written. It does not enter helpers, which have
+    snapshots of their own."""
     if isinstance(value, Tensor):
         return _Same(value, 0 if value.is_inference() else value._version)
     if isinstance(value, dict):
@@ -158,11 +157,3 @@ def _replaced(value: Any, memo: Mapping[int, Any]) -> Any:
     if isinstance(value, types.MethodType):
         return types.MethodType(value.__func__, _replaced(value.__self__, memo))
     return value
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

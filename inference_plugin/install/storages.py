@@ -1,7 +1,6 @@
-"""The memory behind a model's parameters and buffers: tensors are told apart by their storage, not by their name.
+"""The storages (memory) behind a model's parameters and buffers. Tied parameters lie in one storage.
 
-A storage is called by the first of its names, in the order of `named_parameters` and then `named_buffers`: its *key*.
-Tied parameters lie in one storage.
+The *key* of a storage is the first name that leads to it, in the order of `named_parameters` and then `named_buffers`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def storage_views(model: nn.Module) -> dict[str, Tensor]:
 
 
 def keys_by_name(model: nn.Module) -> dict[str, str]:
-    """The key of the storage that each parameter or buffer lies in."""
+    """The key of the storage that each parameter or buffer lies in, by name."""
     first: dict[int, str] = {}
     return {name: first.setdefault(storage_id(tensor), name) for name, tensor, _ in named_tensors(model)}
 
@@ -73,9 +72,9 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def with_data(tensor: Tensor, data: Tensor) -> Tensor:
-    """A tensor over `data` with the class and the attributes of `tensor`, which may be an engine's own parameter class.
+    """A tensor over `data` with the class and the attributes of `tensor`, which may be of an engine's own parameter class.
 
-    `tensor.data = data` would keep the object, but torch refuses it where one of the two is on meta.
+    `tensor.data = data` would keep the object, but torch refuses it if one of the two is on meta.
     """
     if type(tensor) is Tensor:
         return data
@@ -92,7 +91,7 @@ def equal_bytes(one: Tensor | None, other: Tensor) -> bool:
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that `func` writes in place, by its schema; empty tensors left out."""
+    """The tensors that `func` writes in place according to its schema, except empty ones."""
     positions, names = _written_arguments(func)
     values = [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]

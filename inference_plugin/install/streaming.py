@@ -1,7 +1,7 @@
-"""Writes an update into the live model piece by piece, while the engine is stopped: neither a second set nor a segment is held.
+"""Writes an update into the live model piece by piece while the engine is stopped, without a second set or a segment.
 
-A piece of a plain parameter goes to its place at once. Pieces of a rebuilt module wait in memory for that module until the last
-one has arrived; then the engine's own post-processing makes the module anew, and that memory is freed. There is no way back.
+A piece of a plain parameter goes to its place at once. Pieces of a rebuilt module wait in that module's memory until the last
+piece has arrived; then the engine's own post-processing rebuilds the module, and that memory is freed. There is no way back.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["StreamingInstaller"]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a box of a checkpoint tensor goes: a storage, the element of the box's first one, and a stride for each dimension.
-    `module`: the rebuilt module in whose memory the storage lies; "" for a live one."""
+    """Where a box of a checkpoint tensor goes: a storage, the offset of the box's first element there, and a stride for each
+    dimension. `module`: the rebuilt module in whose memory the storage lies; "" for a live storage."""
 
     box: Box
     module: str
@@ -37,8 +37,8 @@ class _Place:
 
 @dataclass
 class _Passing:
-    """One update on its way through. `memory`: storages of rebuilt modules that are not complete, by module and key; `missing`:
-    elements that a rebuilt module still waits for."""
+    """One update while it is written. `memory`: storages of incomplete rebuilt modules, by module and key. `missing`: number of
+    elements that each rebuilt module still waits for."""
 
     storages: dict[str, torch.Tensor]
     missing: dict[str, int]
@@ -53,18 +53,20 @@ class StreamingInstaller(PolicyInstaller):
     install_policy = "streaming"
 
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
-        """Raises `EngineUnsupported` for a model that takes its tensors only as wholes."""
+        """Raises `EngineUnsupported` for a model that needs whole tensors."""
         super().__init__(agreement, way_back)
         if agreement.why_loader:
             raise _refused(f"the engine's own loader has to fill it: {agreement.why_loader}")
         if agreement.plan.repeats:
-            raise _refused("several tensors fill one place of the engine, and are compared before")
+            raise _refused(
+                "several tensors fill one place of the engine, and have to be compared before the installation"
+            )
         if self._layout.reducing:
             raise _refused(
-                f"the ranks take maxima of {first_few(self._layout.reducing)} together, which needs all bytes beforehand"
+                f"post-processing of {first_few(self._layout.reducing)} reduces over the ranks, which needs all bytes beforehand"
             )
         self._awaiting: dict[str, list[str]] = {}
-        """By plain storage: the rebuilt modules that are made from it too."""
+        """The modules that are also rebuilt from a plain storage, by its key."""
         for module in self._layout.rebuilt:
             for key in self._layout.plain_keys(module):
                 self._awaiting.setdefault(key, []).append(module)
@@ -83,7 +85,7 @@ class StreamingInstaller(PolicyInstaller):
     # --- the engine's thread -----------------------------------------------------------------------------------------
 
     def place(self, box: Box, tensor: torch.Tensor) -> None:
-        """Raises what the engine's post-processing raises, where the piece completes a module."""
+        """Raises what the engine's post-processing raises, if the piece completes a module."""
         passing = self._passing or self._begin()
         for place in self._places.get(box.tensor, ()):
             shared = overlap(place.box.offsets, place.box.sizes, box.offsets, box.sizes)
@@ -103,22 +105,22 @@ class StreamingInstaller(PolicyInstaller):
                     self._complete(passing, module)
 
     def _put(self, segment: torch.Tensor) -> None:
-        """All pieces were placed. Raises `CommitFailed` where one is missing."""
+        """Completes the update. Raises `CommitFailed` if a piece is missing."""
         passing = self._passing or self._begin()
         if passing.placed != self._whole or any(passing.missing.values()):
             raise CommitFailed(
-                f"{passing.placed} of {self._whole} elements came, and these are not complete: "
+                f"{passing.placed} of {self._whole} elements arrived, and these modules are incomplete: "
                 f"{first_few([name for name, missing in passing.missing.items() if missing])}",
                 phase="commit",
             )
         for module, missing in self._elements.items():
-            if not missing:  # made of what other groups write
+            if not missing:  # rebuilt only from storages that other groups write
                 self._complete(passing, module)
         self._layout.reset_references()
 
     def _put_back(self, previous: torch.Tensor | None) -> None:
         self._passing = None
-        raise TornReplica("what was streamed lies over the version before", phase="commit")
+        raise TornReplica("the streamed bytes have overwritten the previous version", phase="commit")
 
     def finish(self) -> None:
         self._passing = None
@@ -127,13 +129,13 @@ class StreamingInstaller(PolicyInstaller):
     def discard(self) -> None:
         self._passing = None
 
-    # --- beside it ---------------------------------------------------------------------------------------------------
+    # --- beside the engine's thread ----------------------------------------------------------------------------------
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
-        """The pieces are placed already; returns the most that rebuilt modules held at once."""
+        """The pieces are already placed; returns the most bytes that rebuilt modules held at once."""
         return self._peak_bytes
 
-    # --- parts of them -----------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> _Passing:
         self._drain()
@@ -166,10 +168,10 @@ class StreamingInstaller(PolicyInstaller):
         self._layout.move_in(self._layout.rebuild(module, {**passing.storages, **memory}))
         passing.held_bytes -= sum(t.nbytes for t in memory.values())
         memory.clear()
-        return_freed_memory()  # else the heap would keep about a model's worth of it
+        return_freed_memory()  # without this, the heap would keep about a model's worth of freed memory
 
     def _waiting_for(self, place: _Place) -> list[str]:
-        """The rebuilt modules that are made from what lies at a place."""
+        """The modules that are rebuilt from the bytes at a place."""
         return [place.module] if place.module else self._awaiting.get(place.key, [])
 
     def _placements(self) -> Iterator[tuple[str, Placement]]:
@@ -185,7 +187,7 @@ class StreamingInstaller(PolicyInstaller):
         index = manifest.index[manifest.tied.get(name, name)]
         found, exact = bounding_box(placement.source, placement.shape)
         if not exact:
-            raise _refused(f"the engine takes of {name} what is no box")
+            raise _refused(f"the part of {name} that the engine takes is no box")
         box = Box(index, found.offsets, found.sizes)
         strides = strides_of_box(box, placement.shape, placement.source, placement.dest)
         return _Place(box, module, placement.dest.tensor, placement.dest.offset, strides)
@@ -193,5 +195,5 @@ class StreamingInstaller(PolicyInstaller):
 
 def _refused(why: str) -> EngineUnsupported:
     return EngineUnsupported(
-        f"streaming: {why}", hint="install='auto' takes a way that this model allows", phase="open"
+        f"streaming: {why}", hint="install='auto' chooses a policy that this model allows", phase="open"
     )

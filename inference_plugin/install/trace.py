@@ -2,9 +2,8 @@
 
 The load runs on a *skeleton*: a second instance of the model's class on the `meta` device, never the live model. Every
 `aten.copy_` from a checkpoint tensor into a parameter or buffer becomes a `Placement`. Any other write to a destination
-makes that destination *refused*, with the reason in words: it then has to go through the engine's own loader. A write
-that cannot be attributed to one destination refuses the whole plan. `proof.prove_plan` compares the plan with a real
-load.
+makes that destination *refused*, with the reason in words: the engine's own loader then has to fill it. A write that
+cannot be attributed to one destination invalidates the whole plan. `proof.prove_plan` compares the plan with a real load.
 
 Tracing cannot see loaders that copy in other threads, that branch on the device, or that read memory by its address:
 the proof finds those.
@@ -42,7 +41,7 @@ __all__ = ["trace_plan"]
 def trace_plan(model: nn.Module, load_weights: LoadWeights, tensors: Sequence[TensorInfo]) -> PlacementPlan:
     """Records what `load_weights` does to `model`, a skeleton, with checkpoint tensors like `tensors`.
 
-    Nothing that the loader does raises here: the plan holds it as a refusal. Raises ValueError if a name occurs twice.
+    If the loader raises, the plan holds the error as its refusal. Raises ValueError if a name occurs twice.
     """
     if len({name for name, _, _ in tensors}) != len(tensors):
         raise ValueError("a checkpoint name occurs twice in tensors")
@@ -60,11 +59,11 @@ _CLONES = {_ATEN.clone.default, _ATEN._to_copy.default}
 
 
 _OWN = "the engine's own "
-"""Before the name of a storage of the model, among the origins of a tensor that was made from it."""
+"""Among the origins of a tensor, stands before the name of a storage of the model."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
-    """Watches one load. Tracked copies are noted and not done; all else is done, on meta tensors."""
+    """Watches one load. Notes tracked copies instead of making them; all other operations run, on meta tensors."""
 
     def __init__(self, model: nn.Module, tensors: Sequence[TensorInfo]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,13 +76,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             if is_parameter and region_of(name, tensor) not in (r.named(name) for r in dest.parameters.values()):
                 dest.parameters[name] = region_of(name, tensor)
         self._before = bindings(model)
-        # Storages are told apart by address: none may be freed and given to another tensor while the load runs.
+        # Storages are identified by address: none may be freed and reused by another tensor while the load runs.
         self._kept: list[Any] = [tensor.untyped_storage() for _, tensor, _ in named_tensors(model)]
         self._derived: dict[int, Derived] = {}
         self._fresh: set[int] = set()
         self._constants: dict[int, Any] = {}
         self._numbers: dict[float, Tensor] = {}
-        """Numbers that the loader read, and the tensor of one element that each stands for."""
+        """The tensor of one element that each number stands for, by the number that the loader read."""
         self._unused_numbers: set[float] = set()
         self._handed_out = ""
         self.findings = LoadFindings(list(self._dests.values()), list(self._placeholders))
@@ -97,7 +96,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         try:
             with torch.no_grad(), self:
                 load_weights(placeholders())
-        except Exception as error:  # noqa: BLE001 - whatever a loader raises is its answer: the plan is refused
+        except Exception as error:  # noqa: BLE001 - any exception of a loader refuses the plan
             last = f" (the last tensor handed out was {self._handed_out})" if self._handed_out else ""
             self.findings.broke(f"the loader raised {type(error).__name__}: {error}{last}")
             return
@@ -126,7 +125,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            if origins:  # noted here because a loader may swallow it and go another way
+            if origins:  # note it here: a loader may catch the exception and do something else
                 self.findings.refuse_all(f"{func} on {_words(origins)} cannot be traced: {error}")
             raise
         for output in tree_leaves(result):
@@ -137,7 +136,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     # -- what an operation does
 
     def _copy(self, target: Tensor, source: Tensor) -> bool:
-        """Notes a copy; True if it concerns us and must not be done."""
+        """Notes a copy. Returns whether it is tracked, so that it must not be made."""
         origins = self._origins(source)
         into = storage_id(target)
         if into not in self._dests and into not in self._sources and not origins:
@@ -208,7 +207,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         )
 
     def _write(self, func: Any, target: Tensor, args: Sequence[Any], origins: frozenset[str]) -> None:
-        """Notes any write but a tracked copy."""
+        """Notes any write except a tracked copy."""
         into = storage_id(target)
         if into in self._sources:
             self.findings.mutated(self._sources[into], str(func))
@@ -254,7 +253,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             self._join(output, args[0], args[1] if len(args) > 1 else 0)
 
     def _join(self, output: Tensor, parts: Sequence[Tensor], dim: int) -> None:
-        """Notes that a tensor is others, one after the other, where these are copies."""
+        """Notes that a tensor is a concatenation, if all its parts are copies of checkpoint tensors."""
         if all(part.dim() == output.dim() and self._region_shown(part) is not None for part in parts):
             self._derived[storage_id(output)].joined = Joined(output.shape, dim % output.dim(), tuple(parts))
 
@@ -270,15 +269,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self.findings.wrote(dest, Fill(region, value, target.dtype))
 
     def _is_number(self, tensor: Tensor) -> bool:
-        """Whether this is all of a checkpoint tensor, and one floating element."""
+        """Whether this is a whole checkpoint tensor of one floating-point element."""
         return tensor.nbytes == tensor.untyped_storage().nbytes() and (
             storage_id(tensor) in self._sources and tensor.is_floating_point() and tensor.numel() == 1
         )
 
     def _number(self, tensor: Tensor) -> float:
-        """A number to recognise where the loader fills something with the value of `tensor`: that is a copy. A number that it
-        fills nothing with refuses the plan, as it may decide something. It is negative, and those of the proof are not: a loader
-        that tells them apart fails one of the two."""
+        """A unique number in place of the value of `tensor`. If the loader fills something with that number, this is a copy. If
+        it fills nothing with it, the plan is refused, because the number may decide something. The number is negative, and
+        numbers in the proof are not: a loader that treats them differently fails the trace or the proof."""
         number = -731.0 - len(self._numbers) * 2.0**-20
         self._numbers[number] = tensor
         self._unused_numbers.add(number)
@@ -287,7 +286,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     # -- where a tensor comes from
 
     def _origins(self, tensor: Tensor) -> frozenset[str]:
-        """Names of the checkpoint tensors that `tensor` was made from, and of the model's storages with `_OWN` before them."""
+        """Names of the checkpoint tensors and of the model's storages (after `_OWN`) from which `tensor` was made."""
         key = storage_id(tensor)
         if key in self._sources:
             self.findings.touched(self._sources[key])
@@ -297,7 +296,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return self._derived[key].origins if key in self._derived else frozenset()
 
     def _region_shown(self, tensor: Tensor) -> Region | None:
-        """The region of a checkpoint tensor that `tensor` is a view or a plain copy of; not normalised."""
+        """The region of a checkpoint tensor of which `tensor` is a view or a plain copy; not normalised."""
         key = storage_id(tensor)
         view = region_of("", tensor)
         if tensor.is_conj() or tensor.is_neg():
@@ -317,7 +316,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._kept.append(tensor.untyped_storage())
 
     def _check_bindings(self) -> None:
-        """Refuses names whose tensor was replaced, moved, made or dropped: no operation shows that."""
+        """Refuses names whose tensor was replaced, moved, made or removed: no traced operation shows that."""
         after = bindings(self._model)
         canonical = {name: self._dests[key].name for name, (key, *_) in self._before.items()}
         for name in self._before.keys() | after.keys():
@@ -334,7 +333,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             )
 
     def _check_attributes(self) -> None:
-        """Refuses the plan if a module keeps something of the checkpoint outside parameters and buffers."""
+        """Refuses the plan if a module keeps tensors of the checkpoint outside parameters and buffers."""
         for path, module in self._model.named_modules():
             for attribute, value in vars(module).items():
                 if attribute in ("_parameters", "_buffers", "_modules"):

@@ -1,4 +1,4 @@
-"""Tensors of a traced load: what they are copies of, and whether a write to one can be described as a copy."""
+"""Tensors of a traced load: which checkpoint region a tensor is a copy of, and whether a write to it is a plain copy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CopiedRegion(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A tensor of this shape that the loader made of others, one after the other along a dimension."""
+    """A tensor of this shape that the loader concatenated from others along a dimension."""
 
     shape: torch.Size
     dim: int
@@ -42,7 +42,8 @@ class Joined(NamedTuple):
 
 @dataclass
 class Derived:
-    """A tensor that the loader made from others; `copied` if it is nothing but a rearranged copy of a source."""
+    """A tensor that the loader made from others. `copied`: set if it is a rearranged copy of a source. `joined`: set if it is a
+    concatenation of such copies."""
 
     origins: frozenset[str]
     how: str
@@ -50,7 +51,7 @@ class Derived:
     joined: Joined | None = None
 
     def parts_of(self, tensor: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Where this was joined, and `tensor` is all of it: dimension, start and tensor of each part."""
+        """If this is a concatenation and `tensor` is all of it: dimension, start and tensor of each part."""
         if self.joined is None or tensor.shape != self.joined.shape or not tensor.is_contiguous():
             return []
         if tensor.nbytes != tensor.untyped_storage().nbytes():
@@ -67,9 +68,9 @@ class Refused(Exception):
 
 
 def check_plain(target: Tensor, dtype: torch.dtype) -> None:
-    """`Refused` unless `target` is an ordinary view that names each of its elements once."""
+    """Raises `Refused` unless `target` is an ordinary view that contains each of its elements once."""
     if not target.is_meta:
-        raise Refused("real memory in the skeleton, which may be the live model's")
+        raise Refused("the skeleton holds it in real memory, which may be the live model's")
     if target.dtype != dtype or target.is_conj() or target.is_neg():
         raise Refused("written through a view of another dtype, or conjugated or negated")
     reach = 0

@@ -1,4 +1,4 @@
-"""Real loads into the skeleton, in memory of its own, and what such a load of trial tensors writes."""
+"""Runs real loads on the skeleton, in memory of its own, and shows what a load of trial tensors writes."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ POISON = 0xFF
 
 @dataclass(frozen=True)
 class Materialised:
-    """Real memory of some storages of a skeleton: flat tensors by key, and by name the key and the tensor."""
+    """Some storages of a skeleton in real memory. `flats`: flat tensors by key. `keys`, `places`: key and tensor by name."""
 
     flats: Mapping[str, Tensor]
     keys: Mapping[str, str]
     places: Mapping[str, Tensor]
 
     def rebound(self, skeleton: nn.Module) -> set[str]:
-        """Keys whose storage some name no longer leads to."""
+        """Keys of storages that at least one of their names no longer leads to."""
         now = {name: storage_id(tensor) for name, tensor, _ in named_tensors(skeleton)}
         return {
             key for name, key in self.keys.items() if key in self.flats and now.get(name) != storage_id(self.flats[key])
         }
 
     def gather(self, skeleton: nn.Module) -> None:
-        """Copies what a load put into new parameters or buffers to where their names led before it.
+        """Copies tensors that a load bound anew into the storages that their names led to before.
 
-        Raises `EngineUnsupported` where one that the load made has no such place.
+        Raises `EngineUnsupported` if such a tensor doesn't fit there.
         """
         for name, tensor, _ in named_tensors(skeleton):
             place = self.places.get(name)
             if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
-                raise EngineUnsupported(f"the engine's loader makes {name} anew, in another form")
+                raise EngineUnsupported(f"the engine's loader replaces {name} by a tensor of another form")
             if storage_id(place) != storage_id(tensor):
                 place.copy_(tensor)
 
@@ -53,7 +53,7 @@ class Materialised:
 def materialised(skeleton: nn.Module, chosen: set[str], device: torch.device) -> Iterator[Materialised]:
     """Gives the storages of these keys real memory, under all their names, until the context ends.
 
-    Twins take the parameters' places: torch refuses `param.data = real` for a parameter on meta.
+    Inside, copies of the parameters take their places: torch refuses `param.data = real` for a parameter on meta.
     """
     first: dict[int, str] = {}
     keys: dict[str, str] = {}
@@ -87,8 +87,8 @@ def _like(tensor: Tensor, flat: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LoaderCoverage:
-    """The effect of a real load. `unwritten`: elements that it left, by parameter. `written`: storages that it wrote to, by key,
-    buffers included. `sums`: a checksum of each storage after it, by key."""
+    """The effect of a real load. `unwritten`: number of elements that it left unwritten, by parameter. `written`: keys of the
+    storages that it wrote to, including buffers. `sums`: a checksum of each storage after the load, by key."""
 
     unwritten: Mapping[str, int]
     written: frozenset[str]
@@ -105,8 +105,8 @@ def loader_coverage(
     """Loads trial tensors for real, to see what the loader writes where no plan describes it.
 
     The skeleton starts as 0xFF, and no trial tensor holds such a byte. A tensor's bytes follow from its name, so that a load of
-    fewer tensors can be compared. Needs the memory of the whole model meanwhile.
-    Raises what the loader raises, and what `Materialised.gather` does.
+    fewer tensors can be compared. Holds the memory of the whole model meanwhile.
+    Raises what the loader and `Materialised.gather` raise.
     """
     with materialised(skeleton, set(storage_views(skeleton)), torch.device(device)) as held:
         for flat in held.flats.values():
@@ -124,7 +124,7 @@ def loader_coverage(
 
 
 def trial_tensors(tensors: Iterable[TensorInfo], device: str | torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Random tensors of small positive numbers, none of whose bytes is 0xFF."""
+    """Random tensors of small positive numbers, without a byte of 0xFF."""
     for name, shape, dtype in tensors:
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         tensor = torch.empty(shape, dtype=dtype)
@@ -133,6 +133,6 @@ def trial_tensors(tensors: Iterable[TensorInfo], device: str | torch.device) -> 
 
 
 def poisoned(tensor: Tensor) -> int:
-    """Number of elements all of whose bytes are still 0xFF."""
+    """Number of elements of which all bytes are still 0xFF."""
     raw = bytes_view(tensor.detach().contiguous()).view(-1, tensor.element_size())
     return int((raw == POISON).all(1).sum())

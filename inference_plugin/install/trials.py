@@ -1,7 +1,7 @@
-"""The proof of post-processing: what it does to each kind of module, found out on stand-ins with trial weights.
+"""Finds out what post-processing does to each kind of module, on stand-ins with trial weights.
 
-Everything that post-processing leaves behind, in the module or in an object behind it, is either moved at each update, or
-equal to what the live module holds whatever the weights are. Anything else refuses the model.
+Everything that post-processing sets, in the module or in an object behind it, either moves at each update, or equals what the
+live module holds for any weights. Anything else refuses the model.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Trial:
     """The effect of post-processing on one kind of module."""
 
     replaced: frozenset[str]
-    """Parameters that it makes something else of."""
+    """Parameters that it transforms."""
     moved: frozenset[Path]
     """Attributes that depend on the weights."""
     settled: frozenset[Path]
-    """Attributes that it sets to what the live module holds, whatever the weights are."""
+    """Attributes that it sets to what the live module holds, for any weights."""
     buffers: frozenset[str]
-    """Buffers that it writes, depending on the weights."""
+    """Buffers that it writes with values that depend on the weights."""
     added: frozenset[str]
     """Parameters that it adds, with memory of their own."""
     reductions: int = 0
@@ -46,7 +46,8 @@ class Trial:
 
 
 def run_trials(post: PostProcessing) -> dict[str, Trial]:
-    """A trial of every module that the engine finishes, by name; one for each kind of them. Raises `EngineUnsupported`."""
+    """The trial of every module that the engine finishes, by name; modules of one kind share their trial. Raises
+    `EngineUnsupported`."""
     kinds: dict[Any, Trial] = {}
     trials = {}
     for name in post.finishers:
@@ -58,7 +59,7 @@ def run_trials(post: PostProcessing) -> dict[str, Trial]:
 
 
 def _kind(post: PostProcessing, module: str) -> Any:
-    """Equal for modules that are post-processed alike."""
+    """A value that is equal for modules that are post-processed in the same way."""
     skeleton, boundary = post.skeleton_modules[module], post.model.boundary
     live = post.live_modules.get(module) or skeleton
     helpers = tuple(
@@ -76,7 +77,7 @@ def _kind(post: PostProcessing, module: str) -> Any:
 
 
 def _try(post: PostProcessing, module: str) -> Trial:
-    """Finishes two stand-ins with other weights each. What both hold, and the live module too, does not depend on them."""
+    """Finishes two stand-ins with different weights. What both and the live module hold does not depend on the weights."""
     asked = Noted(), Noted()
     one, other = (post.stand_in(module, post.noise(seed), asked[seed - 1]) for seed in (1, 2))
     given = {name: held for name, held in one.parameters.items() if held is not None}
@@ -125,22 +126,23 @@ def _try(post: PostProcessing, module: str) -> Trial:
 
 
 def _check_reductions(post: PostProcessing, module: str, one: Noted, other: Noted) -> None:
-    """Raises `EngineUnsupported` where what a module reduces over the ranks can't be told before the first result is there."""
+    """Raises `EngineUnsupported` if the weights or earlier answers decide what a module reduces over the ranks."""
     if len(one.operands) != len(other.operands):
         raise EngineUnsupported(
-            f"post-processing of {module} talks to the other ranks for some weights only", phase="open"
+            f"post-processing of {module} reduces over the ranks for some weights only", phase="open"
         )
     if len(one.operands) > 1:
         answered_otherwise = Noted(factor=2)
         post.finish(module, post.stand_in(module, post.noise(1), answered_otherwise), answered_otherwise)
         if answered_otherwise.operands != one.operands:
             raise EngineUnsupported(
-                f"post-processing of {module} tells the other ranks what depends on their answers", phase="open"
+                f"post-processing of {module} reduces values over the ranks that depend on earlier answers",
+                phase="open",
             )
 
 
 def _sort_attributes(post: PostProcessing, module: str, one: StandIn, other: StandIn) -> tuple[set[Path], set[Path]]:
-    """The attributes that post-processing set on two finished stand-ins: those that are moved, those that are settled."""
+    """Sorts the attributes that post-processing set on two finished stand-ins into those to move and those that are settled."""
     changes, again = one.changes(), other.changes()
     if apart := sorted(map(str, changes.keys() ^ again.keys())):
         raise EngineUnsupported(
@@ -161,7 +163,7 @@ def _sort_attributes(post: PostProcessing, module: str, one: StandIn, other: Sta
 
 
 def _check_movable(module: str, path: Path, value: Any, stand_in: StandIn, live: nn.Module) -> None:
-    """Raises `EngineUnsupported` where the live module has no place for what is to be moved."""
+    """Raises `EngineUnsupported` if `value` can't be moved to `path` of the live module."""
     try:
         stand_in.for_live(value, live)
         node = child_at(live, path[:-1])
@@ -170,7 +172,7 @@ def _check_movable(module: str, path: Path, value: Any, stand_in: StandIn, live:
     if value is not ABSENT and not hasattr(node, "__dict__"):
         raise EngineUnsupported(f"{words(module, path)} can't be set from outside", phase="open")
     if isinstance(value, torch.Tensor) and value.is_meta:
-        raise EngineUnsupported(f"{words(module, path)} is derived from what no checkpoint holds", phase="open")
+        raise EngineUnsupported(f"{words(module, path)} is derived from values that no checkpoint holds", phase="open")
 
 
 def makes_default(post: PostProcessing, module: str, name: str) -> bool:
@@ -209,7 +211,7 @@ def makes_default(post: PostProcessing, module: str, name: str) -> bool:
 
 
 def _same_in(one: StandIn, other: StandIn) -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """Whether a tensor of one stand-in and one of another are the same part of the same storage, or equal."""
+    """A test whether tensors of two stand-ins are the same part of the same storage, or have equal bytes."""
 
     def same(a: torch.Tensor, b: torch.Tensor) -> bool:
         where = one.region(a)

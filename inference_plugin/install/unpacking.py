@@ -1,8 +1,8 @@
-"""Reads plain parameters out of a packed form, which holds the same elements in another order and may pad them with zeros; and,
-by the same means, parameters of a module out of what another module derived from them.
+"""Reads plain parameters out of a packed form, which holds the same elements in another order and may pad them with zeros; in the
+same way, reads a module's parameters out of what another module derived from them.
 
-The engine's own post-processing tells the order: it packs a stand-in whose elements are their own indices, a few bits of each
-index at a time. A form that scales or rounds its elements gives no order and is not read.
+The engine's own post-processing shows the order: it packs a stand-in whose elements are their own indices, a few bits of each
+index at a time. A form that scales or rounds its elements shows no order and is not read.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BYTE_BITS = (NOISE_BOUND - 1).bit_length()
 
 
 class Unpacking:
-    """Unpacks parameters of live modules. An order is found once for each kind of module, and kept as long as this lives: four
-    bytes per element of one module."""
+    """Unpacks parameters of live modules. Finds the order once for each kind of module, and keeps it as long as this object
+    lives: four bytes per element of one module."""
 
     def __init__(self, post: PostProcessing, trials: Mapping[str, Trial]) -> None:
         self._post = post
@@ -32,7 +32,7 @@ class Unpacking:
         self._orders: dict[tuple[int, Sequence[Path]], torch.Tensor | None] = {}
 
     def read(self, module: str, parameter: str) -> torch.Tensor | None:
-        """The plain parameter, flat; None if its live form is more than another order."""
+        """The plain parameter, flat; None if the live form is not just another order of it."""
         meta = self._post.skeleton_modules[module]._parameters[parameter]
         if meta is None or self._post.live_modules[module]._parameters.get(parameter) is None:
             return None
@@ -40,8 +40,8 @@ class Unpacking:
         return self._read(module, key, meta.numel(), ((parameter,),))
 
     def read_derived(self, module: str, key: str) -> torch.Tensor | None:
-        """The storage `key` of another module, flat, from all that the live `module` derived from it; None if that is more than
-        another order, or a part of it."""
+        """The storage `key` of another module, flat, from everything that the live `module` derived from it; None if that is not
+        just another order of the whole storage."""
         paths = tuple(sorted(self._trials[module].moved, key=str))
         return self._read(module, key, self._post.storages.shapes[key].numel(), paths) if paths else None
 
@@ -58,7 +58,7 @@ class Unpacking:
     def _order(
         self, module: str, key: str, count: int, paths: Sequence[Path], live: Sequence[torch.Tensor]
     ) -> torch.Tensor | None:
-        """Where in the live form each element lies."""
+        """The place of each element in the live form."""
         dtype, size = self._post.storages.shapes[key].dtype, sum(tensor.numel() for tensor in live)
         if size < count or any(tensor.dtype != dtype for tensor in live):
             return None
@@ -77,7 +77,8 @@ class Unpacking:
         return None if bool((order < 0).any()) else order
 
     def _packed(self, module: str, key: str, paths: Sequence[Path], shift: int, bits: int) -> list[torch.Tensor] | None:
-        """What post-processing makes of a storage whose elements are `bits` bits, from `shift` on, of their index plus one."""
+        """What post-processing makes of a storage in which each element is its index plus one, of which `bits` bits from `shift`
+        on."""
         post = self._post
         noise = post.noise(1)
 

@@ -1,4 +1,4 @@
-"""Copies of many tensors from the host's memory into a device's, as few large ones."""
+"""Copies many tensors from the host's memory into a device's in a few large transfers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from inference_plugin.wire.manifest import aligned
 __all__ = ["LARGE_BYTES", "Upload"]
 
 LARGE_BYTES = 256 << 10
-"""From here on a copy of its own costs no more than packing."""
+"""From this size on, a separate copy costs no more than packing."""
 
 
 class Upload:
-    """Copies what is page-locked from where it lies. Packs the rest into page-locked memory, in two buffers in turn, and spreads
-    it out on the device.
+    """Copies large page-locked tensors from where they lie. Packs all others into page-locked memory, in two buffers in turn, and
+    unpacks them on the device.
 
-    A device reads page-locked memory at full speed, and does so while this thread packs the next batch.
+    A device reads page-locked memory at full speed, while this thread packs the next batch.
 
-    `most_bytes`: of a batch, each of its tensors counted with `room`. The caller waits for the device before it says that the
-    bytes are there, and before it changes what is page-locked.
+    `most_bytes`: the largest batch, as the sum of `room` over its tensors. The caller waits for the device before it reports the
+    bytes as copied, and before it changes page-locked sources.
     """
 
     def __init__(self, device: Device, most_bytes: int) -> None:
@@ -38,7 +38,7 @@ class Upload:
         return aligned(tensor.nbytes)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues the copies of one batch: `targets` of the device, `sources` of the host."""
+        """Queues the copies of one batch: `targets` on the device, `sources` on the host."""
         packed = []
         for target, source in zip(targets, sources, strict=True):
             if self._is_read_directly(target, source):

@@ -1,4 +1,4 @@
-"""Digests of what a live model holds, in the checkpoint's coordinates."""
+"""Makes digests of a live model's values, in the checkpoint's coordinates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["live_digests"]
 def live_digests(
     manifest: Manifest, layout: LiveLayout, unreadable: Mapping[str, str]
 ) -> Iterator[BoxDigest | tuple[str, str]]:
-    """Engine's thread: a digest per box of what the live parameters hold, or (tensor, why it can't be read)."""
+    """Engine's thread: a digest for each box of the live parameters, or (tensor, why it can't be read)."""
     yield from unreadable.items()
     plain = layout.plain_placements
     yield from _digests(manifest, plain, layout.live_storages(), exact=True)

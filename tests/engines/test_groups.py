@@ -77,7 +77,7 @@ def test_a_part_of_what_the_engine_packs_as_one_is_refused(engine: Driver, check
     before = engine.tokens(PROMPTS, COUNT)
     with (
         SyncManager("queries", partial=True, timeout_s=180) as manager,
-        pytest.raises(ManifestMismatch, match="packs these as one"),
+        pytest.raises(ManifestMismatch, match="packs each of these modules as a whole"),
     ):
         manager.update(ModuleAdapter(queries), 1)
     assert engine.tokens(PROMPTS, COUNT) == before

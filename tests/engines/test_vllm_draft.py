@@ -102,7 +102,7 @@ def test_one_commit_takes_the_served_model_and_its_draft_together(driver: Driver
             with pytest.raises(ManifestMismatch, match="group 'draft' writes already: draft"):
                 both.update(together(b, b), 1)
             draft.close_group()
-            with pytest.raises(ManifestMismatch, match="nothing in the manifest fills: draft"):
+            with pytest.raises(ManifestMismatch, match="no tensor of the manifest fills these parameters: draft"):
                 both.update(
                     ModuleAdapter({**weights(b), "draft.model.norm.weight": weights(b)["model.norm.weight"]}), 1
                 )

@@ -118,7 +118,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_names_and_the_old_one_serv
     a, b = torch.zeros(4, HIDDEN), torch.zeros(Q_ROWS, 4)
     for tensors, part in {
         "A and B of two ranks": ({"A": a, "B": b[:, :3]}, f"{layer} has A [4, {HIDDEN}] and B [{Q_ROWS}, 3]"),
-        "no B": ({"A": a}, f"with A or B alone: {layer}"),
+        "no B": ({"A": a}, f"have A without B, or B without A: {layer}"),
         "another dtype": (
             {"A": a.bfloat16(), "B": b.bfloat16()},
             "is bfloat16 and bfloat16, the engine's slots are float32",

@@ -175,7 +175,10 @@ def test_a_rank_that_told_nothing_or_other_things_fails_the_commit_and_the_old_v
     installer.install(segment(2), [installer.share(), told(12, rank=1)])
     installer.finish()
     before = engine.held()
-    for shares, words in [((b"",), "1 of 2 ranks told"), ((told(4, rank=0), told(12, rank=1)), "reduces otherwise")]:
+    for shares, words in [
+        ((b"",), "reduces over 2 ranks, and 1 sent"),
+        ((told(4, rank=0), told(12, rank=1)), "reduces other values"),
+    ]:
         installer.prepare(segment(3), lambda _: None)
         own = () if len(shares) == 2 else (installer.share(),)
         with pytest.raises(CommitFailed, match=words):
@@ -192,7 +195,9 @@ def test_a_rank_that_told_nothing_or_other_things_fails_the_commit_and_the_old_v
 @pytest.mark.parametrize("policy", ["copy", "standby", "streaming"])
 def test_any_other_collective_is_refused_by_the_modules_name_and_nothing_is_sent(reduce: Reduce, policy: str) -> None:
     engine = Engine(reduce)
-    with pytest.raises(EngineUnsupported, match="post-processing of linear talks to the other ranks") as refused:
+    with pytest.raises(
+        EngineUnsupported, match="post-processing of linear communicates with the other ranks"
+    ) as refused:
         ModelInstaller(engine).open(manifest_of(weights(1)), policy, partial=False)
     assert not SENT
     assert refused.value.phase == "open" and "quantise in blocks" in refused.value.hint
@@ -200,13 +205,13 @@ def test_any_other_collective_is_refused_by_the_modules_name_and_nothing_is_sent
 
 def test_a_question_that_depends_on_an_earlier_answer_is_refused() -> None:
     with pytest.raises(
-        EngineUnsupported, match="post-processing of linear tells the other ranks what depends on their"
+        EngineUnsupported, match="post-processing of linear reduces values over the ranks that depend on"
     ):
         opened("standby", by_what_was_answered)
 
 
 def test_weights_that_stream_in_are_refused_where_a_maximum_needs_all_of_them() -> None:
-    with pytest.raises(EngineUnsupported, match="streaming: the ranks take maxima of linear"):
+    with pytest.raises(EngineUnsupported, match=r"streaming: post-processing of linear .* reduces over the ranks"):
         opened("streaming")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inference_plugin.devices import DEVICES
+from inference_plugin.install import replay
 from inference_plugin.install.agreement import agree
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.installer import ModelInstaller
@@ -94,7 +95,8 @@ def test_rows_columns_and_whole_tensors_of_the_host_arrive_in_a_devices_memory(
     turned = Placement(
         Region("w", 0, (64, 40), (1, 64)), Region("p", 40 * 16, (64, 40), (40, 1)), torch.bfloat16, (40, 64)
     )
-    Replay([columns, turned], {"w": origin}, {"p": flat}).run(between=lambda _: None, step_bytes=step_bytes)
+    monkeypatch.setattr(replay, "STEP_BYTES", step_bytes)
+    Replay([columns, turned], {"w": origin}, {"p": flat}).run(between=lambda _: None)
     device.drain(NOWHERE)
     assert torch.equal(flat.held[: 40 * 16].view(40, 16), origin[:, 8:24])
     assert torch.equal(flat.held[40 * 16 :].view(64, 40), origin.T)

@@ -126,7 +126,7 @@ def test_a_head_alone_is_refused_where_the_engine_computes_with_its_table() -> N
 @pytest.mark.parametrize("name", ["norm.weight", "layers.1.out.bias", "layers.0.k.weight"])
 def test_a_misspelt_weight_leaves_its_parameter_unfilled_and_is_refused(name: str) -> None:
     tensors = {other if other != name else f"{name}_": tensor for other, tensor in checkpoint(1).items()}
-    with pytest.raises(ManifestMismatch, match="parameters that nothing in the manifest fills"):
+    with pytest.raises(ManifestMismatch, match="no tensor of the manifest fills these parameters"):
         opened(PassesOver(2, 0, 1), tensors | POOLER)
 
 
@@ -160,7 +160,7 @@ def test_a_parameter_that_the_engines_own_checkpoint_does_not_fill_stays_as_it_i
     manifest = manifest_of(checkpoint(1), TIED)
     terms = installer.open(manifest, "standby", partial=False)
     assert terms.untouched == ("positions",)
-    assert terms.why.endswith("filled by no checkpoint, and left as the engine made them: positions (1 in all)")
+    assert terms.why.endswith("no checkpoint fills these, so they stay as the engine made them: positions (1 in all)")
     segment = segment_of(checkpoint(1), manifest)
     installer.prepare(segment, lambda _: None)
     installer.install(segment)
@@ -182,12 +182,16 @@ def test_a_parameter_that_an_earlier_update_wrote_must_be_sent_again() -> None:
         installer.install(segment)
         installer.finish()
         for which in (installer, ModelInstaller(model)):
-            with pytest.raises(ManifestMismatch, match=r"nothing in the manifest fills: positions \(6 elements\)"):
+            with pytest.raises(
+                ManifestMismatch, match=r"no tensor of the manifest fills these parameters: positions \(6 elements\)"
+            ):
                 which.open(manifest_of(checkpoint(2), TIED), "standby", partial=False)
 
 
 def test_a_parameter_that_the_engines_own_checkpoint_fills_must_be_sent() -> None:
-    with pytest.raises(ManifestMismatch, match=r"nothing in the manifest fills: positions \(6 elements\)"):
+    with pytest.raises(
+        ManifestMismatch, match=r"no tensor of the manifest fills these parameters: positions \(6 elements\)"
+    ):
         opened(Fills(2, 0, 1), checkpoint(1))
 
 
@@ -217,7 +221,7 @@ def test_a_model_whose_modules_the_engine_removed_is_refused_by_their_names() ->
     model = RemovesAModule(2, 0, 1)
     for _ in range(2):
         with pytest.raises(
-            EngineUnsupported, match=r"made something else of modules and removed them: norm \(1 in all\)"
+            EngineUnsupported, match=r"derived something from these modules and then removed them: norm \(1 in all\)"
         ):
             opened(model, checkpoint(1))
     assert model.live.table.shape == (16,)

@@ -101,5 +101,5 @@ def test_a_zone_has_no_place_for_both() -> None:
 
 
 def test_what_overlaps_in_part_is_refused_when_the_group_is_opened() -> None:
-    with pytest.raises(ManifestMismatch, match="filled twice: scale"):
+    with pytest.raises(ManifestMismatch, match="fill the same elements: scale"):
         ModelInstaller(Engine(staggered=True)).open(manifest_of(weights(0)), "standby", partial=False)

@@ -104,7 +104,7 @@ def test_a_piece_that_is_missing_is_noticed_and_there_is_no_way_back() -> None:
         installer.place(box, piece(manifest, weights(1), box))
     with pytest.raises(CommitFailed, match="elements came"):
         installer.install(NOTHING)
-    with pytest.raises(TornReplica, match="lies over the version before"):
+    with pytest.raises(TornReplica, match="have overwritten the previous version"):
         installer.undo(None)
     installer.discard()
     stream(installer, manifest, weights(2), whole(manifest))

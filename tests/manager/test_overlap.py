@@ -113,7 +113,7 @@ def test_a_part_of_a_model_is_refused_where_it_is_not_said_to_be_one(start: Star
     rig = start()
     with (
         SyncManager("policy", timeout_s=60) as policy,
-        pytest.raises(ManifestMismatch, match="nothing in the manifest fills"),
+        pytest.raises(ManifestMismatch, match="no tensor of the manifest fills"),
     ):
         policy.update(half(1, layers=True), 1)
     assert holds(rig, 0)

@@ -106,7 +106,7 @@ def test_a_part_is_no_whole_because_it_was_opened_as_a_part_before(start: Start)
     rig = start()
     with SyncManager(partial=True, timeout_s=60) as part:
         part.update(half(1, layers=True), 1)
-    with SyncManager(timeout_s=60) as whole, pytest.raises(ManifestMismatch, match="nothing in the manifest fills"):
+    with SyncManager(timeout_s=60) as whole, pytest.raises(ManifestMismatch, match="no tensor of the manifest fills"):
         whole.update(half(2, layers=True), 2)
     assert not is_one_version(rig, 2)
 

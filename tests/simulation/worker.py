@@ -251,7 +251,7 @@ class SimulatedInstaller:
             return
         self._touched = False
         if self.policy == "streaming":
-            raise CommitFailed("what was streamed lies over the version before")
+            raise CommitFailed("the streamed bytes have overwritten the previous version")
         if self._standby:
             worker.live, self._before = self._before or worker.live, None
         elif old is None:

@@ -53,7 +53,7 @@ Outcome = tuple[int, dict[str, str], str]
 """Of one update: the seed of its weights, what the report says of each replica, the error."""
 
 
-STREAMED = "what was streamed lies over the version before"
+STREAMED = "the streamed bytes have overwritten the previous version"
 """Why a replica is torn into which an update was streamed that came to nothing."""
 
 

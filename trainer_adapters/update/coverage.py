@@ -1,4 +1,4 @@
-"""Which boxes of a manifest nobody reads: an engine would ignore these bytes silently."""
+"""Finds boxes of a manifest that no rank reads: an engine would ignore these bytes silently."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from inference_plugin.wire.geometry import Box, box_volume, intersect
+from inference_plugin.wire.geometry import Box, box_volume, subtract
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import GroupOpened
 
@@ -16,10 +16,11 @@ INDICES = ("int32", "int64")
 
 
 def unread(manifest: Manifest, boxes: Iterable[Box], *, partial: bool) -> list[str]:
-    """Names the parts of the manifest that lie in none of `boxes`: a tensor's name, or the first range of it.
+    """Names the parts of the manifest that lie in none of `boxes`: a tensor's name, or its first unread range.
 
-    Of a whole model, a tensor of indices or sizes (`g_idx`, say) that no box touches is left out: engines pass over those that
-    tell them nothing, and refuse a manifest that leaves a parameter unfilled. Of a `partial` group nobody knows what it lacks.
+    For a whole model, leaves out tensors of indices or sizes (`g_idx`, for example) that no box touches: engines pass over those
+    that they don't need, and refuse a manifest that leaves a parameter unfilled. For a `partial` group nobody knows what the
+    engine needs, so these tensors count too.
     """
     by_tensor: dict[int, set[Box]] = {}
     for box in boxes:
@@ -29,20 +30,20 @@ def unread(manifest: Manifest, boxes: Iterable[Box], *, partial: bool) -> list[s
         whole = manifest.whole(i)
         if not partial and spec.dtype in INDICES and i not in by_tensor:
             continue
-        if box_volume(whole) and (left := _subtract([whole], sorted(by_tensor.get(i, ())))):
+        if box_volume(whole) and (left := subtract([whole], sorted(by_tensor.get(i, ())))):
             found.append(spec.name if left == [whole] else manifest.describe(left[0]))
     return found
 
 
 def passed_over(manifest: Manifest, opened: Sequence[GroupOpened]) -> tuple[str, ...]:
-    """Names of what all ranks of a replica pass over: each of them passes over what belongs to others, too."""
+    """Names of the tensors that all ranks of a replica pass over; a single rank also passes over those of other ranks."""
     common = set(opened[0].passed_over).intersection(*(each.passed_over for each in opened))
     return tuple(spec.name for i, spec in enumerate(manifest.tensors) if i in common)
 
 
 def check_needs(manifest: Manifest, opened: Sequence[GroupOpened], *, partial: bool) -> None:
-    """Raises `ManifestMismatch` unless some rank of a replica reads every byte of the manifest, apart from the tensors that the
-    engine is known to pass over."""
+    """Raises `ManifestMismatch` unless every byte of the manifest is read by some rank of a replica, or belongs to a tensor that
+    the engine passes over."""
     needs = itertools.chain.from_iterable(each.needs for each in opened)
     known = set(passed_over(manifest, opened))
     if missing := [name for name in unread(manifest, needs, partial=partial) if name not in known]:
@@ -51,32 +52,3 @@ def check_needs(manifest: Manifest, opened: Sequence[GroupOpened], *, partial: b
             hint="a name, a shape or a tie differs between trainer and engine; exclude what the engine doesn't load",
             phase="open",
         )
-
-
-def _subtract(boxes: list[Box], taken: Sequence[Box]) -> list[Box]:
-    """What is left of `boxes` without `taken`."""
-    for hole in taken:
-        boxes = [part for box in boxes for part in _cut_out(box, hole)]
-    return boxes
-
-
-def _cut_out(box: Box, hole: Box) -> list[Box]:
-    shared = intersect(box, hole)
-    if shared is None:
-        return [box]
-    parts = []
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    for dim in range(len(sizes)):
-        start, end = offsets[dim], offsets[dim] + sizes[dim]
-        inner_start, inner_end = shared.offsets[dim], shared.offsets[dim] + shared.sizes[dim]
-        for low, high in ((start, inner_start), (inner_end, end)):
-            if low < high:
-                parts.append(
-                    Box(
-                        box.tensor,
-                        (*offsets[:dim], low, *offsets[dim + 1 :]),
-                        (*sizes[:dim], high - low, *sizes[dim + 1 :]),
-                    )
-                )
-        offsets[dim], sizes[dim] = inner_start, inner_end - inner_start
-    return parts
