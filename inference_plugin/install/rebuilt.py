@@ -111,7 +111,7 @@ def _check_form(name: str, held: torch.Tensor, tensor: torch.Tensor) -> None:
     """Raises `CommitFailed` if `tensor` can't be written over `held`."""
     if held.shape != tensor.shape or held.dtype != tensor.dtype:
         raise CommitFailed(
-            f"{name} became {tuple(tensor.shape)} {tensor.dtype}, which doesn't fit its address, and that must stay",
+            f"{name} became {tuple(tensor.shape)} {tensor.dtype}, which doesn't fit, and its address must stay",
             phase="commit",
         )
 

@@ -113,7 +113,11 @@ def test_a_process_group_makes_another_model_of_the_second_half(four: Ranks) -> 
         ("refuse_a_model_on_the_meta_device", "ManifestMismatch", ["0.weight is on the meta device"]),
         ("refuse_the_first_fsdp", "ArgumentError", ["use FSDPAdapter"]),
         ("refuse_a_shard_of_another_shape", "ManifestMismatch", ["w holds a shard of shape [2, 3] where [23, 3]"]),
-        ("refuse_while_a_layer_is_unsharded", "ManifestMismatch", ["unsharded just now in model.layers.1 (1 in all)"]),
+        (
+            "refuse_while_a_layer_is_unsharded",
+            "ManifestMismatch",
+            ["unsharded at the moment in model.layers.1 (1 in all)"],
+        ),
     ],
 )
 def test_what_cannot_be_sliced_rightly_is_refused_on_every_rank(

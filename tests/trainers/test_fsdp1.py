@@ -85,7 +85,11 @@ def test_slices_are_the_shards_own_memory_and_follow_training(ranks: Ranks) -> N
 @pytest.mark.parametrize(
     ("case", "error", "parts"),
     [
-        ("refuse_while_summoned", "ManifestMismatch", ["summoned just now in 3 units", "leave summon_full_params"]),
+        (
+            "refuse_while_summoned",
+            "ManifestMismatch",
+            ["summoned at the moment in 3 units", "leave summon_full_params"],
+        ),
         ("refuse_memory_that_fsdp_has_not_taken_over", "ManifestMismatch", ["was given other memory", "update after"]),
         ("refuse_both_kinds_of_fsdp", "ArgumentError", ["shard all of it with fully_shard"]),
         ("refuse_tied_weights_in_two_units", "ManifestMismatch", ["lm_head.weight and model.embed_tokens.weight"]),

@@ -143,7 +143,7 @@ def test_a_parameter_that_appears_is_noticed(ranks: Ranks) -> None:
 def test_unsharded_parameters_are_refused_until_they_are_resharded(ranks: Ranks) -> None:
     for seen in of(ranks, "refuse_after_a_forward_pass_alone"):
         assert seen["error"] == seen["slices"]["error"] == "ManifestMismatch"
-        assert "unsharded just now in the root" in seen["text"]
+        assert "unsharded at the moment in the root" in seen["text"]
         assert "reshard()" in seen["text"]
         assert seen["after_reshard"] is None
 
@@ -154,7 +154,7 @@ def test_unsharded_parameters_are_refused_until_they_are_resharded(ranks: Ranks)
         (
             "refuse_while_a_layer_is_unsharded",
             "ManifestMismatch",
-            ["unsharded just now in model.layers.1 (1 in"],
+            ["unsharded at the moment in model.layers.1 (1 in"],
         ),
         ("refuse_pending_sums", "ManifestMismatch", ["sum has placements (Partial", "redistribute"]),
         (
@@ -165,7 +165,7 @@ def test_unsharded_parameters_are_refused_until_they_are_resharded(ranks: Ranks)
         ("refuse_a_model_on_the_meta_device", "ManifestMismatch", ["weight is on the meta device"]),
         ("refuse_a_module_that_is_not_sharded", "ArgumentError", ["use ModuleAdapter"]),
         ("refuse_a_sharded_module_in_a_module_adapter", "ArgumentError", ["use FSDPAdapter"]),
-        ("refuse_a_rank_outside_the_mesh", "ManifestMismatch", ["far lives on ranks [", "and this is rank"]),
+        ("refuse_a_rank_outside_the_mesh", "ManifestMismatch", ["far lives on ranks [", "but this is rank"]),
     ],
     four=[
         ("refuse_two_sharded_dimensions", "ManifestMismatch", ["0.weight has placements", "DTensorAdapter"]),

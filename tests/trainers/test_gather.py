@@ -54,14 +54,14 @@ def test_an_export_is_sent_by_the_ranks_that_yield_it(ranks: Ranks, case: str, s
 
 def test_an_export_that_is_wrong_on_one_rank_is_an_error_on_all_when_its_adapter_is_made(ranks: Ranks) -> None:
     for rank in of(ranks, "export_is_wrong"):
-        assert "a comes twice" in rank["twice"]["text"] and "rank=1" in rank["twice"]["text"]
+        assert "a occurs twice" in rank["twice"]["text"] and "rank=1" in rank["twice"]["text"]
         assert "a is on the meta device" in rank["meta"]["text"]
         assert "a is float32 [3] on rank 1, a is float32 [2] on rank 0" in rank["other"]["text"]
 
 
 def test_an_export_that_changed_is_refused_and_the_next_one_isnt(ranks: Ranks) -> None:
     for rank in of(ranks, "export_is_wrong"):
-        assert "1 tensors came, 2 the first time" in rank["less"]["text"]
+        assert "it yielded 1 tensors, the first time 2" in rank["less"]["text"]
         assert "tensor 2 is a: torch.float32 [2], the first time it was nothing more" in rank["more"]["text"]
         assert "tensor 0 is a: torch.float32 [4], the first time it was a: torch.float32 [2]" in rank["grown"]["text"]
         assert rank["again"]["error"] is None

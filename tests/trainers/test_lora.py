@@ -66,12 +66,12 @@ def test_an_adapter_alone_is_what_peft_saves_of_it_with_its_scaling(ranks: Ranks
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("refuse_alone_dora", ["'default' changes in", "q_proj.weight"]),
-        ("refuse_alone_biases_of_adapters", ["'default' changes in", "c_attn.bias"]),
-        ("refuse_alone_biases_of_the_base", ["'default' changes in", "biases ('all')"]),
-        ("refuse_alone_modules_to_save", ["'default' changes in", "lm_head"]),
-        ("refuse_alone_embeddings", ["'default' changes in", "embed_tokens.weight"]),
-        ("refuse_alone_stacked_experts", ["'default' changes in", "experts.gate_up_proj"]),
+        ("refuse_alone_dora", ["the changes of adapter 'default' to", "q_proj.weight"]),
+        ("refuse_alone_biases_of_adapters", ["the changes of adapter 'default' to", "c_attn.bias"]),
+        ("refuse_alone_biases_of_the_base", ["the changes of adapter 'default' to", "biases ('all')"]),
+        ("refuse_alone_modules_to_save", ["the changes of adapter 'default' to", "lm_head"]),
+        ("refuse_alone_embeddings", ["the changes of adapter 'default' to", "embed_tokens.weight"]),
+        ("refuse_alone_stacked_experts", ["the changes of adapter 'default' to", "experts.gate_up_proj"]),
         ("refuse_alone_another_name", ["no layer has an adapter named 'policy'"]),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_switch_of_adapters_between_manifest_and_slices_is_noticed(ranks: Rank
     ("case", "error", "parts"),
     [
         ("refuse_merged_in_place", "ManifestMismatch", ["q_proj has default merged", "unmerge_adapter()"]),
-        ("refuse_disabled", "ManifestMismatch", ["q_proj is disabled just now", "outside of disable_adapter()"]),
+        ("refuse_disabled", "ManifestMismatch", ["q_proj is disabled at the moment", "outside of disable_adapter()"]),
         ("refuse_dora_by_columns", "ManifestMismatch", ["self_attn.q_proj.weight[0:20, ", "shard them by rows"]),
         ("refuse_two_adapters_with_dora", "ManifestMismatch", ["q_proj has DoRA adapter default beside another"]),
         ("refuse_a_variant_without_a_rule", "ManifestMismatch", ["adapter default of variant ALoraLinearVariant"]),

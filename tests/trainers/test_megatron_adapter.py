@@ -384,14 +384,14 @@ def test_lora_adapters_alone_are_what_megatron_bridge_would_merge(
         merged = seen[0]["bridge"][f"{name}weight"]
         torch.testing.assert_close(base[f"{name}weight"] + b @ a, merged, rtol=1e-5, atol=1e-6)
     for one in seen:
-        assert "LoRA adapters came, went or were scaled" in one["alone_scaled"]["text"]
+        assert "LoRA adapters were added, removed or scaled" in one["alone_scaled"]["text"]
 
 
 def test_adapters_that_were_scaled_or_disabled_meanwhile_and_kinds_without_a_rule_are_refused(
     launched: Launched,
 ) -> None:
     for one in of(launched[2], "lora tp2 qwen3 te"):
-        assert "LoRA adapters came, went or were scaled" in one["scaled"]["text"]
+        assert "LoRA adapters were added, removed or scaled" in one["scaled"]["text"]
         assert "decoder.layers.0.self_attention.linear_proj has an adapter that is disabled" in one["disabled"]["text"]
     for one in of(launched[2], "lora without a rule"):
         for kind in ("CanonicalLoRA", "DoRA"):
@@ -406,11 +406,11 @@ def test_adapters_that_were_scaled_or_disabled_meanwhile_and_kinds_without_a_rul
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("rule by columns", "linear_proj.weight [32, 32] is divided along dimension 1, its rule ColumnParallel("),
+        ("rule by columns", "linear_proj.weight [32, 32] is divided along dimension 1, but its rule ColumnParallel("),
         ("rule replicated", "is for one that is whole on each tensor-parallel rank"),
         ("router by rows", "mlp.router.weight [4, 32] is whole on each tensor-parallel rank, its rule RowParallel("),
         ("marked by rows", "linear_qkv.weight [64, 32] is divided along dimension 1, its rule QKV("),
-        ("strides", "linear_qkv.weight is divided with partition_stride 2, its rule knows 1"),
+        ("strides", "linear_qkv.weight is divided with partition_stride 2, but its rule supports 1"),
         ("reduced expert", "linear_fc1.weight has allreduce=True, so it is no expert's parameter"),
         ("unreduced attention", "linear_qkv.weight has allreduce=False, so it is an expert's parameter"),
     ],

@@ -93,7 +93,7 @@ def test_how_a_parameter_is_divided_is_taken_from_its_marks_and_else_from_its_la
 
 def test_marks_that_the_rule_does_not_know_are_refused_by_name() -> None:
     layer, strided = OfOnesOwn(), weight(tensor_model_parallel=True, partition_dim=0, partition_stride=2)
-    with pytest.raises(ManifestMismatch, match="fc is divided with partition_stride 2, its rule knows 1"):
+    with pytest.raises(ManifestMismatch, match="fc is divided with partition_stride 2, but its rule supports 1"):
         check_marks(layer, "fc", strided, strides=(1,), expert=False, ep_size=1)
     check_marks(layer, "fc", strided, strides=GatedMLP.strides, expert=False, ep_size=1)
     with pytest.raises(ManifestMismatch, match="fc has allreduce=False, so it is an expert's parameter"):
@@ -123,7 +123,7 @@ def test_the_decoder_layer_inside_of_an_mtp_layer_has_the_rules_of_decoder_layer
 def test_a_rule_that_cannot_be_meant_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="QKV of qkv takes 3 checkpoint names, not 2"):
         QKV("qkv", "q", "k")
-    with pytest.raises(ValueError, match=r"the checkpoint names of fc have \{expert\}, which it doesn't"):
+    with pytest.raises(ValueError, match=r"the checkpoint names of fc have \{expert\}, which it lacks"):
         ColumnParallel("fc", "experts.{expert}.fc")
 
 

@@ -283,7 +283,7 @@ def test_the_dtypes_of_an_engine_are_taken_where_that_was_asked_for_alone(
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"frist.*": torch.bfloat16}, r"decide nothing: 'frist.\*' \(matches no name\)"),
+        ({"frist.*": torch.bfloat16}, r"never apply: 'frist.\*' \(matches no name\)"),
         (
             {"*": torch.bfloat16, "first.*": torch.float32},
             r"'first.\*' \(hidden by '\*', which comes first\)",
@@ -388,7 +388,9 @@ def test_an_iterator_that_can_be_read_once_is_refused_with_advice() -> None:
 def test_a_callable_that_returns_its_iterator_twice_is_found_out() -> None:
     once = iter([("a", torch.ones(2))])
     source = ModuleAdapter(lambda: once)
-    with pytest.raises(ManifestMismatch, match=r"0 tensors came, the manifest was made from 1.*fresh iterator"):
+    with pytest.raises(
+        ManifestMismatch, match=r"the model yielded 0 tensors, but the manifest was made from 1.*fresh iterator"
+    ):
         list(source.slices())
 
 

@@ -1,6 +1,6 @@
-"""The contract of a source: what a model's tensors are called, and what this trainer rank holds of them.
+"""The contract of a source: the names of a model's tensors, and the slices that this trainer rank holds.
 
-A source describes memory that is there already. No transport, engine or communication in this file.
+A source describes existing memory. No transport, engine or communication in this file.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MIN_CUT_BYTES = 1 << 20
 """Smaller boxes are never divided between ranks that hold the same copy."""
 
 COMPARED = 16
-"""Of what another rank sends and training keeps equal, as many boxes are compared."""
+"""Number of boxes that are compared with another rank's copy, among those that training keeps equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSlice:
     """A box of one tensor of the manifest, and its values in this rank's memory.
 
-    `tensor` has shape `box.sizes`, any strides, any device, and no gradient. Its dtype is the trainer's own; where a dtype
-    rule gives the manifest another one, the sender casts while it copies. `seen`: for the manager, which looks at each piece's
+    `tensor` has shape `box.sizes`, any strides, any device, and no gradient. Its dtype is the trainer's own; if a dtype rule
+    gives the manifest another dtype, the sender casts while it copies. `seen`: set by the manager, which looks at each piece's
     bytes before they are sent; a source leaves it out.
     """
 
@@ -49,36 +49,36 @@ class WeightSource(ABC):
 
     - `manifest()` describes the whole model. It is the same on all ranks, in the same order, and talks to no other rank. It
       may be called before every update, and follows changes of the model since.
-    - `slices()` is what this rank contributes to that manifest. The ranks' slices together cover every tensor
-      of it exactly once; empty slices are left out. It gathers nothing.
-    - The two agree element for element. A source that sees a difference (a parameter that came, went or changed shape since
-      `manifest()`) raises `ManifestMismatch`. A difference that it doesn't see is found by the receiver of the slices, which
-      aborts the update: the old version stays in service.
+    - `slices()` yields this rank's part of that manifest. The slices of all ranks together cover every tensor
+      exactly once; empty slices are left out. It gathers nothing.
+    - The two agree element for element. A source that sees a difference (a parameter that was added, removed or changed in
+      shape since `manifest()`) raises `ManifestMismatch`. The receiver of the slices finds any other difference and aborts the
+      update: the old version stays in service.
     - `claims()` lists the boxes that `slices()` will yield, so that gaps and overlaps between ranks are found before a byte
       moves. A source that can't know them returns None; its slices are then checked after they are written.
-    - Nobody changes the model between the first slice and the last. Such a change goes unnoticed: the digests are made from
-      the mixed values.
+    - Nobody changes the model between the first slice and the last. Such a change goes unnoticed, because the digests are made
+      from the mixed values.
     """
 
     may_be_cut: ClassVar[bool] = True
-    """Whether slices may travel in parts. False where the digests of whole slices were announced already."""
+    """Whether slices may travel in parts. False if the digests of whole slices have already been announced."""
 
     def configure(self, config: Config) -> None:  # noqa: B027 -- most sources have no use for it
-        """Takes the manager's settings, before each operation; without a manager the environment's settings apply. For sources
-        that gather. A source that wraps another one passes them on."""
+        """The manager calls this before each operation with its settings, which sources that gather need; without a manager, the
+        environment's settings apply. A source that wraps another one passes them on."""
 
     @abstractmethod
     def manifest(self) -> Manifest:
-        """Names, shapes, dtypes and ties of the whole model. Raises `ManifestMismatch`, which names the tensors, where some
-        can't be sent."""
+        """Names, shapes, dtypes and ties of the whole model. Raises `ManifestMismatch`, which names the tensors, if some can't be
+        sent."""
 
     @abstractmethod
     def slices(self) -> Iterator[LocalSlice]:
         """This rank's slices of the manifest that `manifest()` returned last, in its order; tensors that the ranks make
-        together may come after the rest.
+        together may come after the others.
 
-        A slice's tensor is valid until the next one is asked for: the iterator may hold one tensor at a time.
-        Raises `ManifestMismatch`, at once or on the way, when the model is no longer what the manifest says.
+        A slice's tensor is valid until the next one is requested: the iterator may hold one tensor at a time.
+        Raises `ManifestMismatch`, at once or during the iteration, if the model no longer fits the manifest.
         """
 
     def claims(self) -> tuple[Box, ...] | None:
@@ -86,41 +86,41 @@ class WeightSource(ABC):
         return None
 
     def made_together(self) -> frozenset[int]:
-        """Tensors, by index of the manifest, that `slices()` makes by talking to the other ranks. If there are any, all
-        ranks iterate over `slices()` together, to the end; the memory of such a slice is reused for the next one."""
+        """Tensors, by index of the manifest, that `slices()` makes with collectives. If there are any, all ranks iterate over
+        `slices()` together, to the end; the memory of such a slice is reused for the next one."""
         return frozenset()
 
     def copies(self) -> Iterator[LocalSlice]:
-        """Slices that another rank sends and this one holds too, where nothing keeps the two equal.
+        """Slices that another rank sends and that this rank also holds, if nothing keeps the two equal.
 
-        They don't travel. Their digests are compared with the sender's now and then; a difference is logged as a warning.
+        They don't travel. In some updates their digests are compared with the sender's; a difference is logged as a warning.
         """
         return iter(())
 
     def kept_equal(self) -> Iterator[LocalSlice]:
-        """A few slices that another rank sends and this one holds too, where training keeps the two equal (data parallelism)
+        """A few slices that another rank sends and that this rank also holds, if training keeps the two equal (data parallelism)
         and each rank sends a part.
 
-        They don't travel. Their digests are compared with the sender's now and then. A difference is an error: the engines
-        would get one part of each of several models.
+        They don't travel. In some updates their digests are compared with the sender's. A difference is an error: the engines
+        would get parts of several different models.
         """
         return iter(())
 
     def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
-        """Sends tensors in the engine's dtypes from now on, if the source was made so (`dtype_rules="engine"`). Returns whether
+        """Sends tensors in the engine's dtypes from now on, if the source was made with `dtype_rules="engine"`. Returns whether
         that changes anything. `rules`: as in `DtypeRules`, for all tensors of the manifest."""
         return False
 
     @property
     def engine_dtypes(self) -> Mapping[str, str]:
-        """The rules that were adopted."""
+        """The rules that `adopt_dtypes` took."""
         return {}
 
 
 class NameFilter:
-    """Which tensors are sent, by patterns of `fnmatch` on the names of the manifest, case-sensitive.
+    """Selects the tensors to send by `fnmatch` patterns on the names of the manifest, case-sensitive.
 
-    With `include`, only names that match one of its patterns; in any case no name that matches a pattern of `exclude`.
+    With `include`, only names that match one of its patterns are sent; names that match a pattern of `exclude` never are.
     """
 
     def __init__(self, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> None:
@@ -135,7 +135,7 @@ class NameFilter:
         names = list(names)
         if idle := [p for p in self.include + self.exclude if not any(fnmatchcase(name, p) for name in names)]:
             raise ManifestMismatch(
-                f"include or exclude patterns that match no name: {first_few(idle)}",
+                f"these include or exclude patterns match no name: {first_few(idle)}",
                 hint="patterns are matched against the names of the manifest, after rename; correct or remove these",
                 side="trainer",
             )
@@ -148,13 +148,12 @@ class NameFilter:
 
 
 class DtypeRules:
-    """Which tensors travel in another dtype than the trainer's: ordered `(pattern, dtype)`, the first match
-    wins.
+    """Selects the tensors that travel in another dtype than the trainer's: ordered `(pattern, dtype)`, the first match wins.
 
-    Patterns are those of `fnmatch`, case-sensitive, on the names of the manifest: `{"*norm.weight":
-    torch.float32, "*": torch.bfloat16}`. Tensors that no rule matches keep their dtype. A dtype may be given
-    by torch's name. A single dtype stands for `{"*": dtype}`. "engine" stands for the dtypes of the engine's own model: the first
-    update asks for them, and none is cast before (`adopt`).
+    Patterns are those of `fnmatch`, case-sensitive, on the names of the manifest: `{"*norm.weight": torch.float32, "*":
+    torch.bfloat16}`. Tensors that match no rule keep their dtype. A dtype may be given by torch's name. A single dtype stands
+    for `{"*": dtype}`. "engine" stands for the dtypes of the engine's own model: the first update asks for them, and until then
+    nothing is cast (`adopt`).
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class DtypeRules:
         )
 
     def adopt(self, rules: Mapping[str, str]) -> bool:
-        """Takes the engine's rules, if these follow the engine. Returns whether that changes them."""
+        """Takes the engine's rules, if these rules were given as "engine". Returns whether that changes them."""
         taken = DtypeRules(rules).rules
         if not self.follow_engine or taken == self.rules:
             return False
@@ -196,9 +195,9 @@ class DtypeRules:
     ) -> dict[str, torch.dtype]:
         """The dtype in which each tensor of `native` (names to the trainer's dtypes) is sent.
 
-        Raises `ManifestMismatch` for a rule that decides nothing (a typo, or hidden by an earlier rule; a
-        last "*" is allowed to) and for one that would turn whole numbers or booleans into floats or the
-        reverse. `tied` maps the names that don't travel to those that do, for the error's text.
+        Raises `ManifestMismatch` for a rule that never applies (because of a typo, or hidden by an earlier rule), except a last
+        "*", and for a rule that would turn integers or booleans into floats or the reverse. `tied` maps names that don't travel
+        to those that do, for the error's text.
         """
         decided_by = {name: self._first_match(name) for name in native}
         self._check_used(set(decided_by.values()), native, tied or {})
@@ -238,7 +237,7 @@ class DtypeRules:
                 idle.append(f"{pattern!r} (matches no name)")
         if idle:
             raise ManifestMismatch(
-                f"dtype rules that decide nothing: {first_few(idle)}",
+                f"dtype rules that never apply: {first_few(idle)}",
                 hint="rules are matched against the names of the manifest, in order; correct or remove these",
                 side="trainer",
             )
@@ -253,11 +252,11 @@ def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int])
 
 
 def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size: int) -> dict[int, Box]:
-    """What `rank` sends of boxes that all `world_size` ranks hold: by position in `boxes`, without those of which it sends
-    nothing. Raises ValueError for a rank that there isn't.
+    """The part of boxes that `rank` sends, if all `world_size` ranks hold them: by position in `boxes`, only those of which it
+    sends something. Raises ValueError if there is no such rank.
 
     The boxes are laid end to end and their bytes divided evenly between the ranks. A box goes to the rank that its first
-    byte falls to; a box of `MIN_CUT_BYTES` or more is cut between rows. A pure function, so that the ranks need not talk.
+    byte falls to; a box of `MIN_CUT_BYTES` or more is cut between rows. A pure function, so that the ranks need not communicate.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1}, not {rank}")
@@ -273,8 +272,8 @@ def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size:
 
 
 def some_of(shares: dict[int, Box]) -> dict[int, Box]:
-    """Up to `COMPARED` boxes of what another rank sends, evenly out of all that have two dimensions or more. The others may
-    differ rightly: statistics that each rank keeps of its own batches."""
+    """Up to `COMPARED` of the boxes that another rank sends, spread evenly over all boxes of two or more dimensions. Others may
+    differ between ranks without an error: statistics that each rank keeps of its own batches."""
     matrices = [(position, box) for position, box in shares.items() if len(box.sizes) > 1]
     step = -(-len(matrices) // COMPARED) or 1
     return dict(matrices[step // 2 :: step])

@@ -1,4 +1,4 @@
-"""The source that fits a model: which adapter `SyncManager.update` uses when it is given a model instead of a source."""
+"""Chooses the source that fits a model, for `SyncManager.update` with a model instead of a source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Sendable: TypeAlias = (
     | Sequence[tuple[str, torch.Tensor]]
     | Callable[[], Iterable[tuple[str, torch.Tensor]]]
 )
-"""What can be sent: a source, a model (for Megatron also the list of its chunks), or checkpoint tensors by name."""
+"""A source, a model (for Megatron also the list of its chunks), or checkpoint tensors by name."""
 
 Kind: TypeAlias = Literal["source", "vllm", "fsdp", "dtensor", "megatron", "lora", "module", "tensors"]
 
@@ -38,7 +38,7 @@ TAKEN = (
 )
 
 LORA_GROUP = "lora."
-"""Groups whose names begin so hold one adapter for the engine's own LoRA slots; the base model does not travel."""
+"""Prefix of the names of groups that hold one adapter for the engine's own LoRA slots, without the base model."""
 
 
 def source_for(
@@ -49,16 +49,14 @@ def source_for(
     group: str = "policy",
     process_group: dist.ProcessGroup | None = None,
 ) -> WeightSource:
-    """The adapter for `model`, made as a user would make it: `FSDPAdapter`, `DTensorAdapter`, `MegatronAdapter`,
-    `MergedLoRAAdapter` (`LoRAAdapter` in a group named "lora.NAME"), `VllmSourceAdapter` or `ModuleAdapter`. A `WeightSource`
-    is returned as it is.
+    """The adapter for `model`: `FSDPAdapter`, `DTensorAdapter`, `MegatronAdapter`, `MergedLoRAAdapter` (`LoRAAdapter` in a group
+    named "lora.NAME"), `VllmSourceAdapter` or `ModuleAdapter`. A `WeightSource` is returned as it is.
 
-    `dtype` is the dtype in which every tensor travels, as `dtype_rules={"*": dtype}` says; "engine" stands for the engine's own
-    dtypes; default: the trainer's own.
-    `hf_config`: for Megatron, the checkpoint's config. `process_group`: the trainer's ranks. For Megatron, LoRA and vLLM's
-    sources this is collective over them.
+    `dtype`: the dtype in which every tensor travels, as with `dtype_rules={"*": dtype}`; "engine" stands for the engine's own
+    dtypes; default: the trainer's own. `hf_config`: for Megatron, the checkpoint's config. `process_group`: the trainer's ranks.
+    For Megatron, LoRA and vLLM's sources the call is collective over these ranks.
 
-    Raises `ArgumentError` for what cannot be sent, and what the adapter raises.
+    Raises `ArgumentError` for a model that cannot be sent, and what the adapter raises.
     """
     kind = kind_of(model)
     rules: Rules = None if dtype is None else _rules(dtype)
@@ -66,7 +64,7 @@ def source_for(
         assert isinstance(model, WeightSource)
         if dtype is not None:
             raise ArgumentError(
-                f"dtype={dtype!r} was given with a {type(model).__name__}, which says itself how its tensors travel",
+                f"dtype={dtype!r} was given with a {type(model).__name__}, which decides by itself how its tensors travel",
                 hint="give the adapter dtype_rules, or give update the model itself",
             )
         return model
@@ -94,8 +92,8 @@ def source_for(
 
 
 def kind_of(model: object) -> Kind:
-    """What kind of model this is, by its classes and its parameters' classes. Raises `ArgumentError` for one that cannot be
-    sent; the text lists what can."""
+    """The kind of this model, by its class and its parameters' classes. Raises `ArgumentError` for a model that cannot be sent;
+    the text lists what can."""
     if isinstance(model, WeightSource):
         return "source"
     if is_vllm_source(model):
@@ -114,7 +112,7 @@ def kind_of(model: object) -> Kind:
         return "tensors"
     if isinstance(model, Iterator):
         raise _unknown(
-            f"a {type(model).__name__}, which can be read only once, and every update reads it anew",
+            f"a {type(model).__name__}, which can be read only once, while every update reads it again",
             "pass a callable that returns a fresh one, for example `lambda: model.named_parameters()`",
         )
     if isinstance(model, type):
@@ -143,7 +141,7 @@ def _kind_of_module(model: torch.nn.Module) -> Kind:
 
 
 def _is_fsdp_alone(parameters: Sequence[Any]) -> bool:
-    """Whether all parameters lie on one mesh of all ranks, sharded over one of its dimensions: what `FSDPAdapter` takes."""
+    """Whether `FSDPAdapter` takes these parameters: all on one mesh of all ranks, sharded over one of its dimensions."""
     from torch.distributed.tensor import Shard
 
     meshes = {tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())) for parameter in parameters}

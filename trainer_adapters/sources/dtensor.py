@@ -1,7 +1,7 @@
-"""DTensors: each rank sends the shards that it holds, where they are, whatever the meshes and placements. No gathering.
+"""DTensors: each rank sends its shards from where they lie, for any meshes and placements. Nothing is gathered.
 
-From torch's private side: a DTensor's `_spec` and `_local_tensor` (`to_local()` adds a record for autograd to each), and
-`FSDPModule._get_fsdp_state()`, whose groups know whether parameters are sharded just now.
+Private parts of torch used here: a DTensor's `_spec` and `_local_tensor` (`to_local()` adds a record for autograd to each), and
+`FSDPModule._get_fsdp_state()`, whose groups know whether parameters are sharded at the moment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FREED_HINT = (
 
 
 class ShardedSource(ScannedSource):
-    """What the sources of DTensors share: looking at them, and the boxes that this rank's shards are."""
+    """The common base of sources of DTensors: inspects them, and finds the boxes of this rank's shards."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class ShardedSource(ScannedSource):
 
     def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
         infos = super()._scan(keep)
-        if len(self._known) > 2 * len(infos):  # of parameters that are gone
+        if len(self._known) > 2 * len(infos):  # mostly of parameters that no longer exist
             self._known.clear()
-        # What was planned lay in shards: only another model may be one that doesn't just now.
+        # The planned parameters lay in shards: only a different model may have unsharded ones at the moment.
         if (self._plan is None or infos != self._plan.infos) and (unsharded := _unsharded(self._model)):
             raise ManifestMismatch(
-                f"parameters are unsharded just now in {first_few(unsharded)}", hint=FREED_HINT, side="trainer"
+                f"parameters are unsharded at the moment in {first_few(unsharded)}", hint=FREED_HINT, side="trainer"
             )
         return infos
 
@@ -89,7 +89,7 @@ class ShardedSource(ScannedSource):
         return Inspection(shape, thing.dtype, spread, problem, None if problem else memory_of(thing))
 
     def _spread_of(self, thing: DTensor, local: torch.Tensor) -> tuple[Dims, Any, str]:
-        """Its shape, how it lies on its mesh, and why it can't be sent."""
+        """The DTensor's shape, its spread over the mesh, and why it can't be sent."""
         key = thing.device_mesh, tuple(thing.placements)
         mesh = self._meshes.setdefault(key, Mesh(*key))
         shape = tuple(thing.shape)
@@ -108,7 +108,7 @@ class ShardedSource(ScannedSource):
         return ""
 
     def _spread(self, mesh: Mesh, shape: Dims, local: Dims) -> Spread:
-        """`Spread.of`, remembered: models repeat their shapes."""
+        """`Spread.of`, cached: models repeat their shapes."""
         key = (mesh, shape, local)
         if key not in self._spreads:
             self._spreads[key] = Spread.of(*key)
@@ -118,20 +118,19 @@ class ShardedSource(ScannedSource):
 class DTensorAdapter(ShardedSource):
     """A source for a model of DTensors: tensor-parallel plans, `fully_shard` over them, expert-parallel meshes.
 
-    Every rank makes one, and contributes its own shards: views of the parameters' memory. Meshes and placements may
-    differ from one parameter to the next; `_StridedShard` and uneven shards are fine. Copies that a mesh describes
-    (`Replicate`) are divided between their ranks by bytes, and a few of them compared as the following are.
+    Every rank makes one and sends its own shards, which are views of the parameters' memory. Meshes and placements may
+    differ from parameter to parameter; `_StridedShard` and uneven shards are supported. The ranks that hold the same copy
+    according to a mesh (`Replicate`) each send a share of its bytes; a few of these copies are compared like the following.
 
-    Copies that no mesh describes may have come apart in training: parameters on the data-parallel submesh only, and plain
-    tensors, are held by each tensor-parallel rank, and nothing sums the gradients that each sees. The copy of the lowest
-    rank is sent. The others' digests are compared with it in updates 1, 2, 4, 8, ... and in `verify`; a difference is
-    warned about.
+    Copies that no mesh describes may differ after training: each tensor-parallel rank holds plain tensors and parameters on
+    the data-parallel submesh, and nothing sums their gradients over these ranks. The copy of the lowest rank is sent. The
+    others' digests are compared with it in updates 1, 2, 4, 8, ... and in `verify`; a difference is logged as a warning.
 
-    `process_group`: the trainer's ranks, as for `SyncManager`; default all of torch.distributed. The rest is as in
+    `process_group`: the trainer's ranks, as for `SyncManager`; default all of torch.distributed. The other options are as in
     `ModuleAdapter`, the parameters' dtype as in `FSDPAdapter`.
 
-    Raises TypeError for a model that FSDP1 wraps, and `ManifestMismatch`, which names them, for parameters with pending
-    sums (`Partial`), of a kind of placement that isn't known, or unsharded just now.
+    Raises TypeError for a model that FSDP1 wraps, and `ManifestMismatch`, which names them, for parameters that have pending
+    sums (`Partial`) or an unknown kind of placement, or that are unsharded at the moment.
     """
 
     def __init__(
@@ -156,8 +155,8 @@ class DTensorAdapter(ShardedSource):
         self._ranks = tuple(sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
 
     def copies(self) -> Iterator[LocalSlice]:
-        """Those that no mesh describes, and a few of those that one does: tensor-parallel ranks may compute a gradient each for
-        itself, and then the last bits may come apart."""
+        """Copies that no mesh describes, and a few that a mesh describes: tensor-parallel ranks may each compute the gradient by
+        themselves, and then the last bits may differ."""
         yield from super().copies()
         yield from super().kept_equal()
 
@@ -169,14 +168,14 @@ class DTensorAdapter(ShardedSource):
             role: Any = "send" if dist.get_rank() == self._ranks[0] else "copy"
             return LocalShards((whole_shard(info.shape),), role=role)
         mesh = info.spread.mesh
-        # Meshes that are cut from one hold a copy each; of these the one with the lowest rank sends.
+        # Each submesh of one root mesh holds a copy; the submesh with the lowest rank sends.
         if min(set(mesh.family) & set(self._ranks), default=-1) in mesh.ranks:
             return info.spread.local_shards()
         return LocalShards(info.spread.shards if mesh.is_first_copy else (), role="copy")
 
 
 def _unsharded(model: torch.nn.Module) -> list[str]:
-    """Names of the FSDP2 modules whose parameters are not the shards just now."""
+    """Names of the FSDP2 modules whose parameters are unsharded at the moment."""
     return [
         name or "the root"
         for name, part in model.named_modules()

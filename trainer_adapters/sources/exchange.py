@@ -1,4 +1,4 @@
-"""Every rank's bytes, on every rank: any length, no pickle; by two collectives, or through the process group's store."""
+"""Gives every rank's bytes to every rank: of any length, without pickle, by two collectives or by the process group's store."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PREFIX = "weightwire/meeting"
 OPEN = f"{PREFIX}/open"
 NUMBER = f"{PREFIX}/number"
 WARN_AFTER_S = 10.0
-"""Also the longest single wait in the store, which other threads of this process may want to use meanwhile."""
+"""A wait is logged after this time. Also the longest single wait in the store, which other threads of this process may need."""
 
 ANSWER_S = 1.0
-"""How much longer than rank 0 the other ranks wait: rank 0 then tells them which ranks did not come, in seconds."""
+"""The other ranks wait this many seconds longer than rank 0, which tells them which ranks are missing."""
 
 
 class _Met(msgspec.Struct, frozen=True):
@@ -42,11 +42,11 @@ def meet(mine: bytes, group: dist.ProcessGroup | None, *, timeout_s: float) -> l
     For a call that some ranks may never make.
 
     1. rank 0 takes the rendezvous' number and opens it;
-    2. every other rank leaves its record under that number;
-    3. rank 0 closes the rendezvous and leaves all records, or its error, for the others.
+    2. every other rank stores its record under that number;
+    3. rank 0 closes the rendezvous and stores all records, or its error, for the others.
 
-    Called on every rank of `group` (None: the default group). Raises `SyncTimeout`, naming the ranks that didn't come, on those
-    that did. One that failed doesn't affect the next one.
+    Called on every rank of `group` (None: the default group). Ranks that called it raise `SyncTimeout`, which names the missing
+    ranks. A failed rendezvous doesn't affect the next one.
     """
     deadline_s = time.monotonic() + timeout_s
     store: Any = dist.distributed_c10d._get_process_group_store(group or dist.distributed_c10d._get_default_group())
@@ -83,7 +83,7 @@ def _lead(store: Any, mine: bytes, size: int, deadline_s: float, timeout_s: floa
 
 
 def _wait(store: Any, keys: Sequence[str], ranks: Sequence[int], deadline_s: float, timeout_s: float) -> None:
-    """Waits until `ranks` have set all `keys`. Raises `SyncTimeout`, and `PeerLost` where the store is gone."""
+    """Waits until `ranks` have set all `keys`. Raises `SyncTimeout`, and `PeerLost` if the store is gone."""
     warn_at_s = time.monotonic() + WARN_AFTER_S
     missing: list[int] = []
     try:
@@ -99,14 +99,14 @@ def _wait(store: Any, keys: Sequence[str], ranks: Sequence[int], deadline_s: flo
             if missing and time.monotonic() >= deadline_s:
                 break
             if missing and time.monotonic() >= warn_at_s:
-                logger.warning("weightwire: this SyncManager waits for trainer ranks %s to make theirs", missing)
+                logger.warning("weightwire: this SyncManager waits for those of trainer ranks %s", missing)
                 warn_at_s = deadline_s
     except RuntimeError as error:
         raise PeerLost(f"the store of torch.distributed is gone: {error}", side="trainer", phase="start") from error
     raise SyncTimeout(
         f"trainer ranks {missing} have not made their SyncManager within {timeout_s:g} s",
-        hint="make a SyncManager on every rank of the process group, in one order; process_group= names the ranks if only "
-        "some of them are the trainer",
+        hint="make a SyncManager on every rank of the process group, in the same order on each; if only some ranks are the "
+        "trainer, name them with process_group=",
         side="trainer",
         rank=missing[0],
         phase="start",
@@ -120,7 +120,7 @@ def exchange_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
 
 
 def exchange_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """The same for 1-D tensors of uint8, which may differ in length."""
+    """`exchange_bytes` for 1-D tensors of uint8, which may differ in length."""
     device = mine.device
     if not mine.is_cuda and dist.get_backend(group) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,10 +1,10 @@
-"""Models whose experts transformers 5 stacks in memory and writes one by one: which checkpoint tensors lie where.
+"""Rules for models whose experts transformers 5 stacks in memory but writes one by one: where each checkpoint tensor lies.
 
 In memory an expert layer has two tensors, `gate_up_proj` (E, 2F, H) and `down_proj` (E, H, F) for E experts, F features
-and hidden size H. `save_pretrained` writes three a expert: gate (F, H) is `gate_up_proj[i, :F]`, up (F, H) is
+and hidden size H. `save_pretrained` writes three tensors per expert: gate (F, H) is `gate_up_proj[i, :F]`, up (F, H) is
 `gate_up_proj[i, F:]`, down (H, F) is `down_proj[i]`. Each is a box, so that shards are cut along it and nothing is
-gathered. Models that are written as they are held (GPT-OSS, Llama 4) need no rule, and one that isn't in the table keeps
-its own names: an engine that expects others refuses them by name before a byte moves.
+gathered. Models whose checkpoint has the same tensors as memory (GPT-OSS, Llama 4) need no rule. A model that isn't in the table
+keeps its own names: an engine that expects other names refuses them before a byte moves.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 @dataclass(frozen=True)
 class Stacked:
-    """What a checkpoint calls the tensors of expert `{}`; and, in `spelling`, parts of names that it spells otherwise than the
-    module does."""
+    """A checkpoint's names for the tensors of expert `{}`. `spelling`: parts of names that the checkpoint spells differently from
+    the module."""
 
     gate: str
     up: str
@@ -33,7 +33,7 @@ class Stacked:
     spelling: dict[str, str] = field(default_factory=dict)
 
     def targets(self, name: str, shape: Dims, hidden_size: int) -> tuple[Target, ...]:
-        """The checkpoint's tensors in `name`. Raises `ManifestMismatch` for stacked experts of another layout."""
+        """The checkpoint's tensors in the tensor `name`. Raises `ManifestMismatch` for stacked experts of another layout."""
         held = name
         for own, written in self.spelling.items():
             name = name.replace(own, written)
@@ -50,7 +50,7 @@ class Stacked:
                 for part, start in ((self.gate, 0), (self.up, features))
             )
         raise ManifestMismatch(
-            f"{held}: experts of shape {list(shape)} with hidden size {hidden_size} are stacked in no known way",
+            f"{held}: experts of shape {list(shape)} with hidden size {hidden_size} are not stacked in a known way",
             hint="give ModuleAdapter an iterable of the checkpoint's own tensors, or rename this one",
             side="trainer",
         )
@@ -76,11 +76,11 @@ STACKED: dict[str, Stacked] = {
     "qwen3_moe": _BY_PROJECTION,
     "qwen3_next": _BY_PROJECTION,
 }
-"""By `config.model_type`. A new line wants a line in `test_experts.py`, which compares it with `save_pretrained`."""
+"""By `config.model_type`. A new line needs a line in `test_experts.py`, which compares it with `save_pretrained`."""
 
 
 def checkpoint_layout(module: torch.nn.Module) -> CheckpointLayout | None:
-    """The rule for a module whose config, or that of the first part that has one, is of a model type in the table."""
+    """The rule for a module whose config, or the config of its first part that has one, has a model type of the table."""
     config: Any = next(
         (c for part in module.modules() if hasattr(c := getattr(part, "config", None), "model_type")), None
     )

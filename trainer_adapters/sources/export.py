@@ -1,12 +1,12 @@
 """Exports of another library's converter: any iterable of checkpoint names and tensors that the ranks make together.
 
-Converters gather: they run on all ranks, in step, and yield each tensor on all of them, on rank 0, or on those of the
-stage that has it. So a rank that stops taking leaves the others waiting in a collective, and a rank that sees no tensors
-can't tell what the model is. Here
-1. at construction all ranks run through one export and tell each other names, shapes and dtypes (`inventory`); from that
-   follow, on each rank alone, the manifest and who sends what. A converter that knows them beforehand saves that run;
-2. `slices()` runs through an export again, one tensor held at a time;
-3. a rank whose consumer gives up runs its export to the end all the same.
+Converters gather: they run on all ranks, in step, and yield each tensor on all ranks, on rank 0, or on those of the
+stage that has it. So a rank that stops iterating leaves the others waiting in a collective, and a rank that sees no tensors
+doesn't know the model. Therefore:
+1. at construction all ranks run through one export and exchange names, shapes and dtypes (`inventory`); from these each rank
+   derives by itself the manifest and which rank sends what. A converter that knows them beforehand saves that run;
+2. `slices()` runs through an export again, holding one tensor at a time;
+3. a rank whose consumer gives up still runs its export to the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HINT += "new ExportAdapter, on all ranks"
 
 
 class TensorMetadata(NamedTuple):
-    """What a tensor of an export will be."""
+    """Shape and dtype that a tensor of an export will have."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,23 +48,22 @@ class TensorMetadata(NamedTuple):
 
 class ExportAdapter(ExchangedSource):
     """A source for `export`, a function that the ranks call together and that returns a fresh iterable of `(name,
-    tensor)`: Megatron-Bridge's `lambda: bridge.export_hf_weights(model, cpu=True)`, say.
+    tensor)`, for example Megatron-Bridge's `lambda: bridge.export_hf_weights(model, cpu=True)`.
 
-    Names are the checkpoint's, tensors are whole and on any device. A rank may yield all of them, some or none: what
-    several ranks yield each of them sends a share of, what one rank yields it sends. The manifest's order is that of the
-    ranks' exports one after the other. `metadata`: returns `(name, TensorMetadata)` of each tensor that this rank's export
-    yields, in its order; without it the export itself is run once to find out. `tied` maps names that don't travel to those
-    that do in their place (an iterable doesn't show memory that is shared). `dtype_rules`, `include` and `exclude` as in
-    `ModuleAdapter`.
+    Names are the checkpoint's; tensors are whole and on any device. A rank may yield all of them, some or none: of a tensor
+    that several ranks yield, each sends a share. The manifest lists the ranks' exports one after the other. `metadata`:
+    returns `(name, TensorMetadata)` of each tensor that this rank's export yields, in its order; without it, the export itself
+    runs once to find out. `tied` maps names that don't travel to those that travel in their place (an iterable doesn't show
+    shared memory). `dtype_rules`, `include` and `exclude` as in `ModuleAdapter`.
 
     Collective over `process_group` (default: all of torch.distributed), and so is every run of the export, in the
-    manager's thread: while an `update_async` is on its way, no other thread may use the export's process groups. An
-    export that fails on one rank leaves the others in its collectives: their update ends by its deadline, the export by the
-    timeout of its process groups, and until then another update with such a source is refused.
+    manager's thread: while an `update_async` runs, no other thread may use the export's process groups. An export that fails
+    on one rank leaves the others in its collectives: their update ends at its deadline, the export by the timeout of its
+    process groups, and until then another update with such a source is refused.
 
-    Raises `ManifestMismatch`, on all ranks and naming the rank it comes from, for names that come twice, tensors that
-    can't be sent, and ranks that yield the same name with another shape or dtype. `slices()` raises it, on the way, when
-    an export isn't what the first one was.
+    Raises `ManifestMismatch`, on all ranks and naming the rank that caused it, for names that occur twice, tensors that
+    can't be sent, and ranks that yield the same name with another shape or dtype. `slices()` raises it during the iteration if
+    an export differs from the first one.
     """
 
     def __init__(
@@ -106,10 +105,10 @@ class ExportAdapter(ExchangedSource):
                 del tensor
                 position += 1
             if position != len(self._first):
-                raise _changed(f"{position} tensors came, {len(self._first)} the first time")
+                raise _changed(f"it yielded {position} tensors, the first time {len(self._first)}")
         finally:
             try:
-                for _ in pairs:  # the other ranks need this one for theirs
+                for _ in pairs:  # the other ranks' exports need this rank
                     pass
             except Exception as error:  # noqa: BLE001 -- whatever ended the slices is the error to raise; this one follows from it
                 logger.warning("weightwire: the rest of an export, made for the other ranks, failed: %s", error)
@@ -123,13 +122,13 @@ class ExportAdapter(ExchangedSource):
 
 
 def _look(pairs: Iterable[tuple[str, Any]]) -> list[HeldBox]:
-    """Runs through an export, or its metadata, to its end whatever is wrong with it. Raises `ManifestMismatch` for what can't
-    be sent."""
+    """Runs through an export, or its metadata, to its end even if something is wrong with it. Raises `ManifestMismatch` for
+    tensors that can't be sent."""
     items: dict[str, HeldBox] = {}
     problems = []
     for name, tensor in pairs:
         if name in items:
-            problems.append(f"{name} comes twice")
+            problems.append(f"{name} occurs twice")
         elif not isinstance(tensor, torch.Tensor | TensorMetadata):
             problems.append(f"{name} is a {type(tensor).__name__}")
         elif isinstance(tensor, torch.Tensor) and (problem := why_not_plain(tensor)):
@@ -142,8 +141,8 @@ def _look(pairs: Iterable[tuple[str, Any]]) -> list[HeldBox]:
         del tensor
     if problems:
         raise ManifestMismatch(
-            f"an export that can't be sent: {first_few(problems)}",
-            hint="change it as it says, or leave these out of what the export yields",
+            f"this export can't be sent: {first_few(problems)}",
+            hint="correct these tensors, or let the export leave them out",
             side="trainer",
         )
     return list(items.values())

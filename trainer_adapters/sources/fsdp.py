@@ -1,7 +1,7 @@
-"""FSDP alone, the second one (`fully_shard`) or the first (`FullyShardedDataParallel`): one adapter for both.
+"""One adapter for models that only FSDP shards: FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`).
 
-FSDP2's parameters are DTensors over one mesh dimension, or over (replicate, shard) as HSDP: what `dtensor.py` sends,
-with the copies that FSDP keeps equal divided between the ranks. FSDP1's flat parameters are in `fsdp1.py`.
+FSDP2's parameters are DTensors over one mesh dimension, or over (replicate, shard) with HSDP. They are sent as `dtensor.py`
+does, and the copies that FSDP keeps equal are divided between the ranks. FSDP1's flat parameters are in `fsdp1.py`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ __all__ = ["FSDPAdapter"]
 
 
 class FSDPAdapter(WeightSource):
-    """A source for a model that FSDP has sharded, and nothing else: FSDP2 (`fully_shard`) over one mesh dimension or, as
-    HSDP, over (replicate, shard); or FSDP1 (`FullyShardedDataParallel`) with any sharding strategy.
+    """A source for a model that only FSDP has sharded: FSDP2 (`fully_shard`) over one mesh dimension or, with HSDP, over
+    (replicate, shard); or FSDP1 (`FullyShardedDataParallel`) with any sharding strategy.
 
-    Every rank makes one, and contributes its own shards: views of the parameters' memory, uneven ones included, on the
-    CPU where they are offloaded. HSDP's copies of a shard, and what each rank holds whole (parameters that FSDP ignores,
-    buffers, those under NO_SHARD), are divided between their ranks by bytes; ranks must agree on them (FSDP doesn't
-    synchronise buffers). Frozen parameters are sent like the others. Nothing is gathered, but for units of FSDP1
-    with a parameter that isn't contiguous: see `trainer_adapters.sources.fsdp1`.
+    Every rank makes one and sends its own shards, which are views of the parameters' memory, of uneven size too, and on the
+    CPU if they are offloaded. The ranks that hold the same shard (HSDP) or the same whole tensor (parameters that FSDP
+    ignores, buffers, parameters under NO_SHARD) each send a share of its bytes; their copies must be equal (FSDP doesn't
+    synchronise buffers). Frozen parameters are sent like the others. Nothing is gathered, except units of FSDP1 with a
+    parameter that isn't contiguous: see `trainer_adapters.sources.fsdp1`.
 
     `dtype_rules`, `include_buffers`, `rename`, `include`, `exclude`, stacked experts and tied weights are as in
     `ModuleAdapter`. The parameters' dtype is that of the shards (the optimizer's), not that of `MixedPrecision(Policy)`:
     `dtype_rules={"*": torch.bfloat16}` sends bf16.
 
-    Raises TypeError for a model without FSDP, and `ManifestMismatch` where parameters are unsharded just now (FSDP2), have
-    pending sums (`Partial`), are sharded in more than one dimension of the mesh, or live on ranks that differ from one
-    parameter to the next or that this rank isn't among: `DTensorAdapter` takes FSDP2 with other parallelisms.
+    Raises TypeError for a model without FSDP, and `ManifestMismatch` if parameters are unsharded at the moment (FSDP2), have
+    pending sums (`Partial`), are sharded in more than one dimension of the mesh, or live on different sets of ranks or on
+    ranks other than this one: `DTensorAdapter` takes FSDP2 with other parallelisms.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class FSDPAdapter(WeightSource):
 
 
 class FullyShardSource(ShardedSource):
-    """FSDP2 alone: all DTensors are on one mesh, and what every rank of it holds is the same everywhere."""
+    """FSDP2 alone: all DTensors are on one mesh, and tensors that every rank holds whole are equal on all of them."""
 
     def _problem_of(self, mesh: Mesh) -> str:
         if mesh.coordinate is None:
-            return f"lives on ranks {list(mesh.ranks)}, and this is rank {dist.get_rank()}"
+            return f"lives on ranks {list(mesh.ranks)}, but this is rank {dist.get_rank()}"
         if mesh.is_sharded and [type(p) for p in mesh.placements if not p.is_replicate()] != [Shard]:
             return f"has placements {mesh.placements}: with a parallelism beside FSDP use DTensorAdapter"
         return ""

@@ -1,15 +1,15 @@
-"""FSDP1 (`FullyShardedDataParallel`): each rank sends what its shards of the flat parameters hold, from where they are.
+"""FSDP1 (`FullyShardedDataParallel`): each rank sends its shards of the flat parameters from where they lie.
 
 A unit's parameters lie end to end, in C order and padded, in one flat parameter, of which each rank holds an equal range.
 So a rank holds a run of some parameters' elements: a partial first row, whole rows, a partial last row, each a box. The
-shard is the optimizer's (the master weights under mixed precision), with or without `use_orig_params`, and is there
-whether or not the unit is unsharded just now.
+shard is the optimizer's (the master weights under mixed precision), with or without `use_orig_params`, and exists even while
+the unit is unsharded.
 
-A parameter whose elements don't lie in C order (`channels_last`, a transposed view) has no such boxes. It comes last:
+A parameter whose elements don't lie in C order (`channels_last`, a transposed view) has no such boxes. These come last:
 unit by unit the ranks summon the full parameters, and each sends a share of the bytes. That is a collective, which
-holds one unit at a time beside the model. A rank whose slices end early summons the rest with the others all the same.
+holds one unit at a time beside the model. A rank whose slices end early still summons the rest with the others.
 
-From torch's private side: `FlatParamHandle`, and what a `FlatParameter` knows of the parameters in it.
+Private parts of torch used here: `FlatParamHandle`, and a `FlatParameter`'s record of the parameters in it.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class FlatSource(ScannedSource):
         )
 
     def _all(self) -> Pairs:
-        """The model in the order of its state dict: parameters that FSDP manages, and the rest."""
+        """The parameters that FSDP manages and all other tensors, in the order of the model's state dict."""
         units = [Unit(part) for part in FullyShardedDataParallel.fsdp_modules(self._model) if part._handle is not None]
         if summoned := [unit for unit in units if unit.is_summoned]:
             raise ManifestMismatch(
-                f"full parameters are summoned just now in {len(summoned)} units",
+                f"full parameters are summoned at the moment in {len(summoned)} units",
                 hint="leave summon_full_params before an update",
                 side="trainer",
             )
@@ -128,7 +128,7 @@ class FlatSource(ScannedSource):
         coming = list(apart.items())
         try:
             yield from super()._cut(things, {p: own for p, own in planned.items() if p not in late})
-            while coming:  # on all ranks, whether this one sends something of it or not
+            while coming:  # on all ranks, even if this rank sends no part of the unit
                 module, positions = coming.pop(0)
                 with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
                     for position in positions:
@@ -140,8 +140,7 @@ class FlatSource(ScannedSource):
 
 
 def _take_part(modules: list[FullyShardedDataParallel]) -> None:
-    """The other ranks summon these parameters, which this rank has no use for: its slices ended in an error, or nobody
-    takes them."""
+    """Summons these parameters with the other ranks, although this rank doesn't need them: its slices ended early."""
     for module in modules:
         try:
             with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):
@@ -153,9 +152,9 @@ def _take_part(modules: list[FullyShardedDataParallel]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FlatSpread:
-    """Which run of a parameter's elements this rank has: `count` elements from `start` on, `at` in the unit's shard.
+    """The run of a parameter's elements that this rank has: `count` elements from `start` on, at `at` in the unit's shard.
 
-    `copies` are the ranks that have the same run; they divide it. `summoned`: all of it is gathered before it is sent.
+    `copies`: the ranks that have the same run, and divide it. `summoned`: the whole parameter is gathered before it is sent.
     """
 
     start: int
@@ -177,7 +176,7 @@ class ManagedParameter:
         return not self.unit.flat._contiguities[self.index]
 
     def full(self) -> torch.Tensor:
-        """All of it, where full parameters are summoned."""
+        """The whole parameter, while full parameters are summoned."""
         name, owner, _ = self.unit.flat._param_infos[self.index]
         tensor: torch.Tensor = getattr(owner, name).detach()
         return tensor
@@ -203,7 +202,7 @@ class Unit:
         handle: Any = module._handle
         self.handle = handle
         self.flat: Any = self.handle.flat_param
-        # Before the first forward pass there is nothing but the shard; then it is kept beside what is computed with.
+        # Before the first forward pass only the shard exists; afterwards it stays beside the parameter used for computing.
         self.shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat.data).detach()
         group = handle.process_group
         self.begin = self.shard.numel() * dist.get_rank(group) if handle.uses_sharded_strategy else 0
@@ -211,7 +210,7 @@ class Unit:
         self.starts = [start for start, padding in zip(ends, self.flat._is_padding_mask, strict=False) if not padding]
         self.is_summoned = self.handle._training_state.name == "SUMMON_FULL_PARAMS"
         own = tuple(sorted(dist.get_process_group_ranks(group)))
-        # A hybrid strategy keeps copies of each shard in a second group; it doesn't tell who else there is.
+        # A hybrid strategy keeps copies of each shard in a second group, which doesn't name the ranks of other shards.
         between = getattr(module, "_inter_node_pg", None)
         replicas = tuple(sorted(dist.get_process_group_ranks(between))) if between is not None else (dist.get_rank(),)
         both = tuple(range(dist.get_world_size()))
@@ -219,7 +218,7 @@ class Unit:
         self.copies = replicas if handle.uses_sharded_strategy else self.everyone
 
     def parameters(self) -> Iterator[tuple[torch.nn.Module, str, ManagedParameter]]:
-        """Each parameter with the module that has it and its name there; tied ones at each of their places."""
+        """Each parameter with its module and its name there; tied parameters occur at each of their places."""
         found = {}
         for i, (name, owner, _) in enumerate(self.flat._param_infos):
             found[id(owner), name] = parameter = ManagedParameter(self, i)
@@ -233,7 +232,7 @@ class Unit:
             return "is a DTensor under FSDP1: shard the model with fully_shard and use DTensorAdapter"
         if why := why_not_plain(self.shard):
             return why
-        pending = "was given other memory, which FSDP takes over in the next forward pass: update after one"
+        pending = "was given other memory, which FSDP takes over in the next forward pass: update after that"
         if self.flat.numel() == self.shard.numel() and self.flat.data_ptr() != self.shard.data_ptr():
             return pending
         parameters = self.flat._params

@@ -1,16 +1,15 @@
-"""Whole tensors from the ranks' slices of any source, for consumers that can't take slices. A collective generator.
+"""Makes whole tensors of the ranks' slices of any source, for consumers that can't take slices. A collective generator.
 
 1. the ranks exchange manifest and claims; a contradiction, or a failure of one rank, is an error on all ranks;
 2. all ranks derive the same buckets from the claims: pieces in the manifest's order, each rank's pieces side by side;
-3. two buffers take turns: while one bucket is put together, the next is packed and on its way, asynchronously;
-4. each tensor is put together in one scratch buffer, and yielded when its last piece is there.
+3. two buffers take turns: while one bucket is unpacked, the next is packed and sent asynchronously;
+4. each tensor is assembled in one scratch buffer, and yielded when its last piece has arrived.
 
 So a rank holds two buckets and the largest tensor beside the model (and its share of the slices that the ranks make
 together).
-Bytes travel in the manifest's dtype and are copied, never computed with: the result is what the slices say, bit for bit.
-A rank that fails on the way says so in its part of the bucket, and all ranks stop there. A rank whose consumer closes the
-generator early takes part in the rest of the buckets all the same. The deadline of a collective is the process group's
-timeout.
+Bytes travel in the manifest's dtype and are only copied, so the result equals the slices bit for bit. A rank that fails
+during this marks its part of the bucket, and all ranks stop there. A rank whose consumer closes the generator early still takes
+part in the remaining buckets. The deadline of a collective is the process group's timeout.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ logger = logging.getLogger(__name__)
 
 PIECE_ALIGNMENT_BYTES = 16
 HEADER_BYTES = PIECE_ALIGNMENT_BYTES
-"""Before each rank's part of a bucket: a first byte that isn't zero says that the rank failed."""
+"""Stand before each rank's part of a bucket: a nonzero first byte means that the rank failed."""
 
 
 def gathered(
     source: WeightSource, *, bucket_bytes: int | None = None, process_group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """`(name, tensor)` for every tensor of the manifest, in its order and dtype, on every rank of `process_group` (default
-    all of torch.distributed). All of them call it and take from it to the end.
+    all of torch.distributed). All these ranks call it and iterate to the end.
 
-    A tensor is valid until the next one is asked for. Raises typed errors, on all ranks: `ManifestMismatch` where the
-    manifests differ or the claims don't cover them, what a rank's source raises on that rank and `WeightwireError` on
-    the others. `bucket_bytes` is rank 0's, default the environment's (see `Config`).
+    A tensor is valid until the next one is requested. Raises on all ranks: `ManifestMismatch` if the manifests differ or the
+    claims don't cover them; if a rank's source raises, its error on that rank and `WeightwireError` on the others.
+    `bucket_bytes`: rank 0's applies; default the environment's (see `Config`).
     """
     if bucket_bytes is None:
         bucket_bytes = Config.from_environment().bucket_bytes
@@ -74,7 +73,7 @@ def gathered(
     try:
         for bucket, buffer in arrived:
             for piece in bucket.pieces:
-                for i in range(done, piece.box.tensor):  # tensors without elements come in their turn
+                for i in range(done, piece.box.tensor):  # tensors without elements, in the manifest's order
                     yield manifest.tensors[i].name, _tensor(manifest, i, scratch)
                 done = piece.box.tensor
                 whole = _tensor(manifest, done, scratch)
@@ -86,10 +85,10 @@ def gathered(
                     done, missing = done + 1, -1
     except BaseException:
         try:
-            for _ in arrived:  # nobody takes these any more, but the other ranks' broadcasts need this one
+            for _ in arrived:  # nobody needs these here, but the other ranks' broadcasts need this rank
                 pass
         except Exception as error:  # noqa: BLE001 -- whatever ended the tensors is the error to raise
-            logger.warning("weightwire: the rest of what is gathered, for the other ranks, failed: %s", error)
+            logger.warning("weightwire: gathering the remaining tensors for the other ranks failed: %s", error)
         raise
     for i in range(done, len(manifest.tensors)):
         yield manifest.tensors[i].name, _tensor(manifest, i, scratch)
@@ -97,7 +96,7 @@ def gathered(
 
 @dataclass(frozen=True)
 class _PlacedPiece:
-    """A piece of a rank's slice, at byte `start` of a bucket."""
+    """A piece of a rank's slice, and the byte of a bucket at which it starts."""
 
     box: Box
     rank: int
@@ -106,7 +105,7 @@ class _PlacedPiece:
 
 @dataclass
 class _Bucket:
-    """Pieces in the manifest's order, and where each rank's part lies: `(rank, start, end)` in bytes."""
+    """Pieces in the manifest's order, and the place of each rank's part: `(rank, start, end)` in bytes."""
 
     pieces: list[_PlacedPiece] = field(default_factory=list)
     parts: list[tuple[int, int, int]] = field(default_factory=list)
@@ -156,7 +155,7 @@ def _agree(
 
 
 def _buckets(manifest: Manifest, claims: Sequence[tuple[Box, ...]], bucket_bytes: int) -> list[_Bucket]:
-    """Boxes cut to `bucket_bytes` at most and filled in: in the manifest's order, and by rank within a tensor."""
+    """Cuts boxes to `bucket_bytes` at most and packs them into buckets: in the manifest's order, by rank within a tensor."""
     pieces: list[tuple[int, Box]] = []
     owned = sorted((box.tensor, rank, position) for rank, own in enumerate(claims) for position, box in enumerate(own))
     for _, rank, position in owned:
@@ -204,13 +203,13 @@ class _Packer:
         self._now: LocalSlice | None = None
         self.failure: Exception | None = None
         try:
-            if passing := source.made_together():  # on all ranks now, before the first of the buckets' own collectives
+            if passing := source.made_together():  # run them on all ranks now, before the first collective of a bucket
                 self._slices = iter(_run_through(source, passing))
         except Exception as error:  # noqa: BLE001 -- as in `fill`
             self.failure = error
 
     def fill(self, bucket: _Bucket, buffer: torch.Tensor) -> None:
-        """Never raises: what goes wrong is kept, and marked where the others see it."""
+        """Never raises: keeps an error, and marks it in the bucket for the other ranks."""
         own = next(((start, end) for rank, start, end in bucket.parts if rank == self._rank), None)
         try:
             if self.failure is None:
@@ -229,8 +228,8 @@ class _Packer:
             self._now = next(self._slices, None)
             if self._now is None:
                 raise ManifestMismatch(
-                    f"{self._manifest.describe(piece.box)} was claimed and didn't come",
-                    hint="slices() must yield what claims() says",
+                    f"claims() listed {self._manifest.describe(piece.box)}, but slices() didn't yield it",
+                    hint="slices() must yield the boxes that claims() lists",
                     side="trainer",
                     rank=self._rank,
                 )
@@ -241,7 +240,7 @@ class _Packer:
 
 
 def _run_through(source: WeightSource, passing: frozenset[int]) -> list[LocalSlice]:
-    """All slices, in the manifest's order; those of `passing` tensors are copied."""
+    """All slices, in the manifest's order; slices of `passing` tensors are copied, because their memory is reused."""
     items = [LocalSlice(s.box, s.tensor.clone() if s.box.tensor in passing else s.tensor) for s in source.slices()]
     return sorted(items, key=lambda item: item.box.tensor)
 
@@ -249,7 +248,7 @@ def _run_through(source: WeightSource, passing: frozenset[int]) -> list[LocalSli
 def _arrivals(
     buckets: list[_Bucket], buffers: list[torch.Tensor], packer: _Packer, group: dist.ProcessGroup
 ) -> Iterator[tuple[_Bucket, torch.Tensor]]:
-    """Each bucket when it is complete, with its buffer; the next one is on its way meanwhile."""
+    """Each bucket with its buffer when it has arrived; the next one travels meanwhile."""
 
     def start(bucket: _Bucket, buffer: torch.Tensor) -> list[Any]:
         with span("pack", bytes=bucket.nbytes):

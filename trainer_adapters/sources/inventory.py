@@ -1,8 +1,8 @@
-"""What several ranks hold of one model, put together: one manifest for all, and one sender for each byte.
+"""Merges what several ranks hold of one model: one manifest for all, and one sender for each byte.
 
-Where no rank knows the whole model (pipeline stages, experts), each says which boxes of which checkpoint tensors it
-holds, once, by one exchange. The rest is a pure function of everybody's inventory, so that all ranks come to the same
-result without talking again.
+If no rank knows the whole model (pipeline stages, experts), each tells the others once, in one exchange, which boxes of
+which checkpoint tensors it holds. Everything else is a pure function of all inventories, so that all ranks come to the same
+result without further communication.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["ExchangedSource", "HeldBox", "Inventory", "SendAssignment", "divide"
 
 
 class HeldBox(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a checkpoint tensor that a rank holds. `shape` and `dtype` are the whole tensor's, dtype by torch's name,
-    before dtype rules. Of several ranks with the same box those with the lowest `turn` send it."""
+    """A box of a checkpoint tensor that a rank holds. `shape` and `dtype` are the whole tensor's; dtype by torch's name, before
+    dtype rules. If several ranks have the same box, those with the lowest `turn` send it."""
 
     name: str
     dtype: str
@@ -40,8 +40,8 @@ class HeldBox(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Inventory(msgspec.Struct, frozen=True):
-    """What one rank tells the others: the boxes it holds; `facts` that must be the same everywhere; `parts` that must be
-    on some rank (the source knows what they are); or `error`, why it has nothing to tell."""
+    """What one rank tells the others: the boxes that it holds; `facts` that must be equal on all ranks; `parts`, of which the
+    source checks that each is on some rank; or `error`, if the rank failed."""
 
     boxes: list[HeldBox] = []
     facts: dict[str, str] = {}
@@ -58,10 +58,10 @@ class SendAssignment:
 
 
 class ExchangedSource(WeightSource):
-    """A source whose ranks tell each other, when it is made, what each of them holds; from then on none has to ask.
+    """A source whose ranks exchange what each of them holds when it is made, and don't communicate afterwards.
 
-    Collective over `process_group` (None: the default group). `look` is called once, on each rank. Raises, on all ranks, the
-    first rank's error, and `ManifestMismatch` where their facts differ.
+    Collective over `process_group` (None: the default group). Each rank calls `look` once. Raises on all ranks: the first
+    failing rank's error, and `ManifestMismatch` if their facts differ.
     """
 
     def __init__(self, look: Callable[[], Inventory], process_group: dist.ProcessGroup | None) -> None:
@@ -71,8 +71,8 @@ class ExchangedSource(WeightSource):
     def _settle(
         self, ties: Mapping[str, str], rules: DtypeRules, names: NameFilter, *, in_natural_order: bool = True
     ) -> None:
-        """Derives the manifest and who sends what, by `merge` and `divide`. A subclass calls it once, when it has made its own
-        checks of `_everybody`."""
+        """Derives the manifest and what each rank sends, by `merge` and `divide`. A subclass calls it once, after its own checks
+        of `_everybody`."""
         self._rules = rules
         self._merge = partial(
             merge, self._everybody, tied=ties, rules=rules, names=names, in_natural_order=in_natural_order
@@ -104,10 +104,10 @@ class ExchangedSource(WeightSource):
 
 
 def _exchange(look: Callable[[], Inventory], group: dist.ProcessGroup | None) -> list[Inventory]:
-    """What `look` finds on each rank, in order of rank, as bytes (no pickle). Collective over `group`.
+    """The inventory that `look` returns on each rank, in order of rank. Collective over `group`.
 
-    Raises, on all ranks, the first rank's error: nobody is left waiting for a rank whose look failed. An error that is not
-    of our tree is raised as it is on its own rank.
+    Raises the first failing rank's error on all ranks, so that no rank waits for one whose `look` failed. On its own rank, an
+    error that is no `WeightwireError` is raised unchanged.
     """
     own: Exception | None = None
     try:
@@ -128,7 +128,7 @@ def _exchange(look: Callable[[], Inventory], group: dist.ProcessGroup | None) ->
 
 
 def _raise_first(inventories: Sequence[Inventory]) -> None:
-    """Raises, the same on every rank, the first rank's error; or `ManifestMismatch` where facts differ."""
+    """Raises the same on every rank: the first failing rank's error, or `ManifestMismatch` if facts differ."""
     for rank, inventory in enumerate(inventories):
         if inventory.error is not None:
             raise WeightwireError.of(inventory.error).at(side="trainer", rank=rank)
@@ -156,11 +156,11 @@ def merge(
     names: NameFilter,
     in_natural_order: bool = True,
 ) -> Manifest:
-    """The manifest of all boxes that `names` keeps: in natural order of names (layer 2 before layer 10), or as the ranks
-    list them one after the other; dtype rules applied.
+    """The manifest of all boxes that `names` keeps, with dtype rules applied: in natural order of names (layer 2 before layer
+    10), or in the order of the ranks' lists one after the other.
 
-    Raises `ManifestMismatch` where ranks disagree about a tensor, where an element is on no rank or in two different
-    boxes (the same box on several ranks are copies), and as `NameFilter` and `DtypeRules` do.
+    Raises `ManifestMismatch` if ranks disagree about a tensor, or if an element is on no rank or in two different boxes (the
+    same box on several ranks is a copy), and as `NameFilter` and `DtypeRules` do.
     """
     whole: dict[str, tuple[HeldBox, int]] = {}
     disagree = []
@@ -185,11 +185,11 @@ def merge(
 def divide(
     manifest: Manifest, inventories: Sequence[Inventory], rank: int
 ) -> tuple[list[SendAssignment], list[SendAssignment], list[SendAssignment]]:
-    """What `rank` sends; what it holds too and leaves to ranks whose turn is lower; and a few of the parts that the next rank
-    sends of what both divide. All in the manifest's order.
+    """Three lists in the manifest's order: what `rank` sends; what it also holds but leaves to ranks of a lower turn; and, of
+    boxes that it divides with others, a few of the parts that the next rank sends.
 
-    Copies of the lowest turn are divided by bytes: each rank about as much, large tensors cut between rows. What is left
-    to others is cut as they send it, so that digests of the two can be compared.
+    Copies of the lowest turn are divided by bytes: each rank sends about the same number, and large tensors are cut between
+    rows. Boxes left to others are cut as the others send them, so that the digests of both can be compared.
     """
     holders: dict[Box, tuple[int, list[int]]] = {}
     for holder, inventory in enumerate(inventories):
@@ -220,7 +220,7 @@ def divide(
 
 
 def _boxes(manifest: Manifest, inventory: Inventory) -> dict[Box, int]:
-    """What of an inventory is in the manifest, with its position: the first of a rank's own copies."""
+    """The boxes of an inventory that are in the manifest, with their positions; of a rank's own copies, the first."""
     boxes: dict[Box, int] = {}
     for position, item in enumerate(inventory.boxes):
         if item.name in manifest.index:

@@ -1,4 +1,4 @@
-"""Whether PEFT put adapters into a model. PEFT is not imported for that: where it never was, no model has any."""
+"""Detects PEFT's adapters in a model, without importing PEFT: if nobody imported it, no model has any."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def has_lora_layers(model: torch.nn.Module) -> bool:
 
 
 def refuse_lora_layers(model: torch.nn.Module, rename: object) -> None:
-    """Raises `ArgumentError` for a model with adapters whose names nobody renames: no engine knows PEFT's names, and the base
+    """Raises `ArgumentError` for a model with adapters, unless a `rename` is given: no engine knows PEFT's names, and the base
     weights alone are not what was trained."""
     if rename is None and has_lora_layers(model):
         raise ArgumentError(
-            "this model has adapters of PEFT",
+            "this model has PEFT adapters",
             hint="for LoRA use MergedLoRAAdapter, which sends the base model with the adapters merged in, or LoRAAdapter for the "
             "adapter alone; `update(model)` finds the first by itself",
             side="trainer",

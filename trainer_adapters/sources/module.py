@@ -28,29 +28,25 @@ class ModuleAdapter(ScannedSource):
     - an unsharded `torch.nn.Module`: its parameters, frozen ones included, and its buffers, by state-dict
       names. Weights that share memory are sent once (`Manifest.tied`); `_tied_weights_keys` of transformers
       says which name travels, and weights that it calls tied but that are two tensors are refused;
-    - a dict, or a list or tuple of `(name, tensor)`: read anew for each update; tensors of the same memory
-      are tied;
+    - a dict, or a list or tuple of `(name, tensor)`: read again for each update; tensors that share memory are tied;
     - any other mapping or iterable that can be iterated repeatedly, or a callable that returns a fresh
       iterator of `(name, tensor)`: one tensor is held at a time. `manifest()` runs through it once and
-      `slices()` on every update, to the end on every rank (so that a producer may talk to the other ranks);
-      all passes must yield the same names, shapes and dtypes in the same order. Tied tensors are not recognised:
-      they look like a buffer that is reused.
+      `slices()` on every update, to the end on every rank (so that it may use collectives); all passes must yield
+      the same names, shapes and dtypes in the same order. Tied tensors are not recognised, because they look like a buffer
+      that is reused.
 
     `dtype_rules`: see `DtypeRules`. `include_buffers`: "persistent" (those in the state dict), "all" or
-    "none". `rename`: a function from a name to the name in the manifest, or a mapping of those that differ;
-    None as the new name leaves the tensor out; `include` and `exclude` do so by patterns of the new names (see
-    `NameFilter`). Experts that transformers stacks in a module are sent one by one (`trainer_adapters.sources.experts`).
-    Names come to `rename` without `module.` of
-    (Distributed)DataParallel, `_orig_mod.` of torch.compile and `_checkpoint_wrapped_module.` of activation
-    checkpointing.
+    "none". `rename`: a function from a name to the name in the manifest, or a mapping of the names that differ; None as the
+    new name leaves the tensor out. It receives names without `module.` of (Distributed)DataParallel, `_orig_mod.` of
+    torch.compile and `_checkpoint_wrapped_module.` of activation checkpointing. `include` and `exclude` leave tensors out by
+    patterns on the new names (see `NameFilter`). Experts that transformers stacks in a module are sent one by one
+    (`trainer_adapters.sources.experts`).
 
-    Where several ranks hold the same copy (data parallel), each sends a share of about the same number of
-    bytes: `rank` of `world_size`, by default those of `torch.distributed` if it is initialised, else 0 of 1.
-    `only_rank_0` lets rank 0 send everything.
+    If several ranks hold the same copy (data parallel), each sends about the same number of bytes: `rank` of `world_size`, by
+    default those of `torch.distributed` if it is initialised, else 0 of 1. With `only_rank_0`, rank 0 sends everything.
 
     Raises `ArgumentError` (a TypeError) for a model of another kind, and `ManifestMismatch`, which names them, for tensors that
-    are on the meta device, sparse, freed, of a dtype that can't travel or of a subclass with inner tensors
-    (DTensors among them).
+    are on the meta device, sparse, freed, of a dtype that can't travel or of a subclass with inner tensors (such as DTensor).
     """
 
     def __init__(
@@ -108,7 +104,7 @@ class ModuleAdapter(ScannedSource):
 def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persistent") -> Stream:
     """The module's parameters and buffers in the order of its state dict, tied ones under each of their names. Runs no hooks.
 
-    Raises ValueError for another word than the three of `Buffers`."""
+    Raises ValueError if `include_buffers` is none of the words of `Buffers`."""
     if include_buffers not in ("persistent", "all", "none"):
         raise ValueError(f"include_buffers is 'persistent', 'all' or 'none', not {include_buffers!r}")
 
@@ -127,8 +123,8 @@ def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persisten
 
 
 def module_ties(module: torch.nn.Module) -> dict[str, str]:
-    """The names that transformers declares tied, as the stream has them, each with the name that it is tied to (""
-    where transformers only lists the tied names)."""
+    """The names that transformers declares tied, as the stream has them, each with the name that it is tied to; "" if
+    transformers only lists the tied names."""
     ties: dict[str, str] = {}
     for prefix, part in walk(module):
         declared = getattr(part, "all_tied_weights_keys", None)
@@ -140,14 +136,14 @@ def module_ties(module: torch.nn.Module) -> dict[str, str]:
 
 
 def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each submodule with the prefix of its names, once for every place where it is used, without what wrappers add.
+    """Each submodule with the prefix of its names, once for every place where it is used, without the names of wrappers.
 
     Raises `ManifestMismatch` for a module that contains itself."""
     above: set[int] = set()
     left: list[tuple[str, torch.nn.Module | int]] = [("", module)]
     while left:
         prefix, part = left.pop()
-        if isinstance(part, int):  # everything in that module was seen
+        if isinstance(part, int):  # the end of that module
             above.discard(part)
             continue
         if id(part) in above:
@@ -165,7 +161,7 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def _wrapped(part: torch.nn.Module) -> str:
-    """Which attribute of a wrapper holds the module that it wraps: a checkpoint's names don't contain it. "" if it is none."""
+    """The attribute in which a wrapper holds the wrapped module; names in a checkpoint don't contain it. "" for no wrapper."""
     if isinstance(part, DataParallel | DistributedDataParallel):
         return "module"
     return "_fsdp_wrapped_module" if is_wrapped_by_fsdp1(part) else ""
@@ -184,7 +180,7 @@ def _stream_of(model: Any) -> Stream:
         return lambda: model.items()
     if isinstance(model, Iterator):
         raise ArgumentError(
-            f"a {type(model).__name__} can be read only once, and every update reads it anew: pass a "
+            f"a {type(model).__name__} can be read only once, while every update reads it again: pass a "
             "callable that returns a fresh one, e.g. `lambda: model.named_parameters()`"
         )
     if isinstance(model, Iterable):

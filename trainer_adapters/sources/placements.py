@@ -1,9 +1,9 @@
-"""Which boxes of a tensor a rank holds, from the mesh and the placements of a DTensor.
+"""Computes the boxes of a tensor that a rank holds, from the mesh and the placements of a DTensor.
 
-A rank's shard of a tensor is, per dimension, a list of index ranges: one for `Shard`, several for a `_StridedShard` that
-stands alone. Every combination of ranges is a box. Offsets are computed here and checked against the shards' shapes.
+A rank's shard of a tensor is, per dimension, a list of index ranges: one for `Shard`, several for a `_StridedShard` without a
+`Shard` after it. Every combination of ranges is a box. The computed sizes are checked against the shards' shapes.
 
-From torch's private side: `_StridedShard` and its split factor, and `DeviceMesh._get_root_mesh()`.
+Private parts of torch used here: `_StridedShard` and its split factor, and `DeviceMesh._get_root_mesh()`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """A mesh and placements on it. A source keeps one of each kind, since asking a mesh is slow."""
+    """A mesh and placements on it. A source keeps one object for each kind, because queries of a mesh are slow."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -42,13 +42,13 @@ class Mesh:
 
     @cached_property
     def family(self) -> tuple[int, ...]:
-        """All ranks of the mesh that this one was cut from; its own if it wasn't."""
+        """All ranks of the root mesh, from which this mesh was cut; its own ranks if it is the root."""
         root = self.mesh._get_root_mesh() if hasattr(self.mesh, "_get_root_mesh") else self.mesh
         return tuple(sorted(root.mesh.flatten().tolist()))
 
     @cached_property
     def coordinate(self) -> Dims | None:
-        """This rank's place in the mesh; None if it has none."""
+        """This rank's coordinate in the mesh; None if it isn't in the mesh."""
         found = self.mesh.get_coordinate()
         return None if found is None else tuple(found)
 
@@ -58,7 +58,7 @@ class Mesh:
 
     @cached_property
     def copies(self) -> tuple[int, ...]:
-        """The ranks that hold what this one holds, itself among them; none if it isn't in the mesh."""
+        """The ranks that hold the same shard as this one, including itself; empty if it isn't in the mesh."""
         if self.coordinate is None:
             return ()
         pairs = zip(self.coordinate, self.placements, strict=True)
@@ -71,25 +71,25 @@ class Mesh:
 
     @cached_property
     def problem(self) -> str:
-        """Why a tensor that lies like this can't be sent; "" if it can."""
+        """Why a tensor with these placements can't be sent; "" if it can."""
         if any(placement.is_partial() for placement in self.placements):
             return f"has placements {self.placements}: sums are pending, redistribute it to Shard or Replicate"
         unknown = [p for p in self.placements if not p.is_replicate() and type(p) not in (Shard, _StridedShard)]
         if unknown:
-            return f"has placements {self.placements}, of which {unknown[0]} isn't known: redistribute it to Shard"
+            return f"has placements {self.placements} with the unknown {unknown[0]}: redistribute it to Shard"
         return ""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A tensor of one shape on a mesh: the shards that this rank holds; `problem` is why they can't be told."""
+    """The shards that this rank holds of a tensor of one shape on a mesh. `problem`: why they can't be computed."""
 
     mesh: Mesh
     shards: tuple[LocalShard, ...]
     problem: str = ""
 
     def local_shards(self) -> LocalShards:
-        """Of these ranks, each sends a share of what they all hold."""
+        """The shards, of which each rank that holds the same ones sends a share."""
         copies = self.mesh.copies
         return LocalShards(self.shards, copies, copies.index(dist.get_rank())) if copies else LocalShards(())
 
@@ -108,11 +108,12 @@ class Spread:
 def index_ranges(
     shape: Dims, mesh_shape: Dims, coordinate: Dims, placements: Sequence[Placement]
 ) -> list[tuple[Ranges, ...]]:
-    """What the rank at `coordinate` holds of a tensor: per dimension its index ranges. A pure function.
+    """The index ranges, per dimension, of what the rank at `coordinate` holds of a tensor. A pure function.
 
-    One reading of the placements, or two: `fully_shard` over a tensor-parallel plan cuts along the plan first, then its
-    own dimension, and writes that down as `(_StridedShard(sf), Shard)`. Torch reads this from left to right. The two agree
-    but for sizes that many ranks divide unevenly; then what `fully_shard` does comes first, and shards tell by their shape.
+    Returns one reading of the placements, or two. `fully_shard` over a tensor-parallel plan cuts along the plan first, then
+    along its own dimension, and writes that as `(_StridedShard(sf), Shard)`, which torch reads from left to right. The two
+    readings differ only for sizes that many ranks divide unevenly; then the reading of `fully_shard` comes first, and the
+    shape of the shard decides.
     """
     dims = [d for d, p in enumerate(placements) if not p.is_replicate()]
     strided = [d for d in dims if isinstance(placements[d], _StridedShard)]
@@ -134,7 +135,7 @@ def index_ranges(
 
 
 def shards_of(ranges: Sequence[Ranges]) -> tuple[LocalShard, ...]:
-    """Every combination of the dimensions' ranges, and where it lies in the rank's memory."""
+    """A shard for every combination of the dimensions' ranges, with its place in the rank's memory."""
     placed = []
     for dim in ranges:
         starts = itertools.accumulate((size for _, size in dim), initial=0)
@@ -150,7 +151,7 @@ def _split_of(placements: Sequence[Placement], mesh_dim: int) -> int:
 
 
 def _later_cuts(placements: Sequence[Placement], mesh_shape: Dims, mesh_dim: int) -> int:
-    """Into how many pieces later mesh dimensions cut the tensor's dimension that this one cuts."""
+    """The number of pieces into which later mesh dimensions cut the tensor dimension that `mesh_dim` cuts."""
     dim = getattr(placements[mesh_dim], "dim", None)
     cuts = 1
     for size, placement in zip(mesh_shape[mesh_dim + 1 :], placements[mesh_dim + 1 :], strict=True):
@@ -159,7 +160,7 @@ def _later_cuts(placements: Sequence[Placement], mesh_shape: Dims, mesh_dim: int
 
 
 def _chunk(ranges: Ranges, chunks: int, index: int) -> Ranges:
-    """`torch.chunk` of what the ranges list: the first chunks are of one size, the last may be smaller or empty."""
+    """`torch.chunk` of the indices in the ranges: the first chunks have one size, the last may be smaller or empty."""
     total = sum(size for _, size in ranges)
     size = -(-total // chunks)
     low, high = size * index, size * (index + 1)

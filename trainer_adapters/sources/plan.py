@@ -1,8 +1,8 @@
-"""From what a scan found to the manifest, and from what a rank holds to boxes of it. Pure functions, no tensors.
+"""Makes the manifest of a scan, and boxes of the manifest from a rank's shards. Pure functions, no tensors.
 
-A `TensorInfo` is one tensor of the trainer, as found. A `Target` is a tensor of the checkpoint that lies in it (in stacked
-experts many do). A `LocalShard` is a box of the trainer's tensor that this rank has in memory. A `PlannedSlice` is what a
-shard and a target share: a box of the manifest, and where its values are.
+A `TensorInfo` is one tensor of the trainer, as scanned. A `Target` is a checkpoint tensor that lies in it (stacked experts
+contain many). A `LocalShard` is a box of the trainer's tensor that this rank has in memory. A `PlannedSlice` is the
+intersection of a shard and a target: a box of the manifest, and the place of its values.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ Rules: TypeAlias = (
     DtypeRules | Mapping[str, torch.dtype | str] | Iterable[tuple[str, torch.dtype | str]] | torch.dtype | str | None
 )
 CheckpointLayout: TypeAlias = Callable[[str, Dims], "tuple[Target, ...]"]
-"""The checkpoint's tensors in a trainer's tensor of this name and shape."""
+"""Returns the checkpoint tensors that lie in a trainer's tensor of this name and shape."""
 
 MAX_NAME_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a scan keeps of one tensor. `twin` is the position of the first tensor that is the same memory
-    (often its own); `spread` is how it lies over ranks, None where every rank holds all of it; `problem`
-    is why it can't be sent."""
+    """The result of scanning one tensor. `twin`: position of the first tensor in the same memory (often its own). `spread`: how
+    the tensor lies over the ranks; None if every rank holds all of it. `problem`: why it can't be sent."""
 
     name: str
     shape: Dims
@@ -64,8 +63,8 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A checkpoint tensor, which is a box of a trainer's tensor; the first `dropped` dimensions of the box, of size 1, are not
-    dimensions of the checkpoint's tensor."""
+    """A checkpoint tensor, which is a box of a trainer's tensor. The first `dropped` dimensions of the box, of size 1, are no
+    dimensions of the checkpoint tensor."""
 
     name: str
     offsets: Dims
@@ -75,8 +74,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Plan:
-    """A scan and the manifest made from it. `places[i]` are the tensors of the manifest that lie in `infos[i]`, each with
-    its target; empty where that tensor is not sent."""
+    """A scan and the manifest made from it. `places[i]`: the tensors of the manifest that lie in `infos[i]`, each with its
+    target; empty if that tensor is not sent."""
 
     infos: tuple[TensorInfo, ...]
     manifest: Manifest
@@ -87,8 +86,8 @@ class Plan:
 class LocalShard:
     """A box of a trainer's tensor that a rank holds.
 
-    `at` is where the box begins in the rank's memory: an index per dimension; or one index, where that memory is 1-D
-    and the box is a run of it in C order.
+    `at`: where the box begins in the rank's memory: an index per dimension, or a single index if that memory is 1-D and the box
+    is a run of it in C order.
     """
 
     offsets: Dims
@@ -98,7 +97,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """`box` of the manifest lies `inside` a shard; `sizes` are its own in the trainer's dimensions."""
+    """`box` of the manifest, which lies `inside` a shard; `sizes` are the box's sizes in the trainer's dimensions."""
 
     box: Box
     shard: LocalShard
@@ -119,7 +118,7 @@ class PlannedSlice:
         return local if len(self.box.sizes) == local.dim() else local.view(self.box.sizes)
 
     def narrowed(self, box: Box) -> PlannedSlice:
-        """The part of it that is `box`, which lies within its own."""
+        """The part of this slice that is `box`, which lies within its own box."""
         dropped = (0,) * (len(self.sizes) - len(box.sizes))
         steps = (*dropped, *(o - first for o, first in zip(box.offsets, self.box.offsets, strict=True)))
         inside = tuple(map(sum, zip(self.inside, steps, strict=True)))
@@ -127,12 +126,12 @@ class PlannedSlice:
 
 
 def whole_shard(shape: Dims) -> LocalShard:
-    """All of a tensor."""
+    """The shard that is a whole tensor."""
     return LocalShard((0,) * len(shape), shape, (0,) * len(shape))
 
 
 def planned_slices(plan: Plan, position: int, shards: Iterable[LocalShard]) -> list[PlannedSlice]:
-    """What `shards` of the tensor at `position` hold of the manifest's tensors, in the manifest's order."""
+    """The slices of the manifest that `shards` of the tensor at `position` hold, in the manifest's order."""
     planned = []
     shards = tuple(shards)
     for index, target in plan.places[position]:
@@ -154,7 +153,8 @@ def planned_slices(plan: Plan, position: int, shards: Iterable[LocalShard]) -> l
 def shards_of_run(shape: Dims, start: int, count: int, at: int) -> list[LocalShard]:
     """Elements `start:start + count` of a tensor in C order, as boxes: at most `2 * len(shape) - 1` of them.
 
-    The run lies at `at` in 1-D memory. A partial first row, whole rows, a partial last row; rows are cut alike.
+    The run lies at `at` in 1-D memory. It consists of a partial first row, whole rows and a partial last row; partial rows are
+    cut in the same way.
     """
     shards: list[LocalShard] = []
 
@@ -190,10 +190,10 @@ def make_plan(
     names: NameFilter,
     rules: DtypeRules,
 ) -> Plan:
-    """The manifest of what was scanned. A pure function of its arguments. Raises `ManifestMismatch`.
+    """The manifest of a scan. A pure function of its arguments. Raises `ManifestMismatch`.
 
-    `ties` are declared ones, by the trainer's names. Of several names of one memory the one travels that is not declared a copy
-    of another, else the first.
+    `ties`: declared ties, by the trainer's names. If several names share memory, the one travels that is not declared a copy of
+    another, else the first.
     """
     renamed = _renamed(_unwrapped([info.name for info in infos]), rename)
     found = [_targets(name, info, layout) for name, info in zip(renamed, infos, strict=True)]
@@ -233,7 +233,7 @@ def _targets(name: str | None, info: TensorInfo, layout: CheckpointLayout | None
 
 
 def _tied(targets: Sequence[tuple[Target, ...]], speakers: Sequence[int]) -> dict[str, str]:
-    """Names that don't travel, to those that do in their place: tied tensors are laid out alike."""
+    """Maps names that don't travel to those that travel in their place. Tied tensors have the same layout."""
     return {
         own.name: spoken.name
         for i, speaker in enumerate(speakers)
@@ -243,7 +243,7 @@ def _tied(targets: Sequence[tuple[Target, ...]], speakers: Sequence[int]) -> dic
 
 
 def _unwrapped(names: list[str]) -> list[str]:
-    """Names without what wrappers add to them. A leading `module.` goes if all names have it."""
+    """Names without the parts that wrappers add. A leading `module.` is removed if all names have it."""
     names = [name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for name in names]
     while names and all(name.startswith("module.") for name in names):
         names = [name.removeprefix("module.") for name in names]
@@ -296,7 +296,7 @@ def _check_ties(ties: Mapping[str, str], targets: Sequence[tuple[Target, ...]], 
     ]
     if apart:
         raise ManifestMismatch(
-            f"declared tied, but two tensors each, which training may have moved apart: {first_few(apart)}",
+            f"declared tied, but two tensors each, which may differ after training: {first_few(apart)}",
             hint="call tie_weights() before wrapping, and shard tied weights in one fully_shard group; or "
             "correct the config's tie_word_embeddings, or leave one out with exclude=[name]",
             side="trainer",

@@ -1,4 +1,4 @@
-"""Generators of checkpoint tensors that can be read once, as frameworks hand them over anew for each update."""
+"""Exports of generators that can be read only once, of which a framework passes a new one for each update."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["ReadOnce"]
 
 
 class ReadOnce:
-    """Makes an export of generators that can be read once, one for each update.
+    """Makes an export of generators that can be read only once, one for each update.
 
-    An `ExportAdapter` reads its first export twice: the sender, rank 0, keeps that one in host memory, the whole model, until it
-    is sent; later ones it passes on. The other ranks run theirs for the sake of its collectives, and send nothing.
+    An `ExportAdapter` reads its first export twice, so the sender, rank 0, keeps that one (the whole model) in host memory until
+    it is sent. It passes later ones on directly. The other ranks run theirs only for its collectives, and send nothing.
     """
 
     def __init__(self, *, is_sender: bool) -> None:
@@ -32,7 +32,7 @@ class ReadOnce:
             yield from kept
         elif given is None:
             if self._is_sender:
-                raise ManifestMismatch("the generator that was given for this update has been read", side="trainer")
+                raise ManifestMismatch("the generator of this update has already been read", side="trainer")
         elif not self._is_sender:
             for _ in given:
                 pass

@@ -1,12 +1,12 @@
-"""What most sources share: scanning a model, planning, and cutting the slices that this rank sends.
+"""The common base of most sources: scans a model, plans, and cuts the slices that this rank sends.
 
-1. a *stream* yields `(name, tensor)` in the trainer's words; for a module it is its state dict, without the copies;
+1. a *stream* yields `(name, tensor)` with the trainer's names; for a module, these are its state dict without copying;
 2. a *scan* of the stream makes a `TensorInfo` of each tensor: name, shape, dtype, how it is spread over ranks, and which
-   tensors are one and the same memory;
-3. a *plan* makes the manifest of them: names cleaned of wrappers, renamed and filtered, stacked experts told apart, twins
-   tied, dtype rules applied;
-4. `LocalShards` says which boxes of a tensor this rank has, and who sends them; with the plan that gives the *slice plan*,
-   which stays the same as long as the scan finds the same;
+   tensors share memory;
+3. a *plan* makes the manifest of them: removes wrappers from names, renames and filters, separates stacked experts, ties
+   twins, applies dtype rules;
+4. `LocalShards` says which boxes of a tensor this rank has, and which ranks send them; together with the plan this gives the
+   *slice plan*, which stays the same as long as the scan finds the same;
 5. `slices()` runs over the stream again, compares it with the scan, and cuts this rank's slices from the memory.
 """
 
@@ -47,8 +47,8 @@ Stream: TypeAlias = Callable[[], Pairs]
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a scan sees of one thing of a stream. `memory` is equal for things that are the same elements of the same memory,
-    on all ranks alike; None where that can't be told."""
+    """What a scan sees of one item of a stream. `memory`: equal, on all ranks alike, for items that are the same elements of the
+    same memory; None if that is unknown."""
 
     shape: Dims
     dtype: torch.dtype
@@ -61,8 +61,8 @@ class Inspection:
 class LocalShards:
     """The shards of a tensor that a rank has, and what it does with them.
 
-    `ranks` hold the same shards, kept equal, and divide them by bytes; this one's place among them is `place`. With role "copy"
-    another rank sends them, and nothing keeps the two equal.
+    `ranks`: those that hold the same shards, which are kept equal, and that divide them by bytes. `place`: this rank's position
+    among them. Role "copy": another rank sends them, and nothing keeps the two equal.
     """
 
     shards: tuple[LocalShard, ...]
@@ -73,8 +73,8 @@ class LocalShards:
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """The slices of this rank, by position in the plan's `infos`: those that it sends, its copies of what others send, and a
-    few of those that training keeps equal. `claims` are the boxes of the first."""
+    """The slices of this rank, by position in the plan's `infos`: those that it sends, its copies of slices that others send,
+    and a few of the copies that training keeps equal. `claims`: the boxes of the slices that it sends."""
 
     plan: Plan
     sent: dict[int, list[PlannedSlice]]
@@ -87,8 +87,8 @@ class ScannedSource(WeightSource):
     """A source that scans a stream, plans, and cuts slices.
 
     `stream` is called for each pass. With `rescan` each `manifest()` scans; without it a scan is kept until the stream yields
-    something else. `twins` says that all tensors of a stream live at the same time, so that equal memory means tied weights.
-    `layout` gives the rule for tensors that hold several of the checkpoint's tensors.
+    something else. `twins`: all tensors of a stream live at the same time, so that equal memory means tied weights. `layout`
+    returns the rule for tensors that hold several checkpoint tensors.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ScannedSource(WeightSource):
         return self._pass(copied) if copied else iter(())
 
     def kept_equal(self) -> Iterator[LocalSlice]:
-        """Of tensors in memory; a stream that makes them one by one is not run through for this."""
+        """Only of tensors in memory: a stream that makes tensors one by one is not run for this."""
         equal = self._slice_plan().kept_equal
         return self._pass(equal) if equal and self._rescan and not self.made_together() else iter(())
 
@@ -160,15 +160,15 @@ class ScannedSource(WeightSource):
 
     @abstractmethod
     def _local_shards(self, info: TensorInfo) -> LocalShards:
-        """What this rank has of a tensor that is sent, and whether it sends it."""
+        """The shards that this rank has of a tensor, and whether it sends them."""
 
     def _local(self, thing: Any) -> torch.Tensor:
-        """The memory of `thing` that its shards lie in, without gradient."""
+        """The memory in which the shards of `thing` lie, without gradient."""
         tensor: torch.Tensor = thing.detach()
         return tensor
 
     def _inspect(self, thing: Any) -> Inspection:
-        """What a scan keeps of one thing of the stream. Never raises: what can't be sent is a `problem`."""
+        """Inspects one item of the stream. Never raises: an item that can't be sent has a `problem`."""
         if not isinstance(thing, torch.Tensor) or is_lazy(thing):
             return Inspection((), torch.uint8, problem=f"is a {type(thing).__name__}, which has no values")
         problem = why_not_plain(thing)
@@ -178,7 +178,7 @@ class ScannedSource(WeightSource):
         """Raises `ManifestMismatch` for problems that only the whole model shows."""
 
     def _slice_plan(self) -> SlicePlan:
-        """Computed once for each plan."""
+        """The slice plan, computed once for each plan."""
         if self._plan is None:
             self.manifest()
         assert self._plan is not None
@@ -218,7 +218,7 @@ class ScannedSource(WeightSource):
         return SlicePlan(plan, sent, copied, kept_equal, claims)
 
     def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
-        """What the stream yields now; the things themselves are appended to `keep`."""
+        """Scans what the stream yields now; appends the items themselves to `keep`."""
         infos: list[TensorInfo] = []
         first_with: dict[Hashable, int] = {}
         for name, thing in self._stream():
@@ -234,7 +234,7 @@ class ScannedSource(WeightSource):
         return tuple(infos)
 
     def _pass(self, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        """One pass over the stream. Raises `ManifestMismatch`, at once or on the way, where it isn't what was planned for."""
+        """One pass over the stream. Raises `ManifestMismatch`, at once or during the pass, if the stream doesn't fit the plan."""
         plan = self._slice_plan().plan
         if not self._rescan:
             return self._one_by_one(plan, planned)
@@ -258,8 +258,8 @@ class ScannedSource(WeightSource):
                 self._plan = None
                 found = f"{name}: {getattr(tensor, 'dtype', type(tensor))} {list(getattr(tensor, 'shape', ()))}"
                 raise ManifestMismatch(
-                    f"tensor {position} is {found}, the manifest was made from {_describe(info)}",
-                    hint="names, shapes, dtypes and order must stay the same; the next update looks again",
+                    f"tensor {position} is {found}, but the manifest was made from {_describe(info)}",
+                    hint="names, shapes, dtypes and order must stay the same; the next update scans the model again",
                     side="trainer",
                 )
             for one in planned.get(position, ()):
@@ -269,9 +269,9 @@ class ScannedSource(WeightSource):
         if position != len(plan.infos):
             self._plan = None
             raise ManifestMismatch(
-                f"{position} tensors came, the manifest was made from {len(plan.infos)}; the first that is "
-                f"missing is {_describe(plan.infos[position])}",
-                hint="a callable must return a fresh iterator each time; the next update looks again",
+                f"the model yielded {position} tensors, but the manifest was made from {len(plan.infos)}; the first missing one "
+                f"is {_describe(plan.infos[position])}",
+                hint="a callable must return a fresh iterator each time; the next update scans the model again",
                 side="trainer",
             )
 
@@ -289,12 +289,12 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         return "has no memory: it was freed, or moved away by an offloader"
     if tensor.dim() > MAX_DIMS:
-        return f"has {tensor.dim()} dimensions, {MAX_DIMS} can travel"
+        return f"has {tensor.dim()} dimensions, and at most {MAX_DIMS} can travel"
     return ""
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same elements of the same memory, on all ranks alike."""
+    """A value that is equal, on all ranks alike, for tensors that are the same elements of the same memory."""
     if is_dtensor(tensor) or not tensor.numel():
         return id(tensor)
     reading = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())

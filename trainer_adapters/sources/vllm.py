@@ -1,4 +1,4 @@
-"""vLLM's own `WeightSource` (0.27 and newer, both dialects) as one of ours. Recognised by its class; vLLM is not imported."""
+"""Adapts vLLM's own `WeightSource` (0.27 and newer, both interfaces). Recognises it by its class, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def is_vllm_source(model: object) -> bool:
 
 
 class VllmSourceAdapter(ExportAdapter):
-    """A source for what `is_vllm_source` knows. Its `metadata` says what the ranks hold, so that nothing is gathered before the
-    first update; then its full tensors travel, one at a time. Collective as `ExportAdapter` is, and raises the same."""
+    """A source for objects that `is_vllm_source` recognises. Their `metadata` says what the ranks hold, so that nothing is
+    gathered before the first update; then their full tensors travel, one at a time. Collective like `ExportAdapter`, and raises
+    the same."""
 
     def __init__(
         self, source: Any, *, dtype_rules: Rules = None, process_group: dist.ProcessGroup | None = None
@@ -39,7 +40,7 @@ class VllmSourceAdapter(ExportAdapter):
 
 
 def _held(source: Any, rank: int) -> Iterator[tuple[str, TensorMetadata]]:
-    """What this rank will yield."""
+    """Names and metadata of the tensors that this rank will yield."""
     if hasattr(source, "owned_names"):  # 0.33
         described, held = source.metadata, source.owned_names(rank)
     else:
@@ -52,6 +53,6 @@ def _held(source: Any, rank: int) -> Iterator[tuple[str, TensorMetadata]]:
 
 
 def _held_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What this rank holds, whole; a tensor that it only helps to gather comes as None and is left out."""
+    """The whole tensors that this rank holds; vLLM yields None for a tensor that this rank only helps to gather."""
     pairs: Iterable[tuple[str, Any]] = source.iter_full() if hasattr(source, "iter_full") else source
     return ((name, tensor) for name, tensor in pairs if tensor is not None)

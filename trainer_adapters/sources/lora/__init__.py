@@ -1,1 +1,1 @@
-"""LoRA models of PEFT: adapters merged into the base weights while these are sent, or sent by themselves."""
+"""PEFT's LoRA models: adapters are merged into the base weights as these are sent, or sent by themselves."""

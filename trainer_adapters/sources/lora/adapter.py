@@ -1,8 +1,8 @@
-"""One LoRA adapter of PEFT by itself, for the engine's own LoRA slots: the base model doesn't travel.
+"""Sends one LoRA adapter of PEFT by itself, for the engine's own LoRA slots: the base model doesn't travel.
 
-The names are those of PEFT's checkpoints. A goes as it is. B goes multiplied by the layer's scaling, in float32, and then
-cast to the manifest's dtype: so the engine needs no alpha, no patterns and no rsLoRA, and what it holds can be compared
-with what was sent, bit for bit. Each rank sends the shards that it holds; nothing is gathered.
+The names are those of PEFT's checkpoints. A travels unchanged. B is multiplied by the layer's scaling in float32 and then
+cast to the manifest's dtype: so the engine needs no alpha, no patterns and no rsLoRA, and its slots can be compared with
+what was sent, bit for bit. Each rank sends the shards that it holds; nothing is gathered.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["LoRAAdapter"]
 class LoRAAdapter(WeightSource):
     """A source for adapter `adapter` of a PEFT model, sharded by `fully_shard`, of DTensors, or unsharded, active or not.
 
-    Send it as a group that is named `lora.` and the engine's name of the adapter: `SyncManager(group="lora.policy")`.
-    The base model must be the one that the engine serves: it is sent, if at all, as a group of its own.
+    Send it as the group `lora.NAME`, where NAME is the engine's name of the adapter: `SyncManager(group="lora.policy")`.
+    The base model must be the one that the engine serves; if it is trained too, it is sent as a group of its own.
     `dtype_rules` as in `DTensorAdapter`: PEFT keeps adapters of a bf16 model in float32, and slots have the model's dtype.
 
-    Raises TypeError for a model without LoRA layers or wrapped by FSDP1, and `manifest()` raises `ManifestMismatch`, which
-    names them, for what slots can't hold: DoRA and other variants, adapters with biases, `modules_to_save`, embeddings and
-    stacked experts. `MergedLoRAAdapter` sends those.
+    Raises TypeError for a model without LoRA layers or wrapped by FSDP1. `manifest()` raises `ManifestMismatch`, which names
+    the layers, for adapters that slots can't hold: DoRA and other variants, adapters with biases, `modules_to_save`, embeddings
+    and stacked experts. `MergedLoRAAdapter` sends those.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class LoRAAdapter(WeightSource):
                     refused.append(name)
         if refused:
             raise ManifestMismatch(
-                f"an engine's LoRA slots can't hold what adapter {self._adapter!r} changes in: {first_few(refused)}",
+                f"an engine's LoRA slots can't hold the changes of adapter {self._adapter!r} to: {first_few(refused)}",
                 hint="send the merged model with MergedLoRAAdapter",
                 side="trainer",
             )
@@ -124,7 +124,7 @@ def _is_plain(product: AddedProduct) -> bool:
 
 
 def _saved(name: str, structure: PeftStructure) -> str:
-    """What PEFT's checkpoints call A or B of a layer, whose `name` in the model has the adapter's in it."""
+    """The name in PEFT's checkpoints of A or B, whose `name` in the model contains the adapter's name."""
     factor: Literal["lora_A", "lora_B"] = "lora_A" if ".lora_A." in name else "lora_B"
     layer = structure.base_name(name[: name.rindex(f"{factor}.")] + "base_layer.") or ""
     return saved_name(layer.removesuffix("."), factor)

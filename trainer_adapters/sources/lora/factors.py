@@ -1,4 +1,4 @@
-"""The factors of a PEFT model's adapters, gathered; and the source that fits how the model is sharded."""
+"""Gathers the factors of a PEFT model's adapters, and chooses the source that fits the model's sharding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["PeftFactors", "check_kind", "source_of"]
 def check_kind(model: torch.nn.Module) -> None:
     """Raises TypeError for a model without LoRA layers, or wrapped by FSDP1."""
     if any(is_wrapped_by_fsdp1(part) for part in model.modules()):
-        raise ArgumentError("LoRA under FullyShardedDataParallel has no rule here: shard with fully_shard")
+        raise ArgumentError("LoRA under FullyShardedDataParallel can't be sent: shard with fully_shard")
     check_has_layers(model)
 
 
@@ -35,7 +35,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def source_of(
     model: torch.nn.Module, rename: Rename, process_group: dist.ProcessGroup | None, **options: Any
 ) -> WeightSource:
-    """A source of the model as it is sharded, under the names that `rename` gives."""
+    """A source that fits the model's sharding, with the names that `rename` returns."""
     if is_sharded(model):
         return DTensorAdapter(model, rename=rename, process_group=process_group, **options)
     return ModuleAdapter(model, rename=rename, **options)
@@ -44,8 +44,8 @@ def source_of(
 class PeftFactors:
     """The adapters' own tensors (A, B, biases, magnitudes): whole, on every rank.
 
-    Made on every rank of `process_group`, in the same order as other process groups: a sharded model gets one of its own, so
-    that gathering doesn't get between the collectives of a training that goes on. Raises TypeError as `check_kind` does.
+    Made on every rank of `process_group`, in the same order as other process groups: a sharded model gets a process group of its
+    own, so that gathering doesn't mix with the collectives of a running training. Raises TypeError as `check_kind` does.
     """
 
     def __init__(self, model: torch.nn.Module, process_group: dist.ProcessGroup | None) -> None:
@@ -59,7 +59,7 @@ class PeftFactors:
             self._group = dist.new_group(
                 dist.get_process_group_ranks(process_group or dist.group.WORLD),
                 backend="gloo",
-                timeout=timedelta(seconds=self._config.timeout_s),  # a lost rank must not hold the others
+                timeout=timedelta(seconds=self._config.timeout_s),  # a lost rank must not block the others
                 use_local_synchronization=True,
             )
         self._chosen: frozenset[str] = frozenset()
@@ -68,18 +68,18 @@ class PeftFactors:
         self._values: dict[str, torch.Tensor] | None = None
 
     def configure(self, config: Config) -> None:
-        """How much is gathered at a time (`bucket_bytes`), and how long a lost rank may hold the others (`timeout_s`)."""
+        """Takes the bytes to gather at a time (`bucket_bytes`), and how long a lost rank may block the others (`timeout_s`)."""
         if self._group is not None and config.timeout_s != self._config.timeout_s:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=config.timeout_s), self._group)
         self._config = config
 
     def choose(self, names: frozenset[str]) -> None:
-        """Which tensors `whole` gives, by the model's own names."""
+        """Chooses the tensors that `whole` returns, by the model's own names."""
         if self._source is not None and names == self._chosen:
             return
         self._chosen, self._values = names, None
         self._names = tuple(sorted(names))
-        # Numbers for names: no rule for the checkpoint's names takes them for the base model's.
+        # Numbers serve as names: no rule mistakes them for names of the base model.
         numbers = {name: str(i) for i, name in enumerate(self._names)}
         if self.sharded:
             self._source = source_of(self._model, numbers.get, self._ranks, include_buffers="none")
@@ -88,7 +88,7 @@ class PeftFactors:
             self._source = ModuleAdapter(self._model, rename=numbers.get, **options)
 
     def whole(self, *, anew: bool) -> dict[str, torch.Tensor]:
-        """The chosen tensors by name. With `anew` they are gathered again, which is collective if the model is sharded."""
+        """The chosen tensors by name. With `anew` they are gathered again; if the model is sharded, that is collective."""
         if self._values is None or anew:
             assert self._source is not None
             source = self._source

@@ -1,11 +1,11 @@
-"""LoRA adapters of PEFT, merged into the slices as they are sent; the model itself isn't changed.
+"""Merges PEFT's LoRA adapters into the slices as they are sent, without changing the model.
 
-The manifest is the plain base model's. A slice of an adapted weight is computed from this rank's shard of the base, which
-stays where it is, and from the adapters' A and B, which are small and gathered once per update (collective). Product and
-sum are in float32 (float64 where the base is), then cast once to the manifest's dtype.
+The manifest is that of the plain base model. A slice of an adapted weight is computed from this rank's shard of the base,
+which stays in place, and from the adapters' A and B, which are small and gathered once per update (collective). Product and
+sum are in float32 (float64 if the base is), then cast once to the manifest's dtype.
 
-A product is computed tile by tile of a grid that is the whole weight's, whatever the shard: so its bits don't depend on
-how the model is sharded.
+A product is computed tile by tile, on a grid of the whole weight that is the same for any shard: so its bits don't depend on
+the sharding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["MergedLoRAAdapter"]
 
 @dataclass(frozen=True)
 class _AdaptedTensor:
-    """A tensor of the manifest that adapters change: what is added to it, and where it lies in the trainer's weight."""
+    """A tensor of the manifest that adapters change: the additions, and its place in the trainer's weight."""
 
     additions: tuple[Addition, ...]
     target: Target
@@ -45,18 +45,18 @@ class MergedLoRAAdapter(WeightSource):
     """A source for a PEFT model with LoRA adapters, sharded by `fully_shard`, of DTensors, or unsharded: the base model
     with its active adapters merged in.
 
-    The names are the base model's, as if PEFT had never been there. Several active adapters are added in their order.
-    `modules_to_save` replace the originals; biases that PEFT trains in place (`bias="lora_only"`, `"all"`) are sent as
-    they are, an adapter's own (`lora_bias`) are added. Adapted embeddings, transposed weights (`fan_in_fan_out`), stacked
-    experts (`target_parameters`) and DoRA of linear layers are merged; DoRA where shards hold whole rows.
+    The names are the base model's, without PEFT's additions. Several active adapters are added in their order.
+    `modules_to_save` replace the originals. Biases that PEFT trains in place (`bias="lora_only"`, `"all"`) are sent unchanged;
+    an adapter's own biases (`lora_bias`) are added. Adapted embeddings, transposed weights (`fan_in_fan_out`), stacked experts
+    (`target_parameters`) and DoRA of linear layers are merged; DoRA only if shards hold whole rows.
 
-    Make it on every rank, in the same order as other process groups: it makes one of its own, so that gathering doesn't
-    get between the collectives of a training that goes on. The options are those of `DTensorAdapter` (`ModuleAdapter` for
-    an unsharded model); patterns and `rename` see the base model's names.
+    Make it on every rank, in the same order as other process groups: it makes a process group of its own, so that gathering
+    doesn't mix with the collectives of a running training. The options are those of `DTensorAdapter` (`ModuleAdapter` for an
+    unsharded model); patterns and `rename` apply to the base model's names.
 
     Raises TypeError for a model without LoRA layers or wrapped by FSDP1. `manifest()` raises `ManifestMismatch`, which
-    names them, for adapters that are merged in place or disabled just now, for variants and layers without a rule, for
-    tied weights that the adapters make two of, and for what the sharding's own adapter refuses.
+    names them, for adapters that are merged in place or disabled at the moment, for variants and layers without a rule, for
+    tied weights that the adapters make different, and for tensors that the adapter of this sharding refuses.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class MergedLoRAAdapter(WeightSource):
         return self._base.engine_dtypes if self._base is not None else {}
 
     def _ready(self) -> WeightSource:
-        """The base model's source. Raises `ManifestMismatch` where adapters changed since the manifest was made."""
+        """The base model's source. Raises `ManifestMismatch` if adapters have changed since the manifest was made."""
         if self._base is None:
             self.manifest()
         elif structure_of(self._model) != self._structure:
@@ -149,7 +149,7 @@ class MergedLoRAAdapter(WeightSource):
             yield LocalSlice(item.box, value)
 
     def _final_name(self, name: str) -> str | None:
-        """What the base model's source calls a tensor of the PEFT model; None for one that doesn't travel."""
+        """The base model's name of a tensor of the PEFT model; None for a tensor that doesn't travel."""
         if (base := self._structure.base_name(name)) is None:
             return None
         self._seen.add(base)
@@ -161,11 +161,11 @@ class MergedLoRAAdapter(WeightSource):
         return self._rename.get(base, base) if isinstance(self._rename, Mapping) else self._rename(base)
 
     def _check_names(self) -> None:
-        """Checks that the base model's source can't make, because it sees PEFT's names. Raises `ManifestMismatch`."""
+        """Checks names that the base model's source can't check, because it sees PEFT's names. Raises `ManifestMismatch`."""
         if isinstance(self._rename, Mapping) and (unused := sorted(set(self._rename) - self._seen)):
             raise ManifestMismatch(
                 f"rename has names that the base model doesn't: {first_few(unused)}",
-                hint="names are given without what PEFT adds to them",
+                hint="give names without the parts that PEFT adds",
                 side="trainer",
             )
         if unseen := sorted(set(self._structure.additions) - self._seen):
@@ -179,13 +179,13 @@ class MergedLoRAAdapter(WeightSource):
         ]
         if apart:
             raise ManifestMismatch(
-                f"declared tied, but the adapters make two of them: {first_few(apart)}",
+                f"declared tied, but the adapters make them different: {first_few(apart)}",
                 hint="leave them out of modules_to_save, or train and serve with tie_word_embeddings=False",
                 side="trainer",
             )
 
     def _places(self) -> dict[int, _AdaptedTensor]:
-        """What is added to which tensor of the manifest."""
+        """The tensors of the manifest that adapters change, by index."""
         layout = checkpoint_layout(self._model)
         spoken = set(self._manifest.tied.values())
         places: dict[int, _AdaptedTensor] = {}
@@ -202,15 +202,15 @@ class MergedLoRAAdapter(WeightSource):
                     places[index] = _AdaptedTensor(additions, target)
         if tied:
             raise ManifestMismatch(
-                f"tied weights of which one place is adapted: {first_few(tied)}",
-                hint="the model computes with two weights there, an engine has one: don't target it, or train and serve "
+                f"an adapter changes only one of two tied weights: {first_few(tied)}",
+                hint="the model then computes with two weights, an engine with one: don't target it, or train and serve "
                 "with tie_word_embeddings=False",
                 side="trainer",
             )
         return places
 
     def _check_magnitudes(self) -> None:
-        """DoRA scales each row by its norm, so a rank must have whole rows. Raises `ManifestMismatch` where it hasn't."""
+        """Raises `ManifestMismatch` for DoRA if a rank has parts of rows: DoRA scales each row by its norm."""
         cut = [
             self._manifest.describe(box)
             for box in (self._base.claims() if self._base is not None else None) or ()
@@ -220,14 +220,14 @@ class MergedLoRAAdapter(WeightSource):
         ]
         if cut:
             raise ManifestMismatch(
-                f"weights with DoRA whose rows are divided between ranks: {first_few(cut)}",
+                f"the rows of these weights with DoRA are divided between ranks: {first_few(cut)}",
                 hint="shard them by rows, or send an unsharded copy after merge_and_unload() with ModuleAdapter",
                 side="trainer",
             )
 
 
 def _merge(adapted: _AdaptedTensor, item: LocalSlice, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The slice with everything added, in the dtype of the computation."""
+    """The slice with all additions, in the dtype of the computation."""
     total = exact_copy(item.tensor)
     target = adapted.target
     lead = (0,) * target.dropped

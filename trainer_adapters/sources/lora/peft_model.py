@@ -1,11 +1,11 @@
-"""The structure of a PEFT model: which names are the base model's, and what each adapter adds to which weight.
+"""Reads the structure of a PEFT model: the base model's names, and what each adapter adds to a weight.
 
 PEFT puts modules around modules: `PeftModel` and its tuner around the model, a LoRA layer around a layer (`base_layer`),
-`ModulesToSaveWrapper` around a module and its trained copies. Taking these parts out of a name gives the checkpoint's.
+`ModulesToSaveWrapper` around a module and its trained copies. A name without these parts is the checkpoint's.
 
 For a weight W of shape (out, in), with A (rank, in) and B (out, rank) of an adapter, the merged weight is
-`W + scaling * (B @ A)`; transposed where the weight is (in, out), as an embedding's is. `scaling` is read from the layer:
-PEFT keeps alpha / rank there, or alpha / sqrt(rank) with rsLoRA, or what the user set.
+`W + scaling * (B @ A)`, transposed if the weight is (in, out), as an embedding's is. `scaling` is read from the layer:
+PEFT keeps alpha / rank there, or alpha / sqrt(rank) with rsLoRA, or a value that the user set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "check_has_
 @dataclass(frozen=True, slots=True)
 class AddedProduct:
     """`scaling * B @ A` of one adapter; `a` and `b` are names. For `experts` > 1, A (experts * rank, in) and B (out, rank
-    * experts) hold those of all experts of a stacked weight. `magnitude` names DoRA's, of shape (out,)."""
+    * experts) hold the factors of all experts of a stacked weight. `magnitude`: name of DoRA's tensor, of shape (out,)."""
 
     a: str
     b: str
@@ -56,11 +56,12 @@ Addition = AddedProduct | AddedBias
 
 @dataclass(frozen=True)
 class PeftStructure:
-    """What was read from a model.
+    """The structure of a PEFT model.
 
-    `inside`: for each module that PEFT put around another, by its prefix, the attributes that lead to the inner one.
-    `additions`: by the weight's name in the base model, in the order in which they are added. `shapes` of these weights, and
-    `ties` that the base model declares: by the same names. `replaced`: modules and biases that the adapters train whole.
+    - `inside`: for each module that PEFT put around another, by its prefix, the attributes that lead to the inner one.
+    - `additions`: by the weight's name in the base model, in the order in which they are added.
+    - `shapes` of these weights and the `ties` that the base model declares, both by the base model's names.
+    - `replaced`: modules and biases that the adapters train as a whole.
     """
 
     inside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -80,11 +81,11 @@ class PeftStructure:
 
 
 def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStructure:
-    """Reads a PEFT model; no values, no communication. `only` is the name of one adapter, active or not; by default all active
-    adapters are read.
+    """Reads a PEFT model without reading values or communicating. `only`: the name of one adapter, active or not; by default all
+    active adapters are read.
 
-    Raises `ManifestMismatch`, which names them, for layers that can't be merged: merged in place already, disabled just
-    now, of a variant or kind without a rule here.
+    Raises `ManifestMismatch`, which names them, for layers that can't be merged: already merged in place, disabled at the
+    moment, or of a variant or kind without a rule here.
     """
     from peft import PeftModel
     from peft.tuners.lora import LoraLayer
@@ -110,7 +111,7 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
             if only is not None and only in part.modules_to_save:
                 replaced.append(prefix[:-1])
             if part.disable_adapters and only is None:
-                problems.append(f"{prefix[:-1]} is disabled just now: update outside of disable_adapter()")
+                problems.append(f"{prefix[:-1]} is disabled at the moment: update outside of disable_adapter()")
         elif isinstance(part, AuxiliaryTrainingWrapper):
             problems.append(f"{prefix[:-1]} is a {type(part).__name__}, which has no rule here")
         elif isinstance(part, LoraLayer):
@@ -122,7 +123,7 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
     shapes: dict[str, tuple[int, ...]] = {}
     for prefix, layer in layers:
         if (base := _without_wrappers(prefix, inside)) is None:
-            continue  # inside of what another module replaces
+            continue  # inside a module that another one replaces
         active = [n for n in ([only] if only else layer.active_adapters) if _has(layer, n)]
         if problem := _state_of(layer) if only is None else "":
             problems.append(f"{base[:-1]} {problem}")
@@ -136,7 +137,7 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
     if problems:
         raise ManifestMismatch(
             f"adapters that can't be sent: {first_few(problems)}",
-            hint="change them as it says, or send an unsharded copy after merge_and_unload() with ModuleAdapter",
+            hint="change these, or send an unsharded copy after merge_and_unload() with ModuleAdapter",
             side="trainer",
         )
     if not additions and only is not None:
@@ -163,11 +164,11 @@ def check_has_layers(model: torch.nn.Module) -> None:
 
 
 def _state_of(layer: Any) -> str:
-    """Why a LoRA layer's weight can't be merged just now; "" if it can."""
+    """Why a LoRA layer's weight can't be merged at the moment; "" if it can."""
     if layer.merged:
         return f"has {', '.join(layer.merged_adapters)} merged into its weight: call unmerge_adapter() first"
     if layer.disable_adapters:
-        return "is disabled just now: update outside of disable_adapter()"
+        return "is disabled at the moment: update outside of disable_adapter()"
     return ""
 
 
@@ -221,7 +222,7 @@ def _additions_of(prefix: str, layer: Any, active: Sequence[str]) -> list[tuple[
 def _without_wrappers(name: str, inside: Mapping[str, Sequence[str]], *, declared: bool = False) -> str | None:
     """`name` (or a prefix that ends with a dot) without the parts that PEFT added; None if it belongs to PEFT's own modules.
 
-    A name that a model `declared` before PEFT came has none of those parts, or only the first.
+    `declared`: the model declared the name before PEFT changed it, so it has none of those parts, or only the first.
     """
     parts = name.split(".")
     kept: list[str] = []
@@ -240,5 +241,5 @@ def _without_wrappers(name: str, inside: Mapping[str, Sequence[str]], *, declare
 
 
 def _unwrapped(name: str) -> str:
-    """The name as a rename function sees it."""
+    """The name that a rename function receives."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -1,7 +1,7 @@
 """Megatron-Core models: the sources, and the registered architectures, whose rules map parameters to checkpoint tensors.
 
-What a table of one's own is made of is here: `megatron_architecture`, `Architecture`, the rules, `decoder_layer`, `mtp_layer`.
-Importing this needs no Megatron.
+This package exports everything that a table of your own needs: `megatron_architecture`, `Architecture`, the rules,
+`decoder_layer`, `mtp_layer`. Importing it needs no Megatron.
 """
 
 from trainer_adapters.sources.megatron import families

@@ -1,5 +1,5 @@
-"""An architecture is a list of rules. Each is registered under the `model_type` of Hugging Face configs: here by decorator, or by
-a plug-in (`weightwire_megatron_architectures`)."""
+"""Architectures, which are lists of rules. Each is registered under the `model_type` of Hugging Face configs: by a decorator, or
+by a plug-in (`weightwire_megatron_architectures`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MTP_DECODER_LAYER = re.compile(r"mtp\.layers\.(?P<mtp>\d+)\.(?:transformer_layer
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The rule of one parameter, and the numbers in its name: `layer` and `mtp` are counted from the first of this model
-    chunk, `expert` from the first of this rank; None where the name has none. `word` is what `*` stands for."""
+    """The rule of one parameter, and the numbers in its name: `layer` and `mtp` count from the first of this model chunk,
+    `expert` from the first of this rank; None if the name has no such number. `word`: what `*` stands for."""
 
     rule: Rule
     layer: int | None = None
@@ -32,10 +32,10 @@ class Match:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The rules of one architecture; where several fit a parameter's name, the last one counts.
+    """The rules of one architecture. If several fit a parameter's name, the last one applies.
 
-    `ties` are names that a model with `share_embeddings_and_output_weights` has for other tensors; `mtp_ties` those that
-    each multi-token-prediction layer has, `{layer}` and `{mtp}` as in rules.
+    `ties`: names that stand for other tensors in a model with `share_embeddings_and_output_weights`. `mtp_ties`: the same for
+    each multi-token-prediction layer, with `{layer}` and `{mtp}` as in rules.
     """
 
     rules: tuple[Rule, ...]
@@ -43,11 +43,11 @@ class Architecture:
     mtp_ties: Mapping[str, str] = field(default_factory=dict)
 
     def extended(self, rules: Iterable[Rule]) -> Architecture:
-        """This one with further rules, which come before its own."""
+        """This architecture with further rules, which apply before its own."""
         return replace(self, rules=(*self.rules, *rules))
 
     def match(self, name: str) -> Match | None:
-        """What the rules say of a parameter (its name has no wrapper's prefix); None if they say nothing."""
+        """The rule of a parameter, whose name has no wrapper's prefix; None if no rule fits."""
         for pattern, rule in self._patterns:
             if (found := pattern.fullmatch(name)) is not None:
                 groups = found.groupdict()
@@ -76,10 +76,10 @@ _REGISTERED: dict[str, Maker] = {}
 
 
 def megatron_architecture(*model_types: str) -> Callable[[Maker], Maker]:
-    """Registers an architecture, made by the decorated function when it is first asked for.
+    """Registers an architecture, which the decorated function makes at its first use.
 
-    Raises ValueError for a model type that is registered already: `MegatronAdapter(architecture=...)` takes another one for
-    a single source.
+    Raises ValueError for a model type that is already registered: `MegatronAdapter(architecture=...)` takes another
+    architecture for a single source.
     """
 
     def register(maker: Maker) -> Maker:
@@ -93,9 +93,9 @@ def megatron_architecture(*model_types: str) -> Callable[[Maker], Maker]:
 
 
 def architectures() -> dict[str, Architecture]:
-    """All that are known, by model type: registered ones first, then those of plug-ins.
+    """All architectures by model type: registered ones first, then those of plug-ins.
 
-    Raises `ManifestMismatch` where a plug-in gives one for a model type that has another.
+    Raises `ManifestMismatch` if a plug-in provides an architecture for a model type that already has one.
     """
     known = {kind: maker() for kind, maker in _REGISTERED.items()}
     offered: list[Mapping[str, Architecture]] = plugin_manager().hook.weightwire_megatron_architectures()

@@ -1,4 +1,4 @@
-"""One `GPTModel` of a rank (several with virtual pipeline stages), and what its rules and names need to know of it."""
+"""The `GPTModel`s of a rank (several with virtual pipeline stages), with what their rules and names depend on."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ FALLBACK = "add a rule to the architecture, or send what another converter expor
 
 @dataclass(frozen=True)
 class Chunk:
-    """A `GPTModel` without wrappers. `tied`: its output layer is the embedding. The offsets count the layers before it.
-    `adapted` are LoRA adapters by the name of their layer."""
+    """A `GPTModel` without wrappers. `tied`: its output layer is the embedding. The offsets count the layers of earlier chunks.
+    `adapted`: LoRA adapters, by the name of their layer."""
 
     model: Any
     architecture: Architecture
@@ -45,7 +45,7 @@ class Chunk:
     adapted: Mapping[str, BridgeAdapter]
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and values of all parameters and persistent buffers, but for those of LoRA adapters."""
+        """Names and values of all parameters and persistent buffers, except those of LoRA adapters."""
         for name, tensor in module_stream(self.model)():
             base = base_name(name) if self.adapted else name
             if base is not None:
@@ -58,14 +58,14 @@ class Chunk:
         return found
 
     def dims(self, match: Match) -> ModelDims:
-        """What the rule of a parameter may ask."""
+        """The values that the rule of a parameter may use."""
         _, ways = self.place.tensor_parallel(by_expert=match.expert is not None)
         return ModelDims(self.model.config, self.vocab_size, ways)
 
     def partition_dim(self, name: str, match: Match, tensor: torch.Tensor) -> int | None:
-        """The dimension of a parameter that tensor parallelism divides, which Megatron says; None if it divides none.
+        """The dimension of a parameter that tensor parallelism divides according to Megatron; None if it divides none.
 
-        Raises `ManifestMismatch` where Megatron's marks and the rule contradict each other.
+        Raises `ManifestMismatch` if Megatron's marks and the rule contradict each other.
         """
         at, _, own_name = name.rpartition(".")
         layer, expert = self._layers.get(at), match.expert is not None
@@ -77,14 +77,14 @@ class Chunk:
         if self.place.tensor_parallel(by_expert=expert)[1] == 1:
             return known[0]
         raise ManifestMismatch(
-            f"{name} {list(tensor.shape)} {_divided(said)}, its rule {rule} is for one that {_divided(known[0])}",
-            hint="give it the rule for how it is divided; where Megatron's marks on the parameter (tensor_model_parallel, "
+            f"{name} {list(tensor.shape)} {_divided(said)}, but its rule {rule} is for one that {_divided(known[0])}",
+            hint="give it the rule that fits its division; if Megatron's marks on the parameter (tensor_model_parallel, "
             "partition_dim) are missing or wrong, set them",
             side="trainer",
         )
 
     def runs(self, name: str, match: Match, rows: int) -> list[Run]:
-        """Where all rows of a parameter go. Raises `ManifestMismatch` where its rule accounts for another number."""
+        """The runs that all rows of a parameter make up. Raises `ManifestMismatch` if its rule accounts for another number."""
         runs = list(match.rule.runs(rows, self.dims(match)))
         if (expected := sum(run.rows for run in runs)) != rows:
             raise ManifestMismatch(
@@ -95,7 +95,7 @@ class Chunk:
         return runs
 
     def numbers(self, match: Match) -> tuple[str, int, int]:
-        """ "model", "decoder" or "mtp"; the layer there and the expert, over all ranks, from 0; -1 where there is none."""
+        """ "model", "decoder" or "mtp"; the layer there and the expert, counted over all ranks from 0; -1 if there is none."""
         where, layer = "model", -1
         if match.layer is not None:
             where, layer = "decoder", match.layer + self.layer_offset
@@ -110,7 +110,7 @@ class Chunk:
         )
 
     def names(self, match: Match) -> list[str]:
-        """Checkpoint names of what a parameter holds."""
+        """Checkpoint names of the tensors in a parameter."""
         where, layer, expert = self.numbers(match)
         filled = [
             (self._numbered(name, layer) if where == "mtp" else name.replace("{layer}", str(layer)))
@@ -118,11 +118,11 @@ class Chunk:
             .replace("{expert}", str(expert))
             for name in match.rule.names
         ]
-        # The last stage's copy of a tied embedding is called after what it is used as.
+        # In the last stage, Megatron names the copy of a tied embedding after its use, the output layer.
         return [self.architecture.ties.get(name, name) for name in filled] if self.tied else filled
 
     def ties(self) -> dict[str, str]:
-        """Names that other tensors travel for."""
+        """Tied names, each with the tensor that travels for it."""
         ties = dict(self.architecture.ties) if self.tied else {}
         for number in range(getattr(self.model.config, "mtp_num_layers", None) or 0):
             for name, source in self.architecture.mtp_ties.items():
@@ -134,15 +134,14 @@ class Chunk:
 
     @cached_property
     def _layers(self) -> dict[str, Any]:
-        """By name; for an adapted layer the layer inside of the wrapper, which comes after it."""
+        """The layers by name; for an adapted layer, the layer inside the wrapper, which comes after it."""
         return {(base_name(prefix) or "").removesuffix("."): part for prefix, part in walk(self.model)}
 
 
 def chunks_of(model: Any, hf_config: Any, architecture: Architecture | None) -> list[Chunk]:
-    """The chunks of what the training loop has: a `GPTModel` or a list of them, in wrappers or not.
+    """The chunks of the training loop's model: a `GPTModel` or a list of them, with or without wrappers.
 
-    Raises TypeError for something else, and `ManifestMismatch` where the model, its groups and the config contradict each
-    other.
+    Raises TypeError for anything else, and `ManifestMismatch` if the model, its groups and the config contradict each other.
     """
     models = [_unwrapped(one) for one in (model if isinstance(model, list | tuple) else [model])]
     if not models:
@@ -216,13 +215,13 @@ def _tied(models: list[Any], hf_config: Any) -> bool:
 
 
 def _check_layer_numbers(chunk: Chunk) -> None:
-    """The layers know their numbers too, from when they were built: a model that was built in other groups, or as
-    another virtual stage, would be sent under wrong names."""
+    """Compares with the numbers that the layers got when they were built: a model that was built in other groups, or as another
+    virtual stage, would be sent under wrong names."""
     for i, layer in enumerate(getattr(chunk.model.decoder, "layers", ())):
         number = getattr(layer, "layer_number", None)
         if number is not None and number != chunk.layer_offset + i + 1:
             raise ManifestMismatch(
-                f"decoder.layers.{i} was built as layer {number - 1}, Megatron now says {chunk.layer_offset + i}",
+                f"decoder.layers.{i} was built as layer {number - 1}, but Megatron now says {chunk.layer_offset + i}",
                 hint="make the adapter in the parallel groups that the model was built in; pass the chunks in order",
                 side="trainer",
             )

@@ -1,7 +1,7 @@
-"""What Megatron says of a model: its sizes, this rank's place in the parallel groups, the numbers of its layers, and which
-dimension of a parameter tensor parallelism divides.
+"""Reads from Megatron: a model's sizes, this rank's place in the parallel groups, the numbers of layers, and the dimension of a
+parameter that tensor parallelism divides.
 
-Megatron is imported where it is asked; the functions that need no Megatron are pure.
+Megatron is imported inside the functions that query it; functions that need no Megatron are pure.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["ModelDims", "ParallelPlace", "check_marks", "layer_offset", "mtp_off
 
 @dataclass(frozen=True, slots=True)
 class ModelDims:
-    """What a rule may ask: Megatron's `config`; the vocabulary without padding; and `ways`, the number of ranks over which
-    tensor parallelism divides the parameter (for an expert's parameter: expert-tensor parallelism)."""
+    """The values that a rule may use: Megatron's `config`; the vocabulary without padding; and `ways`, the number of ranks over
+    which tensor parallelism divides the parameter (for an expert's parameter: expert-tensor parallelism)."""
 
     config: Any
     vocab_size: int
@@ -42,12 +42,12 @@ class ParallelPlace:
     pp_rank: int
 
     def tensor_parallel(self, *, by_expert: bool) -> tuple[int, int]:
-        """Rank and size of the group that divides a parameter: of an expert, or of any other layer."""
+        """Rank and size of the tensor-parallel group for parameters of experts, or of other layers."""
         return (self.expert_tp_rank, self.expert_tp_size) if by_expert else (self.tp_rank, self.tp_size)
 
 
 def place_of(model: Any) -> ParallelPlace:
-    """From the groups that the model was built with (`pg_collection`), else from Megatron's global ones."""
+    """This rank's place, from the groups that the model was built with (`pg_collection`), else from Megatron's global ones."""
     from megatron.core import parallel_state as mpu
 
     groups = getattr(model, "pg_collection", None)
@@ -64,14 +64,14 @@ def place_of(model: Any) -> ParallelPlace:
 
 
 def layer_offset(config: Any, stage: int | None, pp_rank: int) -> int:
-    """Decoder layers before this chunk, over all pipeline stages. `stage` is the virtual one."""
+    """Number of decoder layers before this chunk, over all pipeline stages. `stage`: the virtual stage."""
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     return _call(get_transformer_layer_offset, config, stage, pp_rank)
 
 
 def mtp_offset(config: Any, stage: int | None) -> int:
-    """Multi-token-prediction layers before this chunk."""
+    """Number of multi-token-prediction layers before this chunk."""
     if not getattr(config, "mtp_num_layers", None):
         return 0
     from megatron.core.transformer import multi_token_prediction
@@ -81,7 +81,7 @@ def mtp_offset(config: Any, stage: int | None) -> int:
 
 
 def _call(function: Callable[..., int], config: Any, stage: int | None, pp_rank: int) -> int:
-    """Calls it with the arguments that this version of Megatron takes; one without a stage reads a global stage."""
+    """Calls `function` with the arguments that this version of Megatron takes; one without a stage reads a global stage."""
     from megatron.core import parallel_state as mpu
 
     known = {"vp_stage": stage, "pp_rank": pp_rank}
@@ -98,18 +98,20 @@ def _call(function: Callable[..., int], config: Any, stage: int | None, pp_rank:
 
 
 def partition_dim(layer: Any, name: str, parameter: torch.Tensor) -> int | None:
-    """The dimension of `parameter`, which its `layer` calls `name`, that tensor parallelism divides; None if each of its
-    ranks holds all of it.
+    """The dimension of `parameter` (named `name` in its `layer`) that tensor parallelism divides; None if each tensor-parallel
+    rank holds all of it.
 
-    The parameter's own marks say so: `tensor_model_parallel` and `partition_dim`. Two kinds have none to go by, and the
-    class of their layer says it instead: a parameter built without initialisation (a converter's, say) has no marks, or
-    those that Megatron gives everything unmarked, `tensor_model_parallel=False`; and Transformer Engine marks each layer
-    that has no `parallel_mode` as divided by dimension 0, whether it is duplicated on all ranks or is a layer of experts
-    that Megatron divided itself, by either dimension.
+    The parameter's own marks say so: `tensor_model_parallel` and `partition_dim`. For two kinds these marks mean nothing, and
+    the class of the layer decides:
+
+    - a parameter built without initialisation (by a converter, for example) has no marks, or `tensor_model_parallel=False`,
+      which Megatron gives every unmarked parameter;
+    - Transformer Engine marks each layer without a `parallel_mode` as divided along dimension 0, even if it is duplicated on all
+      ranks, or is a layer of experts that Megatron divided itself along either dimension.
     """
     if getattr(parameter, "tensor_model_parallel", False) and _marks_are_meant(layer):
         return int(parameter.partition_dim)  # type: ignore[attr-defined]
-    if not name.startswith(("weight", "bias")):  # the norm of a fused layer
+    if not name.startswith(("weight", "bias")):  # a norm that is fused into the layer
         return None
     kinds = [kind.__name__ for kind in type(layer).__mro__]
     if any("ColumnParallel" in kind or "VocabParallel" in kind for kind in kinds):
@@ -120,15 +122,15 @@ def partition_dim(layer: Any, name: str, parameter: torch.Tensor) -> int | None:
 def check_marks(
     layer: Any, name: str, parameter: torch.Tensor, *, strides: tuple[int, ...], expert: bool, ep_size: int
 ) -> None:
-    """Holds the other marks of a parameter against the rule of the model's parameter `name`.
+    """Compares the other marks of a parameter with the rule of the model's parameter `name`.
 
-    `strides` are the values of `partition_stride` that the rule can follow. With expert parallelism `allreduce` is False for
-    the parameters of experts, and for no others. Raises `ManifestMismatch` where a mark says something else.
+    `strides`: the values of `partition_stride` that the rule supports. With expert parallelism, `allreduce` is False for the
+    parameters of experts and for no others. Raises `ManifestMismatch` if a mark contradicts the rule.
     """
     stride = getattr(parameter, "partition_stride", 1) if _marks_are_meant(layer) else 1
     if getattr(parameter, "tensor_model_parallel", False) and stride not in strides:
         raise ManifestMismatch(
-            f"{name} is divided with partition_stride {stride}, its rule knows {' and '.join(map(str, strides))}",
+            f"{name} is divided with partition_stride {stride}, but its rule supports {' and '.join(map(str, strides))}",
             hint="give it a rule whose strides and runs say how its rows lie (docs/trainers/megatron.md)",
             side="trainer",
         )
@@ -137,7 +139,7 @@ def check_marks(
         meant = "an expert's" if not allreduce else "no expert's"
         raise ManifestMismatch(
             f"{name} has allreduce={allreduce}, so it is {meant} parameter, and its rule says otherwise",
-            hint="a rule for the parameter of an expert has {expert} in Megatron's name, and no other rule has",
+            hint="a rule for the parameter of an expert has {expert} in Megatron's name, and no other rule does",
             side="trainer",
         )
 

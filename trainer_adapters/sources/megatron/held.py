@@ -1,4 +1,4 @@
-"""What a rank holds of a Megatron model: each parameter as boxes of checkpoint tensors, by its rule."""
+"""Describes each parameter of a Megatron model on this rank as boxes of checkpoint tensors, by its rule."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainer_adapters.sources.scan import why_not_plain
 __all__ = ["ParameterBox", "ParameterKey", "boxes_of_parameters", "check_complete", "described", "inventory_of"]
 
 ParameterKey = tuple[int, str]
-"""A parameter of this rank: its chunk, and its name without wrappers."""
+"""A parameter of this rank: the number of its chunk, and its name without wrappers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterBox:
-    """A box of a checkpoint tensor, and where its values are: at `starts` of the rank's `parameter`, which itself begins at
-    `origin` of the whole parameter. `added` is added to each value; `adapted`: an adapter's product is."""
+    """A box of a checkpoint tensor, and the place of its values: at `starts` of the rank's `parameter`, which begins at `origin`
+    of the whole parameter. `added`: a number to add to each value. `adapted`: an adapter's product is added."""
 
     box: HeldBox
     parameter: ParameterKey
@@ -34,7 +34,7 @@ class ParameterBox:
 
 
 def described(chunks: Sequence[Chunk], tensors: Mapping[ParameterKey, torch.Tensor]) -> dict[ParameterKey, str]:
-    """Dtype and shape of each parameter, in words. Equal as long as nothing changed that the manifest was made from."""
+    """Dtype and shape of each parameter, in words. Equal as long as nothing changes on which the manifest depends."""
     found = {}
     for (number, name), tensor in tensors.items():
         match = chunks[number].architecture.match(name)
@@ -46,7 +46,8 @@ def described(chunks: Sequence[Chunk], tensors: Mapping[ParameterKey, torch.Tens
 def boxes_of_parameters(
     chunks: Sequence[Chunk], tensors: Mapping[ParameterKey, torch.Tensor]
 ) -> Iterator[ParameterBox]:
-    """The boxes of checkpoint tensors that this rank's parameters hold. Raises `ManifestMismatch` for what can't be sent."""
+    """The boxes of checkpoint tensors that this rank's parameters hold. Raises `ManifestMismatch` for parameters that can't be
+    sent."""
     for key, tensor in tensors.items():
         if problem := why_not_plain(tensor):
             raise ManifestMismatch(f"{key[1]} {problem}", side="trainer")
@@ -54,7 +55,7 @@ def boxes_of_parameters(
 
 
 def inventory_of(chunks: Sequence[Chunk], boxes: Sequence[ParameterBox]) -> Inventory:
-    """What this rank tells the others. Its `parts` are the layers and experts that it has anything of."""
+    """This rank's inventory. Its `parts` are the layers and experts of which it holds something."""
     config = chunks[0].model.config
     parts = {chunk.numbers(chunk.match(name, tensor)) for chunk in chunks for name, tensor in chunk.stream()}
     facts = {
@@ -68,7 +69,7 @@ def inventory_of(chunks: Sequence[Chunk], boxes: Sequence[ParameterBox]) -> Inve
 
 
 def check_complete(inventories: Sequence[Inventory]) -> None:
-    """Every layer and every expert is on some rank. Raises `ManifestMismatch` that names those that aren't."""
+    """Raises `ManifestMismatch`, which names them, for layers and experts that are on no rank."""
     facts = inventories[0].facts
     parts = {part for inventory in inventories for part in inventory.parts}
     missing = []

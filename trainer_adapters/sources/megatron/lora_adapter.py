@@ -1,8 +1,9 @@
-"""The LoRA adapter of a Megatron-Bridge model by itself, for the engine's own LoRA slots: the base model doesn't travel.
+"""Sends the LoRA adapter of a Megatron-Bridge model by itself, for the engine's own LoRA slots: the base model doesn't travel.
 
-Megatron has one adapter where the checkpoint has several layers (queries, keys and values; gate and up). Their A is the
-same; the rows of B go where the rows of the weight go, by the architecture's rules. Names are those of PEFT's checkpoints,
-and B travels multiplied by the scaling, as from `LoRAAdapter`. A and B are gathered over tensor-parallel ranks first.
+Megatron has one adapter where the checkpoint has several layers (queries, keys and values; gate and up). These layers get the
+same A; the rows of B are divided like the rows of the weight, by the architecture's rules. Names are those of PEFT's
+checkpoints, and B travels multiplied by the scaling, as from `LoRAAdapter`. Before, A and B are gathered over tensor-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["MegatronLoRAAdapter"]
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """A or B of one layer of the checkpoint: of which of Megatron's layers, and for B, which rows of it they are."""
+    """A or B of one layer of the checkpoint: Megatron's layer, and for B the rows of that layer's B."""
 
     layer: LayerKey
     rows: tuple[Run, ...] | None
@@ -42,13 +43,13 @@ class _Factor:
 class MegatronLoRAAdapter(MegatronSource):
     """A source for the adapters that Megatron-Bridge's `LoRA` put into a model, without the model.
 
-    Send it as a group that is named `lora.` and the engine's name of the adapter: `SyncManager(group="lora.policy")`.
-    `model`, `hf_config`, `architecture` and `process_group` are `MegatronAdapter`'s, and as there every rank that holds
-    part of the model makes one, at the same time. `dtype_rules` see the names of PEFT's checkpoints.
+    Send it as the group `lora.NAME`, where NAME is the engine's name of the adapter: `SyncManager(group="lora.policy")`.
+    `model`, `hf_config`, `architecture` and `process_group` are as in `MegatronAdapter`; as there, every rank that holds part of
+    the model makes one, at the same time. `dtype_rules` apply to the names of PEFT's checkpoints.
 
-    Raises `ManifestMismatch`, on all ranks and naming them, for what slots can't hold or the architecture has no rule for:
-    adapters of experts, of kinds other than `LoRA`, a model without any. `manifest()` and `slices()` raise it where adapters
-    came, went or were scaled since: make a new one then, on all ranks.
+    Raises `ManifestMismatch`, on all ranks and naming the layers, for adapters that slots can't hold or the architecture has no
+    rule for (adapters of experts, kinds other than `LoRA`), and for a model without adapters. `manifest()` and `slices()` raise
+    it if adapters were added, removed or scaled since: then make a new one, on all ranks.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class MegatronLoRAAdapter(MegatronSource):
         return frozenset(range(len(self._manifest.tensors))) if divided else frozenset()
 
     def _slice(self, assignment: SendAssignment) -> LocalSlice:
-        assert self._factors is not None  # a rank without adapters has nothing to send
+        assert self._factors is not None  # a rank without adapters sends nothing
         factor, box = self._held[assignment.held], assignment.box
         dtype = torch_dtype(self._manifest.tensors[box.tensor].dtype)
         a, b = self._factors.whole(factor.layer)
@@ -104,7 +105,7 @@ class MegatronLoRAAdapter(MegatronSource):
 
 
 def _factors(number: int, chunk: Chunk) -> Iterator[tuple[HeldBox, _Factor]]:
-    """What this rank's chunk has: each A and B whole, since they are gathered before they are sent."""
+    """Each A and B of this rank's chunk, as a whole, because they are gathered before they are sent."""
     if refused := [name for name, one in chunk.adapted.items() if one.by_expert]:
         raise ManifestMismatch(
             f"an engine's LoRA slots can't hold the adapters of experts: {first_few(refused)}",
@@ -137,7 +138,7 @@ def _factors(number: int, chunk: Chunk) -> Iterator[tuple[HeldBox, _Factor]]:
 
 
 def _rows_of(part: int, runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Which rows of the parameter are those of the checkpoint tensor at `part`, in its order."""
+    """The rows of the parameter that belong to checkpoint tensor `part`, in that tensor's order."""
     found = []
     row = 0
     for run in runs:

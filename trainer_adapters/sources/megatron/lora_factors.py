@@ -1,12 +1,12 @@
-"""LoRA adapters of Megatron-Bridge: which layers have one, and their factors A and B, gathered and merged.
+"""LoRA adapters of Megatron-Bridge: finds them, gathers their factors A and B, and merges these.
 
 Megatron-Bridge puts a module around a linear layer: `to_wrap` is the layer, `adapter` has `linear_in` (A: rank, columns)
-and `linear_out` (B: rows, rank). The merged weight is `W + alpha / rank * (B @ A)`, computed in float32 (float64 where W
-is), for the rows and columns that this rank sends. Tensor parallelism divides A by rank, or by columns where it divides W
-so, and B by rows: each rank gathers both from its tensor-parallel peers, once per update and before the first slice. They
-are small. Experts that share a layer (`TEGroupedMLP`) share its adapter.
+and `linear_out` (B: rows, rank). The merged weight is `W + alpha / rank * (B @ A)`, computed in float32 (float64 if W is) for
+the rows and columns that this rank sends. Tensor parallelism divides A by rank (by columns if it divides W by columns) and B by
+rows: each rank gathers both, which are small, from its tensor-parallel peers, once per update and before the first slice.
+Experts that share a layer (`TEGroupedMLP`) share its adapter.
 
-Megatron-Bridge is not imported: its modules are known by the names of their classes.
+Megatron-Bridge is not imported: its modules are recognised by the names of their classes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer_adapters.sources.lora.product import add_product, exact_copy
 __all__ = ["BridgeAdapter", "BridgeFactors", "LayerKey", "adapted_layers", "adapters_of", "base_name", "factors_of"]
 
 KNOWN = {"LoRALinear", "TEFusedLoRALinear"}
-HINT = "change it as it says, or send what Megatron-Bridge exports, which merges too (ExportAdapter)"
+HINT = "change these adapters, or send what Megatron-Bridge exports, which merges them too (ExportAdapter)"
 
 LayerKey = tuple[int, str]
 """An adapted layer of this rank: the chunk of the model, and the layer's name in it, without wrappers."""
@@ -35,8 +35,8 @@ LayerKey = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class BridgeAdapter:
-    """One adapter: `a` and `b` are the shapes of this rank's parts of A and B. With `input_is_parallel` tensor parallelism
-    divides A by columns, else by rank."""
+    """One adapter. `a`, `b`: shapes of this rank's parts of A and B. `input_is_parallel`: tensor parallelism divides A by
+    columns, else by rank."""
 
     scaling: float
     rank: int
@@ -52,15 +52,15 @@ def base_name(name: str) -> str | None:
 
 
 def adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """Megatron-Bridge's wrappers, by the names of their layers."""
+    """Megatron-Bridge's wrappers, by the name of the layer inside."""
     return {name.replace(".to_wrap.", "."): part for name, part in model.named_modules() if hasattr(part, "to_wrap")}
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, BridgeAdapter]:
-    """The adapters of a model, by the name of the layer that they adapt; no values, no communication.
+    """The adapters of a model, by the name of the layer that they adapt. Reads no values and doesn't communicate.
 
-    Raises `ManifestMismatch`, which names them, for those that can't be merged: of a kind without a rule here, or
-    disabled just now.
+    Raises `ManifestMismatch`, which names them, for adapters that can't be merged: of a kind without a rule here, or
+    disabled at the moment.
     """
     found: dict[str, BridgeAdapter] = {}
     problems = []
@@ -70,7 +70,7 @@ def adapters_of(model: torch.nn.Module) -> dict[str, BridgeAdapter]:
         if part not in KNOWN or kind != "ParallelLinearAdapter" or type(adapter.activation).__name__ != "Identity":
             problems.append(f"{name} has Megatron-Bridge's {part} with a {kind}, which has no rule here")
         elif not getattr(module, "_adapter_enabled", True):
-            problems.append(f"{name} has an adapter that is disabled just now: update while it is enabled")
+            problems.append(f"{name} has an adapter that is disabled at the moment: update while it is enabled")
         else:
             found[name] = BridgeAdapter(
                 scaling=adapter.alpha / adapter.dim,
@@ -82,13 +82,13 @@ def adapters_of(model: torch.nn.Module) -> dict[str, BridgeAdapter]:
             )
     if problems:
         raise ManifestMismatch(
-            f"adapters that can't be merged into what is sent: {first_few(problems)}", hint=HINT, side="trainer"
+            f"these adapters can't be merged into the weights: {first_few(problems)}", hint=HINT, side="trainer"
         )
     return found
 
 
 def factors_of(models: Sequence[Any], adapted: Sequence[Mapping[str, BridgeAdapter]]) -> BridgeFactors | None:
-    """Of a model's chunks and their adapters; None where there are none."""
+    """The factors of all adapters of a model's chunks; None if there are no adapters."""
     from megatron.core import parallel_state as mpu
 
     layers = {(i, name): one for i, own in enumerate(adapted) for name, one in own.items()}
@@ -101,11 +101,10 @@ def factors_of(models: Sequence[Any], adapted: Sequence[Mapping[str, BridgeAdapt
 
 
 class BridgeFactors:
-    """A and B of all adapters of this rank, whole. `groups` are those that tensor parallelism divides layers over, and
-    layers of experts.
+    """A and B of all adapters of this rank, whole. `groups`: the tensor-parallel groups of layers and of layers of experts.
 
-    Groups of its own, so that gathering couldn't get between the collectives of a training, are not to be had: torch
-    names a group that only some ranks make by how many others each of these is in, and in Megatron they differ.
+    It uses Megatron's groups, not groups of its own, although gathering may then mix with the collectives of a running training:
+    torch names a group that only some ranks make after the number of groups that each of them is in, which differs in Megatron.
     """
 
     def __init__(
@@ -122,12 +121,12 @@ class BridgeFactors:
 
     @property
     def are_divided(self) -> bool:
-        """Whether gathering talks to other ranks."""
+        """Whether gathering communicates with other ranks."""
         return any(dist.get_world_size(self._groups[one.by_expert]) > 1 for one in self._adapted.values())
 
     def gather(self) -> None:
-        """Gathers A and B as they are now. Collective over the tensor-parallel ranks. Raises `ManifestMismatch`, on all of
-        them, where their adapters differ."""
+        """Gathers the current A and B. Collective over the tensor-parallel ranks. Raises `ManifestMismatch` on all of them if
+        their adapters differ."""
         wrappers = [adapted_layers(model) for model in self._models]
         self._whole = {}
         for by_expert, group in self._groups.items():
@@ -148,14 +147,14 @@ class BridgeFactors:
                     self._whole[layer] = a, torch.cat([one[2 * i + 1] for one in everybody])
 
     def whole(self, layer: LayerKey) -> tuple[torch.Tensor, torch.Tensor]:
-        """A (rank, columns) and B (rows, rank) of a layer, as they were when they were gathered last."""
+        """A (rank, columns) and B (rows, rank) of a layer, as last gathered."""
         if layer not in self._whole:
             self.gather()
         return self._whole[layer]
 
     def merged(self, layer: LayerKey, values: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
-        """`values` of a layer's weight, which begin at `starts` in the whole weight, with the adapter's product added: in
-        float32, or float64. Raises `ManifestMismatch` for an adapter that doesn't fit."""
+        """`values` of a layer's weight, which begin at `starts` of the whole weight, plus the adapter's product: in float32, or
+        float64 if `values` are. Raises `ManifestMismatch` for an adapter that doesn't fit."""
         whole = self.whole(layer)
         total = exact_copy(values)
         a, b = (factor.to(total) for factor in whole)
@@ -178,20 +177,20 @@ def _check_alike(
     bucket_bytes: int,
     group: dist.ProcessGroup,
 ) -> None:
-    """Raises `ManifestMismatch`, on all ranks of the group, where their adapters or their settings differ: they would gather
-    in other buckets."""
+    """Raises `ManifestMismatch`, on all ranks of the group, if their adapters or settings differ: they would gather in different
+    buckets."""
     said = repr([bucket_bytes, *((adapted[layer], str(own[0].dtype)) for layer, own in factors.items())])
     everybody = exchange_bytes(hashlib.sha256(said.encode()).digest(), group)
     if any(one != everybody[0] for one in everybody):
         raise ManifestMismatch(
-            "tensor-parallel ranks have different adapters, or another bucket_bytes",
+            "tensor-parallel ranks have different adapters, or a different bucket_bytes",
             hint="make the same adapters on all of them, and give all the same configuration",
             side="trainer",
         )
 
 
 def _in_buckets(factors: Mapping[LayerKey, list[torch.Tensor]], bucket_bytes: int) -> Iterator[list[LayerKey]]:
-    """Layers whose A and B have at most `bucket_bytes` together, or one that has more."""
+    """The layers in lists whose A and B take at most `bucket_bytes` together; a larger layer is alone."""
     bucket: list[LayerKey] = []
     used = 0
     for layer, own in factors.items():
@@ -206,7 +205,7 @@ def _in_buckets(factors: Mapping[LayerKey, list[torch.Tensor]], bucket_bytes: in
 
 
 def _gathered(local: list[torch.Tensor], group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
-    """Of each rank of the group its tensors, which have the shapes and dtypes of `local`."""
+    """The tensors of each rank of the group, which have the shapes and dtypes of `local`."""
     if dist.get_world_size(group) == 1:
         return [local]
     everybody = exchange_tensors(torch.cat([_bytes(tensor) for tensor in local]), group)

@@ -1,12 +1,12 @@
-"""Rules: how one parameter of Megatron is made of checkpoint tensors, so that a rank can send what it holds without asking.
+"""Rules: how one parameter of Megatron consists of checkpoint tensors, so that a rank can send its part without communication.
 
-A rule gives Megatron's name of a parameter and the checkpoint's names of what is in it. In names, `*` stands for `weight` or
+A rule gives Megatron's name of a parameter and the checkpoint's names of the tensors in it. In names, `*` stands for `weight` or
 `bias`, the same in all of them; `{layer}` for the number of a decoder layer, `{mtp}` for that of a multi-token-prediction
-layer, `{expert}` for that of an expert. Megatron's names count on this rank; the checkpoint's over all ranks, from 0, and
-`{layer}` in the checkpoint's name of a multi-token-prediction parameter goes on after the last decoder layer.
+layer, `{expert}` for that of an expert. Megatron's names count on this rank, the checkpoint's over all ranks from 0; in the
+checkpoint's name of a multi-token-prediction parameter, `{layer}` continues after the last decoder layer.
 
 A rule doesn't say how tensor parallelism divides the parameter: Megatron's own marks on the parameter do
-(`dims.partition_dim`). It says which of these it can follow, and a parameter that is divided otherwise is an error.
+(`dims.partition_dim`). A rule says which divisions it supports, and a parameter that is divided differently is an error.
 
 Nothing here imports Megatron or reads a value.
 """
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 PADDING = -1
-"""`Run.part` of rows that no checkpoint tensor has."""
+"""`Run.part` of rows that are in no checkpoint tensor."""
 
 
 class Run(NamedTuple):
@@ -52,20 +52,20 @@ class Run(NamedTuple):
 
 
 class Rule(ABC):
-    """How one parameter is made of checkpoint tensors.
+    """How one parameter consists of checkpoint tensors.
 
-    "Rows" run along the dimension that tensor parallelism divides (dimension 0 where it divides none) of the whole
+    "Rows" run along the dimension that tensor parallelism divides (dimension 0 if it divides none) of the whole
     parameter: the ranks' parts laid end to end in order of tensor-parallel rank. Other dimensions are the checkpoint's.
 
-    Raises ValueError for another number of names than `parts`, and for a number such as `{expert}` that Megatron's name
-    lacks.
+    Raises ValueError if the number of names isn't `parts`, or if a name has a placeholder such as `{expert}` that Megatron's
+    name lacks.
     """
 
     parts: ClassVar[int] = 1
-    """Checkpoint tensors in the parameter."""
+    """Number of checkpoint tensors in the parameter."""
 
     strides: tuple[int, ...] = (1,)
-    """Values of Megatron's `partition_stride` that `runs` is right for."""
+    """Values of Megatron's `partition_stride` for which `runs` is correct."""
 
     def __init__(self, megatron: str, *names: str) -> None:
         self.megatron = megatron
@@ -77,31 +77,31 @@ class Rule(ABC):
         known = set(re.findall(r"\{\w+\}|\*", megatron))
         known |= {"{layer}"} if "{mtp}" in known else set()
         if unknown := {place for name in names for place in re.findall(r"\{\w+\}|\*", name)} - known:
-            raise ValueError(f"the checkpoint names of {megatron} have {', '.join(sorted(unknown))}, which it doesn't")
+            raise ValueError(f"the checkpoint names of {megatron} have {', '.join(sorted(unknown))}, which it lacks")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, (self.megatron, *self.names)))})"
 
     @abstractmethod
     def partition_dims(self, shape: tuple[int, ...]) -> tuple[int | None, ...]:
-        """The dimensions that tensor parallelism may divide; None: each of its ranks holds all. `shape` is this rank's
-        part. The first one is taken where there is one rank only."""
+        """The dimensions that tensor parallelism may divide; None stands for a copy on each of its ranks. `shape`: this rank's
+        part. With a single rank, the first one applies."""
 
     def runs(self, rows: int, dims: ModelDims) -> Iterator[Run]:
-        """Where all `rows` go, in order. Runs that don't add up to `rows` are an error of whoever asks."""
+        """The runs that all `rows` make up, in order. The caller raises an error if they don't add up to `rows`."""
         yield Run(0, 0, rows)
 
     def added(self, word: str, dims: ModelDims) -> float:
-        """What the checkpoint's values are more than Megatron's; `word` is what `*` stands for."""
+        """The number to add to Megatron's values to get the checkpoint's. `word`: what `*` stands for."""
         return 0.0
 
     def dtype(self, held: torch.dtype) -> torch.dtype:
-        """The dtype that counts as the trainer's, where the parameter is in `held` just now."""
+        """The dtype that counts as the trainer's, for a parameter that is in `held` at the moment."""
         return held
 
 
 class ColumnParallel(Rule):
-    """Divided by dimension 0, the layer's outputs, bias too. With `may_be_duplicated` Megatron may also have a copy on each
+    """Divided along dimension 0, the layer's outputs, bias too. With `may_be_duplicated`, Megatron may also have a copy on each
     rank (MLA's down projections are divided in the local layer spec and duplicated in Transformer Engine's)."""
 
     def __init__(self, megatron: str, *names: str, may_be_duplicated: bool = False) -> None:
@@ -113,15 +113,15 @@ class ColumnParallel(Rule):
 
 
 class RowParallel(Rule):
-    """Divided by dimension 1, the layer's inputs; each rank holds all of the bias."""
+    """Divided along dimension 1, the layer's inputs; each rank holds the whole bias."""
 
     def partition_dims(self, shape: tuple[int, ...]) -> tuple[int | None, ...]:
         return (1,) if len(shape) > 1 else (None,)
 
 
 class Replicated(Rule):
-    """Each tensor-parallel rank holds all of it. `kept` is a dtype that Megatron keeps it in, whatever the others have
-    (before the first forward pass the buffer may still be in the model's)."""
+    """Each tensor-parallel rank holds all of it. `kept`: the dtype in which Megatron keeps it, whatever the model's dtype (before
+    the first forward pass the buffer may still have the model's)."""
 
     def __init__(self, megatron: str, *names: str, kept: torch.dtype | None = None) -> None:
         super().__init__(megatron, *names)
@@ -135,8 +135,8 @@ class Replicated(Rule):
 
 
 class Norm(Replicated):
-    """A norm. Megatron holds its weight less one with `layernorm_zero_centered_gamma`, and so does the checkpoint if it is
-    `zero_centered`; where only one of the two does, the difference is added to a copy of the weight."""
+    """A norm. With `layernorm_zero_centered_gamma`, Megatron holds its weight minus one. `zero_centered`: the checkpoint does so
+    too. If only one of the two does, the difference is added to a copy of the weight."""
 
     def __init__(self, megatron: str, *names: str, zero_centered: bool = False) -> None:
         super().__init__(megatron, *names)
@@ -148,7 +148,7 @@ class Norm(Replicated):
 
 
 class VocabParallel(Rule):
-    """Divided by dimension 0, the vocabulary, and padded behind the last token that the checkpoint knows."""
+    """Divided along dimension 0, the vocabulary, and padded after the last token of the checkpoint."""
 
     def partition_dims(self, shape: tuple[int, ...]) -> tuple[int | None, ...]:
         return (0,)
@@ -163,7 +163,7 @@ class GatedMLP(Rule):
     """`GatedMLP(megatron, gate, up)`: each rank holds its rows of the gate, then its rows of the up projection."""
 
     parts = 2
-    strides = (1, 2)  # Megatron says either, and means this
+    strides = (1, 2)  # Megatron marks it with either, for the same division
 
     def partition_dims(self, shape: tuple[int, ...]) -> tuple[int | None, ...]:
         return (0,)
@@ -171,7 +171,7 @@ class GatedMLP(Rule):
     def runs(self, rows: int, dims: ModelDims) -> Iterator[Run]:
         each = rows // (2 * dims.ways)
         interleaved = getattr(dims.config, "moe_mlp_glu_interleave_size", None)
-        if dims.config.gated_linear_unit and not interleaved:  # else no row is accounted for: an error
+        if dims.config.gated_linear_unit and not interleaved:  # without runs the caller raises an error
             for way in range(dims.ways):
                 yield Run(0, way * each, each)
                 yield Run(1, way * each, each)
@@ -180,8 +180,8 @@ class GatedMLP(Rule):
 class QKV(Rule):
     """`QKV(megatron, q, k, v)`: rows by group of heads that share a key: the group's queries, its key, its value.
 
-    With `attention_output_gate` a group is its queries, their gates, its key, its value, and the checkpoint's query
-    tensor holds each head's query and then its gate. Ranks may hold parts of groups (more ranks than groups).
+    With `attention_output_gate`, a group consists of its queries, their gates, its key and its value, and the checkpoint's
+    query tensor holds each head's query and then its gate. With more ranks than groups, ranks hold parts of groups.
     """
 
     parts = 3
@@ -215,13 +215,13 @@ class NotSent(Rule):
 
 
 def decoder_layer(*rules: Rule) -> tuple[Rule, ...]:
-    """Rules of a decoder layer, given without `decoder.layers.{layer}.` and the checkpoint's `model.layers.{layer}.`."""
+    """Rules of a decoder layer, whose names are given without `decoder.layers.{layer}.` and `model.layers.{layer}.`."""
     return _below("decoder.layers.{layer}.", "model.layers.{layer}.", rules)
 
 
 def mtp_layer(*rules: Rule) -> tuple[Rule, ...]:
-    """Rules of a multi-token-prediction layer, given without `mtp.layers.{mtp}.` and `model.layers.{layer}.`. Its decoder
-    layer has the rules of decoder layers where it has none of its own."""
+    """Rules of a multi-token-prediction layer, whose names are given without `mtp.layers.{mtp}.` and `model.layers.{layer}.`. For
+    its decoder layer, the rules of decoder layers apply where it has none of its own."""
     return _below("mtp.layers.{mtp}.", "model.layers.{layer}.", rules)
 
 

@@ -1,13 +1,13 @@
-"""Megatron-Core: each rank sends the parts of checkpoint tensors that it holds, where they are. Nothing is gathered.
+"""Megatron-Core: each rank sends the parts of checkpoint tensors that it holds, from where they lie. Nothing is gathered.
 
 How it works:
-1. the architecture's rules say, for each parameter that this rank holds, which rows of which checkpoint tensors its rows are;
-   numbers of layers and experts are turned into those of the whole model by Megatron's own functions and groups;
-2. at construction the ranks exchange what they hold (`inventory`), since no pipeline stage knows the others' tensors;
-   from that follow, on each rank alone, the manifest and who sends what;
-3. `slices()` cuts views of the parameters as they are then. A model that is no longer what was exchanged is an error.
+1. for each parameter of this rank, the architecture's rules say to which rows of which checkpoint tensors its rows belong;
+   Megatron's own functions and groups give the numbers of layers and experts in the whole model;
+2. at construction the ranks exchange what they hold (`inventory`), because no pipeline stage knows the others' tensors;
+   from that, each rank derives the manifest and which rank sends what;
+3. `slices()` cuts views of the current parameters. A model that has changed since the exchange is an error.
 
-Megatron is imported where it is used.
+Megatron is imported inside the functions that use it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["MegatronAdapter", "MegatronSource"]
 
 
 class MegatronSource(ExchangedSource):
-    """What the sources of Megatron models share: the chunks, the exchange, and their LoRA adapters.
+    """The common base of sources of Megatron models: the chunks, the exchange, and their LoRA adapters.
 
-    `held` says what this rank has of the chunks. Collective over `process_group`.
+    `held` returns this rank's inventory of the chunks. Collective over `process_group`.
     """
 
     def __init__(
@@ -68,36 +68,33 @@ class MegatronSource(ExchangedSource):
     def _check_adapters(self) -> None:
         if any(adapters_of(chunk.model) != chunk.adapted for chunk in self._chunks):
             raise ManifestMismatch(
-                "LoRA adapters came, went or were scaled after this source was made",
+                "LoRA adapters were added, removed or scaled after this source was made",
                 hint=f"make a new {type(self).__name__}, on all ranks",
                 side="trainer",
             )
 
 
 class MegatronAdapter(MegatronSource):
-    """A source for a Megatron-Core GPT model: tensor, pipeline (virtual too), expert and expert-tensor parallel, and
-    their products; data- and context-parallel copies each send a share of the bytes.
+    """A source for a Megatron-Core GPT model with tensor, pipeline (also virtual), expert and expert-tensor parallelism in any
+    combination. Data- and context-parallel copies each send a share of the bytes.
 
-    `model` is what the training loop has on this rank: a `GPTModel`, or the list of its chunks, in
-    `DistributedDataParallel` and `Float16Module` or not. `hf_config` is the checkpoint's config: a transformers config
-    or the mapping of a `config.json`; its `model_type` chooses the architecture (`megatron_architecture` registers one),
-    `vocab_size` cuts the padding, `tie_word_embeddings` must be the model's. `architecture` is used instead of the
-    registered one.
+    `model`: the training loop's model on this rank, a `GPTModel` or the list of its chunks, with or without
+    `DistributedDataParallel` and `Float16Module`. `hf_config`: the checkpoint's config, a transformers config or the mapping
+    of a `config.json`. Its `model_type` chooses the architecture (`megatron_architecture` registers one), `vocab_size` cuts
+    the padding, `tie_word_embeddings` must be the model's. `architecture` replaces the registered one.
 
     Collective over `process_group` (default: all of torch.distributed): every rank that holds part of the model makes
-    one, at the same time. Parameters and persistent buffers are sent, names of wrappers removed. Tied embeddings
-    travel once, from the first stage. Copies that tensor-parallel ranks hold (norms) are sent by the first of them.
-    `dtype_rules`, `include` and `exclude` as in `ModuleAdapter`; the router's expert bias counts as fp32, which is what
-    Megatron keeps it in.
+    one, at the same time. Parameters and persistent buffers are sent, without wrappers' names. Tied embeddings travel once,
+    from the first stage. The first tensor-parallel rank sends copies that all of them hold (norms). `dtype_rules`, `include` and
+    `exclude` as in `ModuleAdapter`; the router's expert bias counts as fp32, in which Megatron keeps it.
 
-    LoRA adapters of Megatron-Bridge are merged into what is sent; their A and B are gathered over tensor-parallel ranks,
+    LoRA adapters of Megatron-Bridge are merged into the sent weights; their A and B are gathered over tensor-parallel ranks,
     once per update, in the manager's thread (`lora_factors`).
 
-    Raises TypeError for what is no Megatron model, and `ManifestMismatch`, on all ranks and naming the rank it comes from,
-    for a parameter without a rule, or one that Megatron divides otherwise than its rule or that does not have the size that
-    the config says; for ranks with different models; for elements that are on no rank, or in two parts. `manifest()` and
-    `slices()` raise it where this rank's parameters have changed in name, shape or dtype since: make a new adapter then,
-    on all ranks.
+    Raises TypeError for anything but a Megatron model, and `ManifestMismatch`, on all ranks and naming the rank that caused it,
+    for a parameter without a rule, or that Megatron divides differently from its rule, or whose size contradicts the config;
+    for ranks with different models; for elements that are on no rank, or in two parts. `manifest()` and `slices()` raise it if
+    this rank's parameters have changed in name, shape or dtype since: then make a new adapter, on all ranks.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class MegatronAdapter(MegatronSource):
         return frozenset(self._manifest.index[name] for name in adapted if name in self._manifest.index)
 
     def copies(self) -> Iterator[LocalSlice]:
-        """What tensor-parallel ranks and stages hold of what another one sends: norms, routers, embeddings. Only
+        """Copies on tensor-parallel ranks and stages of tensors that another one sends: norms, routers, embeddings. Only
         Megatron's reduction of their gradients keeps these equal."""
         tensors = self._tensors()
         return (self._slice(one, tensors) for one in self._left)
@@ -160,7 +157,7 @@ class MegatronAdapter(MegatronSource):
         return LocalSlice(box, values + held.added if held.added else values)
 
     def _tensors(self) -> dict[ParameterKey, torch.Tensor]:
-        """The parameters and buffers of now. Raises `ManifestMismatch` if they aren't those of the exchange."""
+        """The current parameters and buffers. Raises `ManifestMismatch` if they differ from those of the exchange."""
         self._check_adapters()
         tensors = _tensors(self._chunks)
         before, now = self._described, described(self._chunks, tensors)

@@ -1,5 +1,5 @@
-"""Rules that families share. Both the local layer specs' names and Transformer Engine's are here: a norm that Transformer
-Engine fuses into the linear layer behind it is `linear_qkv.layer_norm_weight`."""
+"""Rules that families share, with the names of local layer specs and those of Transformer Engine: a norm that Transformer Engine
+fuses into the next linear layer is `linear_qkv.layer_norm_weight`."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ MLP = decoder_layer(
 
 
 def experts(gate: str, up: str, down: str) -> Rules:
-    """Rules of the routed experts, whose checkpoint names (with `{expert}`, below the layer's) are given: sequential experts,
-    then `TEGroupedMLP`."""
+    """Rules of the routed experts, for sequential experts and for `TEGroupedMLP`. Takes their checkpoint names, with `{expert}`
+    and without the layer's prefix."""
     return decoder_layer(
         GatedMLP("mlp.experts.local_experts.{expert}.linear_fc1.weight", gate, up),
         RowParallel("mlp.experts.local_experts.{expert}.linear_fc2.weight", down),

@@ -1,4 +1,4 @@
-"""Qwen from its third generation on, and the mixtures of experts."""
+"""Qwen from its third generation on, and its mixtures of experts."""
 
 from __future__ import annotations
 
