@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +82,5 @@ def replica_card(**fields: Any) -> ReplicaCard:
         start_ticks=start_ticks(),
         boot_id=addresses.boot_id(),
         package_version=__version__,
-        started_at_unix_s=time.time(),
         **fields,
     )

@@ -14,13 +14,13 @@ from inference_plugin.install.dtype_hint import dtype_line, dtype_rules
 from inference_plugin.install.layout import LiveLayout
 from inference_plugin.install.live_storages import live_ties
 from inference_plugin.install.parts import Part, ProvenParts, prove_parts
-from inference_plugin.install.plan import PlacementPlan, TensorInfo
+from inference_plugin.install.plan import Placement, PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
 from inference_plugin.install.storages import equal_bytes
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.install.trial_load import LoaderCoverage, loader_coverage
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
-from inference_plugin.wire.geometry import Box, hull
+from inference_plugin.wire.geometry import Box, bounding_box, hull
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
 
@@ -59,16 +59,18 @@ class Agreement:
         """The boxes that the installer reads, at most one per tensor, in the manifest's order."""
         if self.why_loader and not self.parts:
             taken = {
-                self._sent(name) for name in (*self.manifest.index, *self.manifest.tied) if name not in self.ignored
+                self.manifest.sent_name(name)
+                for name in (*self.manifest.index, *self.manifest.tied)
+                if name not in self.ignored
             }
             return tuple(self.manifest.whole(i) for i, spec in enumerate(self.manifest.tensors) if spec.name in taken)
         boxes: dict[int, Box] = {}
         for name, needed in self.plan.needs().items():
-            index = self.manifest.index[self.manifest.tied.get(name, name)]
+            index = self.manifest.index[self.manifest.sent_name(name)]
             box = Box(index, needed.offsets, needed.sizes)
             boxes[index] = hull(boxes[index], box) if index in boxes else box
         for name in {name for part in self.parts for name in part.sources}:
-            index = self.manifest.index[self.manifest.tied.get(name, name)]
+            index = self.manifest.index[self.manifest.sent_name(name)]
             boxes[index] = self.manifest.whole(index)
         return tuple(boxes[i] for i in sorted(boxes))
 
@@ -78,9 +80,10 @@ class Agreement:
         computed = "the engine's loader computes with it"
         if self.plan.refusal is not None:
             return {spec.name: computed for spec in self.manifest.tensors}
-        found = {self._sent(name): computed for names in self.plan.refused_sources.values() for name in names}
+        sent_name = self.manifest.sent_name
+        found = {sent_name(name): computed for names in self.plan.refused_sources.values() for name in names}
         return found | {
-            self._sent(other.source.tensor): f"its place in the engine is that of {kept.source.tensor} too"
+            sent_name(other.source.tensor): f"its place in the engine is that of {kept.source.tensor} too"
             for other, kept in self.plan.repeats
         }
 
@@ -102,8 +105,11 @@ class Agreement:
                 phase="seal",
             )
 
-    def _sent(self, name: str) -> str:
-        return self.manifest.tied.get(name, name)
+    def box_read(self, placement: Placement) -> Box | None:
+        """The box of the manifest that a placement reads; None if that is no box."""
+        found, exact = bounding_box(placement.source, placement.shape)
+        index = self.manifest.index[self.manifest.sent_name(placement.source.tensor)]
+        return Box(index, found.offsets, found.sizes) if exact else None
 
 
 def agree(model: EngineModel, manifest: Manifest, *, partial: bool) -> Agreement:
@@ -128,7 +134,7 @@ class _Negotiation:
         expert_places = self._model.expert_places()
         ties = live_ties(self._model)
         traced = self._traced = trace_plan(self._model.skeleton, self._load, self._tensors).without_repeats()
-        plan, apart = traced.tied(ties, lambda name: self._manifest.tied.get(name, name))
+        plan, apart = traced.tied(ties, self._manifest.sent_name)
         self._check_plan(plan)
         if apart:
             raise ManifestMismatch(
@@ -220,7 +226,7 @@ class _Negotiation:
                 raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
             return
         if wrong := [f"{name}: {why}" for name, why in plan.dtype_conflicts.items()]:
-            changed = {self._manifest.tied.get(name, name): dtype for name, dtype in plan.dtypes_wanted.items()}
+            changed = {self._manifest.sent_name(name): dtype for name, dtype in plan.dtypes_wanted.items()}
             own = {spec.name: spec.dtype for spec in self._manifest.tensors}
             wanted = own | {name: dtype_name(dtype) for name, dtype in changed.items()}
             error = ManifestMismatch(

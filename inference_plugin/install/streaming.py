@@ -17,7 +17,7 @@ from inference_plugin.install.memory import return_freed_memory
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.policies import PolicyInstaller, WayBack
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, TornReplica, first_few
-from inference_plugin.wire.geometry import Box, bounding_box, overlap
+from inference_plugin.wire.geometry import Box, overlap
 from inference_plugin.wire.zone import strides_of_box
 
 __all__ = ["StreamingInstaller"]
@@ -182,13 +182,8 @@ class StreamingInstaller(PolicyInstaller):
                 yield module, placement
 
     def _place_of(self, module: str, placement: Placement) -> _Place:
-        manifest = self._agreement.manifest
-        name = placement.source.tensor
-        index = manifest.index[manifest.tied.get(name, name)]
-        found, exact = bounding_box(placement.source, placement.shape)
-        if not exact:
-            raise _refused(f"the part of {name} that the engine takes is no box")
-        box = Box(index, found.offsets, found.sizes)
+        if (box := self._agreement.box_read(placement)) is None:
+            raise _refused(f"the part of {placement.source.tensor} that the engine takes is no box")
         strides = strides_of_box(box, placement.shape, placement.source, placement.dest)
         return _Place(box, module, placement.dest.tensor, placement.dest.offset, strides)
 

@@ -31,7 +31,7 @@ def live_digests(
         storages, why = layout.read_rebuilt(name, unpacking)
         placements = layout.rebuilt_placements(name)
         for source, key in dict.fromkeys((p.source.tensor, p.dest.tensor) for p in placements if p.dest.tensor in why):
-            yield manifest.tied.get(source, source), why[key]
+            yield manifest.sent_name(source), why[key]
         yield from _digests(manifest, [p for p in placements if p.dest.tensor in storages], storages, exact=False)
 
 
@@ -41,7 +41,7 @@ def _digests(
     for source, box, tensor in read_back(placements, storages):
         data = tensor if exact else _unsigned_zeros(tensor)
         yield BoxDigest(
-            name=manifest.tied.get(source, source),
+            name=manifest.sent_name(source),
             offsets=box.offsets,
             sizes=box.sizes,
             dtype=dtype_name(tensor.dtype),

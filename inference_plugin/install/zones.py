@@ -23,7 +23,6 @@ from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.replay import Replay
 from inference_plugin.install.standby import StandbyWeights
 from inference_plugin.wire.errors import TransportUnavailable, first_few
-from inference_plugin.wire.geometry import Box, bounding_box
 from inference_plugin.wire.manifest import DTYPE_BYTES, aligned
 from inference_plugin.wire.zone import Place, ZoneLayout, strides_of_box
 
@@ -132,14 +131,9 @@ def _why_rebuilt_needs_a_segment(agreement: Agreement) -> str:
 
 
 def _place(agreement: Agreement, placement: Placement, storage_at: int) -> Place:
-    manifest = agreement.manifest
-    name = placement.source.tensor
-    index = manifest.index[manifest.tied.get(name, name)]
-    found, exact = bounding_box(placement.source, placement.shape)
-    if not exact:
-        raise _refused(f"the engine takes of {name} what is no box")
-    box = Box(index, found.offsets, found.sizes)
-    item_bytes = DTYPE_BYTES[manifest.tensors[index].dtype]
+    if (box := agreement.box_read(placement)) is None:
+        raise _refused(f"the part of {placement.source.tensor} that the engine takes is no box")
+    item_bytes = DTYPE_BYTES[agreement.manifest.tensors[box.tensor].dtype]
     strides = strides_of_box(box, placement.shape, placement.source, placement.dest)
     offset = storage_at + placement.dest.offset * item_bytes
     return Place(box, offset, tuple(stride * item_bytes for stride in strides))

@@ -101,7 +101,7 @@ def runtime_dir(job: str | None = None) -> Path:
     return path
 
 
-def check_room(job: str | None = None) -> None:
+def check_room(job: str | None) -> None:
     """Raises `ConfigError` if no card could be written into the runtime directory just now."""
     path = runtime_dir(job) / f"{new_replica_id('room')}.tmp"
     try:
@@ -122,9 +122,9 @@ def new_replica_id(engine: str) -> str:
     return f"{engine}-{os.getpid()}-{start_ticks()}-{secrets.token_hex(6)}"
 
 
-def ipc_address(replica: str, endpoint: str, job: str | None = None) -> str:
-    """`ipc://` address of a replica's endpoint ("f" or a rank). Raises `AuthError` when the path is too long to bind."""
-    path = str(runtime_dir(job) / f"{replica}.{endpoint}")
+def ipc_address(replica: str, endpoint: str) -> str:
+    """`ipc://` address of a replica's endpoint ("f" or a rank). Raises `AuthError` if the path is too long to bind."""
+    path = str(runtime_dir() / f"{replica}.{endpoint}")
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise AuthError(
             f"{path} has more than {MAX_IPC_PATH_BYTES} bytes, too long for a socket",

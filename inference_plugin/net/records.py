@@ -34,9 +34,9 @@ class ReplicaRecord(msgspec.Struct, frozen=True):
     groups: dict[str, GroupRecord] = {}
 
 
-def save_record(replica: str, record: ReplicaRecord, job: str | None = None) -> None:
-    """Replaces the replica's record. Raises OSError where the directory can't be written."""
-    replace_file(runtime_dir(job) / f"{replica}.counts", msgspec.msgpack.encode(record))
+def save_record(replica: str, record: ReplicaRecord) -> None:
+    """Replaces the replica's record. Raises OSError if the directory can't be written."""
+    replace_file(runtime_dir() / f"{replica}.counts", msgspec.msgpack.encode(record))
 
 
 def record_of(card: ReplicaCard) -> ReplicaRecord:

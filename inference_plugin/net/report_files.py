@@ -27,7 +27,7 @@ def last_report(group: str, job: str | None = None) -> UpdateReport | None:
     return decode_as(path.read_bytes(), UpdateReport) if path.exists() else None
 
 
-def last_reports(job: str | None = None) -> list[tuple[UpdateReport, float]]:
+def last_reports(job: str | None) -> list[tuple[UpdateReport, float]]:
     """The last update of every group of `job`, with the Unix time at which it was reported."""
     found = []
     for path in sorted(runtime_dir(job).glob("*.report")):

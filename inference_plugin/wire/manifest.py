@@ -120,6 +120,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         """xxh3-128 over names, dtypes, shapes, order and ties, in hex."""
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([self.tensors, sorted(self.tied.items())]))
 
+    def sent_name(self, name: str) -> str:
+        """The name under which a tensor travels: `name` itself, or the name that it is tied to."""
+        return self.tied.get(name, name)
+
     def whole(self, tensor: int) -> Box:
         """The box that is all of one tensor."""
         shape = self.tensors[tensor].shape

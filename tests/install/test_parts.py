@@ -104,7 +104,7 @@ def test_memory_for_one_part_at_a_time_and_the_rest_is_copied(partial: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [(Accumulating, "computes blocks.1.decay otherwise"), (Demanding, "raised AssertionError")]
+    ("kind", "words"), [(Accumulating, "computes blocks.1.decay differently"), (Demanding, "raised AssertionError")]
 )
 def test_a_loader_that_computes_otherwise_with_less_is_given_everything(kind: type[Model], words: str) -> None:
     engine, why = updated(kind)

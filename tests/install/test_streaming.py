@@ -102,7 +102,7 @@ def test_a_piece_that_is_missing_is_noticed_and_there_is_no_way_back() -> None:
     installer.open(manifest, "streaming", partial=False)
     for box in whole(manifest)[1:]:
         installer.place(box, piece(manifest, weights(1), box))
-    with pytest.raises(CommitFailed, match="elements came"):
+    with pytest.raises(CommitFailed, match="elements arrived"):
         installer.install(NOTHING)
     with pytest.raises(TornReplica, match="have overwritten the previous version"):
         installer.undo(None)

@@ -18,7 +18,7 @@ from trainer_adapters.sources.megatron.families.llama import llama
 
 
 class Stacked(Rule):
-    """What `parts` makes several tensors of lies in one, the first tensor's rows before the second's."""
+    """The tensors of the rule `parts` lie in one checkpoint tensor, the first tensor's rows before the second's."""
 
     def __init__(self, megatron: str, name: str, parts: Rule) -> None:
         super().__init__(megatron, name)

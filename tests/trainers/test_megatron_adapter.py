@@ -408,8 +408,11 @@ def test_adapters_that_were_scaled_or_disabled_meanwhile_and_kinds_without_a_rul
     [
         ("rule by columns", "linear_proj.weight [32, 32] is divided along dimension 1, but its rule ColumnParallel("),
         ("rule replicated", "is for one that is whole on each tensor-parallel rank"),
-        ("router by rows", "mlp.router.weight [4, 32] is whole on each tensor-parallel rank, its rule RowParallel("),
-        ("marked by rows", "linear_qkv.weight [64, 32] is divided along dimension 1, its rule QKV("),
+        (
+            "router by rows",
+            "mlp.router.weight [4, 32] is whole on each tensor-parallel rank, but its rule RowParallel(",
+        ),
+        ("marked by rows", "linear_qkv.weight [64, 32] is divided along dimension 1, but its rule QKV("),
         ("strides", "linear_qkv.weight is divided with partition_stride 2, but its rule supports 1"),
         ("reduced expert", "linear_fc1.weight has allreduce=True, so it is no expert's parameter"),
         ("unreduced attention", "linear_qkv.weight has allreduce=False, so it is an expert's parameter"),

@@ -160,7 +160,7 @@ def test_where_one_rank_holds_everything_it_does_not_matter_how_it_would_be_divi
     (held,) = boxes_of_parameters([chunk(own, alone)], tensors)
     assert held.box.sizes == held.box.shape == (4, 4)
     with pytest.raises(
-        ManifestMismatch, match=r"proj.weight \[4, 4\] is divided along dimension 0, its rule RowParallel"
+        ManifestMismatch, match=r"proj.weight \[4, 4\] is divided along dimension 0, but its rule RowParallel"
     ):
         list(boxes_of_parameters([chunk(own, first_of_two)], tensors))
 

@@ -19,7 +19,6 @@ from inference_plugin.wire.messages.common import (
     ReplicaState,
     Seconds,
     StartTicks,
-    UnixSeconds,
     Version,
     Word,
 )
@@ -82,7 +81,6 @@ class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     dp_rank: RankNumber = 0
     parent_pid: Pid = 0
     package_version: Word = ""
-    started_at_unix_s: UnixSeconds = 0.0
     state: ReplicaState = "serving"
     detail: Text = ""
     protocol: ProtocolNumber = PROTOCOL_VERSION

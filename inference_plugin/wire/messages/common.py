@@ -57,7 +57,6 @@ Address = Annotated[str, msgspec.Meta(max_length=1024)]
 TransportName = Annotated[str, msgspec.Meta(max_length=64)]
 Fingerprint = Annotated[str, msgspec.Meta(max_length=64)]
 Word = Annotated[str, msgspec.Meta(max_length=256)]
-UnixSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 ProtocolNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 """A transport's own bytes; a list of 65536 process ids fits."""
