@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer_adapters.fleet.machine_io import ReplicaStatus
     from trainer_adapters.manager import SyncManager
     from trainer_adapters.settings import BestEffort, Quorum
-    from trainer_adapters.sources.base import DtypeRules, LocalSlice, WeightSource
+    from trainer_adapters.sources.base import LocalSlice, WeightSource
     from trainer_adapters.sources.dtensor import DTensorAdapter
     from trainer_adapters.sources.export import ExportAdapter
     from trainer_adapters.sources.fsdp import FSDPAdapter
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer_adapters.sources.megatron.lora_adapter import MegatronLoRAAdapter
     from trainer_adapters.sources.megatron.source import MegatronAdapter
     from trainer_adapters.sources.module import ModuleAdapter
+    from trainer_adapters.sources.selection import DtypeRules
     from trainer_adapters.update.handle import PendingUpdate
 
 __all__ = [
@@ -77,7 +78,7 @@ _HOMES = {
     "Config": "manager",
     "DTensorAdapter": "sources.dtensor",
     "DistributedBatch": "batch.batch",
-    "DtypeRules": "sources.base",
+    "DtypeRules": "sources.selection",
     "ExportAdapter": "sources.export",
     "FSDPAdapter": "sources.fsdp",
     "Generated": "batch.rollouts.generated",

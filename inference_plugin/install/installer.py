@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from inference_plugin.install.agreement import Agreement, agree
+from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import EngineModel, InstallTerms, Throttle
 from inference_plugin.install.loader import LoaderInstaller, PartLoaderInstaller
+from inference_plugin.install.negotiation import agree
 from inference_plugin.install.policies import (
     CopyInstaller,
     PolicyInstaller,

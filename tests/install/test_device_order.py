@@ -10,9 +10,9 @@ import torch
 
 from inference_plugin.devices import DEVICES
 from inference_plugin.install import replay
-from inference_plugin.install.agreement import agree
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.install.negotiation import agree
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.policies import StagedInstaller, WayBack
 from inference_plugin.install.replay import Replay

@@ -14,7 +14,7 @@ from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.tensors import torch_dtype
 from tests.support.plain_engine import PlainEngineModel, checkpoint, manifest_of
-from trainer_adapters.sources.base import DtypeRules
+from trainer_adapters.sources.selection import DtypeRules
 
 PARTS = st.sampled_from(["model", "layers", "0", "1", "12", "norm", "A_log", "weight"])
 NAMES = st.builds(".".join, st.lists(PARTS, min_size=1, max_size=5))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, on, written
-from trainer_adapters.sources.base import MIN_CUT_BYTES
+from trainer_adapters.sources.sharing import MIN_CUT_BYTES
 
 
 @pytest.fixture(scope="module")

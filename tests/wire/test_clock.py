@@ -16,8 +16,7 @@ def test_the_time_of_day_is_read_for_people_only_and_no_wait_goes_by_it() -> Non
     }
     found.pop("tracing.py")  # says in a trace's file how the two clocks lie to each other
     told = {
-        "published_card.py",
         "recorder.py",
         "top.py",
-    }  # when a replica started and committed, and how long ago that is
+    }  # when a replica committed, and how long ago that is
     assert {name: uses for name, uses in found.items() if uses} == {name: ["time.time("] for name in told}

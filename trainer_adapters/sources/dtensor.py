@@ -21,8 +21,9 @@ from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.lora_layers import refuse_lora_layers
 from trainer_adapters.sources.module import Buffers, module_stream, module_ties
 from trainer_adapters.sources.placements import Mesh, Spread
-from trainer_adapters.sources.plan import Dims, Rename, Rules, TensorInfo, whole_shard
+from trainer_adapters.sources.plan import Dims, Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, memory_of, why_not_plain
+from trainer_adapters.sources.selection import Rules
 
 __all__ = ["DTensorAdapter", "ShardedSource"]
 

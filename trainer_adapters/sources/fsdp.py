@@ -22,8 +22,9 @@ from trainer_adapters.sources.dtensor import ShardedSource
 from trainer_adapters.sources.fsdp1 import FlatSource
 from trainer_adapters.sources.module import Buffers
 from trainer_adapters.sources.placements import Mesh, Spread
-from trainer_adapters.sources.plan import Plan, Rename, Rules, TensorInfo, whole_shard
+from trainer_adapters.sources.plan import Plan, Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards
+from trainer_adapters.sources.selection import Rules
 
 __all__ = ["FSDPAdapter"]
 

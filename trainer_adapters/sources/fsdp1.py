@@ -29,8 +29,9 @@ from inference_plugin.wire.errors import ManifestMismatch
 from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.module import Buffers, module_stream, module_ties, walk
-from trainer_adapters.sources.plan import PlannedSlice, Rename, Rules, TensorInfo, shards_of_run, whole_shard
+from trainer_adapters.sources.plan import PlannedSlice, Rename, TensorInfo, shards_of_run, whole_shard
 from trainer_adapters.sources.scan import Inspection, LocalShards, Pairs, ScannedSource, why_not_plain
+from trainer_adapters.sources.selection import Rules
 
 __all__ = ["FlatSource"]
 

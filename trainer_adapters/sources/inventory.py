@@ -21,8 +21,10 @@ from inference_plugin.wire.errors import ErrorInfo, ManifestMismatch, Weightwire
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
-from trainer_adapters.sources.base import DtypeRules, NameFilter, WeightSource, share_boxes, some_of
+from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.sources.exchange import exchange_bytes
+from trainer_adapters.sources.selection import DtypeRules, NameFilter
+from trainer_adapters.sources.sharing import share_boxes, some_of
 
 __all__ = ["ExchangedSource", "HeldBox", "Inventory", "SendAssignment", "divide", "merge"]
 

@@ -12,8 +12,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.lora_layers import refuse_lora_layers
-from trainer_adapters.sources.plan import Rename, Rules, TensorInfo, whole_shard
+from trainer_adapters.sources.plan import Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards, Pairs, ScannedSource, Stream
+from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import is_fully_sharded, is_wrapped_by_fsdp1
 
 __all__ = ["Buffers", "ModuleAdapter", "module_stream", "module_ties", "walk"]

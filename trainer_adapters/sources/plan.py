@@ -19,7 +19,8 @@ from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import dtype_name
-from trainer_adapters.sources.base import DtypeRules, NameFilter, narrowed
+from trainer_adapters.sources.base import narrowed
+from trainer_adapters.sources.selection import DtypeRules, NameFilter
 
 __all__ = [
     "Dims",
@@ -29,7 +30,6 @@ __all__ = [
     "Plan",
     "Target",
     "Rename",
-    "Rules",
     "PlannedSlice",
     "make_plan",
     "shards_of_run",
@@ -39,9 +39,6 @@ __all__ = [
 
 Dims: TypeAlias = tuple[int, ...]
 Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None] | None
-Rules: TypeAlias = (
-    DtypeRules | Mapping[str, torch.dtype | str] | Iterable[tuple[str, torch.dtype | str]] | torch.dtype | str | None
-)
 CheckpointLayout: TypeAlias = Callable[[str, Dims], "tuple[Target, ...]"]
 """Returns the checkpoint tensors that lie in a trainer's tensor of this name and shape."""
 
@@ -280,7 +277,7 @@ def _check_names(targets: Sequence[tuple[Target, ...]], infos: tuple[TensorInfo,
     ]:
         raise ManifestMismatch(
             f"tensors that can't be sent: {first_few(problems)}",
-            hint="change them as it says, or leave them out with exclude=[name]",
+            hint="correct them, or leave them out with exclude=[name]",
             side="trainer",
         )
     if unusable := [repr(name) for name in origins if not name or len(name.encode()) > MAX_NAME_BYTES]:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import MAX_DIMS, Box
 from inference_plugin.wire.manifest import Manifest
-from trainer_adapters.sources.base import DtypeRules, LocalSlice, NameFilter, WeightSource, share_boxes, some_of
+from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.sources.plan import (
     CheckpointLayout,
     Dims,
@@ -32,12 +32,13 @@ from trainer_adapters.sources.plan import (
     Plan,
     PlannedSlice,
     Rename,
-    Rules,
     TensorInfo,
     make_plan,
     planned_slices,
 )
+from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.sharded import is_dtensor
+from trainer_adapters.sources.sharing import share_boxes, some_of
 
 __all__ = ["LocalShards", "Inspection", "Pairs", "ScannedSource", "Stream", "memory_of", "why_not_plain"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_adapters.sources.export import ExportAdapter, TensorMetadata
-from trainer_adapters.sources.plan import Rules
+from trainer_adapters.sources.selection import Rules
 
 __all__ = ["VllmSourceAdapter", "is_vllm_source"]
 

@@ -21,7 +21,7 @@ from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.sources.lora.factors import check_kind, source_of
 from trainer_adapters.sources.lora.peft_model import AddedProduct, PeftStructure, structure_of
 from trainer_adapters.sources.lora.product import saved_name, scaled
-from trainer_adapters.sources.plan import Rules
+from trainer_adapters.sources.selection import Rules
 
 __all__ = ["LoRAAdapter"]
 

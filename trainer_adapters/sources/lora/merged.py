@@ -28,7 +28,8 @@ from trainer_adapters.sources.lora.factors import PeftFactors, source_of
 from trainer_adapters.sources.lora.peft_model import AddedBias, AddedProduct, Addition, PeftStructure, structure_of
 from trainer_adapters.sources.lora.product import add_product, exact_copy
 from trainer_adapters.sources.module import Buffers
-from trainer_adapters.sources.plan import Dims, Rename, Rules, Target
+from trainer_adapters.sources.plan import Dims, Rename, Target
+from trainer_adapters.sources.selection import Rules
 
 __all__ = ["MergedLoRAAdapter"]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
-from trainer_adapters.sources.base import DtypeRules, LocalSlice, NameFilter, narrowed
+from trainer_adapters.sources.base import LocalSlice, narrowed
 from trainer_adapters.sources.inventory import HeldBox, Inventory, SendAssignment
 from trainer_adapters.sources.lora.product import saved_name, scaled
 from trainer_adapters.sources.megatron.architecture import Architecture
@@ -26,7 +26,7 @@ from trainer_adapters.sources.megatron.chunks import Chunk
 from trainer_adapters.sources.megatron.lora_factors import LayerKey, adapted_layers
 from trainer_adapters.sources.megatron.rules import Run
 from trainer_adapters.sources.megatron.source import MegatronSource
-from trainer_adapters.sources.plan import Rules
+from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 
 __all__ = ["MegatronLoRAAdapter"]
 

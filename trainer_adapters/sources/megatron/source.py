@@ -22,7 +22,7 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import torch_dtype
-from trainer_adapters.sources.base import DtypeRules, LocalSlice, NameFilter, narrowed
+from trainer_adapters.sources.base import LocalSlice, narrowed
 from trainer_adapters.sources.inventory import ExchangedSource, Inventory, SendAssignment
 from trainer_adapters.sources.megatron.architecture import Architecture
 from trainer_adapters.sources.megatron.chunks import Chunk, chunks_of
@@ -35,7 +35,7 @@ from trainer_adapters.sources.megatron.held import (
     inventory_of,
 )
 from trainer_adapters.sources.megatron.lora_factors import adapters_of, factors_of
-from trainer_adapters.sources.plan import Rules
+from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 
 __all__ = ["MegatronAdapter", "MegatronSource"]
 

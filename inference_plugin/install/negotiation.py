@@ -1,0 +1,305 @@
+"""Agrees with an engine's model on a manifest: the placement plan, its proof, the layout, and every refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from inference_plugin.install.agreement import Agreement
+from inference_plugin.install.contract import EngineModel
+from inference_plugin.install.dtype_hint import dtype_line, dtype_rules
+from inference_plugin.install.layout import LiveLayout
+from inference_plugin.install.live_storages import live_ties
+from inference_plugin.install.parts import ProvenParts, prove_parts
+from inference_plugin.install.plan import PlacementPlan, TensorInfo
+from inference_plugin.install.proof import prove_plan
+from inference_plugin.install.trace import trace_plan
+from inference_plugin.install.trial_load import LoaderCoverage, loader_coverage
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.tensors import dtype_name, torch_dtype
+
+__all__ = ["agree"]
+
+
+def agree(model: EngineModel, manifest: Manifest, *, partial: bool) -> Agreement:
+    """Traces and proves the placement plan for `manifest`, off the live model. The caller holds `model.lock`.
+
+    Raises `ManifestMismatch` if the trainer has to change something, `EngineUnsupported` if no update can keep the model correct.
+    """
+    return _Negotiation(model, manifest, partial).agree()
+
+
+class _Negotiation:
+    def __init__(self, model: EngineModel, manifest: Manifest, partial: bool) -> None:
+        self._model = model
+        self._manifest = manifest
+        self._partial = partial
+        self._tensors = _tensor_infos(manifest)
+
+    def agree(self) -> Agreement:
+        if (why := self._model.unfinishable()) is not None:
+            raise EngineUnsupported(f"this model can't be updated in place: {why}", phase="open")
+        self._check_modules()
+        expert_places = self._model.expert_places()
+        ties = live_ties(self._model)
+        traced = self._traced = trace_plan(self._model.skeleton, self._load, self._tensors).without_repeats()
+        plan, apart = traced.tied(ties, self._manifest.sent_name)
+        self._check_plan(plan)
+        if apart:
+            raise ManifestMismatch(
+                f"the trainer and the engine tie different weights: {first_few(list(apart.values()))}",
+                hint="the engine tied them because its checkpoint holds equal ones; tie them in the trainer too, or start "
+                "the engine from a checkpoint whose configuration says tie_word_embeddings=false",
+                phase="open",
+            )
+        why_loader = self._why_loader(plan, traced)
+        uncovered, loaded, ignored = plan.uncovered, frozenset[str](), frozenset(traced.unused)
+        proven = self._parts(traced, ties) if why_loader else ProvenParts()
+        if proven.parts:
+            uncovered = {**uncovered, **proven.uncovered}
+        elif why_loader:
+            why_loader += f"; not part by part: {proven.why}" if proven.why else ""
+            coverage = self._cover_by_loader(self._tensors)
+            ignored = self._ignored(coverage)
+            loaded = coverage.written if plan.refusal is not None else loaded
+            uncovered = _left_by_loader(coverage, ties)
+        layout = LiveLayout(self._model, plan, ties, loaded)
+        unfilled: tuple[str, ...] = ()
+        if not self._partial:
+            unfilled = self._check_whole(layout, uncovered)
+        self._check_layout(layout)
+        return Agreement(
+            self._model,
+            self._manifest,
+            self._partial,
+            plan,
+            layout,
+            ties,
+            why_loader,
+            proven.parts,
+            self._passed_over(ignored),
+            ignored,
+            unfilled,
+            expert_places,
+        )
+
+    @cached_property
+    def _checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self._model.checkpoint()
+
+    @cached_property
+    def _own_load(self) -> PlacementPlan:
+        """The plan of the checkpoint that the engine was started from."""
+        held = [(name, shape, dtype) for name, (shape, dtype) in self._checkpoint.items()]
+        if {name: shape for name, shape, _ in held} == {name: shape for name, shape, _ in self._tensors}:
+            return self._traced
+        return trace_plan(self._model.skeleton, self._load, held) if held else PlacementPlan(refusal="it can't be read")
+
+    def _passed_over(self, ignored: Collection[str]) -> tuple[int, ...]:
+        """Tensors of the manifest, by index, from which the loader takes nothing, just as it does in the engine's own checkpoint.
+
+        That checkpoint rules out misspelt names: it holds each of these tensors, in the same shape, and the engine serves it.
+        A tensor in the shape of a vocabulary's table is never passed over: the trainer may train it as a head of its own, while
+        the engine computes its logits with the table.
+        """
+        idle = set(ignored)
+        idle -= {name for alias, name in self._manifest.tied.items() if alias not in idle}
+        if not idle:
+            return ()
+        idle &= set(self._own_load.unused)
+        placements = (*self._traced.placements, *self._own_load.placements)
+        tables = {p.shape for p in placements if self._model.pads(self._holder(p.dest.tensor))}
+        return tuple(
+            i
+            for i, spec in enumerate(self._manifest.tensors)
+            if spec.name in idle and self._checkpoint[spec.name][0] == spec.shape and spec.shape not in tables
+        )
+
+    def _holder(self, key: str) -> nn.Module:
+        return self._model.skeleton.get_submodule(key.rpartition(".")[0])
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        return self._model.load_weights(self._model.skeleton, tensors)
+
+    def _check_plan(self, plan: PlacementPlan) -> None:
+        """Raises `ManifestMismatch` for names, shapes and dtypes that the loader can't take."""
+        if plan.refusal is not None and self._partial:
+            raise ManifestMismatch(
+                f"the parameters that this part of the model writes cannot be determined: {plan.refusal}",
+                hint="send the whole model as one group",
+                phase="open",
+            )
+        if plan.refusal is not None:
+            # The loader raised for all tensors together: try them one by one to find those that it can't take.
+            if plan.broke and (wrong := self._misfits()):
+                raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
+            return
+        if wrong := [f"{name}: {why}" for name, why in plan.dtype_conflicts.items()]:
+            changed = {self._manifest.sent_name(name): dtype for name, dtype in plan.dtypes_wanted.items()}
+            own = {spec.name: spec.dtype for spec in self._manifest.tensors}
+            wanted = own | {name: dtype_name(dtype) for name, dtype in changed.items()}
+            error = ManifestMismatch(
+                f"dtypes differ: {first_few(wrong)}",
+                hint="nothing is cast silently: dtype=\"engine\" takes the engine's dtypes; or give the trainer's adapter, or "
+                f"update, {dtype_line(wanted)}",
+                phase="open",
+            )
+            error.dtypes = dtype_rules(wanted)
+            raise error
+        if plan.doubled:
+            raise ManifestMismatch(
+                f"several tensors of the manifest fill the same elements: {first_few(list(plan.doubled))}", phase="open"
+            )
+
+    def _misfits(self) -> list[str]:
+        wrong = []
+        for info in self._tensors:
+            plan = trace_plan(self._model.skeleton, self._load, [info])
+            if plan.broke:
+                wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {plan.refusal}")
+        return wrong
+
+    def _check_modules(self) -> None:
+        """Raises `EngineUnsupported` for modules that the live model lacks: a loader that removes modules would remove them from
+        the skeleton too, and a later load couldn't be traced there. Modules that the post-processing of another module reads
+        are exempt: the engine's file keeps them in the skeleton."""
+        skeleton = self._model.skeleton
+        live = {name for name, _ in self._model.live.named_modules()}
+        read = {
+            f"{name}.{part}"
+            for name in self._model.finishers()
+            for part in self._model.reads(skeleton.get_submodule(name))
+        }
+        held = [name for name, module in skeleton.named_modules() if module._parameters]
+        if removed := [name for name in held if name not in live and name not in read]:
+            raise EngineUnsupported(
+                f"the engine derived something from these modules and then removed them: {first_few(removed)}",
+                hint="that can't be repeated while the engine runs: serve this model without updates",
+                phase="open",
+            )
+
+    def _why_loader(self, plan: PlacementPlan, traced: PlacementPlan) -> str:
+        """Why the engine's own loader has to install; "" if the plan can."""
+        if plan.refusal is not None:
+            return plan.refusal
+        if plan.refused:
+            return f"{first_few(list(plan.refused))} are computed while loading"
+        wrong = prove_plan(traced, self._model.skeleton, self._load, self._tensors)
+        return f"the placement plan failed its proof: {wrong}" if wrong else ""
+
+    def _parts(self, traced: PlacementPlan, ties: Mapping[str, str]) -> ProvenParts:
+        """The parts that the loader has to fill, if it can fill them one by one while a plan covers the rest."""
+        if not traced.refused or not traced.refused.keys().isdisjoint({*ties, *ties.values()}):
+            return ProvenParts()
+        if prove_plan(traced, self._model.skeleton, self._load, self._tensors):
+            return ProvenParts()
+        return prove_parts(traced, self._model.skeleton, self._load, self._tensors, self._model.device)
+
+    def _cover_by_loader(self, tensors: Sequence[TensorInfo]) -> LoaderCoverage:
+        try:
+            return loader_coverage(self._model.skeleton, self._load, tensors, device=self._model.device)
+        except Exception as error:
+            raise EngineUnsupported(
+                f"the engine's loader fails on trial weights: {type(error).__name__}: {error}", phase="open"
+            ) from error
+
+    def _ignored(self, coverage: LoaderCoverage) -> frozenset[str]:
+        """Names of tensors from which the loader takes nothing, under any of their names. Tracing does not see everything that
+        a loader does, so a load without these tensors must leave the same bytes."""
+        unused, sent = set(self._traced.unused), self._manifest.tied
+        taken = {sent.get(name, name) for name, _, _ in self._tensors if name not in unused}
+        idle = frozenset(name for name in unused if sent.get(name, name) not in taken)
+        if not idle:
+            return idle
+        try:
+            without = self._cover_by_loader([info for info in self._tensors if info[0] not in idle])
+        except EngineUnsupported:
+            return frozenset()
+        return idle if without == coverage else frozenset()
+
+    def _check_whole(self, layout: LiveLayout, uncovered: Mapping[str, int]) -> tuple[str, ...]:
+        """Raises `ManifestMismatch` if the manifest leaves out something that a checkpoint fills. Returns the parameters that
+        the engine's own checkpoint does not fill either."""
+        lacking = {name: count for name, count in uncovered.items() if not layout.is_default(name)}
+        unfilled = tuple(
+            name
+            for name, count in lacking.items()
+            if layout.leaves(name) and self._own_load.uncovered.get(name) == count
+        )
+        missing = [f"{name} ({count} elements)" for name, count in lacking.items() if name not in unfilled]
+        if missing:
+            raise ManifestMismatch(
+                f"no tensor of the manifest fills these parameters: {first_few(missing)}",
+                hint="send the whole model, or make the group a part of it with partial=True",
+                phase="open",
+            )
+        unwritten = layout.unwritten_buffers()
+        # A name that begins with an underscore (`_prob_scale`) is the engine's own: its loader would take the tensor, but no
+        # checkpoint has it. Integers such as `position_ids` come from the constructor, and nobody trains them.
+        own = {n for n in unwritten if n.rpartition(".")[2].startswith("_") or not self._is_floating(n)}
+        if buffers := [n for n, built in unwritten.items() if not built or (n not in own and self._is_loaded(n))]:
+            raise ManifestMismatch(
+                f"no tensor of the manifest fills these buffers, which the engine reads from a checkpoint: {first_few(buffers)}",
+                hint="let the trainer's adapter send its buffers too",
+                phase="open",
+            )
+        return unfilled
+
+    def _is_loaded(self, buffer: str) -> bool:
+        """Whether the engine's loader takes this buffer if a checkpoint has it."""
+        held = self._model.skeleton.get_buffer(buffer)
+        plan = trace_plan(self._model.skeleton, self._load, [(buffer, tuple(held.shape), held.dtype)])
+        return plan.refusal is None and not plan.unused
+
+    def _is_floating(self, buffer: str) -> bool:
+        return self._model.skeleton.get_buffer(buffer).is_floating_point()
+
+    def _check_layout(self, layout: LiveLayout) -> None:
+        """Raises if the live model holds something that an update would leave behind or destroy."""
+        if filled_over := layout.filled_over():
+            raise ManifestMismatch(
+                f"the engine's loader would write zeros where the engine holds weights: {first_few(filled_over)}",
+                hint="the trainer's tensors for these are smaller than the engine's",
+                phase="open",
+            )
+        if unknown := layout.unaccounted:
+            raise EngineUnsupported(
+                f"the engine holds these in another form, which its post-processing doesn't explain: {first_few(unknown)}",
+                phase="open",
+            )
+        if unexplained := layout.unexplained:
+            raise EngineUnsupported(
+                f"the engine keeps tensors that an update might leave behind: {first_few(unexplained)}",
+                hint="report the model and these names, so that they are moved; until then serve it without updates",
+                phase="open",
+            )
+        if self._partial and (halved := layout.halved()):
+            raise ManifestMismatch(
+                f"the engine packs each of these modules as a whole, and the group holds only a part of it: {first_few(halved)}",
+                hint="put all tensors of such a module into one group",
+                phase="open",
+            )
+
+
+def _left_by_loader(coverage: LoaderCoverage, ties: Mapping[str, str]) -> dict[str, int]:
+    """The number of elements that a real load leaves unwritten, by parameter; of tied parameters it must fill one."""
+    filled = {ties.get(name, name) for name in coverage.written}
+    firsts = set(ties.values())
+    return {
+        name: count
+        for name, count in coverage.unwritten.items()
+        if not (name in ties and ties[name] in filled) and not (name in firsts and name in filled)
+    }
+
+
+def _tensor_infos(manifest: Manifest) -> list[TensorInfo]:
+    """Every name that the engine may ask for, tied ones included."""
+    infos = [(spec.name, spec.shape, torch_dtype(spec.dtype)) for spec in manifest.tensors]
+    for alias, name in manifest.tied.items():
+        spec = manifest.tensors[manifest.index[name]]
+        infos.append((alias, spec.shape, torch_dtype(spec.dtype)))
+    return infos

@@ -1,0 +1,60 @@
+"""Divides boxes that several ranks hold between these ranks, so that each byte is sent once. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference_plugin.wire.geometry import Box
+from inference_plugin.wire.manifest import Manifest
+
+__all__ = ["MIN_CUT_BYTES", "share_boxes", "some_of"]
+
+MIN_CUT_BYTES = 1 << 20
+"""Smaller boxes are never divided between ranks that hold the same copy."""
+
+COMPARED = 16
+"""Number of boxes that are compared with another rank's copy, among those that training keeps equal."""
+
+
+def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size: int) -> dict[int, Box]:
+    """The part of boxes that `rank` sends, if all `world_size` ranks hold them: by position in `boxes`, only those of which it
+    sends something. Raises ValueError if there is no such rank.
+
+    The boxes are laid end to end and their bytes divided evenly between the ranks. A box goes to the rank that its first
+    byte falls to; a box of `MIN_CUT_BYTES` or more is cut between rows. A pure function, so that the ranks need not communicate.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in 0..{world_size - 1}, not {rank}")
+    sizes = [manifest.box_nbytes(box) for box in boxes]
+    low, high = sum(sizes) * rank // world_size, sum(sizes) * (rank + 1) // world_size
+    shares = {}
+    start = 0
+    for position, (box, nbytes) in enumerate(zip(boxes, sizes, strict=True)):
+        if (share := _rows_that_begin_in(box, nbytes, low - start, high - start)) is not None:
+            shares[position] = share
+        start += nbytes
+    return shares
+
+
+def some_of(shares: dict[int, Box]) -> dict[int, Box]:
+    """Up to `COMPARED` of the boxes that another rank sends, spread evenly over all boxes of two or more dimensions. Others may
+    differ between ranks without an error: statistics that each rank keeps of its own batches."""
+    matrices = [(position, box) for position, box in shares.items() if len(box.sizes) > 1]
+    step = -(-len(matrices) // COMPARED) or 1
+    return dict(matrices[step // 2 :: step])
+
+
+def _rows_that_begin_in(box: Box, nbytes: int, low: int, high: int) -> Box | None:
+    """The rows of a box whose first byte lies in `[low, high)`, counted from the box's own first byte."""
+    if not nbytes:
+        return None
+    dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+    if dim is None or nbytes < MIN_CUT_BYTES:
+        return box if low <= 0 < high else None
+    rows = box.sizes[dim]
+    row_bytes = nbytes // rows
+    first, last = (min(max(-(-edge // row_bytes), 0), rows) for edge in (low, high))
+    if first >= last:
+        return None
+    offsets = (*box.offsets[:dim], box.offsets[dim] + first, *box.offsets[dim + 1 :])
+    return Box(box.tensor, offsets, (*box.sizes[:dim], last - first, *box.sizes[dim + 1 :]))
