@@ -1,5 +1,5 @@
-"""What runs in the trainer: sources that say what this rank holds of a model, the manager that sends it, and the batches
-that bring back what the engines generated.
+"""The trainer's side: sources that describe this rank's part of a model, the manager that sends it, and the batches that bring
+back what the engines generated.
 
 Importing this package is cheap: it needs no engine, no GPU and no Ray, and torch only when a name is used.
 """

@@ -201,7 +201,7 @@ def test_an_error_after_the_first_byte_says_what_became_of_the_replica(start: St
 
         with AtPhase("seal", fails).registered(), pytest.raises(WeightwireError, match="the trainer's own") as raised:
             manager.update(source(2), 2)
-        assert "refuse to generate (torn), until the next update" in str(raised.value)
+        assert "refuses to generate (torn) until the next update" in str(raised.value)
         eventually(lambda: {status.state for status in statuses(rig)} == {"torn"}, "all ranks are torn")
         manager.update(source(3), 3)
     assert holds(rig, 3)

@@ -110,8 +110,8 @@ class Fleet:
         )
 
     def look(self) -> None:
-        """Takes in which replicas are there now, and when each was last heard of."""
-        with self._looking:  # so that what was seen first is also told first
+        """Notes which replicas there are now, and when each was last heard of."""
+        with self._looking:  # so that events are reported in the order in which they were seen
             cards = {card.replica: card for card in self.cards()}
             self._on(CardsSeen(cards, {name: self.registry.heard_s(name) for name in cards}))
 
@@ -120,7 +120,7 @@ class Fleet:
         return self.versions.after(self.cards(), self._settings.group, timeout_s, self._settings.config.silence_s)
 
     def statuses(self) -> list[ReplicaStatus]:
-        """All replicas that are there now or were lost lately, by id."""
+        """All current replicas and those lost lately, by id."""
         self.look()
         with self._changed:
             return self._machine.statuses()
@@ -170,7 +170,7 @@ class Fleet:
         self._on(Settled(version, errors))
 
     def lose(self, replica: str, reason: str) -> None:
-        """A replica takes part no longer; it is connected to anew if it comes back."""
+        """A replica no longer takes part; it is connected to again if it comes back."""
         if (session := self._sessions.pop(replica, None)) is not None:
             session.close()
         self._on(Unreachable(replica, reason))
@@ -199,7 +199,7 @@ class Fleet:
             self._sessions[name] = session
 
     def forget_group(self, timeout_s: float) -> list[ReplicaCard]:
-        """The group is being closed: no terms are agreed any more, and no version is served. Returns the replicas to tell,
+        """The group is being closed: no terms are agreed any more, and no version is served. Returns the replicas to inform,
         once none is being caught up."""
         cards = self.cards()
         self._wait_for_free([card.replica for card in cards], len(cards), timeout_s)
@@ -275,13 +275,13 @@ class Fleet:
     # --- for the thread that catches replicas up ---------------------------------------------------------------------
 
     def poke(self) -> None:
-        """There may be news."""
+        """Wakes the thread: something may have changed."""
         with self._changed:
             self._news = True
             self._changed.notify_all()
 
     def wait_for_news(self) -> bool:
-        """Waits for news, or until a catch-up is due. Returns False once the fleet is closed."""
+        """Waits for `poke`, or until a catch-up is due. Returns False once the fleet is closed."""
         with self._changed:
             wakes_at_s = self._machine.wakes_at_s
             left_s = None if wakes_at_s is None else max(0.0, wakes_at_s - time.monotonic())
@@ -298,21 +298,21 @@ class Fleet:
         return catch_ups
 
     def to_tell(self) -> list[Tell]:
-        """What listeners are to be told, in order; each once."""
+        """The events to report to listeners, in order; each once."""
         with self._changed:
             tells = [action for action in self._actions if isinstance(action, Tell)]
             self._actions = deque(action for action in self._actions if not isinstance(action, Tell))
         return tells
 
     def close(self) -> None:
-        """No replica is caught up any more, and the retained bytes are let go."""
+        """No replica is caught up any more, and the retained bytes are dropped."""
         self._on(Closed())
         self.poke()
 
     # --- pauses ------------------------------------------------------------------------------------------------------
 
     def note_pause(self, card: ReplicaCard, pause: ReplicaPause) -> None:
-        """A replica answered a pause or a resumption. A replica that failed to do what it was asked stands as before."""
+        """A replica answered a pause or a resumption. If it failed to do so, its state is as before."""
         with self._changed:
             if pause.state in ("paused", "asleep"):
                 self._paused[card.replica] = card, pause

@@ -1,4 +1,4 @@
-"""The decisions of `Fleet`, without sockets, threads or clocks: where each replica stands, which replicas an update takes,
+"""The decisions of `Fleet`, without sockets, threads or clocks: the state of each replica, which replicas an update takes,
 which are caught up, and when a failed catch-up is tried again.
 
     joining --> current <--> behind          by updates, and by catching up in between
@@ -52,12 +52,12 @@ from trainer_adapters.fleet.machine_io import (
 __all__ = ["FleetMachine"]
 
 LOST_KEPT = 32
-"""Number of lost replicas that stay in the list. Where replicas come and go, their ids are never used twice."""
+"""Number of lost replicas that stay in the list, which would grow without end because ids are never reused."""
 
 TRIES = 3
-"""Catch-ups of one replica per version: a replica that refuses the bytes must not be asked for ever, and the next update
-tries it anyway. A silent replica, or one for which this process had no descriptor or thread, is tried for as long as it is
-behind."""
+"""Number of catch-ups of one replica per version: a replica that refuses the bytes must not be asked for ever, and the next
+update tries it anyway. A silent replica, or one for which this process had no descriptor or thread, is tried for as long as it
+is behind."""
 
 RETRY_S = 1.0
 """Pause after a failed catch-up, unless the replica is heard of before; it doubles with each failure."""
@@ -69,14 +69,13 @@ AT_ONCE = 4
 
 OVERTAKEN = 2
 """A replica that updates overtook this often during its catch-ups is left to the next update for a while: as long as its
-last catch-up took, then twice as long, and so on. Where updates come faster than catch-ups end, it would never be current."""
+last catch-up took, then twice as long, and so on. If updates come faster than catch-ups end, it would never be current."""
 
 TRANSIENT = (SyncTimeout, PeerLost, WeightwireError)
-"""Silence, a lost connection, and errors that are not ours (no descriptor, no thread): neither the bytes nor the engine were
-refused."""
+"""Silence, a lost connection, and errors of other code (no descriptor, no thread): nobody refused the bytes."""
 
 HOPELESS = (ManifestMismatch, VersionConflict, TransportUnavailable)
-"""Errors that the same bytes would bring about again."""
+"""Errors that the same bytes would cause again."""
 
 
 @dataclass
@@ -107,7 +106,7 @@ class Replica:
 
 @dataclass
 class FleetMachine:
-    """`on` takes one event and returns what is to be done about it. `wakes_at_s`: when the next `Tick` is due."""
+    """`on` takes one event and returns the actions to perform. `wakes_at_s`: when the next `Tick` is due."""
 
     group: str
     replicas: dict[str, Replica] = field(default_factory=dict)
@@ -150,7 +149,7 @@ class FleetMachine:
         actions, self._actions = self._actions, []
         return actions
 
-    # --- what can be asked -------------------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------------------
 
     def statuses(self) -> list[ReplicaStatus]:
         """All replicas, by id."""
@@ -268,7 +267,7 @@ class FleetMachine:
         self._failed(replica, error, now_s)
         self._note(replica)
 
-    # --- parts of them -----------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _took(self, replica: Replica, version: int) -> None:
         replica.version, replica.reason = version, ""

@@ -1,4 +1,4 @@
-"""What `FleetMachine` takes and returns: events, actions, and what it says of a replica."""
+"""The inputs and outputs of `FleetMachine`: events, actions, and the status of a replica."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ Generation: TypeAlias = Literal["running", "paused", "asleep", "refused", "unkno
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One replica as the manager knows it. `state` compares its version with the group's; `version`: what it serves, None if
-    unknown; `reason`: why it is behind, torn or lost; `generation`: whether it generates, whoever paused it."""
+    """One replica as the manager knows it. `state` compares its version with the group's. `version`: the one that it serves, None
+    if unknown. `reason`: why it is behind, torn or lost. `generation`: whether it generates, no matter who paused it."""
 
     replica: str
     engine: str

@@ -1,7 +1,7 @@
-"""Which replicas of the job there are: those of this host by the runtime directory, others by their registration.
+"""Knows the replicas of the job: those of this host by the runtime directory, others by their registration.
 
-Replicas tell the registry when they come, change or leave. The end of a process of this host is noticed at once, the silence
-of another host when its lease ends. Nothing is polled.
+Replicas tell the registry when they start, change or leave. It notices the end of a process of this host at once, and the
+silence of another host when its lease ends. Nothing is polled.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Registry(Service):
                     )
 
     def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Has `listener` called, in the registry's thread, when a replica comes, changes, is heard of or goes. It must be quick.
-        Returns a function that removes it."""
+        """Adds a listener, which the registry's thread calls when a replica appears, changes, is heard of or disappears. It must
+        be quick. Returns a function that removes it."""
         with self._changed:
             self._listeners.append(listener)
 
@@ -113,7 +113,7 @@ class Registry(Service):
         self._watch_processes()
 
     def mended(self) -> None:
-        self._watch_processes()  # replicas that started meanwhile did not find this registry
+        self._watch_processes()  # replicas that started in between did not find this registry
         self._tell()
 
     def processes(self) -> Collection[ProcessId]:
@@ -222,7 +222,7 @@ def take() -> Registry:
 
 
 def give_back(registry: Registry) -> None:
-    """A manager needs it no longer; the last one closes it."""
+    """A manager no longer needs the registry; the last one closes it."""
     with _sharing:
         for place, (shared, users) in list(_shared.items()):
             if shared is registry and users > 1:

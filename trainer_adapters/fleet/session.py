@@ -1,4 +1,4 @@
-"""Channels to one replica, and what was agreed with it."""
+"""The channels to one replica, and the terms agreed with it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def _where(card: ReplicaCard, silence_s: float) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class ReplicaSession:
-    """Channels to one replica, for one thread. `agreed`: None until the group is open, and again once the replica's terms may
-    be others. `held_segments`: ids of the segments that the replica has mapped as its way back. `stands`: somebody holds it
-    paused or asleep."""
+    """Channels to one replica, for one thread. `agreed`: None until the group is open, and again once the replica may have other
+    terms. `held_segments`: ids of the segments that the replica has mapped as its way back. `stands`: the replica is paused or
+    asleep."""
 
     card: ReplicaCard
     config: Config
@@ -68,7 +68,7 @@ class ReplicaSession:
         return ReplicaSession(card, config, coordinator, workers)
 
     def sees(self, card: ReplicaCard) -> None:
-        """What the replica's card says now."""
+        """Takes the replica's current card."""
         self.stands = card.state in ("paused", "asleep")
 
     @property
@@ -107,7 +107,7 @@ class ReplicaSession:
         )
 
     def replaces(self, before: ReplicaSession) -> None:
-        """Closes an earlier session of the same replica. If this one came to nothing, the replica's way back is as before."""
+        """Closes an earlier session of the same replica. If this one agreed on nothing, the replica's way back is as before."""
         if self.agreed is None:
             self.held_segments |= before.held_segments
         before.close()

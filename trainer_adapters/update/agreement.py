@@ -1,8 +1,8 @@
-"""Checks, without a collective, that the trainer's ranks mean the same model.
+"""Checks, without a collective, that the trainer's ranks have the same model.
 
 Claims are the boxes that each rank is going to write. They go to rank 0 with the first update, and again when they change. Rank
-0 compares them with the manifest, so that a box that nobody or two ranks write is named before a byte moves. Copies are boxes
-that a rank holds and another rank sends, where nothing keeps the two equal. Their digests are compared now and then.
+0 compares them with the manifest, so that a box that no rank or two ranks write is named before a byte moves. Copies are boxes
+that a rank holds and another rank sends, if nothing keeps the two equal. Their digests are compared in some of the updates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HINT = (
 
 
 class Claims:
-    """The claims of each rank that were agreed on last; above rank 0 only the rank's own."""
+    """The last claims of each rank on which the ranks agreed; on ranks above 0, only the rank's own."""
 
     def __init__(self) -> None:
         self._agreed: dict[int, tuple[str, tuple[Box, ...]]] = {}
@@ -72,12 +72,12 @@ class Claims:
         except ManifestMismatch as error:
             for rank in (0, *(ready.rank for ready in fresh)):  # these will be told again
                 self._agreed.pop(rank, None)
-            message = f"what the trainer's ranks hold is not the model, each byte once: {error.message}"
+            message = f"the trainer's ranks don't hold the model, each byte once: {error.message}"
             raise ManifestMismatch(message, hint=HINT, side="trainer") from None
 
     def copies_are_due(self) -> bool:
         """Whether rank 0 has copies compared in this update: in the 1st, 2nd, 4th, 8th, ... since the claims changed. Copies that
-        came apart stay apart, so looking ever more seldom still finds them, and costs nothing in the long run."""
+        differ once stay different, so ever rarer comparisons still find them, and cost little in the long run."""
         self._updates += 1
         return self._updates & (self._updates - 1) == 0
 
@@ -90,8 +90,8 @@ def digests_of(manifest: Manifest, slices: Iterable[LocalSlice]) -> Iterator[Pie
 
 
 def what_differs(manifest: Manifest, sent: Mapping[int, Iterable[Piece]], copies: Mapping[int, Iterable[Piece]]) -> str:
-    """Names the copies that differ from what was sent, with ranks and digests; "" if there are none. Boxes that were sent
-    in other pieces cannot be compared."""
+    """Names the copies that differ from the sent pieces, with ranks and digests; "" if there are none. A copy whose box was sent
+    in other pieces is not compared."""
     senders = {piece.box: (rank, piece.digest) for rank, pieces in sent.items() for piece in pieces}
     differ: dict[Box, list[str]] = {}
     for rank, pieces in copies.items():

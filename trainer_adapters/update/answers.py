@@ -1,4 +1,4 @@
-"""What an answer of a worker, or of a coordinator, does to a transaction on rank 0."""
+"""Applies the answers of workers and coordinators to a transaction on rank 0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["answered"]
 
 
 def answered(state: TransactionState, event: Answered) -> None:
-    """Applies one answer. An answer that nobody waits for any more changes nothing."""
+    """Applies one answer. An answer for which nobody waits any more changes nothing."""
     one = state.participants.get(event.replica)
     if one is None or one.state in ENDED:
         return
@@ -103,8 +103,8 @@ def _take_begun(state: TransactionState, one: Participant, worker: int, answer: 
 
 
 def _agree_anew(state: TransactionState, one: Participant) -> None:
-    """Opens the group again, once, on the workers that did not begin, as another trainer has replaced their terms. The other
-    workers are not asked: opening the group there would drop what they have begun."""
+    """Opens the group again, once, on the workers that did not begin, because another trainer has replaced their terms. The other
+    workers are not asked: opening the group there would drop the transaction that they have begun."""
     assert one.agreed is not None, "its group was open"
     opened, one.begins_on, one.agreed = one.agreed.opened, one.agreed.transport, None
     one.begun = {i: each for i, each in one.answers.items() if isinstance(each, Begun)}
@@ -162,7 +162,7 @@ def _take_committed(state: TransactionState, one: Participant, answer: object) -
 
 
 def as_error(answer: object, expected: type) -> WeightwireError:
-    """The failure that an answer is, where `expected` was asked for."""
+    """The error for an answer that is not of type `expected`."""
     if isinstance(answer, WeightwireError):
         return answer
     return ProtocolError(f"expected {expected.__name__}, got {type(answer).__name__}")

@@ -1,4 +1,4 @@
-"""One rank's half of an update, and `dtype="engine"`: an update that an engine refuses for its dtypes is made again in these."""
+"""One rank's half of an update. With `dtype="engine"`, an update that an engine refuses for its dtypes is repeated in these."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 def take_part(
     context: RankContext, source: WeightSource, version: int | None, pending: PendingUpdate, deadline_s: float
 ) -> UpdateReport:
-    """Leads the update, or follows; once more where it was refused for dtypes that the source then adopts.
+    """Leads the update, or follows it. Does so a second time if the update was refused for dtypes that the source then adopts.
 
-    That refusal comes when the group is opened, before anything changes, and is raised on all ranks: all of them try again.
+    That refusal comes when the group is opened, before anything changes, and is raised on all ranks, so that all of them try
+    again.
     """
     try:
         return _attempt(context, source, version, pending, deadline_s)

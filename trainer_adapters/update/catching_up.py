@@ -1,8 +1,8 @@
 """Brings replicas up to the last version between updates: those that joined, fell behind, or came back.
 
-The last version's bytes still lie where the trainer's ranks wrote them, with the digests that they made: in a segment, or in the
-zones of a replica, whose memory this process keeps as well. A transaction in a thread of its own, with connections of its own,
-takes them from there to one replica; on the trainer's host its workers map that very segment. No other replica is asked, and an
+The last version's bytes still lie where the trainer's ranks wrote them, with the ranks' digests: in a segment, or in the zones of
+a replica, whose memory this process also keeps. A transaction in a thread of its own, with connections of its own, brings them
+from there to one replica; on the trainer's host, the replica's workers map that same segment. No other replica is asked, and an
 update that begins meanwhile takes another segment.
 """
 
@@ -34,12 +34,12 @@ __all__ = ["CatchingUp", "SegmentSource"]
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 5.0
-"""How long a closing manager waits for catch-ups, and for a listener of replicas. Replicas drop what they got when its process
-ends."""
+"""How long a closing manager waits for catch-ups, and for a listener of replicas. Replicas drop the bytes that they received when
+its process ends."""
 
 
 class SegmentSource(WeightSource):
-    """The last version, as a source: its slices are views of the memory where it lies, one for each piece."""
+    """The last version as a source: its slices are views of the memory in which it lies, one for each piece."""
 
     may_be_cut = False
 
@@ -56,7 +56,7 @@ class SegmentSource(WeightSource):
 
 
 class RetainedSender(Sender):
-    """The sending half of the transport in whose segment the bytes lie already: it writes nothing."""
+    """The sending half of the transport in whose segment the bytes already lie: it writes nothing."""
 
     def __init__(self, retained: RetainedVersion) -> None:
         self._retained = retained
@@ -92,7 +92,7 @@ def bring_up(settings: Settings, trainer: str, session: ReplicaSession, retained
     transaction = Transaction(
         "catch_up",
         settings,
-        # What is retained was cut for others: it can't be written into a zone.
+        # The retained pieces were cut for other replicas: they can't be written into a zone.
         [(each, writer.sender(each)) for each in settings.offered() if not each.lands_in_zone],
         retained.manifest,
         retained.version,
@@ -117,7 +117,7 @@ def bring_up(settings: Settings, trainer: str, session: ReplicaSession, retained
                     raise WeightwireError.of(wrote.error)
                 transaction.drop({name: WeightwireError.of(info) for name, info in wrote.lost.items()})
             with transaction.phase("seal"):
-                transaction.seal(retained.pieces)  # with the trainer's digests, not those of what was sent now
+                transaction.seal(retained.pieces)  # with the trainer's digests, not those of the bytes sent now
             with transaction.phase("commit"):
                 transaction.commit()
     finally:
@@ -128,7 +128,7 @@ def bring_up(settings: Settings, trainer: str, session: ReplicaSession, retained
 
 
 class CatchingUp:
-    """Rank 0's thread that follows what becomes of replicas: it calls listeners, and starts the catch-ups that are due."""
+    """Rank 0's thread for changes of replicas: it calls listeners, and starts the catch-ups that are due."""
 
     def __init__(self, settings: Settings, fleet: Fleet, events: Events, trainer: str) -> None:
         self._settings = settings
@@ -146,26 +146,26 @@ class CatchingUp:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Tells what is still to be told, and ends; catch-ups under way have a moment to finish."""
+        """Calls the listeners that are still due, and ends; running catch-ups have a moment to finish."""
         self._forget()
         self._fleet.close()
         until_s = time.monotonic() + CLOSING_S
         _join(self._thread, until_s)
-        for thread in self._running:  # complete only now
+        for thread in self._running:  # no thread is added from here on
             _join(thread, until_s)
 
     def _run(self) -> None:
         while self._fleet.wait_for_news():
             try:
                 self._look()
-            except Exception:  # whatever it is, the next look may fare better; without this thread nobody is caught up
+            except Exception:  # the next attempt may succeed; without this thread no replica would be caught up
                 logger.exception("weightwire: replicas could not be looked after")
         self._tell()
 
     def _look(self) -> None:
         try:
             self._fleet.look()
-        except Exception as error:  # noqa: BLE001 -- a card that can't be read; updates raise it
+        except Exception as error:  # noqa: BLE001 -- a card can't be read; updates raise that error
             logger.warning("weightwire: %s", error)
         self._tell()
         self._running = {thread for thread in self._running if thread.is_alive()}
@@ -175,7 +175,7 @@ class CatchingUp:
                 arguments = (due.card, due.retained)
                 thread = threading.Thread(target=self._catch_up, args=arguments, name=name, daemon=True)
                 thread.start()
-            except Exception as error:  # noqa: BLE001 -- no thread can be started: it is tried again
+            except Exception as error:  # noqa: BLE001 -- no thread can be started: the catch-up is tried again
                 self._not_caught_up(due.card, due.retained, WeightwireError.wrap(error))
             else:
                 self._running.add(thread)
@@ -185,7 +185,7 @@ class CatchingUp:
             self._listeners.tell(tell.event, **tell.facts)
 
     def _catch_up(self, card: ReplicaCard, retained: RetainedVersion) -> None:
-        """However it ends, it gives back the bytes that the replica was to read."""
+        """Catches one replica up. However that ends, the retained bytes are given back."""
         started_s = time.monotonic()
         session: ReplicaSession | None = None
         try:
@@ -193,7 +193,7 @@ class CatchingUp:
             session.sees(card)
             self._bring_up(session, retained)
             self._fleet.caught_up(session)
-        except BaseException as error:  # noqa: BLE001 -- it is this replica's, and must not become an update's
+        except BaseException as error:  # noqa: BLE001 -- the error concerns this replica, and must not fail an update
             self._not_caught_up(card, retained, WeightwireError.wrap(error), session)
         else:
             logger.info(

@@ -1,4 +1,4 @@
-"""Cuts slices where a worker's need ends, so that each worker is sent its own part of a tensor and no other."""
+"""Cuts slices at the edges of what workers need, so that each worker is sent only its own part of a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["cut_slices", "edges_of"]
 
 
 def edges_of(needs: Iterable[Sequence[Box]]) -> Edges:
-    """Where anything that a worker needs begins or ends."""
+    """The edges of all boxes that workers need."""
     return geometry.edges_of(itertools.chain.from_iterable(needs))
 
 

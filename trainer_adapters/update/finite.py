@@ -1,5 +1,5 @@
-"""Looks for NaN and infinity in what a trainer rank sends, piece by piece, right before the piece is digested and copied: its
-bytes are then in the processor's cache, and memory is read once. The bytes are those that travel, after the cast."""
+"""Looks for NaN and infinity in the pieces that a trainer rank sends, right before each piece is digested and copied: so the
+piece is in the processor's cache, and memory is read once. It looks at the bytes that travel, after the cast."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["FiniteCheck"]
 
 
 class FiniteCheck:
-    """Of one rank's part of an update."""
+    """The check of one rank's part of an update."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._found: dict[int, None] = {}
 
     def watch(self, slices: Iterable[LocalSlice]) -> Iterator[LocalSlice]:
-        """The same slices, whose pieces are looked at as they are sent."""
+        """The same slices; their pieces are checked as they are sent."""
         for item in slices:
             yield replace(item, seen=self._look)
 

@@ -42,7 +42,7 @@ def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
             claims = source.claims()
     except Exception as raised:  # noqa: BLE001 -- it travels to rank 0 and is raised on all ranks
         error = WeightwireError.wrap(raised).at(side="trainer", rank=ranks.rank)
-    except BaseException:  # the end of this call is the caller's doing; rank 0 must not wait for it
+    except BaseException:  # the caller ends this call; rank 0 must not wait for this rank
         ranks.give_up(Ready(context.count, operation, ranks.rank, secret=ranks.secret))
         raise
     ready = Ready(

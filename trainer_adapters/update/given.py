@@ -1,4 +1,4 @@
-"""What the caller of an update gives: a version, and a source or a model that a source is found for."""
+"""Checks the arguments of an update: a version, and a source, or a model for which a source is made."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MAX_VERSION = (1 << 62) - 1
 
 
 def checked_version(version: object) -> int | None:
-    """A version as an int; None stands for the next one. numpy's and torch's whole numbers are taken too.
+    """A version as an int; None stands for the next one. Integers of numpy and torch are accepted too.
 
-    Raises `ArgumentError` for what is no whole number, and `VersionConflict` for one that is negative or too large."""
+    Raises `ArgumentError` for anything but an integer, and `VersionConflict` for one that is negative or too large."""
     if version is None:
         return None
     number = None
@@ -41,7 +41,7 @@ def checked_version(version: object) -> int | None:
 
 
 class GivenModels:
-    """Finds the source for what is given, and keeps the last one that was made for a model: it knows what it scanned."""
+    """Makes sources for models, and keeps the last one, which remembers the model's scan."""
 
     def __init__(self, group: str, process_group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -49,7 +49,8 @@ class GivenModels:
         self._last: tuple[object, Kind, object, object, WeightSource] | None = None
 
     def source_of(self, model: Sendable, dtype: torch.dtype | str | None, hf_config: Any) -> WeightSource:
-        """Never raises: an error becomes a source that raises it, so that all ranks hear of it in the operation."""
+        """The source for a model. Never raises: an error becomes a source that raises it, so that the operation raises it on all
+        ranks."""
         try:
             kind = kind_of(model)
             if self._last is not None and kind != "source":
@@ -59,19 +60,19 @@ class GivenModels:
             source = source_for(
                 model, dtype=dtype, hf_config=hf_config, group=self._group, process_group=self._process_group
             )
-        except Exception as error:  # noqa: BLE001 -- it is raised in the operation, on all ranks
+        except Exception as error:  # noqa: BLE001 -- the operation raises it, on all ranks
             return FailingSource(WeightwireError.wrap(error).at(side="trainer"))
         if kind != "source":
             self._last = model, kind, dtype, hf_config, source
         return source
 
     def close(self) -> None:
-        """Lets the last model go."""
+        """Drops the last model."""
         self._last = None
 
 
 class FailingSource(WeightSource):
-    """The source of an operation that cannot begin: all ranks are told why."""
+    """The source of an operation that cannot begin: it raises the reason on all ranks."""
 
     def __init__(self, error: WeightwireError) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""An update under way, as the training program holds it."""
+"""The future of a running update, which the training program gets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["GRACE_S", "PendingUpdate", "called_from_inside", "still_running", "w
 logger = logging.getLogger(__name__)
 
 GRACE_S = 15.0
-"""An operation ends by its deadline. Its caller waits this much longer for the answer: the other trainer ranks are told, and
-listeners are called. Only a source or a listener that hangs takes longer."""
+"""An operation ends by its deadline. Its caller waits this much longer for the answer, because the other trainer ranks are told
+and listeners are called first. Only a source or a listener that hangs takes longer."""
 
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
         self.add_done_callback(lambda _: self._released.set())
 
     def result(self, timeout: float | None = None) -> UpdateReport:
-        """The report; raises what the update raised. With `timeout` as every future's."""
+        """The report; raises what the update raised. `timeout`: as for any future."""
         if timeout is None and not self.done():
             self._wait("result()")
             if not self.done() and self._answer is not None:
@@ -75,8 +75,8 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
         return self._released.is_set()
 
     def wait_released(self, timeout_s: float | None = None) -> None:
-        """Waits until the weights may change, or the update has failed (`result()` tells). Raises `SyncTimeout`: without a time
-        limit, after the manager's `timeout_s`."""
+        """Waits until the weights may change, or the update has failed (then `result()` raises). Raises `SyncTimeout` after
+        `timeout_s`, by default the manager's."""
         if not self.released and self._inside():
             raise called_from_inside("wait_released()")
         limit_s = max(0.0, self._deadline_s - time.monotonic()) + GRACE_S if timeout_s is None else timeout_s
@@ -88,7 +88,7 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
         self._released.set()
 
     def answer(self, report: UpdateReport) -> None:
-        """For the manager: the update's report. Nothing changes it any more, even if a listener fails or hangs afterwards."""
+        """For the manager: sets the update's report. It is final, even if a listener fails or hangs afterwards."""
         self._answer = report
 
     def run(self, work: Callable[[], UpdateReport]) -> None:
@@ -123,8 +123,8 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
 
 
 def wait_for(future: concurrent.futures.Future[Any], deadline_s: float) -> bool:
-    """Waits until the future is done, at most until the deadline and `GRACE_S` more. The grace is counted anew, so that a process
-    that stood still beyond the deadline still hears its answer. Returns whether the future is done."""
+    """Waits until the future is done, at most until `GRACE_S` after the deadline. The grace starts when the deadline is noticed,
+    so that a process that stood still beyond it still gets its answer. Returns whether the future is done."""
     if deadline_s == math.inf:
         concurrent.futures.wait([future])
     else:
@@ -134,7 +134,7 @@ def wait_for(future: concurrent.futures.Future[Any], deadline_s: float) -> bool:
 
 
 def still_running() -> WeightwireError:
-    """The error of an operation for which its caller waits no longer."""
+    """The error of an operation whose caller no longer waits."""
     return SyncTimeout(
         "the operation is still running in the manager's thread after its deadline",
         hint="a source, a listener or a callback hangs there; replicas keep what they serve, `versions()` asks them",

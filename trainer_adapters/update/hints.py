@@ -1,4 +1,4 @@
-"""What a caller is told to do about a replica that was silent or lost, by how far the update had come."""
+"""Hints about a replica that was silent or lost, for each stage of an update."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ NOTHING_APPLIED = "nothing was applied: the old version is served, and the next 
 
 LEFT_OUT = "it serves the version that it had, if it still runs; it is caught up, or the next update brings it up"
 
-STREAMED = (
-    "what was streamed by then makes a replica refuse to generate (torn), until the next update of the whole group"
-)
+STREAMED = "a replica with streamed bytes refuses to generate (torn) until the next update of the whole group"
 
 UNKNOWN = "it serves the old version or the new one: `versions()` asks it, the next update brings it up"

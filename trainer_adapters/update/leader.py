@@ -1,4 +1,4 @@
-"""The half of an operation on rank 0: it brings all ranks together, and runs the transaction. The other half is `follower`."""
+"""Rank 0's half of an operation: it brings all ranks together, and runs the transaction. The other half is `follower`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lead(
     **where: Any,
 ) -> Report:
     """Runs one operation of all ranks. An error on any rank is raised on all, with `where` in its empty fields. `answered` gets
-    the report before any rank is told of it: from then on nothing changes the answer."""
+    the report before any rank is told of it; the report is final from then on."""
     ranks = context.ranks
     ranks.enter(operation, deadline_s=context.deadline_s)
     try:
@@ -97,7 +97,7 @@ def write(context: RankContext, go: Go, source: WeightSource, manifest: Manifest
         logger.warning("weightwire: trainer ranks hold copies that have come apart; one of each was sent: %s", apart)
     if mixed := what_differs(manifest, pieces, {wrote.rank: wrote.kept_equal for wrote in everyone}):
         raise ManifestMismatch(
-            f"the trainer's ranks hold different weights, and each would send a part of its own: {mixed}",
+            f"the trainer's ranks hold different weights, and each would send a part of its own weights: {mixed}",
             hint="data-parallel ranks must hold one model: broadcast it from one rank (DistributedDataParallel does), or send "
             "one rank's with ModuleAdapter(model, only_rank_0=True)",
             side="trainer",
@@ -200,7 +200,7 @@ class _Update:
         return self._allocate(transport, sender)
 
     def _allocate(self, transport: Transport, sender: Sender) -> bytes:
-        """Where the bytes will be; the last version's may be there now."""
+        """The place for the bytes, in which the last version may lie now."""
         busy = self.fleet.segments_in_use()
         if not (segment := sender.allocate(self.manifest, busy)):
             return segment
@@ -208,7 +208,7 @@ class _Update:
         return segment
 
     def _retain(self) -> None:
-        """From now on late replicas are caught up from this update's bytes, if these still lie somewhere."""
+        """From now on late replicas are caught up from this update's bytes, if these are still in memory."""
         for way in self.ways if self.settings.catch_up != "never" else ():
             sender = self.context.writer.sender(transport_named(way.name))
             targets = [as_target(target) for target in way.targets]

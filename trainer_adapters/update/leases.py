@@ -2,7 +2,7 @@
 
 Whatever the manager's thread waits for (a source that gathers, a listener, a silent replica, a step boundary), the workers of
 the transaction hear of this process every third of a lease. A renewal is sent without waiting for its answer, so a silent
-worker delays no other; `Seal` tells whether the transaction still stands.
+worker delays no other. The answer to `Seal` shows whether the transaction still exists.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The decisions of one transaction on rank 0, without sockets, threads or clocks: which replicas are still in, when each step
-is over, for whom the commit waits, and how the update ended for each replica.
+"""The decisions of one transaction on rank 0, without sockets, threads or clocks: which replicas still take part, when each step
+is over, for which replicas the commit waits, and how the update ended for each replica.
 
     opening -> open -> beginning -> begun -> sealing -> sealed -> committing -> committed
                            |    |     ^             any of these -> failed
@@ -61,7 +61,7 @@ COMMIT_SHARE = 0.2
 
 
 class TransactionMachine(TransactionState):
-    """`on` takes one event and returns what is to be done about it."""
+    """`on` takes one event and returns the actions to perform."""
 
     @property
     def wakes_at_s(self) -> float | None:
@@ -73,7 +73,7 @@ class TransactionMachine(TransactionState):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step still runs, or a replica has still to say what became of what was streamed into it."""
+        """Whether a step still runs, or a replica has not yet said what it holds of the streamed bytes."""
         return self.is_on or bool(self.ending)
 
     def on(self, event: Event, now_s: float) -> list[Action]:
@@ -188,8 +188,8 @@ class TransactionMachine(TransactionState):
     # --- when a step is over -----------------------------------------------------------------------------------------
 
     def _ends_at_s(self, one: Participant) -> float:
-        """When the wait for a replica ends. An opening ends earlier once another replica is open, because the later steps need
-        time. So does the wait for a replica that is to stand, because others stand still meanwhile."""
+        """When the wait for a replica ends. The wait for an opening ends earlier once another replica is open, because the later
+        steps need time. The wait for a replica to stop ends earlier too, because others stand still meanwhile."""
         if one.state == "opening" and self._others_wait:
             return self.until_s - OPEN_SHARE * self.terms.timeout_s
         if one.state == "standing":
@@ -203,7 +203,7 @@ class TransactionMachine(TransactionState):
     def _look_whether_over(self) -> None:
         for one in [each for each in self.ending if self.now_s >= each.ends_at_s]:
             self.do(Holds(one.replica, "either"))
-            words = f"{one.error.message if one.error else ''}; and it did not say in time what became of it"
+            words = f"{one.error.message if one.error else ''}; and it did not say in time what it holds"
             one.has_answered = True
             self.fail(one, SyncTimeout(words, hint=UNKNOWN, side="coordinator", phase="commit"))
         if not self.is_on or self.error is not None:
@@ -230,14 +230,14 @@ class TransactionMachine(TransactionState):
             return SyncTimeout(words, hint=hint, side="worker", phase="open")
         if one.state == "standing":
             hint = "the others stood still meanwhile; in_flight='keep' waits for one step only"
-            return SyncTimeout("its generation did not stand in time to take the update", hint=hint, side="coordinator")
+            return SyncTimeout("its generation did not stop in time to take the update", hint=hint, side="coordinator")
         if one.state == "beginning":
             return SyncTimeout("its workers did not begin the update in time", side="worker")
         self.do(Holds(one.replica, "either"))
         return SyncTimeout("it did not say in time whether the update is installed", hint=UNKNOWN, side="coordinator")
 
     def _judge(self) -> None:
-        """Fails the update if fewer replicas are ready than the policy wants."""
+        """Fails the update if fewer replicas are ready than the policy requires."""
         policy = self.terms.stragglers
         ready = len(self.in_state("sealed"))
         served = len(self.in_state("already"))

@@ -1,4 +1,4 @@
-"""What `TransactionMachine` takes and returns: terms, events and actions; and how each replica stands in it."""
+"""The inputs and outputs of `TransactionMachine`: terms, events and actions; and the state of each replica in it."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ SEAL_WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class Terms:
-    """What one transaction brings, its limits, and for whom its commit waits.
+    """The content of one transaction, its limits, and the replicas for which its commit waits.
 
-    `transports`: names, in order of preference; `alone`: those of them that serve the only replica of a host; `streams`: those
-    that stream into live parameters. `digest`: the whole group's, if it is known before the bytes are written. `deadline_s` is
-    a time; the other seconds are durations.
-    `silence_s`: how long to wait for a sign of life; `control_timeout_s`: for a small request.
+    - `transports`: names, in order of preference. `alone`: those of them that serve the only replica of a host. `streams`: those
+      that stream into live parameters.
+    - `digest`: the whole group's, if it is known before the bytes are written.
+    - `deadline_s`: a time; all other seconds are durations.
+    - `silence_s`: how long to wait for a sign of life. `control_timeout_s`: how long to wait for a small request.
     """
 
     group: str
@@ -105,8 +106,8 @@ class Terms:
         )
 
     def offered(self, lacks_memory: bool, *, is_alone: bool) -> tuple[str, ...]:
-        """The transports that a replica may be reached by: what streams is for those that stand still and lack the memory, or for
-        all; what serves the only replica of a host, for that one."""
+        """The transports by which a replica may be reached. Those that stream are for replicas that stand still and lack the
+        memory, or for all replicas; those in `alone` only for the single replica of a host."""
         offered = self.transports
         if not self.streams.issuperset(offered):
             streaming = tuple(name for name in offered if name in self.streams)
@@ -155,11 +156,15 @@ AT_WORK: dict[Step, tuple[State, ...]] = {
 class Participant:
     """One replica.
 
-    `answers`: its workers' answers in the step under way. `offered`: transports that may reach it; `left`: those of them that
-    it has not refused. `begins_on`: the transport for which the group is opened again; `begun`: the answers of the workers
-    that have begun and need not open it. `landings`: where the trainer writes, as each worker said. `has_stood`: its
-    coordinator was asked to commit before the bytes came; `has_answered`: the coordinator has said how that commit ended;
-    `ends_at_s`: when the wait for that ends after a failure. `committed`: the coordinator's answer, which is final."""
+    - `answers`: its workers' answers in the current step.
+    - `offered`: transports that may reach it. `left`: those of them that it has not refused.
+    - `begins_on`: the transport for which the group is opened again. `begun`: the answers of the workers that have begun and need
+      not open it.
+    - `landings`: where the trainer writes, by worker.
+    - `has_stood`: its coordinator was asked to commit before the bytes came. `has_answered`: the coordinator has said how that
+      commit ended. `ends_at_s`: when the wait for that ends after a failure.
+    - `committed`: the coordinator's answer, which is final.
+    """
 
     replica: str
     workers: int
@@ -318,8 +323,8 @@ class TermsAgreed:
 
 @dataclass(frozen=True)
 class Holds:
-    """What the replica has mapped as its way back: the segment of this transaction ("new"), nothing ("none"), or both that
-    segment and what it had before ("either"), because nobody knows which version it serves."""
+    """What the replica has mapped as its way back: the segment of this transaction ("new"), nothing ("none"), or possibly either
+    that segment or the one of before ("either"), because nobody knows which version it serves."""
 
     replica: str
     segments: Literal["new", "none", "either"]
@@ -327,8 +332,8 @@ class Holds:
 
 @dataclass(frozen=True)
 class Drop:
-    """The replica is out. `tells_abort`: it has begun the transaction. `routes_around`: other replicas may be getting their
-    bytes through it. `is_lost`: its process or its link is gone."""
+    """The replica no longer takes part. `tells_abort`: it has begun the transaction. `routes_around`: other replicas may receive
+    their bytes through it. `is_lost`: its process or its link is gone."""
 
     replica: str
     reason: str

@@ -1,5 +1,5 @@
-"""What a finished update means to its caller: its report, or an error that has the report. Every trainer rank judges the same
-report by the same settings, so that all of them raise alike."""
+"""Decides whether `update` returns a finished update's report or raises an error with it. Every trainer rank judges the same
+report by the same settings, so that all of them do the same."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ __all__ = ["failure_of"]
 def failure_of(report: UpdateReport, on_failure: OnFailure, stragglers: Stragglers) -> WeightwireError | None:
     """The error that `update` raises, with the report as its `report`; None if it returns the report.
 
-    If no replica took the version, that is an error. Otherwise `on_failure` decides, and with "raise" these replicas are only
-    reported: replicas that were lost, and replicas that were late where a quorum or a deadline says that the commit does not
-    wait for them.
+    If no replica took the version, that is an error. Otherwise `on_failure` decides. With "raise", these replicas are still only
+    reported: lost replicas, and late replicas if a quorum or a deadline says that the commit does not wait for them.
     """
     failed = report.failed
     if len(failed) == len(report.replicas):

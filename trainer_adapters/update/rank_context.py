@@ -1,4 +1,4 @@
-"""What one trainer rank has for its operations, in the manager's thread."""
+"""The state of one trainer rank for its operations, in the manager's thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["RankContext"]
 class RankContext:
     """This rank. `fleet`: on rank 0, None on the others. `trainer`: the id under which workers know this trainer.
 
-    `count` numbers the operations; the present one began at `began_s` (of `perf_counter`) and ends by `deadline_s` (of
+    `count` numbers the operations. The current one began at `began_s` (of `perf_counter`) and ends by `deadline_s` (of
     `monotonic`), which each rank counts from its own call. `released`: called once this rank's source is no longer read.
     """
 
@@ -45,7 +45,7 @@ class RankContext:
         self._cover: tuple[Manifest, ExactCover] | None = None
 
     def begin(self, deadline_s: float, released: Callable[[], None] | None = None) -> None:
-        """The next operation."""
+        """Begins the next operation."""
         self.count += 1
         self.released = released or _nobody_waits
         self.began_s = time.perf_counter()

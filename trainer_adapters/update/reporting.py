@@ -1,4 +1,4 @@
-"""What is reported of each replica once an update is over."""
+"""Makes the report of each replica after an update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["replica_report"]
 
 
 def replica_report(card: ReplicaCard, one: Participant, manifest: Manifest, version: int) -> ReplicaReport:
-    """What became of one replica. Details that cannot be read change nothing about its outcome."""
+    """The report of one replica. Details that cannot be read don't change its outcome."""
     report = ReplicaReport(replica=card.replica, engine=card.engine, status="failed", version=None, lacks=card.lacks)
     found: dict[str, Any] = {}
     if one.state in ("committed", "already"):

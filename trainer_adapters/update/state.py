@@ -1,6 +1,6 @@
-"""Where one transaction stands on rank 0, and what several of its events do: ask a replica for something, take it out.
+"""The state of one transaction on rank 0, and what several of its events do: ask a replica for something, take a replica out.
 
-`machine` says what each event does, `answers` what an answer does.
+`machine` handles each event, `answers` each answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["TransactionState"]
 
 
 class TransactionState:
-    """How each replica stands, by id (`participants`); the step that was begun; what is to be done about the event at hand."""
+    """The state of each replica, by id (`participants`); the current step; the actions for the current event."""
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
@@ -48,7 +48,7 @@ class TransactionState:
         """Whether the step still runs; `until_s`: when it ends at the latest."""
         self.until_s = math.inf
         self.ending: list[Participant] = []
-        """Replicas that have still to say what became of what was streamed into them."""
+        """Replicas that have not yet said what they hold of the streamed bytes."""
         self.now_s = 0.0
         self.stood_s = math.inf
         """When the first replica stood still to be streamed into."""
@@ -89,16 +89,16 @@ class TransactionState:
         self.do(Drop(one.replica, str(error), begun, routes_around, is_lost=isinstance(error, PeerLost)))
 
     def do(self, action: Action) -> None:
-        """Has the shell do something about this event."""
+        """Adds an action for the shell to perform."""
         self.actions.append(action)
 
     def is_streaming(self, one: Participant) -> bool:
-        """Whether bytes may lie in its parameters, and it has not said that all of them do."""
+        """Whether some bytes may lie in its parameters, and it has not confirmed all of them."""
         may_be_written_to = self.step != "agree" or not self.is_on
         return one.has_stood and one.committed is None and may_be_written_to
 
     def end_stream(self, one: Participant, error: WeightwireError) -> None:
-        """No more bytes go into its parameters; its coordinator says what they hold: it may have committed by then."""
+        """No more bytes go into its parameters. Its coordinator says what it holds then: it may already have committed."""
         if one.committed is not None:
             one.state = "committed"
             self.do(StopWaiting(one.replica))
@@ -134,7 +134,7 @@ class TransactionState:
         self.actions += [Ask(one.replica, worker, request, silence_s) for worker in missing]
 
     def ask_to_stand(self, one: Participant) -> None:
-        """Its commit begins before the bytes come: they go where they belong while its generation stands."""
+        """Begins its commit before the bytes come: they go to their places while its generation stands still."""
         one.state, one.answers, one.has_stood = "standing", {}, True
         self.do(Ask(one.replica, None, self.terms.commit(self.now_s), self.terms.silence_s))
         self.actions += [self.ask_stands(one, worker) for worker in range(one.workers)]

@@ -17,8 +17,7 @@ from trainer_adapters.update.handle import called_from_inside, still_running, wa
 __all__ = ["OperationThread"]
 
 CLOSE_S = 20.0
-"""How long closing may take after the operations before it: pauses, catch-ups and segments are given up in turn, each within a
-few seconds."""
+"""How long closing may take after earlier operations: it ends pauses, catch-ups and segments in turn, each in a few seconds."""
 
 Result = TypeVar("Result")
 
@@ -56,8 +55,8 @@ class OperationThread:
     def submit(
         self, deadline_s: float, work: Callable[..., Result], *arguments: Any, reads: bool = False
     ) -> concurrent.futures.Future[Result]:
-        """Runs `work(*arguments)` after the operations before it. `reads`: it reads the trainer's tensors. Then it runs after
-        what the calling thread has queued on its device by now (the step that made them), and has read them when it ends.
+        """Runs `work(*arguments)` after earlier operations. `reads`: it reads the trainer's tensors. Then it runs after the work
+        that the calling thread has queued on its device so far (the step that made the tensors), and has read them when it ends.
         Raises as `check_open` does."""
         with self._lock:
             self.check_open()
@@ -87,7 +86,7 @@ class OperationThread:
         reads: bool = False,
         deadline_s: float = 0.0,
     ) -> Result:
-        """Runs `work(deadline_s)` after the operations before it, and waits for it; `reads` as for `submit`. Called in the
+        """Runs `work(deadline_s)` after earlier operations, and waits for it; `reads` as for `submit`. If it is called in the
         manager's thread itself, it runs at once if `inside` allows that, else it raises `ProtocolError`."""
         deadline_s = max(time.monotonic() + self._settings.timeout_s, deadline_s)
         if self.is_this_thread:
@@ -101,8 +100,8 @@ class OperationThread:
         return future.result()
 
     def close(self, work: Callable[[], None], *, wait: bool) -> None:
-        """Runs `work` as the last operation, once. `wait`: returns when it is over; raises `SyncTimeout` if the operation under
-        way does not end by its deadline."""
+        """Runs `work` as the last operation, once. `wait`: returns when it is over; raises `SyncTimeout` if the current operation
+        does not end by its deadline."""
         with self._lock:
             self.is_closing = True
             if self._closed is None:

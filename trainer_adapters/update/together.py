@@ -1,8 +1,8 @@
-"""Slices that the ranks make together, by collectives, taken with a deadline.
+"""Takes slices that the ranks make together, by collectives, with a deadline.
 
 A collective may wait longer than the operation allows. So such a source runs in a thread of its own, and the thread that takes
-its slices waits until the operation's deadline. The source always runs to its end, even if nobody takes its slices any longer:
-the other ranks need this one for their slices.
+its slices waits until the operation's deadline. The source always runs to its end, even if nobody takes its slices any more,
+because the other ranks need this one for their slices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["SlicesTogether"]
 logger = logging.getLogger(__name__)
 
 HINT = (
-    "a rank that failed, or left an operation out, takes no part in the source's collectives: its own error says why; the "
+    "a rank that failed, or skipped an operation, takes no part in the source's collectives: its own error says why; the "
     "process group's timeout ends them"
 )
 
@@ -38,7 +38,7 @@ class SlicesTogether:
     """One pass over a source's slices, for one thread, which closes it in the end.
 
     Taking a slice raises what the source raises, what `meanwhile` raises, and `SyncTimeout` at `deadline_s` (of
-    `time.monotonic()`). `meanwhile` is called now and then while a slice is awaited.
+    `time.monotonic()`). `meanwhile` is called every `LOOK_S` while a slice is awaited.
     """
 
     def __init__(self, source: WeightSource, deadline_s: float, meanwhile: Callable[[], None]) -> None:
@@ -57,7 +57,7 @@ class SlicesTogether:
         return self
 
     def __next__(self) -> LocalSlice:
-        self._asked.release()  # the last slice may go
+        self._asked.release()  # the last slice is no longer needed
         while True:
             left_s = self._deadline_s - time.monotonic()
             try:

@@ -1,9 +1,9 @@
 """Messages among the trainer's ranks, over ZMQ to rank 0, so that no deadline passes inside a collective.
 
 The store of `torch.distributed` is used once, at construction, to tell every rank where rank 0 listens. From then on each rank
-asks rank 0 (`Ready` -> `Go`, `Wrote` -> `Outcome`), and rank 0 answers when it has heard all; `RanksMachine` decides whom and
-when. Between operations a thread of rank 0 answers ranks that come too late. On one host the death of a rank is noticed at
-once; a silent rank at the deadline.
+sends requests to rank 0 (`Ready` -> `Go`, `Wrote` -> `Outcome`), which answers when it has heard all ranks; `RanksMachine`
+decides which ranks are answered, and when. Between operations a thread of rank 0 answers ranks that come too late. On one host,
+rank 0 notices the death of a rank at once; it notices a silent rank at the deadline.
 """
 
 from __future__ import annotations

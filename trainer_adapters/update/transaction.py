@@ -1,4 +1,4 @@
-"""One version on its way into a set of replicas: open the group, begin, seal, commit.
+"""Brings one version into a set of replicas: opens the group, begins, seals, commits.
 
 `TransactionMachine` decides; this class owns the sockets, the clock and the leases. An update of all replicas and the catch-up
 of one use it in the same way.
@@ -225,7 +225,7 @@ class Transaction:
         """Commits every replica that is ready, all at once."""
         self._run(CommitAll())
 
-    # --- what came of it ---------------------------------------------------------------------------------------------
+    # --- the results -------------------------------------------------------------------------------------------------
 
     @property
     def messages(self) -> int:
@@ -240,12 +240,12 @@ class Transaction:
         return {one.replica: one.error for one in ended}
 
     def reports(self) -> tuple[ReplicaReport, ...]:
-        """What became of each replica, by id."""
+        """The report of each replica, by id."""
         ended = sorted(self._machine.participants.values(), key=lambda one: one.replica)
         manifest, version = self.terms.manifest, self.terms.version
         return tuple(replica_report(self._cards[one.replica], one, manifest, version) for one in ended)
 
-    # --- performing what the machine wants ---------------------------------------------------------------------------
+    # --- performing the machine's actions ----------------------------------------------------------------------------
 
     def _run(self, event: Event) -> None:
         """Begins a step and returns when it is over. Raises the error with which the update as a whole failed."""
@@ -255,7 +255,7 @@ class Transaction:
             raise self._machine.error
 
     def _wait(self) -> None:
-        """Until the step that was begun is over."""
+        """Returns once the current step is over."""
         while self._machine.is_busy:
             wakes_at_s = self._machine.wakes_at_s
             assert wakes_at_s is not None, "a step that is under way has an end"
@@ -314,7 +314,7 @@ class Transaction:
                         self._lost(action.replica, action.reason)
 
     def _ask(self, action: Ask | AskToOpen) -> list[Event]:
-        """Sends a request. What cannot be sent is answered with its error: it costs this replica only."""
+        """Sends a request. If it cannot be sent, its error is the answer, and fails this replica only."""
         session = self._sessions[action.replica]
         workers: Sequence[int | None] = (
             action.workers or range(len(session.workers)) if isinstance(action, AskToOpen) else (action.worker,)
@@ -344,8 +344,8 @@ class Transaction:
         return OpenGroup(terms.group, terms.manifest, transport, sender.probe(), install, terms.partial)
 
     def _lacks_memory(self, session: ReplicaSession) -> bool:
-        """Whether a replica that stands still has less host memory than a segment, or a second set, takes. Of another host only
-        what its workers said when they started is known, of a device's memory nothing need be: `copy` takes none."""
+        """Whether a replica that stands still has less host memory than a segment, or a second set, needs. For another host, only
+        what its workers reported at their start is known. A device's memory doesn't matter: `copy` needs none."""
         if not session.stands:
             return False
         card, nbytes = session.card, self.terms.manifest.nbytes
@@ -362,7 +362,7 @@ class Transaction:
                 logger.info("weightwire: abort of %s at %s: %s", self.txn, outgoing.channel.address, reply)
 
     def _send_abort(self, session: ReplicaSession, reason: str) -> None:
-        """Sends the abort without waiting for the answer: the other replicas are on their way to the commit."""
+        """Sends the abort without waiting for the answer, because the other replicas go on to the commit."""
         for channel in session.workers:
             try:
                 channel.send(self._abort_request(reason))

@@ -1,4 +1,4 @@
-"""One verification, on rank 0: compares what replicas hold, read back, with what the trainer holds."""
+"""Runs a verification on rank 0: compares the weights of replicas, read back, with the trainer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer rank writes its slices over every transport of an update. Rank 0 and the others do it by the same function."""
+"""Writes a trainer rank's slices over every transport of an update. Rank 0 and the others use the same function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 class Writer:
     """This rank's halves of the transports, for one thread. `senders`: halves that exist already, by transport name.
-    `look`: called now and then while slices are made together; raises what another rank reported meanwhile."""
+    `look`: called repeatedly while slices are made together; raises what another rank reported meanwhile."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class Writer:
         except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all ranks
             failed = WeightwireError.wrap(error)
             failed.at(side="trainer", rank=self._rank, group=self._settings.group, phase="stage")
-            if together:  # the other ranks run through the slices once for each transport that is left
+            if together:  # the other ranks run through the slices once more for each remaining transport
                 self._keep_company(source, len(go.transports) - total.passes, deadline_s)
             return Wrote(go.txn, self._rank, error=failed.info(), secret=self._secret)
-        in_use().synchronise()  # another rank may have made all of it from this rank's part
+        in_use().synchronise()  # other ranks may still read this rank's part from its device
         released()
         stats = total.stats
         return Wrote(
@@ -151,8 +151,8 @@ class Writer:
 
     @contextlib.contextmanager
     def _taken(self, source: WeightSource, together: bool, deadline_s: float) -> Iterator[Iterator[LocalSlice]]:
-        """The source's slices. Slices that the ranks make together are run through to the end even if nobody takes them any
-        longer: the other ranks wait in the source's collectives."""
+        """The source's slices. Slices that the ranks make together are run through to the end even if nobody takes them any more,
+        because the other ranks wait in the source's collectives."""
         if not together:
             slices = source.slices()
             try:
@@ -184,7 +184,7 @@ class Writer:
 
 
 class _Total:
-    """What all transports of one update cost together."""
+    """The total cost of all transports of one update."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -193,7 +193,7 @@ class _Total:
 
     def add(self, pieces: list[Piece], stats: WriteStats) -> None:
         if self.pieces is not None and self.pieces != pieces:
-            raise ManifestMismatch("the source gave other slices, or other bytes, the second time")
+            raise ManifestMismatch("the source yielded other slices, or other bytes, the second time")
         self.pieces = pieces
         self.stats.nbytes += stats.nbytes
         self.stats.messages += stats.messages
@@ -219,8 +219,8 @@ def as_target(target: GoTarget) -> Target:
 
 
 def _compared(manifest: Manifest, source: WeightSource, edges: Edges) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """Digests of what other ranks send and this one holds too: its copies, and of what training keeps equal each slice's first
-    piece."""
+    """Digests of slices that other ranks send and this rank also holds: of its copies, and of the first piece of each slice that
+    training keeps equal."""
     with span("compare copies"):
         copies = tuple(digests_of(manifest, cut_slices(source.copies(), edges)))
         each = (digests_of(manifest, [item]) for item in cut_slices(source.kept_equal(), edges))
