@@ -201,7 +201,7 @@ class _Negotiation:
 
     def _cover_by_loader(self, tensors: Sequence[TensorInfo]) -> LoaderCoverage:
         try:
-            return loader_coverage(self._model.skeleton, self._load, tensors, device=self._model.device)
+            return loader_coverage(self._model.skeleton, self._load, tensors, self._model.device)
         except Exception as error:
             raise EngineUnsupported(
                 f"the engine's loader fails on trial weights: {type(error).__name__}: {error}", phase="open"

@@ -99,8 +99,7 @@ def loader_coverage(
     skeleton: nn.Module,
     load_weights: LoadWeights,
     tensors: Sequence[TensorInfo],
-    *,
-    device: str | torch.device = "cpu",
+    device: torch.device,
 ) -> LoaderCoverage:
     """Loads trial tensors for real, to see what the loader writes where no plan describes it.
 
@@ -108,7 +107,7 @@ def loader_coverage(
     fewer tensors can be compared. Holds the memory of the whole model meanwhile.
     Raises what the loader and `Materialised.gather` raise.
     """
-    with materialised(skeleton, set(storage_views(skeleton)), torch.device(device)) as held:
+    with materialised(skeleton, set(storage_views(skeleton)), device) as held:
         for flat in held.flats.values():
             bytes_view(flat).fill_(POISON)
         with torch.no_grad():
@@ -123,7 +122,7 @@ def loader_coverage(
     return LoaderCoverage(unwritten, written, sums)
 
 
-def trial_tensors(tensors: Iterable[TensorInfo], device: str | torch.device) -> Iterator[tuple[str, Tensor]]:
+def trial_tensors(tensors: Iterable[TensorInfo], device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Random tensors of small positive numbers, without a byte of 0xFF."""
     for name, shape, dtype in tensors:
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -254,7 +254,7 @@ def test_a_manager_killed_before_the_commit_leaves_the_old_version_and_nothing_o
         # Not its lease of a minute ends the transaction, but its death.
         eventually(lambda: all_idle(tp2.card), timeout_s=30, what="the transaction of a dead trainer to be dropped")
     tp2.assert_recovered()
-    assert not list((tp2.engine.runtime / tp2.engine.job).glob("crew-*"))
+    assert not list((tp2.engine.runtime / tp2.engine.job).glob("trainer-*"))
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "drain"])
@@ -284,7 +284,7 @@ def test_a_killed_trainer_rank_fails_the_update_on_its_manager_at_once(tp2: Faul
         assert (result["error"], result["where"][:2]) == ("PeerLost", ["trainer", 1]), result
         assert result["version"] == tp2.version + 1 and result["seconds"] < 60
     tp2.assert_recovered()
-    assert not list((tp2.engine.runtime / tp2.engine.job).glob("crew-*"))
+    assert not list((tp2.engine.runtime / tp2.engine.job).glob("trainer-*"))
 
 
 def test_a_trainer_rank_killed_inside_a_broadcast_is_a_lost_peer_and_the_next_update_makes_new_groups(
@@ -322,7 +322,7 @@ def test_a_trainer_rank_that_learns_of_its_manager_s_death_fails_with_a_typed_er
         result = ranks.result(1)
         assert (result["error"], result["where"][:2]) == ("PeerLost", ["manager", 0]), result
     tp2.assert_recovered()
-    assert not list((tp2.engine.runtime / tp2.engine.job).glob("crew-*"))
+    assert not list((tp2.engine.runtime / tp2.engine.job).glob("trainer-*"))
 
 
 def test_a_silent_trainer_rank_fails_the_update_on_its_manager_by_the_deadline(tp2: Faulty, tmp_path: Path) -> None:

@@ -450,7 +450,7 @@ def test_whatever_is_sent_to_rank_0_updates_go_on(
     steps = [V[1], {"wait": "two", "only": [0]}, {"wait": "three", "only": [1]}, V[2], V[3]]
     ranks = trainer(2, steps)
     assert all("ok" in ranks.step(rank, 0) for rank in (0, 1))
-    (path,) = directory.rglob("crew-*")
+    (path,) = directory.rglob("trainer-*")
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.setsockopt(zmq.LINGER, 0)

@@ -189,7 +189,7 @@ def ask_coordinators(
     timeout_s: float,
     silence_s: float,
     link_silence_s: float,
-    heard: Callable[[int, Reply | WeightwireError], None] = lambda _place, _answer: None,
+    heard: Callable[[int, Reply | WeightwireError], None],
 ) -> list[Reply | WeightwireError]:
     """Sends one request to the coordinators of all these replicas at once, over sockets of the calling thread. A replica is
     given up when one of its processes gives no sign of life for `silence_s`. `heard(place, answer)` is called with each answer

@@ -19,7 +19,7 @@ __all__ = ["exchange_bytes", "exchange_tensors", "meet"]
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "weightwire/meeting"
+PREFIX = "weightwire/rendezvous"
 OPEN = f"{PREFIX}/open"
 NUMBER = f"{PREFIX}/number"
 WARN_AFTER_S = 10.0

@@ -35,9 +35,9 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
 
     def __init__(
         self,
-        deadline_s: float = math.inf,
-        inside: Callable[[], bool] = lambda: False,
-        failure_of: Callable[[UpdateReport], WeightwireError | None] = lambda _: None,
+        deadline_s: float,
+        inside: Callable[[], bool],
+        failure_of: Callable[[UpdateReport], WeightwireError | None],
     ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()

@@ -67,16 +67,16 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class TrainerRanks:
-    """This rank's end, for one thread. Made on every rank of `process_group` (default: torch.distributed's default group; without
+    """This rank's end, for one thread. Made on every rank of `process_group` (None: torch.distributed's default group; without
     torch.distributed this process is the only rank). Raises `SyncTimeout` unless all ranks make theirs within `timeout_s`.
     """
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup | None = None,
-        silence_s: float | None = None,
+        process_group: dist.ProcessGroup | None,
+        silence_s: float,
         *,
-        timeout_s: float = 120.0,
+        timeout_s: float,
     ) -> None:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if together else 0
@@ -95,7 +95,7 @@ class TrainerRanks:
         if self.rank == 0 and self.size > 1:
             listen = listens_on()
             if listen == "ipc":
-                self._socket_path = runtime_dir() / new_replica_id("crew")
+                self._socket_path = runtime_dir() / new_replica_id("trainer")
                 listen = f"ipc://{self._socket_path}"
             self._listener = Listener(zmq.ROUTER, listen, max_bytes=codec.MAX_CONTROL_BYTES)
             self._router, address = self._listener.socket, self._listener.address
