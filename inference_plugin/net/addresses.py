@@ -48,7 +48,6 @@ __all__ = [
     "note_problem",
     "note_start",
     "problems",
-    "process_is_alive",
     "registry_address",
     "remove_card",
     "remove_replica",
@@ -232,7 +231,7 @@ def problems(job: str | None = None) -> list[str]:
     found = []
     for path in sorted(runtime_dir(job).glob("*.problem")):
         owner = _owner(path)
-        if owner is None or not process_is_alive(*owner):
+        if owner is None or has_ended(*owner):
             continue
         with contextlib.suppress(FileNotFoundError):
             why = path.read_text() or "its reason could not be written down; the engine's log has it"
@@ -253,7 +252,7 @@ def starting(job: str | None = None) -> list[str]:
     found = []
     for path in sorted(runtime_dir(job).glob("*.starting")):
         owner = _owner(path)
-        if owner is not None and process_is_alive(*owner):
+        if owner is not None and not has_ended(*owner):
             with contextlib.suppress(FileNotFoundError):
                 found.append(f"{path.name.partition('-')[0]} process {owner[0]}: {path.read_text()}")
     return found
@@ -262,18 +261,9 @@ def starting(job: str | None = None) -> list[str]:
 def is_orphaned(card: ReplicaCard) -> bool:
     """Whether the process that started this engine, such as its API server, has ended while the engine goes on. False for a
     replica of another host or pid namespace."""
-    if (
-        card.boot_id != boot_id()
-        or card.parent_pid in (0, card.pid)
-        or not process_is_alive(card.pid, card.start_ticks)
-    ):
+    if card.boot_id != boot_id() or card.parent_pid in (0, card.pid) or has_ended(card.pid, card.start_ticks):
         return False
     return parent_of(card.pid) != card.parent_pid
-
-
-def process_is_alive(pid: int, started: int = 0) -> bool:
-    """Whether the process of this host that has had `pid` since `started` (0: unknown) runs: neither gone nor a zombie."""
-    return not has_ended(pid, started)
 
 
 @functools.cache
@@ -285,7 +275,7 @@ def boot_id() -> str:
 
 def _is_stale(card: ReplicaCard) -> bool:
     if card.boot_id == boot_id():
-        return not process_is_alive(card.pid, card.start_ticks)
+        return has_ended(card.pid, card.start_ticks)
     return card.boot_id.partition("/")[0] != boot_id().partition("/")[0]
 
 
@@ -295,7 +285,7 @@ def _remove_orphans(replicas: set[str], job: str | None) -> None:
     for path in runtime_dir(job).glob("*"):
         found = _OWNER.match(path.name)
         leftover = path.is_socket() or path.suffix in _LEFTOVERS or path.name.startswith("collective-")
-        if found and found[1] not in replicas and leftover and (owner := _owner(path)) and not process_is_alive(*owner):
+        if found and found[1] not in replicas and leftover and (owner := _owner(path)) and has_ended(*owner):
             path.unlink(missing_ok=True)
 
 
@@ -303,7 +293,7 @@ def _living(pattern: str) -> dict[str, tuple[int, int]]:
     return {
         f"ipc://{path}": owner
         for path in sorted(runtime_dir().glob(pattern))
-        if (owner := _owner(path)) and process_is_alive(*owner)
+        if (owner := _owner(path)) and not has_ended(*owner)
     }
 
 

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.devices import device_of, in_use
-from inference_plugin.net.addresses import process_is_alive
-from inference_plugin.net.processes import start_ticks
+from inference_plugin.net.processes import has_ended, start_ticks
 from inference_plugin.transports.topology import SENDER
 from inference_plugin.wire.config import variable_of
 from inference_plugin.wire.errors import PeerLost, SyncTimeout, TransportUnavailable
@@ -234,7 +233,7 @@ class Group:
         """Raises if waiting on is pointless."""
         if self._aborted:
             raise PeerLost("the transaction was dropped", phase="stage")
-        if gone := [name for process, name in self._peers.items() if not process_is_alive(*process)]:
+        if gone := [name for process, name in self._peers.items() if has_ended(*process)]:
             raise PeerLost(
                 f"collective: {gone[0]} ended", hint="the next update makes groups without it", phase="stage"
             )

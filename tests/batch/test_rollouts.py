@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_plugin.net import addresses
+from inference_plugin.net.processes import has_ended
 from inference_plugin.wire.errors import (
     BatchError,
     ConfigError,
@@ -69,7 +69,7 @@ def workers(directory: Path) -> Iterator[Callable[..., RemoteWorker]]:
 
     yield make
     for worker in made:
-        if addresses.process_is_alive(worker.pid):
+        if not has_ended(worker.pid):
             worker.kill()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from inference_plugin.net import addresses
+from inference_plugin.net.processes import has_ended
 from inference_plugin.wire.errors import PeerLost
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import PROMPTS
@@ -79,7 +80,7 @@ def job(runtime: Path, checkpoint: Checkpoint) -> Iterator[Job]:
             for name in ("run", "actors"):
                 sys.modules.pop(name, None)
         pids = [pid for card in cards for pid in (card.pid, *(worker.pid for worker in card.workers))]
-        eventually(lambda: not any(map(addresses.process_is_alive, pids)), what="the end of the replicas' processes")
+        eventually(lambda: all(map(has_ended, pids)), what="the end of the replicas' processes")
         assert addresses.discover() == []
 
 

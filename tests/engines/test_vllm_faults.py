@@ -23,8 +23,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from inference_plugin.net.addresses import process_is_alive
 from inference_plugin.net.channel import Channel
+from inference_plugin.net.processes import has_ended
 from inference_plugin.plugins import plugin_manager
 from inference_plugin.wire.errors import CommitFailed, SyncTimeout, TornReplica, WeightwireError
 from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, WorkerCard
@@ -66,7 +66,7 @@ def all_idle(card: ReplicaCard) -> bool:
 def assert_gone(card: ReplicaCard) -> None:
     """No process of that replica lives for long."""
     pids = [card.pid, *(worker.pid for worker in card.workers)]
-    eventually(lambda: not any(map(process_is_alive, pids)), timeout_s=120, what="the end of a replica's processes")
+    eventually(lambda: all(map(has_ended, pids)), timeout_s=120, what="the end of a replica's processes")
 
 
 class Faulty:

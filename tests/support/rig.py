@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_plugin.net import addresses
+from inference_plugin.net.processes import has_ended
 from inference_plugin.wire.messages import ReplicaCard
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ def eventually(condition: Callable[[], Any], what: str) -> Any:
 
 
 def gone(pid: int) -> bool:
-    return not addresses.process_is_alive(pid)
+    return has_ended(pid)
 
 
 def kill(pid: int) -> None:

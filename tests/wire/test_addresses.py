@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from inference_plugin.net import addresses
-from inference_plugin.net.processes import start_ticks
+from inference_plugin.net.processes import has_ended, start_ticks
 from inference_plugin.wire.errors import AuthError, ConfigError
 from inference_plugin.wire.messages import ReplicaCard
 from tests.support.rig import fork, kill
@@ -140,10 +140,10 @@ def test_a_zombie_is_not_alive() -> None:
     if pid == 0:
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert not addresses.process_is_alive(pid)
+    assert has_ended(pid)
     os.waitpid(pid, 0)
-    assert not addresses.process_is_alive(pid)
-    assert addresses.process_is_alive(os.getpid())
+    assert has_ended(pid)
+    assert not has_ended(os.getpid())
 
 
 def test_a_half_written_card_is_never_seen(directory: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from inference_plugin import __version__
 from inference_plugin.net import addresses
-from inference_plugin.net.processes import ProcessId
+from inference_plugin.net.processes import ProcessId, has_ended
 from inference_plugin.net.reply_server import Asker, ReplyServer, Service
 from inference_plugin.wire.errors import AuthError, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Body, Done, Leave, Register, ReplicaCard
@@ -205,7 +205,7 @@ class Registry(Service):
 
 
 def _has_died(card: ReplicaCard) -> bool:
-    return card.boot_id == addresses.boot_id() and not addresses.process_is_alive(card.pid, card.start_ticks)
+    return card.boot_id == addresses.boot_id() and has_ended(card.pid, card.start_ticks)
 
 
 _shared: dict[tuple[str | None, Path], tuple[Registry, int]] = {}
