@@ -1,7 +1,7 @@
 """Every setting in one place: defaults, limits, environment variables, and the documentation's text.
 
 The variable of the field `lease_s` is `WEIGHTWIRE_LEASE_S`. Trainers read their settings when a `SyncManager` is made,
-engines when they start; an argument overrides the environment. Values on which both sides must agree are no settings: they
+engines when they start; an argument overrides the environment. Values on which both sides must agree are not settings: they
 travel in messages.
 """
 
@@ -35,7 +35,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20
-"""Largest piece; large enough for the cost of the calls per piece not to matter."""
+"""Largest piece: large enough that the calls per piece cost little in comparison."""
 
 DAY_S = 86400.0
 
@@ -50,8 +50,7 @@ OTHER_VARIABLES = {
     "WEIGHTWIRE_PLUGINS": "",
     "WEIGHTWIRE_DISABLE": "",
 }
-"""Variables of the process as a whole, which are no settings, with what holds while they are unset ("": nothing). Each is read
-where it is needed."""
+"""Variables of the whole process, which are not settings, with their defaults. Each is read when it is needed."""
 
 
 def _meta(allowed: str, **limits: Any) -> msgspec.Meta:
@@ -75,37 +74,45 @@ Directory = Annotated[str | None, _meta("names of directories")]
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting, checked. Raises `ConfigError`, naming field, variable, value and what is allowed.
 
-    Sizes may be given as text with a unit ("64MiB"). What each is for: `settings()`, docs/configuration.md.
+    Sizes may be given as text with a unit ("64MiB"). `settings()` and docs/configuration.md describe each.
     """
 
     timeout_s: Annotated[
-        Seconds, _for("trainer", "for a whole update or verification; every wait in it ends by then")
+        Seconds, _for("trainer", "time limit of a whole update or verification, and of every wait in it")
     ] = 120.0
     lease_s: Annotated[
-        Seconds, _for("trainer", "after this silence a worker drops an unfinished update; renewed every third of it")
+        Seconds,
+        _for(
+            "trainer",
+            "a worker drops an unfinished update after this silence; the trainer renews the lease every third of it",
+        ),
     ] = 30.0
     control_timeout_s: Annotated[
         Seconds,
         _for(
             "trainer",
-            "for a small request, and for a sign of life during a long one; a process that gives neither fails its replica",
+            "limit of a small request, and of a sign of life during a long one; a process that gives neither fails its replica",
         ),
     ] = 10.0
     silence_s: Annotated[
-        Seconds, _for("both", "a TCP peer, or a registered replica, that isn't heard of for so long is lost")
+        Seconds, _for("both", "a TCP peer or a registered replica counts as lost after this silence")
     ] = 10.0
     rank_timeout_s: Annotated[
-        Seconds, _for("engine", "for one operation, such as an installation, on all ranks of a replica")
+        Seconds, _for("engine", "time limit of one operation on all ranks of a replica, such as an installation")
     ] = 300.0
     bucket_bytes: Annotated[
-        Size, _for("trainer", "one bucket of `zmq` or `stream`, one broadcast of `collective`, one gathering of LoRA")
+        Size,
+        _for(
+            "trainer", "size of a bucket of `zmq` or `stream`, of a broadcast of `collective`, of a gathering of LoRA"
+        ),
     ] = 8 << 20
     buffers: Annotated[
         Buffers,
-        _for("trainer", "buckets that are kept for each worker of `zmq` and `stream`: in flight, packed, being packed"),
+        _for("trainer", "number of buckets for each worker of `zmq` and `stream`: in flight, packed, being packed"),
     ] = 2
     collective_backend: Annotated[
-        Backend, _for("trainer", "of torch.distributed, for `collective`; by default the one for the trainer's device")
+        Backend,
+        _for("trainer", "backend of torch.distributed for `collective`; by default the one for the trainer's device"),
     ] = None
     collective_interface: Annotated[
         Interface,
@@ -116,13 +123,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     check_threads: Annotated[
-        Threads, _for("engine", "at most so many threads of a worker compare digests, and never more than it has cores")
+        Threads, _for("engine", "most threads of a worker that compare digests; never more than it has cores")
     ] = 4
     background_share: Annotated[
-        Share, _for("engine", "of its time that work beside decoding may take: memory bandwidth is shared")
+        Share,
+        _for("engine", "share of its time that work beside decoding may take, because both use the memory bandwidth"),
     ] = 1 / 3
     profile_dir: Annotated[
-        Directory, _for("both", "a trace file of every update and process goes there; none is made without it")
+        Directory, _for("both", "directory for a trace file of every update and process; none is made without it")
     ] = None
 
     def __post_init__(self) -> None:
@@ -187,13 +195,13 @@ def written(value: Any) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """Variables that begin with WEIGHTWIRE_ and are none of ours: probably misspelt."""
+    """Variables that begin with WEIGHTWIRE_ and are unknown, so probably misspelt."""
     known = {*OTHER_VARIABLES, *(variable_of(name) for name in Config.__struct_fields__)}
     return sorted(name for name in os.environ if name.startswith("WEIGHTWIRE_") and name not in known)
 
 
 def misspelt_variables() -> list[str]:
-    """`unknown_variables` in words, with the name that was probably meant."""
+    """A sentence for each of `unknown_variables`, with the known name that is most similar."""
     known = [*OTHER_VARIABLES, *(variable_of(name) for name in Config.__struct_fields__)]
     found = []
     for name in unknown_variables():
