@@ -143,11 +143,6 @@ class ReplyServer:
     def start(self) -> None:
         self._thread.start()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the sockets are closed."""
-        return not self._listeners
-
     def wake(self) -> None:
         """Has the thread ask `wakes_at_s` again, and send what there is to send; may be called on any thread. The server's own
         thread does both after each pass anyway."""

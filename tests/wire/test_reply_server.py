@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Collection, Iterator
@@ -86,7 +87,9 @@ def server(service: Recorder, tmp_path: Path) -> Iterator[ReplyServer]:
     yield one
     one.close()
     one.close()
-    assert one.is_closed and not any(thread.name == "weightwire-test" for thread in threading.enumerate())
+    with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(str(tmp_path / "one"))
+    assert not any(thread.name == "weightwire-test" for thread in threading.enumerate())
 
 
 def test_each_address_is_served_and_a_second_reply_goes_nowhere(server: ReplyServer) -> None:

@@ -48,10 +48,6 @@ class OperationThread:
         """Whether this process is a fork of the one that made the manager: sockets and threads are the parent's."""
         return os.getpid() != self._pid
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed is not None and self._closed.done()
-
     def submit(
         self, deadline_s: float, work: Callable[..., Result], *arguments: Any, reads: bool = False
     ) -> concurrent.futures.Future[Result]:
