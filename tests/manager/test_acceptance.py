@@ -134,7 +134,7 @@ def test_no_method_of_a_contract_may_be_left_out() -> None:
 def join_and_wait(directory: str) -> None:
     """A worker that takes part in a group and never in its broadcasts."""
     store = dist.FileStore(f"{directory}/store", 2)
-    group = Group(BACKENDS["gloo"], store, 1, 2, peers={}, deadline_s=time.monotonic() + 600)
+    group = Group(BACKENDS["gloo"], lambda _: store, 1, 2, peers={}, deadline_s=time.monotonic() + 600)
     Path(directory, "joined").touch()
     threading.Event().wait()
     del group
@@ -145,7 +145,9 @@ def test_a_worker_killed_while_the_trainer_is_inside_a_broadcast_ends_it_long_be
 ) -> None:
     pid = fork("tests.manager.test_acceptance:join_and_wait", directory=str(directory))
     store = dist.FileStore(f"{directory}/store", 2)
-    group = Group(BACKENDS["gloo"], store, 0, 2, peers={pid: "rank 0 of replica x"}, deadline_s=time.monotonic() + 600)
+    group = Group(
+        BACKENDS["gloo"], lambda _: store, 0, 2, peers={pid: "rank 0 of replica x"}, deadline_s=time.monotonic() + 600
+    )
     eventually((directory / "joined").exists, "the worker in the group")
     found: list[BaseException] = []
     large = torch.zeros(256 << 20, dtype=torch.uint8)  # more than sockets hold: the sender waits for its receiver
