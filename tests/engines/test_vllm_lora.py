@@ -123,7 +123,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_names_and_the_old_one_serv
             {"A": a.bfloat16(), "B": b.bfloat16()},
             "is bfloat16 and bfloat16, the engine's slots are float32",
         ),
-        "no adapter's name": ({"A": a, "B": b, "C": a}, f"not A or B of a LoRA layer: {layer}.lora_C.weight"),
+        "no adapter's name": ({"A": a, "B": b, "C": a}, f"neither A nor B of a LoRA layer: {layer}.lora_C.weight"),
     }.values():
         bad = ModuleAdapter({f"{layer}.lora_{kind}.weight": tensor for kind, tensor in tensors.items()})
         with SyncManager(group="lora.policy", timeout_s=60) as manager, pytest.raises(ManifestMismatch) as refused:
