@@ -39,6 +39,9 @@ __all__ = ["CopyInstaller", "PolicyInstaller", "StagedInstaller", "StandbyInstal
 
 Tensors = Mapping[str, torch.Tensor]
 
+RETURN_BYTES = 256 << 20
+"""After modules of so many bytes were made, freed memory is given back: else the heap keeps about a model's worth of it."""
+
 
 @dataclass
 class WayBack:
@@ -161,10 +164,17 @@ class PolicyInstaller(abc.ABC):
         self, names: Iterable[str], sources: Tensors, storages: Tensors, throttle: Throttle
     ) -> Iterator[RebuiltModule]:
         """Rebuilds modules one after the other. `storages`: the plain storages of the update."""
+        unreturned = 0
         for name in names:
             memory = self._memory_of(name, sources, throttle)
+            nbytes = sum(t.nbytes for t in memory.values())
             yield self._layout.rebuild(name, {**storages, **memory}, self._way_back.shares)
-            throttle(sum(t.nbytes for t in memory.values()))
+            del memory
+            unreturned += nbytes
+            if unreturned >= RETURN_BYTES:
+                return_freed_memory()
+                unreturned = 0
+            throttle(nbytes)
 
     def _note_operands(self, sources: Tensors, plain: Callable[[str], Tensors], throttle: Throttle) -> None:
         """Notes what this rank sends to the others for the modules that are rebuilt at the commit. `plain`: returns, by module,
