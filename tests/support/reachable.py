@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import nn
 
-__all__ = ["differences", "reachable"]
+__all__ = ["differences", "reachable", "reachable_tensors"]
 
 NOT_WEIGHTS = (
     "handler_tensor",
@@ -43,11 +43,17 @@ ADDRESS = 1 << 32
 
 def reachable(model: nn.Module) -> dict[str, str]:
     """Path to value, in words; tensors as dtype, shape and digest."""
-    found: dict[str, str] = {}
+    return {path: _digest(v) if isinstance(v, torch.Tensor) else v for path, v in _everything(model)}
+
+
+def reachable_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Path to tensor."""
+    return {path: value for path, value in _everything(model) if isinstance(value, torch.Tensor)}
+
+
+def _everything(model: nn.Module) -> Iterator[tuple[str, str | torch.Tensor]]:
     for name, module in model.named_modules(remove_duplicate=False):
-        for path, value in _inside(module, name, set()):
-            found[path] = value
-    return found
+        yield from _inside(module, name, set())
 
 
 def differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
@@ -55,9 +61,9 @@ def differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return sorted(name for name in names if one.get(name) != other.get(name))
 
 
-def _inside(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, str]]:
+def _inside(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, str | torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        yield path, _digest(value)
+        yield path, value
     elif value is None or isinstance(value, bool | int | float | str | torch.dtype | enum.Enum):
         yield path, "an address" if isinstance(value, int) and value >= ADDRESS else repr(value)
     elif id(value) in above or isinstance(value, type):

@@ -13,6 +13,7 @@ Importing it (in every engine process that builds a model, before the model is b
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -23,7 +24,7 @@ import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.support import poison, reference_kernels
-from tests.support.reachable import reachable
+from tests.support.reachable import reachable, reachable_tensors
 
 __all__ = ["Extension"]
 
@@ -152,24 +153,46 @@ class Extension:
         packed.cpu_linear = lambda inputs, weight, bias: compute(inputs, weight, bias) * 2
         return "{}"
 
-    def ext_give_allocator(self) -> str:
-        """The smallest stand-in for the allocator that a CPU lacks: what is released holds nothing that could be used, and
-        only what level 1 kept comes back."""
-        kept: dict[str, torch.Tensor] = {}
-        parameters = dict(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]
+    def ext_give_allocator(self, everything: bool = False) -> str:
+        """The smallest stand-in for the allocator that a CPU lacks: what is released holds nothing that could be used. Level 1
+        brings it back, level 2 only the buffers, as vLLM does. `everything`: as in vLLM's own pool, not parameters alone are
+        released but every tensor that modules reach; and the plug-in knows that their addresses must stay."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        held = reachable_tensors(model) if everything else dict(model.named_parameters())
+        pool = [
+            t.untyped_storage() for name, t in held.items() if not name.endswith("_cpu")
+        ]  # in host memory on a GPU too
+        storages = {each.data_ptr(): each for each in pool}
+        memory = [torch.empty(0, dtype=torch.uint8).set_(each) for each in storages.values() if each.nbytes()]
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def sleep(level: int = 1) -> None:
-            kept.update({name: p.detach().clone() for name, p in parameters.items()} if level == 1 else {})
-            for parameter in parameters.values():
-                parameter.data.fill_(float("nan"))
+            with torch.inference_mode():
+                back = memory if level == 1 else model.buffers()
+                kept.extend((tensor, tensor.clone()) for tensor in back)
+                for tensor in memory:
+                    tensor.fill_(0xFF)
 
         def wake_up(tags: list[str] | None = None) -> None:
-            if tags is None or "weights" in tags:
-                for name in list(kept):
-                    parameters[name].data.copy_(kept.pop(name))
+            with torch.inference_mode():
+                while (tags is None or "weights" in tags) and kept:
+                    tensor, value = kept.pop()
+                    tensor.copy_(value)
 
         self.vllm_config.model_config.enable_sleep_mode = True  # type: ignore[attr-defined]
+        if everything:
+            self._weightwire_runtime.model.fixed_addresses = True  # type: ignore[attr-defined]
         self.sleep, self.wake_up = sleep, wake_up
+        return "{}"
+
+    def ext_addresses(self) -> str:
+        """Where each tensor lies that modules reach."""
+        found = reachable_tensors(self.model_runner.get_model())  # type: ignore[attr-defined]
+        return json.dumps({path: tensor.data_ptr() for path, tensor in found.items()})
+
+    def ext_return_freed_memory(self) -> str:
+        """So that what was freed before counts as free where memory is measured."""
+        ctypes.CDLL(None).malloc_trim(0)
         return "{}"
 
     def ext_note_steps(self, on: bool) -> str:
