@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +17,7 @@ from tests.batch.async_rl_processes import LOOKED_EVERY
 from tests.support.engines import eventually
 from tests.support.rig import fork, gone, kill, runtime
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, WARM_UP = 200, 60
 MIB = 1 << 20
 MOST_GROWTH = {"own": 8 * MIB, "mapped": 8 * MIB, "segments": 8 * MIB, "descriptors": 8, "threads": 4}
@@ -68,3 +72,24 @@ def test_rows_whose_worker_dies_in_the_middle_of_a_step_are_left_out_and_the_loo
     assert end["lost"] >= end["lost_later"] > 0, (
         "tasks of the batch at work, beside those that the worker ran or had ready"
     )
+
+
+@pytest.mark.slow
+def test_a_rank_of_the_example_that_meets_no_other_ends_within_its_limit() -> None:
+    """torchrun then starts all ranks again; before, such a rank waited for ten minutes."""
+    program = "import train; train.START_S = 2; train.main()"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    paths = f"{ROOT}:{ROOT / 'examples' / 'async_rl'}"
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": paths}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | alone,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "Timeout (0:00:02)!" in ended.stderr and "init_process_group" in ended.stderr
