@@ -208,7 +208,10 @@ def tell(**fields: Any) -> None:
 def main() -> None:
     # A rank that does not meet the others ends, and torchrun starts all of them again. The group's own limit must be longer.
     faulthandler.dump_traceback_later(START_S, exit=True)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2 * WAIT_S))
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    # torchrun keeps one store over restarts: without a prefix, a rank may read the address of one that has died.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", ""), store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=2 * WAIT_S))
     faulthandler.cancel_dump_traceback_later()
     with ExitStack() as running:
         train(argparse.Namespace(**json.loads(sys.argv[1])), running)
