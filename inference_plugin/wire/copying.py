@@ -72,16 +72,16 @@ _copy_and_digest_in_one_pass: Callable[[Any, int, int, Any, int, int], int | Non
 _digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
 _copy_joined: Callable[[Any, int, list[int], list[int]], int | None] | None
 try:
-    from inference_plugin.wire._copying import copy_joined as _copy_joined
-    from inference_plugin.wire._copying import copy_rows
-    from inference_plugin.wire._copying import copy_rows_and_digest as _copy_and_digest_in_one_pass
-    from inference_plugin.wire._copying import digest_rows as _digest_in_one_pass
-except ImportError as error:  # not compiled, or by an older release
+    from inference_plugin.wire import _copying
+except ImportError as error:
     copy_rows = _copy_rows_by_numpy
     _copy_and_digest_in_one_pass = _digest_in_one_pass = _not_in_one_pass
     _copy_joined = None
     _why_numpy = str(error)
 else:
+    copy_rows = _copying.copy_rows
+    _copy_and_digest_in_one_pass, _digest_in_one_pass = _copying.copy_rows_and_digest, _copying.digest_rows
+    _copy_joined = getattr(_copying, "copy_joined", None)  # a checkout's older build lacks it
     _why_numpy = ""
 
 
@@ -141,6 +141,8 @@ def _copy_joined_by_turns(target: Any, start: int, addresses: list[int], sizes: 
     flat = np.frombuffer(target, dtype=np.uint8)
     if len(addresses) != len(sizes) or not 0 <= start <= flat.size - sum(sizes):
         raise ValueError(f"{sum(sizes)} bytes don't lie within the buffer")
+    if any(nbytes < 0 or (nbytes and not address) for address, nbytes in zip(addresses, sizes, strict=True)):
+        raise ValueError("no memory lies at one of the addresses")
     stream = Digest()
     for part in _parts_at(addresses, sizes):
         flat[start : start + part.size] = part

@@ -148,11 +148,11 @@ def test_memory_that_does_not_fit_is_refused_and_nothing_is_written(
     assert not target.any()
 
 
-@compiled
+@pytest.mark.parametrize("copy_joined", JOINING_WAYS)
 @pytest.mark.parametrize(("address", "size"), [(0, 8), (8, -1), ("x", 1), (8, 1 << 63)])
-def test_what_is_no_memory_is_refused(address: Any, size: int) -> None:
+def test_what_is_no_memory_is_refused(copy_joined: Callable[..., int], address: Any, size: int) -> None:
     with pytest.raises((ValueError, TypeError, OverflowError)):
-        copying.copy_joined_and_digest(np.zeros(64, dtype=np.uint8), 0, [address], [size])
+        copy_joined(np.zeros(64, dtype=np.uint8), 0, [address], [size])
 
 
 @given(sizes=st.lists(st.one_of(st.integers(0, 300), st.integers(241, 5000)), max_size=150))
