@@ -1,10 +1,11 @@
 """A worker extension of vLLM, as another project would bring one: it must get along with Weightwire.
 
-Importing it (in every engine process that builds a model, before the model is built) does four things:
+Importing it (in every engine process that builds a model, before the model is built) does six things:
 
 - with `WEIGHTWIRE_TEST_LAYOUT=plain` linear layers keep their weights as they were loaded, as on a GPU, instead of
   being packed by oneDNN;
 - the kernel for experts, which on a CPU ignores which of them a rank has, no longer does;
+- data-parallel ranks can share experts on a CPU (see `vllm_cpu_experts.py`);
 - with `WEIGHTWIRE_TEST_POISON=1` memory that an installation makes starts as 0xFF (see `poison.py`);
 - where vLLM has no kernel for a quantised linear layer, it takes a reference (see `reference_kernels.py`);
 - every step notes what the live weights were before and after it, so that ranks can be compared step by step.
@@ -23,7 +24,7 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from tests.support import poison, reference_kernels
+from tests.support import poison, reference_kernels, vllm_cpu_experts
 from tests.support.reachable import reachable, reachable_tensors
 
 __all__ = ["Extension"]
@@ -61,6 +62,7 @@ with contextlib.suppress(ImportError):  # older versions
         CPUUnquantizedExperts.apply = only_own_experts(CPUUnquantizedExperts.apply)
 poison.spread_if_asked()
 reference_kernels.fill_in()
+vllm_cpu_experts.fill_in()
 
 if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
     original = WorkerWrapperBase.execute_model

@@ -112,10 +112,13 @@ class CoreControl(EngineControl):
         from vllm.v1.request import RequestStatus
 
         self.refusal = reason
-        if reason is None:
-            return
+        if reason is not None:
+            self.end_all(RequestStatus.FINISHED_ERROR, reason)
+
+    def end_all(self, status: Any, reason: str | None) -> None:
+        """Ends all requests with that status of vLLM's, and tells their clients; `reason` None means aborted."""
         by_client: dict[int, list[str]] = {}
-        for request_id, client in self._finished(RequestStatus.FINISHED_ERROR):
+        for request_id, client in self._finished(status):
             by_client.setdefault(client, []).append(request_id)
         for client, ids in by_client.items():
             self.end_outputs(ids, reason, client)
@@ -168,7 +171,7 @@ class CoreControl(EngineControl):
             self._reset_caches()
             return None
         if in_flight == "abort":
-            self.end_outputs([request_id for request_id, _ in self._finished(RequestStatus.FINISHED_ABORTED)], None)
+            self.end_all(RequestStatus.FINISHED_ABORTED, None)
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while core.batch_queue:
             outputs, _ = core.step_with_batch_queue()

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
-from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordinator
+from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.kept_caches import keeps_cache
-from inference_plugin.engines.monkeypatch import contained, installed_version, run_without, wrap
-from inference_plugin.engines.operations import RankReply
+from inference_plugin.engines.monkeypatch import contained, run_without, wrap
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.starting import begin_start, end_start, ends_start
 from inference_plugin.engines.vllm.core import CoreCommand, CoreControl, own_root
-from inference_plugin.engines.vllm.patch_points import VLLM
+from inference_plugin.engines.vllm.core_start import ExecutorLost, start
+from inference_plugin.engines.vllm.shared_core import SharedCore
 from inference_plugin.engines.vllm.weight_transfer import BACKEND, NativeCalls
-from inference_plugin.net import addresses
-from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
 
 __all__ = ["hook_core", "hook_inproc"]
 
 logger = logging.getLogger("vllm.weightwire")
 
-_START_TIMEOUT_S = 600.0
-
 
 def hook_core(lacks: tuple[str, ...]) -> None:
     """`lacks`: what users of this version of vLLM miss, in words."""
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
     from vllm.v1.executor import Executor
 
     @wrap(Executor, "__init__")
@@ -111,6 +106,31 @@ def hook_core(lacks: tuple[str, ...]) -> None:
             return None
         return original(self, request_type, request)
 
+    @wrap(EngineCoreProc, "_process_input_queue")
+    def process_input_queue(original: Callable[..., Any], self: Any) -> Any:
+        control = _control_of(self)
+        if isinstance(control, SharedCore):
+            return control.between_steps(lambda: original(self))
+        return original(self)
+
+    @wrap(DPEngineCoreProc, "_has_global_unfinished_reqs")
+    def has_global_unfinished_reqs(original: Callable[..., Any], self: Any, local_unfinished: bool) -> Any:
+        unfinished = original(self, local_unfinished)
+        if isinstance(control := _control_of(self), SharedCore):
+            control.gate.count()
+        return unfinished
+
+    @wrap(DPEngineCoreProc, "_handle_client_request")
+    def handle_collective_request(original: Callable[..., Any], self: Any, request_type: Any, request: Any) -> Any:
+        control = _control_of(self)
+        if request_type != EngineCoreRequestType.UTILITY or not isinstance(control, SharedCore):
+            return original(self, request_type, request)
+        _, _, method, _ = request
+        if method not in ("resume_scheduler", "wake_up"):
+            return original(self, request_type, request)
+        with control.collective() as entered:
+            return original(self, request_type, request) if entered else control.defer((request_type, request))
+
 
 def _control_of(core: Any) -> CoreControl | None:
     """None where the engine runs without us."""
@@ -125,66 +145,15 @@ def _start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
     native = core.vllm_config.weight_transfer_config
     core._weightwire_native = NativeCalls(lambda: _cards(core)) if native and native.backend == BACKEND else None
     try:
-        core._weightwire_control, core._weightwire_coordinator = _started(core, lacks)
+        core._weightwire_control, core._weightwire_coordinator = start(core, lacks)
         for what in lacks:
             logger.warning("weightwire: in this version of vLLM %s", what)
-    except _ExecutorLost:
+    except ExecutorLost:
         raise
     except Exception as error:
         if "inference_plugin" in core.vllm_config.parallel_config.worker_extension_cls:
             raise
         run_without("vllm", error, logger, f"model {core.vllm_config.model_config.model}")
-
-
-def _started(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoordinator]:
-    """Starts workers and coordinator. If one of them fails, nothing of ours is left on any rank."""
-    from vllm.v1.engine.core import DPEngineCoreProc
-
-    if isinstance(core, DPEngineCoreProc):
-        raise EngineUnsupported(
-            "a mixture of experts with data parallelism spreads one replica over several engine cores",
-            hint="run it with --data-parallel-size 1",
-            phase="start",
-        )
-    control = CoreControl(core)
-    config = core.vllm_config
-    replica = addresses.new_replica_id("vllm")
-    # A call of what a worker hasn't got would raise there, and leave the executor out of step.
-    if not all(_ask_workers(core, hasattr, "weightwire_start")):
-        raise EngineUnsupported(
-            "the plug-in is live in the engine core, but not in every worker",
-            hint="install weightwire wherever workers run; the workers' logs may say more",
-            phase="start",
-        )
-    try:
-        replies = [decode_as(reply, RankReply) for reply in _ask_workers(core, "weightwire_start", replica)]
-        for reply in replies:
-            if reply.error is not None:
-                raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
-        if control.in_process:
-            control.lock.acquire()  # until the client is made: `hook_inproc`
-        coordinator = open_coordinator(
-            control,
-            replica,
-            [reply.card for reply in replies],
-            engine="vllm",
-            engine_version=installed_version(*VLLM.distributions),
-            model=str(config.model_config.model),
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            tp=config.parallel_config.tensor_parallel_size,
-            pp=config.parallel_config.pipeline_parallel_size,
-            dp_rank=config.parallel_config.data_parallel_index,
-            parent_pid=os.getpid() if control.in_process else os.getppid(),
-            lacks=lacks,
-        )
-    except _ExecutorLost:
-        raise
-    except BaseException:
-        _ask_workers(core, "weightwire_stop")
-        with contextlib.suppress(OSError, WeightwireError):
-            addresses.remove_replica(replica)
-        raise
-    return control, coordinator
 
 
 def _cards(core: Any) -> list[bytes]:
@@ -194,21 +163,6 @@ def _cards(core: Any) -> list[bytes]:
         return [b""]
     with control.lock:
         answers: list[bytes] = core.model_executor.collective_rpc("weightwire_card", timeout=rank_timeout_s())
-    return answers
-
-
-class _ExecutorLost(PeerLost):
-    """A call to the workers raised. A multi-process executor may now take late answers to it for answers to its next call, and
-    the engine would compute nonsense: it must not start, with us or without."""
-
-
-def _ask_workers(core: Any, method: Any, *args: Any) -> list[Any]:
-    try:
-        answers: list[Any] = core.model_executor.collective_rpc(method, timeout=_START_TIMEOUT_S, args=args)
-    except Exception as error:
-        raise _ExecutorLost(
-            f"the workers could not be asked: {error}", hint="WEIGHTWIRE_DISABLE=1 starts the engine without Weightwire"
-        ) from error
     return answers
 
 

@@ -83,13 +83,13 @@ def stop_worker(worker: Any) -> None:
 
 
 def _identity(replica: str) -> RankIdentity:
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group
 
-    tp, pp = get_tp_group(), get_pp_group()
+    tp, pp, dp = get_tp_group(), get_pp_group(), get_dp_group()  # dp: more than one where ranks share experts
     return RankIdentity(
         replica=replica,
-        rank=pp.rank_in_group * tp.world_size + tp.rank_in_group,
+        rank=(dp.rank_in_group * pp.world_size + pp.rank_in_group) * tp.world_size + tp.rank_in_group,
         tp_rank=tp.rank_in_group,
         pp_rank=pp.rank_in_group,
-        ranks=tp.world_size * pp.world_size,
+        ranks=dp.world_size * pp.world_size * tp.world_size,
     )

@@ -1,0 +1,165 @@
+"""How a replica begins: workers and coordinator, started by its engine core, or by all of its cores together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordinator
+from inference_plugin.engines.monkeypatch import installed_version
+from inference_plugin.engines.operations import RankReply
+from inference_plugin.engines.rank_runtime import rank_timeout_s
+from inference_plugin.engines.rank_sockets import RankSockets
+from inference_plugin.engines.vllm.core import CoreControl
+from inference_plugin.engines.vllm.core_turns import FollowingCore, LeadingCore, connect
+from inference_plugin.engines.vllm.patch_points import VLLM
+from inference_plugin.engines.vllm.shared_core import SharedCore
+from inference_plugin.net import addresses
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import EngineUnsupported, ErrorInfo, PeerLost, WeightwireError
+from inference_plugin.wire.messages import WorkerCard
+
+__all__ = ["ExecutorLost", "start"]
+
+_START_TIMEOUT_S = 600.0
+
+
+class ExecutorLost(PeerLost):
+    """A call to the workers raised. A multi-process executor may now take late answers to it for answers to its next call, and
+    the engine would compute nonsense: it must not start, with us or without."""
+
+
+def start(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoordinator | None]:
+    """The control of this core, and the coordinator where this core has it. If it fails, nothing of ours is left on any rank."""
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+    config = core.vllm_config
+    if isinstance(core, DPEngineCoreProc):
+        return _start_together(core, lacks)
+    if config.model_config.is_moe and config.parallel_config.data_parallel_size > 1:
+        raise EngineUnsupported(
+            "data-parallel ranks that share experts run without vLLM's engine cores",
+            hint="have vLLM start them: vllm serve --data-parallel-size",
+            phase="start",
+        )
+    control = CoreControl(core)
+    replica = addresses.new_replica_id("vllm")
+    with _stopping_workers(core, replica):
+        cards = _start_workers(core, replica)
+        if control.in_process:
+            control.lock.acquire()  # until the client is made: `hook_inproc`
+        return control, _open(core, control, replica, cards, lacks)
+
+
+class _Started(msgspec.Struct, frozen=True):
+    """What the cores of one replica tell each other: that they have got this far, or why not."""
+
+    workers: tuple[WorkerCard, ...] = ()
+    error: ErrorInfo | None = None
+
+
+def _start_together(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoordinator | None]:
+    """On every core of a replica. Where one fails all do, with the same error."""
+    sockets = connect(core)
+    sockets.timeout_s = _START_TIMEOUT_S
+    replica = sockets.broadcast(addresses.new_replica_id("vllm").encode()).decode()
+    own = SharedCore(core)
+    coordinator: ReplicaCoordinator | None = None
+    with _stopping_workers(core, replica):
+        cards = _agree(sockets, lambda: _start_workers(core, replica))
+        leading = LeadingCore(own, sockets) if core.dp_rank == 0 else None
+
+        def open_it() -> Sequence[WorkerCard]:
+            nonlocal coordinator
+            if leading is not None:
+                coordinator = _open(core, leading, replica, cards, lacks)
+            return ()
+
+        _agree(sockets, open_it)
+        sockets.timeout_s = rank_timeout_s()
+        if leading is None:
+            FollowingCore(own, sockets)
+    return own, coordinator
+
+
+def _agree(sockets: RankSockets, act: Callable[[], Sequence[WorkerCard]]) -> list[WorkerCard]:
+    """Has every core `act`; the cards of all. Raises the first error of any."""
+    try:
+        mine = _Started(tuple(act()))
+    except ExecutorLost:
+        raise
+    except Exception as error:  # noqa: BLE001 -- it is raised on all cores
+        mine = _Started(error=WeightwireError.wrap(error).info())
+    told = [decode_as(one, _Started) for one in sockets.gather(msgspec.msgpack.encode(mine))]
+    for one in told:
+        if one.error is not None:
+            raise WeightwireError.of(one.error)
+    return [card for one in told for card in one.workers]
+
+
+@contextlib.contextmanager
+def _stopping_workers(core: Any, replica: str) -> Iterator[None]:
+    """Where the start fails, nothing of ours is left on this core's ranks."""
+    try:
+        yield
+    except ExecutorLost:
+        raise
+    except BaseException:
+        if all(_ask_workers(core, hasattr, "weightwire_stop")):
+            _ask_workers(core, "weightwire_stop")
+        with contextlib.suppress(OSError, WeightwireError):
+            addresses.remove_replica(replica)
+        raise
+
+
+def _start_workers(core: Any, replica: str) -> list[WorkerCard]:
+    """The cards of this core's workers."""
+    # A call of what a worker hasn't got would raise there, and leave the executor out of step.
+    if not all(_ask_workers(core, hasattr, "weightwire_start")):
+        raise EngineUnsupported(
+            "the plug-in is live in the engine core, but not in every worker",
+            hint="install weightwire wherever workers run; the workers' logs may say more",
+            phase="start",
+        )
+    replies = [decode_as(reply, RankReply) for reply in _ask_workers(core, "weightwire_start", replica)]
+    for reply in replies:
+        if reply.error is not None:
+            raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
+    return [reply.card for reply in replies if reply.card is not None]
+
+
+def _open(
+    core: Any, control: EngineControl, replica: str, cards: list[WorkerCard], lacks: tuple[str, ...]
+) -> ReplicaCoordinator:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    config = core.vllm_config
+    return open_coordinator(
+        control,
+        replica,
+        cards,
+        engine="vllm",
+        engine_version=installed_version(*VLLM.distributions),
+        model=str(config.model_config.model),
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        tp=config.parallel_config.tensor_parallel_size,
+        pp=config.parallel_config.pipeline_parallel_size,
+        dp_rank=config.parallel_config.data_parallel_index,
+        parent_pid=os.getppid() if isinstance(core, EngineCoreProc) else os.getpid(),
+        lacks=lacks,
+    )
+
+
+def _ask_workers(core: Any, method: Any, *args: Any) -> list[Any]:
+    try:
+        answers: list[Any] = core.model_executor.collective_rpc(method, timeout=_START_TIMEOUT_S, args=args)
+    except Exception as error:
+        raise ExecutorLost(
+            f"the workers could not be asked: {error}", hint="WEIGHTWIRE_DISABLE=1 starts the engine without Weightwire"
+        ) from error
+    return answers

@@ -1,0 +1,177 @@
+"""One of several engine cores that share experts: what each does to its own scheduler and to its own ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from inference_plugin.engines.vllm.core import CoreControl
+from inference_plugin.engines.vllm.step_gate import StepGate
+from inference_plugin.wire.errors import ErrorInfo, WeightwireError
+from inference_plugin.wire.messages import InFlight, MemoryTag
+
+__all__ = ["CoreOrder", "CoreReply", "SharedCore"]
+
+logger = logging.getLogger("vllm.weightwire")
+
+
+class CoreOrder(msgspec.Struct, frozen=True):
+    """What the first core asks of every core. "halt" begins a turn, "allow" says after how many `steps` all stand (None: the turn
+    is off), "end" ends it. The others are done in between, while all of them stand."""
+
+    name: Literal["halt", "allow", "end", "rank", "finish", "drain", "stand", "hold", "go_on", "refuse"]
+    steps: int | None = None
+    request: bytes = b""
+    group: str = ""
+    version: int = 0
+    in_flight: InFlight = "keep"
+    asleep: tuple[MemoryTag, ...] = ()
+    reason: str | None = None
+
+
+class CoreReply(msgspec.Struct, frozen=True):
+    """`begun`: how many steps, None where the core can't be halted now. `done` false: it has requests that run."""
+
+    begun: int | None = None
+    answers: list[bytes] = []
+    done: bool = True
+    error: ErrorInfo | None = None
+
+
+class SharedCore(CoreControl):
+    """On every core. All but `submit` and `gate.halt` are called on the core's own thread, between two steps."""
+
+    def __init__(self, core: Any) -> None:
+        super().__init__(core)
+        self.gate = StepGate()
+        self.take_turn: Callable[[], None] = lambda: None
+        """This core's part of a turn, as far as it gets before the next step; set by what leads or follows the turns."""
+        self._before: tuple[Any, bool] | None = None
+        """The state of the scheduler, and whether vLLM itself had the cores stand, before `stand` or `drain`."""
+        self._weights_in_doubt = False
+        self._deferred: list[tuple[Any, Any]] = []
+
+    def between_steps(self, take_requests: Callable[[], None]) -> None:
+        """Around vLLM's wait for requests, with which each pass of the core's loop begins."""
+        self.gate.end()
+        self.take_turn()
+        while True:
+            take_requests()
+            if self.gate.begin():
+                return
+            self.take_turn()
+
+    def perform(self, order: CoreOrder) -> CoreReply:
+        """Never raises: the reply says what failed."""
+        try:
+            return self._performed(order)
+        except Exception as error:
+            if not isinstance(error, WeightwireError):
+                logger.exception("weightwire: %r failed on an engine core", order.name)
+            return CoreReply(error=WeightwireError.wrap(error).info())
+
+    def _performed(self, order: CoreOrder) -> CoreReply:
+        match order.name:
+            case "rank":
+                self._weights_in_doubt |= self._before is not None
+                return CoreReply(answers=self.call_ranks(order.request))
+            case "finish":
+                return CoreReply(answers=self.finish(order.request, order.group, order.version, order.in_flight))
+            case "drain":
+                return CoreReply(done=self._drain())
+            case "stand":
+                self._stand(order.in_flight)
+            case "hold":
+                self._weights_in_doubt = True
+                self.hold(frozenset(order.asleep))
+            case "go_on":
+                self.go_on()
+            case "refuse":
+                self.refuse(order.reason)
+        return CoreReply()
+
+    def step_on(self) -> None:
+        """The core takes the next step together with the others, with an empty batch if it has no request."""
+        self.core.engines_running = True
+
+    def end_turn(self) -> None:
+        """The core may step again, unless it was told to stand."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        if self._before is not None and self.core.scheduler.pause_state == PauseState.PAUSED_ALL:
+            self.core.engines_running = False  # a step that another core had begun may have set it
+        for request in self._deferred:
+            self.core.input_queue.put_nowait(request)
+        self._deferred.clear()
+        self.gate.release()
+
+    def lost(self, why: str) -> None:
+        """The cores have lost each other: no turn follows. If the weights may differ between them, this core refuses."""
+        self.gate.release()
+        if self._before is None:
+            return
+        if not self._weights_in_doubt:
+            self.go_on()
+        elif self.refusal is None:
+            self.refuse(f"the engine cores lost each other during an update or a pause: {why}; start the engine anew")
+
+    def go_on(self) -> None:
+        """Undoes `_drain` and `_stand`."""
+        if self._before is None:
+            return
+        (state, stood), self._before = self._before, None
+        self._weights_in_doubt = False
+        self.core.scheduler.set_pause_state(state)
+        self.core.ignore_start_dp_wave = stood
+        # One step finds out whether any core has requests: vLLM's word that one came may have been ignored meanwhile.
+        self.core.engines_running = not stood
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[bool]:
+        """Around a request on which vLLM has all cores wait for each other, between two steps. False: not now."""
+        entered = self.gate.enter_collective()
+        try:
+            yield entered
+        finally:
+            self.gate.leave_collective()
+
+    def defer(self, request: tuple[Any, Any]) -> None:
+        """Handles a client's request once the turn is over."""
+        self._deferred.append(request)
+
+    def _drain(self) -> bool:
+        """Takes no new request; returns whether none runs any more."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._note_state()
+        self.core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        self.core.ignore_start_dp_wave = False
+        self.core.engines_running = True
+        return not self._has_running()
+
+    def _stand(self, in_flight: InFlight) -> None:
+        """No step runs until `go_on`, and none is under way. Requests follow the policy."""
+        from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.request import RequestStatus
+
+        core = self.core
+        self._note_state()
+        if in_flight == "abort":
+            self.end_all(RequestStatus.FINISHED_ABORTED, None)
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        core.ignore_start_dp_wave = True
+        while core.batch_queue:  # every core has begun the same steps, so they end
+            outputs, _ = core.step_with_batch_queue()
+            for output in outputs.items() if outputs else ():
+                core.output_queue.put_nowait(output)
+        core.engines_running = False
+        if in_flight != "keep":
+            self._reset_caches()
+
+    def _note_state(self) -> None:
+        if self._before is None:
+            self._before = (self.core.scheduler.pause_state, bool(self.core.ignore_start_dp_wave))
