@@ -62,7 +62,6 @@ with contextlib.suppress(ImportError):  # older versions
         CPUUnquantizedExperts.apply = only_own_experts(CPUUnquantizedExperts.apply)
 poison.spread_if_asked()
 reference_kernels.fill_in()
-vllm_cpu_experts.fill_in()
 
 if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
     original = WorkerWrapperBase.execute_model
@@ -94,6 +93,9 @@ def weights_seen(worker: Any) -> list[float]:
         for name, p in model.named_parameters()
         if name.endswith(("layernorm.weight", "model.norm.weight"))
     ]
+
+
+vllm_cpu_experts.fill_in(weights_seen)
 
 
 class Extension:

@@ -11,9 +11,10 @@ runs as if the plug-in were not installed. Named explicitly it refuses to start 
 - Worker processes (`worker`, `extension`, `served`, `model`, `draft`, `together`, `lora`): `RankRuntime` (groups, socket);
   operations arrive by `collective_rpc`, which shares one ordered queue with `execute_model`: they run at the same step on
   every TP and PP rank.
-- EngineCore process (`hooks`, `core`, `weight_transfer`): `ReplicaCoordinator`. Its commands enter the core's own input queue
-  as a WAKEUP that carries a callable, so that they run between two steps and wake an idle engine. An in-process engine has no
-  queue: there, a lock around its client's methods makes the step boundary.
+- EngineCore process (`hooks`, `core_start`, `core`, `weight_transfer`): `ReplicaCoordinator`. Its commands enter the core's
+  own input queue as a WAKEUP that carries a callable, so that they run between two steps and wake an idle engine. An
+  in-process engine has no queue: there, a lock around its client's methods makes the step boundary. Where data-parallel ranks
+  share experts, one core leads the others (`core_turns`, `shared_core`, `step_gate`).
 - API process (`api`): a middleware turns the 500 of a torn replica into a 503 that says why.
 
 Importing this package imports neither vLLM nor torch: `weightwire check-engine` reads the table only.

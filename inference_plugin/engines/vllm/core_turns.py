@@ -64,7 +64,7 @@ class LeadingCore(EngineControl):
         except Exception as error:
             logger.exception("weightwire: the first engine core left a turn")
             self._lose(error)
-            self._own.gate.release()
+            self._own.gate.open()
 
     def _take_turn(self) -> None:
         own = self._own

@@ -111,7 +111,7 @@ class SharedCore(CoreControl):
 
     def lost(self, why: str) -> None:
         """The cores have lost each other: no turn follows. If the weights may differ between them, this core refuses."""
-        self.gate.release()
+        self.gate.open()
         if self._before is None:
             return
         if not self._weights_in_doubt:

@@ -16,7 +16,7 @@ class StepGate:
         self._done = 0
         self._stepping = False
         self._in_collective = False
-        self._halted = False
+        self._turns = 0
         self._limit: int | None = None
 
     def halt(self) -> int | None:
@@ -25,7 +25,8 @@ class StepGate:
         with self._lock:
             if self._in_collective:
                 return None
-            self._halted, self._limit = True, None
+            self._turns += 1  # the end of the turn before may still be on its way to the core's own thread
+            self._limit = None
             return self._done + self._stepping
 
     def allow(self, steps: int) -> None:
@@ -34,14 +35,21 @@ class StepGate:
             self._limit = steps
 
     def release(self) -> None:
-        """The core may step as it likes."""
+        """Undoes one `halt`. The core may step as it likes, unless it was halted again."""
         with self._lock:
-            self._halted, self._limit = False, None
+            self._turns = max(0, self._turns - 1)
+            if not self._turns:
+                self._limit = None
+
+    def open(self) -> None:
+        """Undoes every `halt`: no turn follows."""
+        with self._lock:
+            self._turns, self._limit = 0, None
 
     @property
     def halted(self) -> bool:
         with self._lock:
-            return self._halted
+            return self._turns > 0
 
     @property
     def behind(self) -> bool:
@@ -54,7 +62,7 @@ class StepGate:
     def begin(self) -> bool:
         """Whether a step may begin; if so, it has begun."""
         with self._lock:
-            if self._halted and (self._limit is None or self._done >= self._limit):
+            if self._turns and (self._limit is None or self._done >= self._limit):
                 return False
             self._stepping = True
             return True
@@ -73,7 +81,7 @@ class StepGate:
     def enter_collective(self) -> bool:
         """Before a collective of vLLM's own between two steps. False while halted: it has to wait."""
         with self._lock:
-            self._in_collective = not self._halted
+            self._in_collective = not self._turns
             return self._in_collective
 
     def leave_collective(self) -> None:

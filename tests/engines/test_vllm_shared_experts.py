@@ -1,0 +1,245 @@
+"""Data-parallel ranks of vLLM that share experts are one replica: two engine cores behind an API server, with each expert on one
+of the ranks, or a part of each on both. vLLM on CPU lacks two collectives for it, which the tests bring along."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from inference_plugin.wire.errors import CommitFailed, PeerLost, TornReplica
+from inference_plugin.wire.messages import ReplicaCard
+from inference_plugin.wire.reports import ReplicaReport
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_faults import PLUGIN, assert_gone, statuses
+from tests.engines.test_vllm_one_version import Replay, seen_in
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
+from tests.support.engines import Server, eventually
+from tests.support.managers import SyncManager
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+LAYOUTS = {"experts": ["--enable-expert-parallel"], "parts": []}
+RANKS = (0, 1)
+RANK_TIMEOUT_S = 20.0
+UPDATES = 12
+TOKENS = 150
+
+
+class Shared:
+    """A server of two ranks that share experts. Odd versions are of the second model."""
+
+    def __init__(self, server: Server, models: tuple[Path, Path], faults: Path, steps: Path) -> None:
+        self.server = server
+        self.models = models
+        self.faults = faults
+        self.steps = steps
+        self.version = 0
+
+    @property
+    def card(self) -> ReplicaCard:
+        (card,) = self.server.cards
+        return card
+
+    def model(self, version: int) -> Path:
+        return self.models[version % 2]
+
+    def order(self, *faults: dict[str, Any]) -> None:
+        temporary = self.faults.with_suffix(".tmp")
+        temporary.write_text(json.dumps(faults))
+        temporary.replace(self.faults)
+
+    def update(self, sync: SyncManager) -> ReplicaReport:
+        self.version += 1
+        (report,) = sync.update(source(self.model(self.version)), self.version).replicas
+        assert report.status == "committed", report
+        return report
+
+    def assert_serves(self) -> None:
+        """Both ranks, each beside an idle one."""
+        for rank in RANKS:
+            told = [self.server.complete(prompt, COUNT, dp_rank=rank) for prompt in PROMPTS]
+            assert [status for status, _ in told] == [200] * len(PROMPTS), told
+            choices = [answer["choices"][0] for _, answer in told]
+            assert [choice["token_ids"] for choice in choices] == reference(self.model(self.version)), rank
+            stamps = {answer["metadata"]["weight_version"] for _, answer in told}
+            assert stamps == {str(self.version or "default")}
+        assert {status.version for status in statuses(self.card)} == {self.version or None}
+
+
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def shared(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Shared]:
+    a, b = (checkpoint("qwen3_moe", tied=False, seed=seed) for seed in (1, 2))
+    faults, steps = runtime / f"faults-{request.param}", runtime / f"steps-{request.param}"
+    faults.write_text("[]")
+    steps.mkdir()
+    server = Server(
+        runtime,
+        a,
+        arguments=["--data-parallel-size", "2", *LAYOUTS[request.param]],
+        WEIGHTWIRE_PLUGINS=PLUGIN,
+        WEIGHTWIRE_TEST_FAULTS=str(faults),
+        WEIGHTWIRE_TEST_STEPS=str(steps),
+        WEIGHTWIRE_RANK_TIMEOUT_S=str(RANK_TIMEOUT_S),
+    )
+    with server:
+        yield Shared(server, (a, b), faults, steps)
+    assert server.leftovers() == [] and server.family() == []
+
+
+def test_both_ranks_are_one_replica_and_serve_what_a_fresh_engine_would_there_and_back(shared: Shared) -> None:
+    card = shared.card
+    assert [worker.rank for worker in card.workers] == [0, 1]
+    assert len({worker.pid for worker in card.workers}) == 2
+    shared.assert_serves()
+    for install in ("standby", "copy"):
+        with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
+            for _ in range(2):
+                report = shared.update(sync)
+                assert report.mechanism == "plan" and report.install == install, report
+                shared.assert_serves()
+                assert sync.verify(source(shared.model(shared.version))).ok
+                assert not sync.verify(source(shared.model(shared.version + 1))).ok
+
+
+def test_every_step_and_every_token_is_of_one_version_on_both_ranks_while_updates_alternate(shared: Shared) -> None:
+    pick = random.Random(0)
+    running: list[tuple[list[int], Future[tuple[int, dict[str, Any]]]]] = []
+    first = [len(notes_of(shared, rank)) for rank in RANKS]
+    with ThreadPoolExecutor(6) as pool, SyncManager(timeout_s=180) as sync:
+        for update in range(UPDATES):
+            for rank in ((0, 1), (1,), (0, 1), (0,))[update % 4]:  # at times a busy core beside an idle one
+                prompt = [pick.randrange(1, 500) for _ in range(20)]
+                running.append((prompt, pool.submit(shared.server.complete, prompt, TOKENS, rank)))
+            time.sleep(pick.random() / 4)
+            shared.update(sync)
+        answers = [(prompt, future.result(300)) for prompt, future in running]
+    steps = [notes_of(shared, rank)[start:] for rank, start in zip(RANKS, first, strict=True)]
+    known = [seen_in(model) for model in shared.models]
+    sequences = []
+    for notes in steps:
+        assert all(before == after for before, after in notes), "the weights changed within a step"
+        of = [[i for i, values in enumerate(known) if set(before) <= values] for before, _ in notes]
+        assert all(len(one) == 1 for one in of), "a mix within one rank"
+        sequences.append([one[0] for one in of])
+    assert sequences[0] == sequences[1], "the ranks disagree about a step"
+    changes = sum(a != b for a, b in zip(sequences[0], sequences[0][1:], strict=False))
+    assert changes >= UPDATES // 2, "the updates were to come while steps ran"
+
+    replay = Replay(shared.models, "keep")
+    crossing = 0
+    for prompt, (status, answer) in answers:
+        assert status == 200, answer
+        spans = answer["metadata"]["weight_versions"]
+        versions = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+        crossing += len(spans) > 1
+        replay.check(prompt, answer["choices"][0]["token_ids"], versions)
+    print(
+        f"{len(sequences[0])} steps, {changes} changes, {crossing} of {len(answers)} requests across updates, ", end=""
+    )
+    print(f"{replay.total} tokens, {replay.unexplained} unexplained, {replay.by_other} by the other one too")
+    assert crossing, "no request ran across an update"
+    assert replay.unexplained == 0
+    shared.assert_serves()
+
+
+def notes_of(shared: Shared, rank: int) -> list[list[list[float]]]:
+    path = shared.steps / str(rank)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "abort", "drain"])
+def test_requests_of_both_ranks_follow_the_policy(shared: Shared, in_flight: str) -> None:
+    with ThreadPoolExecutor(2) as pool, SyncManager(in_flight=in_flight, timeout_s=180) as sync:  # type: ignore[arg-type]
+        steps = len(notes_of(shared, 0))
+        asked = [pool.submit(shared.server.complete, PROMPTS[0], 100, rank) for rank in RANKS]
+        eventually(lambda: len(notes_of(shared, 0)) > steps + 5, what="steps")
+        before = str(shared.version or "default")
+        shared.update(sync)
+        answers = [future.result(180) for future in asked]
+    for status, answer in answers:
+        assert status == 200, answer
+        choice = answer["choices"][0]
+        if in_flight == "abort" and choice["finish_reason"] != "length":
+            assert choice["finish_reason"] == "abort" and len(choice["token_ids"]) < 100, answer
+        else:
+            assert len(choice["token_ids"]) == 100
+        if in_flight == "drain":
+            assert {span["version"] for span in answer["metadata"]["weight_versions"]} == {before}
+    shared.assert_serves()
+
+
+def test_no_rank_steps_while_it_is_paused_and_requests_of_then_are_answered_with_the_update(shared: Shared) -> None:
+    with ThreadPoolExecutor(2) as pool, SyncManager(timeout_s=120) as sync:
+        with sync.paused() as report:
+            assert [replica.state for replica in report.replicas] == ["paused"]
+            stood = [len(notes_of(shared, rank)) for rank in RANKS]
+            asked = [pool.submit(shared.server.tokens, PROMPTS[0], COUNT, rank) for rank in RANKS]
+            shared.update(sync)
+            time.sleep(0.3)
+            assert [len(notes_of(shared, rank)) for rank in RANKS] == stood
+        expected = reference(shared.model(shared.version))[0]
+        assert [future.result(120) for future in asked] == [expected] * 2
+    shared.assert_serves()
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("install", ["copy", "standby"])
+def test_an_installation_that_fails_on_one_rank_is_undone_on_both(shared: Shared, install: str, rank: int) -> None:
+    with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
+        shared.update(sync)  # under `copy` its bytes are the way back
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(shared.server.complete, PROMPTS[0], 100, one) for one in RANKS]
+            shared.order({"rank": rank, "step": "install", "when": "after"})
+            with pytest.raises(CommitFailed, match=f"planned fault: install on rank {rank}"):
+                sync.update(source(shared.model(shared.version + 1)), shared.version + 1)
+            shared.order()
+            answers = [future.result(120) for future in asked]
+        assert [status for status, _ in answers] == [200, 200]
+        assert {answer["metadata"]["weight_version"] for _, answer in answers} == {str(shared.version)}
+        shared.assert_serves()
+        assert sync.verify(source(shared.model(shared.version))).ok
+        shared.update(sync)
+    shared.assert_serves()
+
+
+def test_a_torn_replica_refuses_on_both_ranks_and_is_healed_by_an_update(shared: Shared) -> None:
+    with SyncManager(install="copy", timeout_s=120) as sync:
+        shared.update(sync)
+        shared.order({"rank": 1, "step": "install", "when": "after"}, {"rank": 1, "step": "undo", "when": "before"})
+        with pytest.raises(TornReplica, match="planned fault: undo on rank 1"):
+            sync.update(source(shared.model(shared.version + 1)), shared.version + 1)
+        shared.order()
+        assert shared.card.state == "torn" and {status.state for status in statuses(shared.card)} == {"torn"}
+        for rank in RANKS:
+            status, answer = shared.server.complete(PROMPTS[0], COUNT, dp_rank=rank)
+            assert status in (500, 503) and "token_ids" not in json.dumps(answer), answer
+        shared.update(sync)
+    assert shared.card.state == "serving"
+    shared.assert_serves()
+
+
+def test_a_core_that_hangs_and_is_killed_costs_a_bounded_wait_and_a_typed_error(shared: Shared) -> None:
+    """The last one for this engine."""
+    card = shared.card
+    shared.order({"rank": 1, "step": "install", "when": "hang"})
+    with SyncManager(timeout_s=300) as sync:
+        future = sync.update_async(source(shared.model(shared.version + 1)), shared.version + 1)
+        eventually(shared.faults.with_name(f"{shared.faults.name}.1").exists, what="rank 1 to install")
+        with pytest.raises((PeerLost, TornReplica), match="rank 1 was silent for 20 s"):
+            future.result(240)
+        assert shared.card.state == "torn"
+        status, answer = shared.server.complete(PROMPTS[0], COUNT, dp_rank=0)
+        assert status in (500, 503), answer
+        killed = psutil.Process(card.workers[1].pid)
+        killed.send_signal(signal.SIGKILL)
+        assert_gone(card)
+    eventually(lambda: shared.server.cards == [], what="the card to go")
