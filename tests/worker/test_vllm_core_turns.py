@@ -11,8 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,11 +27,12 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineShutdownState
 from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.engines.rank_sockets import RankSockets
 from inference_plugin.engines.vllm.core import CoreCommand
+from inference_plugin.engines.vllm.core_start import start
 from inference_plugin.engines.vllm.core_turns import FollowingCore, LeadingCore, connect
 from inference_plugin.engines.vllm.shared_core import SharedCore
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
-from inference_plugin.wire.messages import InFlight
+from inference_plugin.wire.messages import InFlight, WorkerCard
 
 CORES = 3
 STUCK_S = 30.0
@@ -421,3 +423,45 @@ def test_cores_of_several_hosts_are_refused_by_name() -> None:
     )
     with pytest.raises(EngineUnsupported, match="on several hosts"):
         connect(core)
+
+
+class Starting(DPEngineCoreProc):
+    """A core whose one worker can start, or can't."""
+
+    def __init__(self, rank: int, states: Collective, starts: bool) -> None:
+        self.dp_rank, self.dp_size, self.starts, self.states = rank, CORES, starts, states
+        self.dp_group = self
+        self.model_executor = SimpleNamespace(collective_rpc=self.rpc)
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace())
+        self.asked: list[Any] = []
+
+    def size(self) -> int:
+        return CORES
+
+    def allgather(self, into: list[list[Any]], mine: list[Any]) -> Any:
+        for gathered, told in zip(into[0], self.states.gather(self.dp_rank, mine[0].clone()), strict=True):
+            gathered.copy_(told)
+        return SimpleNamespace(wait=lambda: None)
+
+    def rpc(self, method: Any, timeout: float = 0.0, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.asked.append(method)
+        if method != "weightwire_start":
+            return [True]
+        (replica,) = args
+        card = WorkerCard(replica, self.dp_rank, 0, 0, 1, "ipc:///nowhere", "cpu", 0)
+        failed = None if self.starts else EngineUnsupported("no second model").info()
+        return [msgspec.msgpack.encode(RankReply("start", self.dp_rank, card=card, error=failed))]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_start_that_fails_on_one_core_fails_on_all_with_its_reason_and_leaves_no_worker(
+    rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(tmp_path))
+    states = Collective()
+    cores = [Starting(one, states, starts=one != rank) for one in range(CORES)]
+    with ThreadPoolExecutor(CORES) as pool:
+        failed = [future.exception(STUCK_S) for future in [pool.submit(start, core, ()) for core in cores]]
+    assert [type(error) for error in failed] == [EngineUnsupported] * CORES
+    assert all("no second model" in str(error) and error.rank == rank for error in failed), failed
+    assert [core.asked[-1] for core in cores] == ["weightwire_stop"] * CORES

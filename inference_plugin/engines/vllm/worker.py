@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ logger = logging.getLogger("vllm.weightwire")
 
 
 def hook_worker() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
     add(WorkerBase, "weightwire_start", _worker_start)
@@ -36,9 +38,18 @@ def hook_worker() -> None:
 
     @wrap(WorkerWrapperBase, "execute_model")
     def execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
-        runtime: RankRuntime | None = getattr(self.worker, "_weightwire_runtime", None)
-        with runtime.model.step() if runtime is not None else contextlib.nullcontext():
+        with _step(self.worker):
             return original(self, scheduler_output)
+
+    @wrap(Worker, "execute_dummy_batch")
+    def execute_dummy_batch(original: Callable[..., Any], self: Any) -> Any:
+        with _step(self):
+            return original(self)
+
+
+def _step(worker: Any) -> AbstractContextManager[object]:
+    runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
+    return contextlib.nullcontext() if runtime is None else runtime.model.step()
 
 
 def _worker_start(worker: Any, replica: str) -> bytes:
