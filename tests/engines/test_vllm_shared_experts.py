@@ -4,6 +4,7 @@ of the ranks, or a part of each on both. vLLM on CPU lacks two collectives for i
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import time
@@ -227,19 +228,42 @@ def test_a_torn_replica_refuses_on_both_ranks_and_is_healed_by_an_update(shared:
     shared.assert_serves()
 
 
-def test_a_core_that_hangs_and_is_killed_costs_a_bounded_wait_and_a_typed_error(shared: Shared) -> None:
-    """The last one for this engine."""
+@pytest.mark.parametrize("shared", ["experts"], indirect=True)
+def test_a_worker_that_hangs_in_its_installation_tears_both_ranks_in_bounded_time(shared: Shared) -> None:
+    """The last one for this engine, which ends with the worker."""
     card = shared.card
     shared.order({"rank": 1, "step": "install", "when": "hang"})
     with SyncManager(timeout_s=300) as sync:
         future = sync.update_async(source(shared.model(shared.version + 1)), shared.version + 1)
         eventually(shared.faults.with_name(f"{shared.faults.name}.1").exists, what="rank 1 to install")
-        with pytest.raises((PeerLost, TornReplica), match="rank 1 was silent for 20 s"):
+        with pytest.raises((PeerLost, TornReplica), match="engine core 1 lost a worker"):
             future.result(240)
-        assert shared.card.state == "torn"
-        status, answer = shared.server.complete(PROMPTS[0], COUNT, dp_rank=0)
+    assert shared.card.state == "torn"
+    for rank in RANKS:
+        status, answer = shared.server.complete(PROMPTS[0], COUNT, dp_rank=rank)
         assert status in (500, 503), answer
-        killed = psutil.Process(card.workers[1].pid)
-        killed.send_signal(signal.SIGKILL)
+    os.kill(card.workers[1].pid, signal.SIGKILL)
+    assert_gone(card)
+    eventually(lambda: shared.server.cards == [], what="the card to go")
+
+
+@pytest.mark.parametrize("shared", ["parts"], indirect=True)
+def test_a_core_that_is_silent_costs_a_bounded_wait_and_the_old_version_is_served(shared: Shared) -> None:
+    """The last one for this engine: its cores have lost each other."""
+    card = shared.card
+    (core,) = {psutil.Process(worker.pid).ppid() for worker in card.workers} - {card.pid}
+    with SyncManager(timeout_s=300) as sync:
+        shared.update(sync)
+        os.kill(core, signal.SIGSTOP)
+        try:
+            with pytest.raises(PeerLost, match="rank 1 was silent for 20 s"):
+                sync.update(source(shared.model(shared.version + 1)), shared.version + 1)
+        finally:
+            os.kill(core, signal.SIGCONT)
+        shared.assert_serves()
+        with pytest.raises(PeerLost, match="have lost each other"):
+            sync.update(source(shared.model(shared.version + 1)), shared.version + 1)
+        shared.assert_serves()
+        os.kill(core, signal.SIGKILL)
         assert_gone(card)
     eventually(lambda: shared.server.cards == [], what="the card to go")

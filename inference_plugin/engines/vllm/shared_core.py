@@ -11,7 +11,7 @@ import msgspec
 
 from inference_plugin.engines.vllm.core import CoreControl
 from inference_plugin.engines.vllm.step_gate import StepGate
-from inference_plugin.wire.errors import ErrorInfo, WeightwireError
+from inference_plugin.wire.errors import ErrorInfo, PeerLost, WeightwireError
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
 __all__ = ["CoreOrder", "CoreReply", "SharedCore"]
@@ -73,6 +73,14 @@ class SharedCore(CoreControl):
             if not isinstance(error, WeightwireError):
                 logger.exception("weightwire: %r failed on an engine core", order.name)
             return CoreReply(error=WeightwireError.wrap(error).info())
+
+    def call_ranks(self, request: bytes) -> list[bytes]:
+        try:
+            return super().call_ranks(request)
+        except Exception as error:
+            raise PeerLost(
+                f"engine core {self.core.dp_rank} lost a worker: {error}", hint="restart the engine"
+            ) from error
 
     def _performed(self, order: CoreOrder) -> CoreReply:
         match order.name:
