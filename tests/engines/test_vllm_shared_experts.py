@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from inference_plugin.wire.errors import CommitFailed, PeerLost, TornReplica
+from inference_plugin.wire.errors import CommitFailed, PeerLost, SyncTimeout, TornReplica
 from inference_plugin.wire.messages import ReplicaCard
 from inference_plugin.wire.reports import ReplicaReport
 from tests.engines.conftest import Checkpoint
@@ -114,7 +114,7 @@ def test_both_ranks_are_one_replica_and_serve_what_a_fresh_engine_would_there_an
 def test_every_step_and_every_token_is_of_one_version_on_both_ranks_while_updates_alternate(shared: Shared) -> None:
     pick = random.Random(0)
     running: list[tuple[list[int], Future[tuple[int, dict[str, Any]]]]] = []
-    first = [len(notes_of(shared, rank)) for rank in RANKS]
+    first = len(notes_of(shared, 0))
     with ThreadPoolExecutor(6) as pool, SyncManager(timeout_s=180) as sync:
         for update in range(UPDATES):
             for rank in ((0, 1), (1,), (0, 1), (0,))[update % 4]:  # at times a busy core beside an idle one
@@ -123,7 +123,7 @@ def test_every_step_and_every_token_is_of_one_version_on_both_ranks_while_update
             time.sleep(pick.random() / 4)
             shared.update(sync)
         answers = [(prompt, future.result(300)) for prompt, future in running]
-    steps = [notes_of(shared, rank)[start:] for rank, start in zip(RANKS, first, strict=True)]
+    steps = [notes_of(shared, rank) for rank in RANKS]
     known = [seen_in(model) for model in shared.models]
     sequences = []
     for notes in steps:
@@ -131,8 +131,10 @@ def test_every_step_and_every_token_is_of_one_version_on_both_ranks_while_update
         of = [[i for i, values in enumerate(known) if set(before) <= values] for before, _ in notes]
         assert all(len(one) == 1 for one in of), "a mix within one rank"
         sequences.append([one[0] for one in of])
-    assert sequences[0] == sequences[1], "the ranks disagree about a step"
-    changes = sum(a != b for a, b in zip(sequences[0], sequences[0][1:], strict=False))
+    taken = min(map(len, sequences))
+    assert abs(len(sequences[0]) - len(sequences[1])) <= 1, "one was read while the ranks took a step"
+    assert sequences[0][:taken] == sequences[1][:taken], "the ranks disagree about a step"
+    changes = sum(a != b for a, b in zip(sequences[0][first:], sequences[0][first + 1 :], strict=False))
     assert changes >= UPDATES // 2, "the updates were to come while steps ran"
 
     replay = Replay(shared.models, "keep")
@@ -249,21 +251,41 @@ def test_a_worker_that_hangs_in_its_installation_tears_both_ranks_in_bounded_tim
 
 @pytest.mark.parametrize("shared", ["parts"], indirect=True)
 def test_a_core_that_is_silent_costs_a_bounded_wait_and_the_old_version_is_served(shared: Shared) -> None:
-    """The last one for this engine: its cores have lost each other."""
+    """The last one for this engine: its cores may have lost each other."""
     card = shared.card
     (core,) = {psutil.Process(worker.pid).ppid() for worker in card.workers} - {card.pid}
-    with SyncManager(timeout_s=300) as sync:
+    with SyncManager(timeout_s=60) as sync:
         shared.update(sync)
         os.kill(core, signal.SIGSTOP)
-        try:
-            with pytest.raises(PeerLost, match="rank 1 was silent for 20 s"):
+        try:  # the other core is idle and asks it, or waits for it in a step of vLLM's
+            with pytest.raises((PeerLost, SyncTimeout)) as caught:
                 sync.update(source(shared.model(shared.version + 1)), shared.version + 1)
         finally:
             os.kill(core, signal.SIGCONT)
         shared.assert_serves()
-        with pytest.raises(PeerLost, match="have lost each other"):
-            sync.update(source(shared.model(shared.version + 1)), shared.version + 1)
+        if isinstance(caught.value, PeerLost):
+            assert "rank 1 was silent for 20 s" in str(caught.value)
+            with pytest.raises(PeerLost, match="have lost each other"):
+                sync.update(source(shared.model(shared.version + 1)), shared.version + 1)
+        else:
+            shared.update(sync)
         shared.assert_serves()
         os.kill(core, signal.SIGKILL)
         assert_gone(card)
     eventually(lambda: shared.server.cards == [], what="the card to go")
+
+
+def test_four_ranks_of_two_cores_are_one_replica(runtime: Path, checkpoint: Checkpoint) -> None:
+    """Tensor parallel 2 on each of them: every rank has one of the four experts."""
+    a, b = (checkpoint("qwen3_moe", tied=False, seed=seed) for seed in (1, 2))
+    arguments = ["--data-parallel-size", "2", "--tensor-parallel-size", "2", "--enable-expert-parallel"]
+    with Server(runtime, a, arguments=arguments) as server, SyncManager(timeout_s=180) as sync:
+        (card,) = server.cards
+        assert [worker.rank for worker in card.workers] == [0, 1, 2, 3]
+        assert [worker.tp_rank for worker in card.workers] == [0, 1, 0, 1]
+        for version, model in enumerate((b, a), 1):
+            (report,) = sync.update(source(model), version).replicas
+            assert report.status == "committed", report
+            for rank in RANKS:
+                assert [server.tokens(prompt, COUNT, dp_rank=rank) for prompt in PROMPTS] == reference(model)
+            assert sync.verify(source(model)).ok

@@ -337,6 +337,35 @@ def test_no_core_steps_while_the_replica_is_held_and_requests_of_then_are_answer
     assert [core.seen for core in cores.cores] == [cores.cores[0].seen] * CORES
 
 
+def test_no_core_steps_while_the_replica_refuses_and_all_do_once_it_is_healed(cores: Cores) -> None:
+    cores.add(1, 200)
+    eventually(lambda: len(cores.cores[0].seen) > 10, "steps")
+
+    def tear() -> None:
+        cores.leading.pause("keep")
+        cores.leading.refuse("torn")
+        cores.leading.resume()
+
+    def heal() -> None:
+        cores.leading.pause("keep")
+        cores.install(1)
+        cores.leading.refuse(None)
+        cores.leading.resume()
+
+    cores.command(tear).result(STUCK_S)
+    stood = [len(core.seen) for core in cores.cores]
+    assert not any(core.scheduler.running for core in cores.cores)
+    for core in cores.cores:
+        core.input_queue.put((EngineCoreRequestType.START_DP_WAVE, (core.current_wave, -1)))
+    time.sleep(0.1)
+    assert [len(core.seen) for core in cores.cores] == stood == [stood[0]] * CORES
+    cores.command(heal).result(STUCK_S)
+    cores.add(2, 5)
+    eventually(lambda: len(cores.cores[0].seen) >= stood[0] + 5, "steps")
+    eventually(cores.idle, "the request to end")
+    assert {version for core in cores.cores for version in core.seen[stood[0] :]} == {1}
+
+
 def test_cores_that_vllm_itself_has_paused_stay_so_after_a_turn(cores: Cores) -> None:
     stood: list[Future[None]] = [Future() for _ in cores.cores]
     for core, told in zip(cores.cores, stood, strict=True):

@@ -128,8 +128,9 @@ class SharedCore(CoreControl):
             self.refuse(f"the engine cores lost each other during an update or a pause: {why}; start the engine anew")
 
     def go_on(self) -> None:
-        """Undoes `_drain` and `_stand`."""
-        if self._before is None:
+        """Undoes `_drain` and `_stand`. A core that refuses stays where it is, without requests: a step would wait for a core
+        whose worker may be lost."""
+        if self._before is None or self.refusal is not None:
             return
         (state, stood), self._before = self._before, None
         self._weights_in_doubt = False
