@@ -2,8 +2,9 @@
 
 `WEIGHTWIRE_TEST_FAULTS` names a file of JSON: a list of `{"rank", "step", "when"}`. `when`: "before" raises before a byte
 of the live model changes, "after" once everything is written, "hang" waits there, having made a file `<faults>.<rank>`. With the
-step "post-process" `when` is a number: the engine's post-processing of as many modules succeeds, and that of the next one raises.
-The step "reduce" is the same, of modules that are made at the commit because post-processing reduces over the ranks.
+step "post-process" `when` is a number: the engine's post-processing of as many modules succeeds, and that of the next one raises,
+or with `"hangs": true` waits. The step "reduce" is the same, of modules that are made at the commit because post-processing
+reduces over the ranks.
 """
 
 from __future__ import annotations
@@ -24,46 +25,62 @@ from inference_plugin.plugins import hookimpl
 
 __all__ = ["plugin"]
 
+STEPS: dict[str, type] = {"post-process": object, "reduce": Reduced}
+"""Steps of post-processing, by what answers its reductions then."""
+
 
 class FaultPlugin:
     @hookimpl
     def weightwire_installing(self, version: int, rank: int, step: str) -> None:
-        path = Path(os.environ["WEIGHTWIRE_TEST_FAULTS"])
         for fault in ordered():
             if (fault["rank"], fault["step"]) != (rank, step):
                 continue
             text = f"planned fault: {step} on rank {rank}"
             if fault["when"] == "hang":
-                path.with_name(f"{path.name}.{rank}").touch()
-                time.sleep(600)
+                hang(rank)
             elif fault["when"] == "after":
                 fail_after_install(text)
             else:
                 raise RuntimeError(text)
 
 
+def orders() -> Path:
+    return Path(os.environ["WEIGHTWIRE_TEST_FAULTS"])
+
+
 def ordered() -> list[dict[str, Any]]:
-    faults: list[dict[str, Any]] = json.loads(Path(os.environ["WEIGHTWIRE_TEST_FAULTS"]).read_text())
+    faults: list[dict[str, Any]] = json.loads(orders().read_text())
     return faults
+
+
+def hang(rank: int) -> None:
+    orders().with_name(f"{orders().name}.{rank}").touch()
+    time.sleep(600)
 
 
 def fail_in_post_processing() -> None:
     """From now on post-processing in this process fails as ordered, once for each order."""
     original = PostProcessing.finish
     left: dict[str, int] = {}
+    hanging: set[str] = set()
     taken_ns = 0
 
     def finish(self: PostProcessing, *args: Any) -> None:
         nonlocal taken_ns
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        if (written_ns := Path(os.environ["WEIGHTWIRE_TEST_FAULTS"]).stat().st_mtime_ns) != taken_ns:
+        if (written_ns := orders().stat().st_mtime_ns) != taken_ns:
             taken_ns = written_ns
+            faults = [fault for fault in ordered() if fault["rank"] == rank and fault["step"] in STEPS]
             left.clear()
-            left.update({fault["step"]: fault["when"] for fault in ordered() if fault["rank"] == rank})
-        steps = ["post-process", *(["reduce"] if isinstance(args[-1], Reduced) else [])]
+            left.update({fault["step"]: fault["when"] for fault in faults})
+            hanging.clear()
+            hanging.update(fault["step"] for fault in faults if fault.get("hangs"))
+        steps = [step for step, answers in STEPS.items() if isinstance(args[-1], answers)]
         for step in steps:
             if left.get(step) == 0:
                 left.clear()
+                if step in hanging:
+                    hang(rank)
                 raise RuntimeError(f"planned fault: {step} on rank {rank}")
         original(self, *args)
         left.update({step: left[step] - 1 for step in steps if step in left})
