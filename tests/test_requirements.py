@@ -158,15 +158,12 @@ def test_the_last_run_of_the_frameworks_is_on_the_page_with_its_versions(version
     files = {path.stem for path in (ROOT / "tests" / "integrations").glob("test_*.py")}
     assert files == {*versions.FRAMEWORKS}
     report = tmp_path / "report.xml"
-    cases = ["", "<failure/>", "<error/>", "<skipped/>"]
-    cases = [
-        f'<testcase classname="tests.integrations.test_trl" name="t{i}">{one}</testcase>' for i, one in enumerate(cases)
-    ]
+    cases = [f"<testcase>{one}</testcase>" for one in ("", "<failure/>", "<error/>", "<skipped/>")]
     report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
     counts = versions.count_outcomes(report)
-    assert counts == {"test_trl": {"passed": 1, "failed": 2, "skipped": 1}}
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1}
     assert versions.count_outcomes(tmp_path / "none.xml") == {}
-    run = {"test_trl": {"date": "d", "packages": {"trl": "1.16.0"}, **counts["test_trl"]}}
+    run = {"test_trl": {"date": "d", "packages": {"trl": "1.16.0"}, **counts}}
     assert "| trl 1.16.0 | 1 passed, 2 failed, 1 skipped, d |" in versions.page({"integrations": run})
 
 

@@ -5,6 +5,7 @@
     python3.11 tools/versions.py --only sglang-0.5.22
     python3.11 tools/versions.py --static               # compares sources with the tables, and runs nothing
     python3.11 tools/versions.py --integrations         # runs other projects' trainers, as `make test-integrations` does
+    python3.11 tools/versions.py --integrations test_trl    # one of them; what is known of the others stays
     python3.11 tools/versions.py --page                 # only writes the page again
 
 An environment is made from its lock, ``requirements/versions/ENGINE-VERSION.txt``, and removed after its run; one of SGLang is
@@ -155,30 +156,27 @@ FRAMEWORKS = {
 """Each file of ``tests/integrations``: what it runs, its trainers' environment, and packages there whose versions matter."""
 
 
-def run_integrations() -> dict[str, Any]:
-    """Run ``tests/integrations``; for each framework its packages' versions, and how many tests passed or not."""
+def run_integration(file: str) -> dict[str, Any]:
+    """Run a file of ``tests/integrations``; its packages' versions, and how many tests passed or not."""
     python = VENVS / "vllm" / "bin" / "python"
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [str(python), "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        subprocess.run(
-            [*command, "-m", "integration", "tests/integrations"], cwd=ROOT, env=environment, timeout=TIMEOUT_S
-        )
+        tests = f"tests/integrations/{file}.py"
+        subprocess.run([*command, "-m", "integration", tests], cwd=ROOT, env=environment, timeout=TIMEOUT_S)
         counts = count_outcomes(report)
-    return {
-        file: {"date": today(), "packages": _versions_in(environment_name, packages), **counts.get(file, {})}
-        for file, (_, environment_name, packages) in FRAMEWORKS.items()
-    }
+    _, environment_name, packages = FRAMEWORKS[file]
+    return {"date": today(), "packages": _versions_in(environment_name, packages), **counts}
 
 
-def count_outcomes(report: Path) -> dict[str, dict[str, int]]:
-    """By file of tests: how many passed, failed and were skipped, from pytest's report."""
-    counts: dict[str, dict[str, int]] = {}
+def count_outcomes(report: Path) -> dict[str, int]:
+    """How many tests passed, failed and were skipped, from pytest's report; empty without one."""
+    counts: dict[str, int] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
-        of = counts.setdefault(str(case.get("classname")).rpartition(".")[2], {"passed": 0, "failed": 0, "skipped": 0})
+        counts = counts or {"passed": 0, "failed": 0, "skipped": 0}
         failed = any(case.find(tag) is not None for tag in ("failure", "error"))
-        of["failed" if failed else "skipped" if case.find("skipped") is not None else "passed"] += 1
+        counts["failed" if failed else "skipped" if case.find("skipped") is not None else "passed"] += 1
     return counts
 
 
@@ -266,7 +264,7 @@ def _frameworks(found: dict[str, Any]) -> str:
         return ""
     text = (
         "`make test-integrations` runs other projects' trainers, for real, each in an environment of its own, into vLLM\n"
-        f"{VLLM.newest} on a CPU. Its last whole run:\n"
+        f"{VLLM.newest} on a CPU. The last run of each:\n"
     )
     return "\n".join(["## Frameworks\n", text, "| what | tests | with | result |", "|---|---|---|---|", *rows]) + "\n"
 
@@ -337,7 +335,9 @@ def main() -> int:
     known = {f"{engine}-{version}": (engine, version) for engine, version in locked_versions()}
     parser.add_argument("--only", metavar="ENGINE-VERSION", choices=list(known), help="run this one, compare nothing")
     parser.add_argument("--static", action="store_true", help="compare sources only")
-    parser.add_argument("--integrations", action="store_true", help="run other projects' trainers only")
+    parser.add_argument(
+        "--integrations", nargs="*", metavar="TEST", choices=list(FRAMEWORKS), help="run other projects' trainers only"
+    )
     parser.add_argument("--page", action="store_true", help="write the page again")
     options = parser.parse_args()
     failed = []
@@ -346,9 +346,11 @@ def main() -> int:
         if options.page:
             PAGE.write_text(page(read_results()))
             return 0
-        if options.integrations:
-            found = run_integrations()
-            note("integrations", **found)
+        if options.integrations is not None:
+            found = {}
+            for file in options.integrations or FRAMEWORKS:
+                found[file] = run_integration(file)
+                note("integrations", **{file: found[file]})
             return 1 if any(one.get("failed", 1) for one in found.values()) else 0
         for release in RELEASES if not options.only else ():
             engine, _, version = release.partition("==")
