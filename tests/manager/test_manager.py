@@ -337,6 +337,15 @@ def test_a_trainer_in_float32_sends_each_tensor_in_the_engines_dtype_where_it_is
     assert manager.update(source(3), 3).engine_dtypes == {}
 
 
+def test_an_update_that_takes_the_engines_dtypes_skips_no_version(start: Start, manager: SyncManager) -> None:
+    rig = start()
+    for seed in (1, 2):
+        floats = {name: tensor.float() for name, tensor in checkpoint(seed).items()}
+        tensors = floats | {tied: floats[name] for tied, name in TIED.items()}
+        assert manager.update(tensors, dtype="engine").version == seed
+        assert holds(rig, seed)
+
+
 def test_a_source_that_changed_since_the_last_update_is_agreed_anew(start: Start, manager: SyncManager) -> None:
     rig = start()
     manager.update(source(1), 1)

@@ -52,7 +52,7 @@ class NextVersion:
         self._asked: set[str] = set()
 
     def sent(self, version: int) -> None:
-        """An update to this version begins; it may be installed somewhere even if the update fails."""
+        """An update to this version was tried; it may be installed somewhere even if the update failed."""
         self._highest = max(self._highest, version)
 
     def ask_again(self) -> None:

@@ -113,13 +113,17 @@ def update(context: RankContext, source: WeightSource, manifest: Manifest, versi
     if version is None:
         control_timeout_s = context.settings.config.control_timeout_s
         version = context.fleet.next_version(min(control_timeout_s, context.left_s("update") / 4))
-    context.fleet.versions.sent(version)
+    may_be_installed = True
     try:
         return _Update(context, source, manifest, version).run()
     except WeightwireError as error:
         if isinstance(error, VersionConflict):
             context.fleet.versions.ask_again()
+        may_be_installed = not (isinstance(error, ManifestMismatch) and error.dtypes)  # refused as the group was opened
         raise error.at(version=version) from error.__cause__
+    finally:
+        if may_be_installed:
+            context.fleet.versions.sent(version)
 
 
 class _Update:
