@@ -48,7 +48,8 @@ def doctor(job: str | None, as_json: bool) -> None:
         for text in problems:
             problem(text)
         if not problems:
-            line("no problem found" + ("" if replicas else "; no replica runs"), colour="green")
+            without = "; an engine is starting" if facts.get("starting") else "; no replica runs"
+            line("no problem found" + ("" if replicas else without), colour="green")
     raise SystemExit(1 if problems else 0)
 
 
@@ -59,6 +60,7 @@ def _look_at_directory(job: str | None, facts: dict[str, Any], problems: list[st
         facts["stale_replicas_removed"] = [card.replica for card in addresses.stale_replicas(job)]
         replicas = addresses.discover(job)
         problems += [f"runs without the plug-in: {text}" for text in addresses.problems(job)]
+        facts["starting"] = addresses.starting(job)
         addresses.check_room(job)
     except WeightwireError as error:
         problems.append(str(error))

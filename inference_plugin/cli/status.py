@@ -40,7 +40,7 @@ def status(job: str | None, as_json: bool) -> None:
     if not found and not starting:
         line(f"no replica of job {job or addresses.job_name()!r} runs; looked in {addresses.runtime_dir(job)}")
         line(
-            "an engine that was started just now appears as soon as it loads its model; `weightwire doctor` looks for problems"
+            "an engine that was started just now appears once it has imported its modules; `weightwire doctor` looks for problems"
         )
         return
     for replica in found:

@@ -21,16 +21,17 @@ _WARNED = "_WW_WARNED"
 
 
 def wrap(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces `owner.name` by the decorated function, which gets the original as its first argument."""
+    """Replaces `owner.name` by the decorated function, which gets the original first. A class method stays one."""
 
     def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(owner, name)
+        found = vars(owner).get(name)
+        original = found.__func__ if isinstance(found, classmethod) else getattr(owner, name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
-        _set(owner, name, wrapped)
+        _set(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
         return wrapped
 
     return decorate

@@ -1,4 +1,8 @@
-"""Tells `weightwire status` of an engine that loads its model and is no replica yet."""
+"""Tells `weightwire status` of an engine that is starting, and is no replica yet.
+
+An engine starts in several processes, and the mark goes from one to the next: the one in which a user asked for the engine sets
+it first, and the one that loads the model takes it over.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ _marks: list[Path] = []
 """Files of this process's engine that is starting; one at most."""
 
 
-def begin_start(engine: str, model: str, logger: logging.Logger) -> None:
-    """From now on this process starts `engine`. Never raises."""
+def begin_start(engine: str, model: object, logger: logging.Logger) -> None:
+    """From now on this process starts `engine`, and no process that it descends from does. Never raises."""
     end_start()
     with contained("noting that the engine starts", logger):
         _marks.append(addresses.note_start(engine, f"model {model}"))

@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from inference_plugin.net.listening import listens_on, make_private
-from inference_plugin.net.processes import has_ended, parent_of, start_ticks
+from inference_plugin.net.processes import ancestors_of, has_ended, parent_of, start_ticks
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError
 from inference_plugin.wire.messages import ReplicaCard
@@ -240,10 +240,14 @@ def problems(job: str | None = None) -> list[str]:
 
 
 def note_start(engine: str, about: str) -> Path:
-    """Records that this process starts `engine`, for `starting`. Whoever called removes the file when the replica is there; the
-    next reader does so when the process has ended."""
+    """Records that this process starts `engine`, for `starting`, in place of what the processes that it descends from recorded.
+    Whoever called removes the file when the replica is there; the next reader does so when the process has ended."""
     path = runtime_dir() / f"{new_replica_id(engine)}.starting"
     replace_file(path, about.encode())
+    ancestors = set(ancestors_of(os.getpid()))
+    for other in path.parent.glob(f"{engine}-*.starting"):
+        if (owner := _owner(other)) is not None and owner[0] in ancestors:
+            other.unlink(missing_ok=True)
     return path
 
 

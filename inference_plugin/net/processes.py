@@ -11,9 +11,10 @@ import math
 import os
 import select
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["ProcessId", "ProcessWatch", "has_ended", "parent_of", "start_ticks"]
+__all__ = ["ProcessId", "ProcessWatch", "ancestors_of", "has_ended", "parent_of", "start_ticks"]
 
 ProcessId = tuple[int, int]
 """A process of this host: its pid and its `start_ticks`."""
@@ -36,6 +37,12 @@ def parent_of(pid: int) -> int:
         return int(_fields(pid)[1])
     except OSError:
         return 0
+
+
+def ancestors_of(pid: int) -> Iterator[int]:
+    """The process that started `pid`, the one that started that, and so on, as far as can be read."""
+    while (pid := parent_of(pid)) > 0:
+        yield pid
 
 
 def has_ended(pid: int, started: int = 0) -> bool:

@@ -18,7 +18,7 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import PLUGIN
 from tests.engines.test_vllm_one_version import TOKENS, Loaded, Replay
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, check_life, reference, source, weights
-from tests.support.engines import Driver
+from tests.support.engines import Driver, check_starts, noted_starts
 from tests.support.managers import SyncManager
 from tests.support.sglang_engines import SglangDriver, SglangServer
 from tests.support.visible import check_probe, check_visible_on_sglang
@@ -71,7 +71,9 @@ class Stalling(ModuleAdapter):
 def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_of_a_bad_update(
     runtime: Path, pair: tuple[Path, Path]
 ) -> None:
-    with SglangServer(runtime, pair[0], tp=2, explicit=True, log_level="info", **NOT_DISCOVERED) as server:
+    server = SglangServer(runtime, pair[0], tp=2, explicit=True, log_level="info", **NOT_DISCOVERED)
+    with noted_starts(server.job) as starts, server:
+        check_starts(server, starts)
         check_life(server.tokens, *pair, zones=True)
         stalling = Stalling(weights(pair[1]))
         with SyncManager(timeout_s=180, lease_s=180) as manager:

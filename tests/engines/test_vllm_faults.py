@@ -31,7 +31,7 @@ from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, W
 from inference_plugin.wire.reports import UpdateReport
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, LONG, PROMPTS, reference, source
-from tests.support.engines import Driver, Engine, Server, eventually, segments_of
+from tests.support.engines import Driver, Engine, Server, check_starts, eventually, noted_starts, segments_of
 from tests.support.managers import SyncManager
 from tests.support.phases import AtPhase, fall_silent
 from tests.support.preloaded import nursery
@@ -702,14 +702,16 @@ def test_a_failed_first_update_is_undone_under_standby_and_torn_under_copy_where
     model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
     faults = runtime / "faults-server"
     faults.write_text('[{"rank": 0, "step": "install", "when": "after"}]')
-    with Server(
+    server = Server(
         runtime,
         model_a,
         arguments=["--chat-template", CHAT],
         preloaded=False,
         WEIGHTWIRE_PLUGINS=PLUGIN,
         WEIGHTWIRE_TEST_FAULTS=str(faults),
-    ) as server:
+    )
+    with noted_starts(server.job) as starts, server:
+        check_starts(server, starts)
         with SyncManager(timeout_s=120, install="standby") as sync:
             with pytest.raises(CommitFailed, match="planned fault"):
                 sync.update(source(model_b), 1)

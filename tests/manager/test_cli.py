@@ -92,8 +92,35 @@ def test_status_shows_an_engine_that_starts_until_its_process_ends(directory: Pa
     assert run("status")[1]["starting"] == [f"vllm process {pid}: model m"]
     printed = shown("status")[1]
     assert f"starting: vllm process {pid}" in printed and "no replica" not in printed
+    code, doctor = run("doctor")
+    assert code == 0 and doctor["facts"]["starting"] == [f"vllm process {pid}: model m"]
+    assert "no problem found; an engine is starting" in shown("doctor")[1]
     kill(pid)
     assert run("status")[1]["starting"] == [] and not list(directory.glob("**/*.starting"))
+
+
+def loads_the_model(ready: str) -> None:
+    """The process that loads the model, started by one that was asked for the engine."""
+    parent = addresses.note_start("vllm", "model m")
+    if os.fork() == 0:
+        starts_an_engine(ready)
+    os.wait()
+    parent.unlink(missing_ok=True)
+
+
+def test_the_process_that_loads_the_model_takes_the_start_over_from_those_that_it_descends_from(
+    directory: Path,
+) -> None:
+    ready = directory / "ready"
+    addresses.note_start("sglang", "another engine's")
+    pid = fork("tests.manager.test_cli:loads_the_model", {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}, ready=str(ready))
+    eventually(ready.exists, "the second process to have noted its start")
+    other, told = sorted(run("status")[1]["starting"])
+    assert other == f"sglang process {os.getpid()}: another engine's"
+    child = int(told.split()[2].rstrip(":"))
+    assert told == f"vllm process {child}: model m" and child != pid
+    kill(child)
+    eventually(lambda: len(run("status")[1]["starting"]) == 1, "the start to end with its process")
 
 
 def test_an_engine_that_outlives_the_process_that_started_it_is_orphaned_and_doctor_says_so(directory: Path) -> None:

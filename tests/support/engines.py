@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from inference_plugin.net import addresses
 from inference_plugin.net.addresses import discover
 from inference_plugin.wire.messages import ReplicaCard
 from tests.support import poison
@@ -465,6 +467,34 @@ class Server(HttpEngine):
         assert status == 200, answer
         tokens: list[int] = answer["choices"][0]["token_ids"]
         return tokens
+
+
+@contextlib.contextmanager
+def noted_starts(job: str) -> Iterator[list[int]]:
+    """The processes that `weightwire status` shows as starting an engine, in the order in which they appear."""
+    seen: list[int] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.02):
+            for text in addresses.starting(job):
+                if (pid := int(text.split(" process ")[1].split(":")[0])) not in seen:
+                    seen.append(pid)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        looking.join()
+
+
+def check_starts(server: HttpEngine, starts: Sequence[int]) -> None:
+    """The process that the user started was shown first, then the one that loads the model, and now none is."""
+    assert server.process is not None
+    assert starts == [server.process.pid, server.cards[0].pid]
+    assert addresses.starting(server.job) == []
 
 
 def segments_of(process: psutil.Process) -> list[int]:

@@ -18,12 +18,12 @@ from inference_plugin.engines.sglang.patch_points import SGLANG
 from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
 from inference_plugin.engines.sglang.turn import Turn
-from inference_plugin.engines.starting import begin_start, ends_start
+from inference_plugin.engines.starting import begin_start, end_start, ends_start
 from inference_plugin.net import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, ErrorInfo, WeightwireError
 
-__all__ = ["hook_scheduler"]
+__all__ = ["hook_scheduler", "hook_start"]
 
 logger = logging.getLogger("sglang.weightwire")
 
@@ -36,7 +36,7 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
     @wrap(Scheduler, "init_model_worker")
     def init_model_worker(original: Callable[..., Any], self: Any) -> Any:
         if _leads():
-            begin_start("sglang", str(self.model_config.model_path), logger)
+            begin_start("sglang", self.model_config.model_path, logger)
         return original(self)  # loads the model
 
     @wrap(Scheduler, "init_request_dispatcher")
@@ -79,6 +79,28 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
         if rank is not None:
             rank.name(req)
         return result
+
+
+def hook_start() -> None:
+    """The process that asks for an engine: it starts one from here on, until the first rank's scheduler does."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    @wrap(Engine, "_launch_scheduler_processes")
+    def launch(original: Callable[..., Any], cls: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+        begin_start("sglang", getattr(server_args, "model_path", "unknown"), logger)
+        try:
+            result, processes = original(cls, server_args, *args, **kwargs)
+        except BaseException:
+            end_start()
+            raise
+        wait = result.wait_for_ready
+
+        def wait_for_ready() -> Any:
+            with ends_start():
+                return wait()
+
+        result.wait_for_ready = wait_for_ready
+        return result, processes
 
 
 def _leads() -> bool:

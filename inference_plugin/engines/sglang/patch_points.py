@@ -65,6 +65,8 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.managers.tokenizer_manager:TokenizerManager.record_config_updates", ("source",), "called: the version in /model_info", without="/model_info does not say the committed version"),
     PatchPoint("sglang.srt.managers.tokenizer_manager:TokenizerManager.config_value", ("name",), "called: the version that it says now", without="/model_info does not say the committed version"),
     # starting
+    PatchPoint("sglang.srt.entrypoints.engine:Engine._launch_scheduler_processes", ("server_args",), "wrapped: the engine starts"),
+    PatchPoint("sglang.srt.entrypoints.engine:SchedulerInitResult", ("wait_for_ready",), "its function is wrapped: the engine has started"),
     PatchPoint("sglang.srt.managers.scheduler:run_scheduler_process", why="called by `run_scheduler`"),
     PatchPoint("sglang.srt.entrypoints.engine:Engine.run_scheduler_process_func", why="replaced in `make_engine`'s class"),
     PatchPoint("sglang.srt.entrypoints.http_server:launch_server", ("server_args", "run_scheduler_process_func"), "called: the server that we start"),

@@ -15,7 +15,8 @@ runs as if the plug-in were not installed. Named explicitly it refuses to start 
   own input queue as a WAKEUP that carries a callable, so that they run between two steps and wake an idle engine. An
   in-process engine has no queue: there, a lock around its client's methods makes the step boundary. Where data-parallel ranks
   share experts, one core leads the others (`core_turns`, `shared_core`, `step_gate`).
-- API process (`api`): a middleware turns the 500 of a torn replica into a 503 that says why.
+- API process (`api`, `hooks`): a middleware turns the 500 of a torn replica into a 503 that says why; `weightwire status` is told
+  that the engine starts.
 
 Importing this package imports neither vLLM nor torch: `weightwire check-engine` reads the table only.
 """
@@ -40,7 +41,7 @@ def register() -> None:
     lacks = check_patch_points(VLLM, installed_version(*VLLM.distributions))
 
     from inference_plugin.engines.vllm.api import hook_api
-    from inference_plugin.engines.vllm.hooks import hook_core, hook_inproc
+    from inference_plugin.engines.vllm.hooks import hook_core, hook_inproc, hook_start
     from inference_plugin.engines.vllm.lora import hook_lora
     from inference_plugin.engines.vllm.weight_transfer import register_backend
     from inference_plugin.engines.vllm.worker import hook_worker
@@ -48,6 +49,7 @@ def register() -> None:
     log_like("vllm")
     with all_or_none():
         hook_worker()
+        hook_start()
         hook_core(lacks)
         hook_inproc()
         hook_api()

@@ -45,7 +45,11 @@ class DraftModel(VllmModel):
 
 def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:
     """The worker's draft model; None where it drafts without weights, or not at all. `served`: the served model."""
-    live: Any = worker.model_runner.get_draft_model()
+    runner: Any = worker.model_runner
+    if not hasattr(runner, "get_draft_model"):  # before 0.26
+        drafts = getattr(getattr(runner, "drafter", None), "model", None) is not None
+        return NoDraft("this version of vLLM does not hand it out") if drafts else None
+    live: Any = runner.get_draft_model()
     if live is None:
         return None
     proposer: Any = worker.model_runner.drafter

@@ -17,7 +17,7 @@ from inference_plugin.engines.vllm.core_start import ExecutorLost, start
 from inference_plugin.engines.vllm.shared_core import SharedCore
 from inference_plugin.engines.vllm.weight_transfer import BACKEND, NativeCalls
 
-__all__ = ["hook_core", "hook_inproc"]
+__all__ = ["hook_core", "hook_inproc", "hook_start"]
 
 logger = logging.getLogger("vllm.weightwire")
 
@@ -31,7 +31,7 @@ def hook_core(lacks: tuple[str, ...]) -> None:
 
     @wrap(Executor, "__init__")
     def init_executor(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
-        begin_start("vllm", str(vllm_config.model_config.model), logger)
+        begin_start("vllm", vllm_config.model_config.model, logger)
         try:
             original(self, vllm_config)  # loads the model
         except BaseException:
@@ -130,6 +130,28 @@ def hook_core(lacks: tuple[str, ...]) -> None:
             return original(self, request_type, request)
         with control.collective() as entered:
             return original(self, request_type, request) if entered else control.defer((request_type, request))
+
+
+def hook_start() -> None:
+    """The process that asks for an engine: it starts one from here on, until the engine core does."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    @wrap(EngineArgs, "create_engine_config")
+    def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        begin_start("vllm", getattr(self, "model", "unknown"), logger)
+        with ends_start():
+            return original(self, *args, **kwargs)
+
+    for frontend in (AsyncLLM, LLMEngine):
+
+        @wrap(frontend, "__init__")
+        def init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("client_addresses") is None:  # else this is one of several API servers, and starts no engine
+                begin_start("vllm", vllm_config.model_config.model, logger)
+            with ends_start():
+                original(self, vllm_config, *args, **kwargs)
 
 
 def _control_of(core: Any) -> CoreControl | None:

@@ -22,7 +22,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.v1.worker.gpu_worker:Worker.wake_up", ("tags",), "called: takes it back"),
     PatchPoint("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model", ("self",), "called: the live model"),
     PatchPoint("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._create_draft_vllm_config", ("self",), "called: the draft model's configuration", without="the draft model of speculative decoding cannot be updated"),
-    PatchPoint("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model", ("self",), "called: the draft model"),
+    PatchPoint("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_draft_model", ("self",), "called: the draft model", without="the draft model of speculative decoding cannot be updated"),
     PatchPoint("vllm.v1.spec_decode.draft_model:DraftModelProposer", why="recognised: a draft model of its own", without="the draft model of speculative decoding cannot be updated"),
     PatchPoint("vllm.v1.spec_decode.eagle:EagleProposer", why="recognised: a head on the served model", without="the draft model of speculative decoding cannot be updated"),
     PatchPoint("vllm.distributed.parallel_state:get_tp_group", why="called: tensor-parallel rank"),
@@ -92,6 +92,9 @@ PATCH_POINTS = (
     PatchPoint("vllm.v1.request:Request.update_block_hashes", ("self",), "called: hashes a request anew"),
     PatchPoint("vllm.utils.hashing:get_hash_fn_by_name", why="called"),
     # in-process engines, and the API process
+    PatchPoint("vllm.engine.arg_utils:EngineArgs.create_engine_config", ("self",), "wrapped: the engine starts"),
+    PatchPoint("vllm.v1.engine.async_llm:AsyncLLM.__init__", ("vllm_config", "client_addresses"), "wrapped: the engine starts"),
+    PatchPoint("vllm.v1.engine.llm_engine:LLMEngine.__init__", ("vllm_config",), "wrapped: the engine starts"),
     PatchPoint("vllm.v1.engine.core_client:InprocClient.__init__", why="wrapped: from here on commands may run"),
     PatchPoint("vllm.v1.engine.core_client:InprocClient.get_output", ("self",), "wrapped: the step, under the lock"),
     PatchPoint("vllm.v1.engine.core_client:InprocClient.add_request", ("request",), "wrapped: lock; a torn replica refuses"),
