@@ -36,7 +36,10 @@ COMMANDS = {
 ASK_TIMEOUT_S = 5.0
 
 job_option = click.option(
-    "--job", metavar="NAME", help="Job whose replicas are meant; default WEIGHTWIRE_JOB, or 'default'."
+    "--job",
+    metavar="NAME",
+    callback=lambda _context, _option, name: None if name is None else addresses.checked_job(name, "--job"),
+    help="Job whose replicas are meant; default WEIGHTWIRE_JOB, or 'default'.",
 )
 as_json_option = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON document, no table.")
 

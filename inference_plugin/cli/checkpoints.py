@@ -22,6 +22,8 @@ class Checkpoint:
             from safetensors import safe_open
         except ImportError:
             raise stop("reading a checkpoint needs safetensors: pip install 'weightwire[cli]'") from None
+        if not path.exists():
+            raise stop(f"{path} does not exist")
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise stop(f"{path} is no safetensors file and holds none")

@@ -84,7 +84,8 @@ def opened(path: Path) -> Release:
             f"{path} can't be read as a release: {error}", hint="name a wheel, or a version such as vllm==0.32.0"
         ) from error
     raise ConfigError(
-        f"{path} is neither a wheel (.whl) nor a source archive (.tar.gz)", hint="pip download --no-deps gets one"
+        f"{path} is no wheel (.whl), no source archive (.tar.gz) and no version such as vllm==0.32.0",
+        hint="pip download --no-deps gets a wheel; a version is downloaded for you",
     )
 
 

@@ -35,6 +35,7 @@ from inference_plugin.wire.messages import ReplicaCard
 __all__ = [
     "boot_id",
     "check_room",
+    "checked_job",
     "discover",
     "ipc_address",
     "is_orphaned",
@@ -73,9 +74,13 @@ _LEFTOVERS = (".problem", ".starting", ".counts", ".tmp")
 
 def job_name() -> str:
     """`WEIGHTWIRE_JOB`, or "default". Replicas and trainers of one job find each other, those of another never."""
-    name = os.environ.get("WEIGHTWIRE_JOB", "default")
+    return checked_job(os.environ.get("WEIGHTWIRE_JOB", "default"), "WEIGHTWIRE_JOB")
+
+
+def checked_job(name: str, given_as: str) -> str:
+    """The name of a job, which is also that of its directory. Raises `AuthError` if it can't be one."""
     if not name or len(name) > 40 or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
-        raise AuthError(f"WEIGHTWIRE_JOB={name!r}: use up to 40 letters, digits, '.', '_' or '-'", phase="start")
+        raise AuthError(f"{given_as}={name!r}: use up to 40 letters, digits, '.', '_' or '-'", phase="start")
     return name
 
 

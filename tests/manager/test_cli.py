@@ -75,6 +75,24 @@ def test_status_and_doctor_tell_of_replicas_versions_and_processes(directory: Pa
         rig.end()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("status", "--job", "../elsewhere"), "--job='../elsewhere': use up to 40 letters"),
+        (("doctor", "--job", ""), "--job='': use up to 40 letters"),
+        (("push", "not-there"), "not-there does not exist"),
+        (("verify", "--checkpoint", "not-there"), "not-there does not exist"),
+        (("check-engine", "vllm"), "vllm is no wheel (.whl), no source archive (.tar.gz) and no version such as"),
+    ],
+)
+def test_a_mistake_in_an_argument_is_told_with_status_2_and_leaves_nothing(
+    directory: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    code, printed, error = shown(*arguments)
+    assert (code, printed) == (2, "") and told in error and "Traceback" not in error
+    assert not (directory.parent / "elsewhere").exists()
+
+
 def starts_an_engine(ready: str) -> None:
     """A process that loads its model, and goes on doing so."""
     import signal
