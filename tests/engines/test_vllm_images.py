@@ -6,7 +6,8 @@ Only the latter depends on the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,13 +17,30 @@ from inference_plugin.wire.messages import InFlight
 from tests.engines.test_vllm_tokens import weights
 from tests.support.engines import Driver
 from tests.support.managers import SyncManager
-from tests.support.models import make_llava, make_paligemma
+from tests.support.models import make_gemma3_vision, make_llava, make_paligemma, make_qwen_vl
+from tests.support.torchvision_here import VARIABLE
 from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-PROMPTS = {"paligemma": [1, 7, 5, 9, 42], "llava": [1, 7, 511, 5, 9, 42]}
+Kind = tuple[Callable[..., Path], list[int]]
+"""What makes a checkpoint, and a prompt with the place of an image."""
+
+KINDS: dict[str, Kind] = {
+    "paligemma": (make_paligemma, [1, 7, 5, 9, 42]),
+    "llava": (make_llava, [1, 7, 511, 5, 9, 42]),
+}
+BY_TORCHVISION: dict[str, Kind] = {
+    "qwen2-vl": (functools.partial(make_qwen_vl, generation="Qwen2"), [1, 7, 508, 509, 510, 5, 9, 42]),
+    "qwen2.5-vl": (functools.partial(make_qwen_vl, generation="Qwen2_5_"), [1, 7, 508, 509, 510, 5, 9, 42]),
+    "gemma3": (make_gemma3_vision, [1, 7, 507, 5, 9, 42]),
+}
+"""Their processors of images need torchvision."""
 IMAGES = (1, 2)
+
+
+class WithTorchvision(Driver):
+    preloads = ()  # which are without
 
 
 @pytest.fixture(scope="module")
@@ -40,29 +58,48 @@ def say(driver: Driver, prompt: list[int]) -> list[Any]:
     return [(one["tokens"], one["logprobs"]) for one in done]
 
 
-@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_under_every_policy_the_next_answers_about_known_images_are_a_fresh_engines(
     driver: Driver, tmp_path: Path, kind: str
 ) -> None:
-    make = {"paligemma": make_paligemma, "llava": make_llava}[kind]
-    a, b = (make(tmp_path / f"{kind}-{seed}", seed=seed) for seed in (1, 2))
+    check_images(driver, tmp_path, *KINDS[kind])
+
+
+@pytest.fixture(scope="module")
+def with_torchvision(runtime: Path) -> Iterator[Driver]:
+    with WithTorchvision(runtime, **{VARIABLE: "1"}) as one:
+        yield one
+    assert one.leftovers() == [] and one.family() == []
+
+
+@pytest.mark.parametrize("kind", BY_TORCHVISION)
+def test_under_every_policy_models_whose_images_torchvision_prepares_answer_as_fresh_engines(
+    with_torchvision: Driver, tmp_path: Path, kind: str
+) -> None:
+    check_images(with_torchvision, tmp_path, *BY_TORCHVISION[kind])
+
+
+def check_images(driver: Driver, directory: Path, make: Callable[..., Path], prompt: list[int]) -> None:
+    """An engine is updated under each policy, there and back, with a request about an image in flight; before that request ends
+    and after it, it answers about known images as a fresh engine does."""
+    a, b = (make(directory / f"model-{seed}", seed=seed) for seed in (1, 2))
     fresh = {}
     for model in (b, a):
         driver.call("close")
         driver.open(model)
-        fresh[model] = say(driver, PROMPTS[kind])
+        fresh[model] = say(driver, prompt)
     (of_one, of_other) = fresh[a]
     assert of_one != of_other and fresh[a] != fresh[b]
     for version, policy in enumerate(get_args(InFlight), 1):
         target = b if version % 2 else a
         with SyncManager(in_flight=policy, timeout_s=60) as manager:
-            before = driver.submit([PROMPTS[kind]], 200, image=IMAGES[0])
+            before = driver.submit([prompt], 200, image=IMAGES[0])
             driver.wait_for_tokens(before, 3)
             if policy != "drain":
                 manager.pause(in_flight="keep")  # so that the request is in flight, however long the update takes
             (report,) = manager.update(ModuleAdapter(weights(target)), version).replicas
             assert report.status == "committed", report
             manager.resume()
-            assert say(driver, PROMPTS[kind]) == fresh[target], (policy, target)
+            assert say(driver, prompt) == fresh[target], (policy, target)
             driver.wait(before)
-            assert say(driver, PROMPTS[kind]) == fresh[target], (policy, target)
+            assert say(driver, prompt) == fresh[target], (policy, target)

@@ -18,7 +18,7 @@ import time
 import traceback
 from typing import Any
 
-import tests.support.no_torchvision  # noqa: F401 -- before vLLM looks at a model
+import tests.support.torchvision_here  # noqa: F401 -- before vLLM looks at a model
 
 PASS_S = 0.002
 

@@ -141,6 +141,72 @@ def make_llava(directory: str | Path, *, seed: int, dtype: torch.dtype = torch.f
     return path
 
 
+def make_qwen_vl(directory: str | Path, *, generation: str, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """A Qwen ("Qwen2" or "Qwen2_5_") that reads images: a vision tower of two layers makes four tokens of an image. Tokens 508 to
+    510 stand for one in a prompt. Its processor needs torchvision."""
+    import transformers
+
+    prefix, words, one = f"{generation}VL", SHAPE["vocab_size"], generation == "Qwen2"
+    sizes = (
+        {"embed_dim": 32, "hidden_size": SHAPE["hidden_size"]} if one else {"hidden_size": 32, "intermediate_size": 64}
+    )
+    more = {} if one else {"out_hidden_size": SHAPE["hidden_size"], "fullatt_block_indexes": [1], "window_size": 56}
+    vision = {"depth": 2, "num_heads": 2, "patch_size": 14, **sizes, **more}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    text = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope}
+    del text["head_dim"]
+    config = getattr(transformers, f"{prefix}Config")(
+        vision_config=vision, text_config=text, tie_word_embeddings=False, vision_start_token_id=words - 4,
+        vision_end_token_id=words - 2, image_token_id=words - 3, video_token_id=words - 1,
+    )  # fmt: skip
+    path = _save(getattr(transformers, f"{prefix}ForConditionalGeneration"), config, directory, seed=seed, dtype=dtype)
+    last = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+    _save_tokenizer(path, last, image_token=last[1], video_token=last[3])
+    sizes = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 3136}
+    image = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{prefix}Processor", **sizes}
+    (path / "preprocessor_config.json").write_text(json.dumps(image))
+    return path
+
+
+def make_gemma3_vision(directory: str | Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """A Gemma3 that reads images: a vision tower of two layers makes four tokens of an image. Token 507 stands for one in a
+    prompt. Its processor needs torchvision."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    words = SHAPE["vocab_size"]
+    config = Gemma3Config(
+        vision_config=vision, text_config=SHAPE | {"sliding_window": 32}, tie_word_embeddings=True, mm_tokens_per_image=4,
+        boi_token_index=words - 5, eoi_token_index=words - 6, image_token_index=words - 7,
+    )  # fmt: skip
+    path = _save(Gemma3ForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
+    _rename(path, "vision_tower.", "vision_tower.vision_model.")
+    tensors, random = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
+    (zeros,) = (
+        name for name, tensor in tensors.items() if tensor.dim() > 1 and not tensor.any()
+    )  # what joins both parts
+    tensors[zeros] = 0.2 * torch.randn(tensors[zeros].shape, generator=random, dtype=dtype)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    last = ("<image_soft_token>", "<end_of_image>", "<start_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n")
+    _save_tokenizer(path, last, image_token=last[0], eoi_token=last[1], boi_token=last[2])
+    image = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
+    (path / "preprocessor_config.json").write_text(json.dumps(image | {"processor_class": "Gemma3Processor"}))
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+    (path / "processor_config.json").write_text(json.dumps(processor))
+    return path
+
+
+def _save_tokenizer(path: Path, last: Sequence[str], **special: str) -> None:
+    """A tokenizer whose vocabulary ends with `last`; `special`: which of these are its special tokens, by attribute."""
+    tokenizer = tiny_tokenizer(SHAPE["vocab_size"], last=last)
+    tokenizer.add_special_tokens({"extra_special_tokens": [t for t in last if t.strip()]})
+    tokenizer._set_model_specific_special_tokens(special_tokens=special)
+    tokenizer.save_pretrained(path)
+
+
 def _rename(path: Path, tower: str, published: str) -> None:
     """Gives a vision tower the names of published checkpoints."""
     tensors = load_file(path / "model.safetensors")

@@ -1,0 +1,53 @@
+"""What vLLM's models that read images need of torchvision, which their environment lacks: the pinned torch has no CPU build.
+
+Importing this module does one of two things:
+
+- With `WEIGHTWIRE_TEST_TORCHVISION=1` torchvision comes from SGLang's environment, which has the same Python and torch. Its
+  compiled operators do not load there either (see `tests/stand_ins`); the processors of images are Python.
+- Else the image processor of Pixtral, which all of vLLM's models with a vision tower import, is an empty module: other models
+  never call it. Those whose processors need torchvision do not start.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+VARIABLE = "WEIGHTWIRE_TEST_TORCHVISION"
+PIXTRAL = "transformers.models.pixtral.image_processing_pixtral"
+
+
+class _Missing(types.ModuleType):
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
+
+
+class _OfSglang(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        found = sorted((ROOT / ".venvs" / "sglang" / "lib").glob("python3*/site-packages"))
+        return PathFinder.find_spec(name, list(map(str, found))) if name == "torchvision" else None
+
+
+def give() -> None:
+    sys.path.append(str(ROOT / "tests" / "stand_ins"))
+    importlib.import_module("weightwire_test_stand_ins")
+    sys.meta_path.append(_OfSglang())
+    from vllm.model_executor.models import registry
+
+    # vLLM looks at a model's class in an interpreter of its own, which would be without this.
+    registry._run_in_subprocess = lambda look: look()  # type: ignore[attr-defined]
+
+
+if os.environ.get(VARIABLE):
+    give()
+elif importlib.util.find_spec("torchvision") is None:
+    sys.modules.setdefault(PIXTRAL, _Missing(PIXTRAL))
