@@ -493,7 +493,8 @@ def noted_starts(job: str) -> Iterator[list[int]]:
 def check_starts(server: HttpEngine, starts: Sequence[int]) -> None:
     """The process that the user started was shown first, then the one that loads the model, and now none is."""
     assert server.process is not None
-    assert starts == [server.process.pid, server.cards[0].pid]
+    loads = server.cards[0].pid
+    assert starts == [server.process.pid, loads], (starts, server.process.pid, loads)
     assert addresses.starting(server.job) == []
 
 

@@ -148,7 +148,7 @@ def hook_start() -> None:
 
         @wrap(frontend, "__init__")
         def init(original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-            if kwargs.get("client_addresses") is None:  # else this is one of several API servers, and starts no engine
+            if not kwargs.get("client_addresses"):  # else this is one of several API servers, and starts no engine
                 begin_start("vllm", vllm_config.model_config.model, logger)
             with ends_start():
                 original(self, vllm_config, *args, **kwargs)
