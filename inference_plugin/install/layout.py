@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -194,16 +197,28 @@ class LiveLayout:
         """The moves that replace the live storages by `storages`, by key. Made in the background, so that the swap is short for
         any size of model."""
         moves: list[Move] = []
-        seen: set[int] = set()
-        held = [(self._key_of.get(n, ""), holder, own, t) for n, holder, own, t in held_tensors(self._model.live)]
-        for key, holder, name, tensor in (*held, *self._references.views):
-            other = storages.get(key)
-            if other is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                whole = other if other.dtype == tensor.dtype else other.view(tensor.dtype)
-                data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-                moves.append(Move(key, holder, name, tensor, data))
+        for key, holder, name, tensor in self._held(storages):
+            other = storages[key]
+            whole = other if other.dtype == tensor.dtype else other.view(tensor.dtype)
+            data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            moves.append(Move(key, holder, name, tensor, data))
         return moves
+
+    def is_whole(self, second: StandbyWeights) -> bool:
+        """Whether moves that were made for an earlier update still put all that the group writes in the place of the live
+        tensors, none of which the engine has replaced."""
+        live = [tensor for *_, tensor in self._held(self.written & self._plain)]
+        moved = [move.tensor for move in second.moves]
+        return len(live) == len(moved) and all(map(operator.is_, live, moved))
+
+    def _held(self, keys: Container[str]) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+        """The live model's tensors in the storages of these keys, each once: its key, what holds it, its name there, itself."""
+        seen: set[int] = set()
+        held = ((self._key_of.get(n, ""), holder, own, t) for n, holder, own, t in held_tensors(self._model.live))
+        for key, holder, name, tensor in itertools.chain(held, self._references.views):
+            if key in keys and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield key, holder, name, tensor
 
     def swap(self, second: StandbyWeights) -> StandbyWeights:
         """Engine's thread: replaces the live set by a second set; returns the replaced set."""

@@ -30,7 +30,8 @@ __all__ = ["ZoneCopyInstaller", "ZoneInstaller", "zone_installer", "zone_layout"
 
 
 class ZoneInstaller(StandbyInstaller):
-    """Swaps the storages of a zone in. It keeps no second set: the zone that was swapped out is the transport's.
+    """Swaps the storages of a zone in. It keeps no second set: the zone that was swapped out is the transport's. It keeps the
+    views of that zone only, which serve again once the zone takes the next update.
 
     What the engine makes something else of lies in the zone as the engine's loader would leave it. It is copied from there into
     memory of its own, module by module, and rebuilt: post-processing may write over what it is given.
@@ -39,6 +40,25 @@ class ZoneInstaller(StandbyInstaller):
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
         super().__init__(agreement, way_back)
         self._spans = _spans(agreement)[0]
+        self._is_in_zone = False
+        """Whether the live weights lie in a zone of these terms."""
+
+    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
+        spare, self._spare = self._spare, None
+        if spare is not None and self._layout.is_whole(spare) and self._lies_in(segment, spare):
+            if self._agreement.plan.fills:
+                self._fill_constants(spare.storages)
+            self._prepared = spare
+        else:
+            super().prepare(segment, throttle)
+        return sum(span.end - span.start for span in self._spans.values()) + self._layout.rebuilt_nbytes
+
+    def _lies_in(self, segment: torch.Tensor, weights: StandbyWeights) -> bool:
+        base = segment.data_ptr()
+        return all(
+            move.data.data_ptr() - move.data.storage_offset() * move.data.itemsize == base + self._spans[move.key].start
+            for move in weights.moves
+        )
 
     def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
         # Each is a torch storage of its own, as the engine's are, over the zone's memory.
@@ -50,21 +70,37 @@ class ZoneInstaller(StandbyInstaller):
             for key, span in self._spans.items()
         }
         loaded = {key: storages.pop(key) for key in self._layout.rebuilding}
+        self._fill_constants(storages)
+        self._check_fits(self._layout.rebuilt_nbytes)
+        return storages, list(self._rebuild(self._layout.rebuilt, loaded, storages, throttle))
+
+    def _fill_constants(self, storages: Tensors) -> None:
         with torch.inference_mode():
             for fill in self._agreement.plan.fills:
                 if fill.dest.tensor in storages and fill.dest.tensor in self._layout.written:
                     fill.dest.of(storages[fill.dest.tensor]).fill_(fill.value)
-        self._check_fits(self._layout.rebuilt_nbytes)
-        return storages, list(self._rebuild(self._layout.rebuilt, loaded, storages, throttle))
-
-    def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
-        return super().prepare(segment, throttle) + sum(storage.nbytes for storage in self._layout.rebuilding.values())
 
     def _placements_of(self, module: str) -> list[Placement]:
         return [replace(placement, source=placement.dest) for placement in super()._placements_of(module)]
 
+    def finish(self) -> None:
+        super().finish()
+        self._is_in_zone = True
+
+    def _put_back(self, previous: torch.Tensor | None) -> None:
+        super()._put_back(previous)
+        self._spare = None  # of a zone that is never used again
+
     def _keep(self, weights: StandbyWeights) -> StandbyWeights:
-        return weights
+        if not self._is_in_zone or self._layout.rebuilt:
+            return weights
+        return super()._keep(weights)
+
+    def discard(self) -> None:
+        self._prepared = self._spare = None
+
+    def forget_segments(self) -> None:
+        self._spare, self._is_in_zone = None, False
 
 
 class ZoneCopyInstaller(CopyInstaller):

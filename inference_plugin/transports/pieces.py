@@ -59,7 +59,8 @@ def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, Byt
 def checked_dtype(manifest: Manifest, item: Slice) -> torch.dtype:
     """The dtype in which a slice travels. Raises `ManifestMismatch` as `pieces_of` does."""
     dtype = torch_dtype(manifest.tensors[item.box.tensor].dtype)
-    if tuple(item.tensor.shape) != item.box.sizes or _kind(item.tensor.dtype) != _kind(dtype):
+    given = item.tensor.dtype
+    if item.tensor.shape != item.box.sizes or (given != dtype and _kind(given) != _kind(dtype)):
         raise ManifestMismatch(
             f"the source gave {item.tensor.dtype} {list(item.tensor.shape)} for {manifest.describe(item.box)}, which is "
             f"{dtype}",

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from inference_plugin.transports.base import Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
@@ -39,6 +40,8 @@ from inference_plugin.wire.tensors import torch_dtype
 from inference_plugin.wire.zone import ZoneLayout
 
 __all__ = ["TRANSPORT", "AnyZone", "ZoneAddress", "ZoneReceiver", "ZoneStaging"]
+
+NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 TOUCHED_AT_ONCE = 4 << 20
 """Bytes of one system call, during which no other Python thread runs."""
@@ -223,7 +226,7 @@ class ZoneSender(Sender):
         is_over = False
         try:
             for zone in zones:
-                zone.segment.set_writable(True)
+                zone.begin_writing()
             for item in slices:
                 for place, data in pieces_of(manifest, item):
                     began_s = time.perf_counter()
@@ -235,11 +238,13 @@ class ZoneSender(Sender):
                         f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline"
                     )
             for zone in zones:
-                zone.segment.set_writable(False)
-                zone.is_fresh = False
+                zone.end_writing()
             is_over = True
         finally:
             if not is_over:  # the update comes to nothing, and the zones are not used again
+                for zone in zones:
+                    with contextlib.suppress(OSError):
+                        zone.end_writing()
                 for target in targets:
                     self._drop(decode_as(target.landing, ZoneAddress).segment.segment_id)
         for known in list(self._zones)[: -self.KEPT * len(targets)]:
@@ -286,12 +291,24 @@ class ZoneSender(Sender):
 
 
 class MappedZone:
-    """A worker's zone in a trainer's process. `is_fresh`: its pages are not mapped yet."""
+    """A worker's zone in a trainer's process. `is_fresh`: its pages are not mapped yet. `writable`: its bytes, while this rank
+    writes them."""
 
     def __init__(self, segment: SharedSegment, layout: ZoneLayout) -> None:
         self.layout = layout
         self.segment = segment
         self.is_fresh = True
+        self.writable = NOTHING
+
+    def begin_writing(self) -> None:
+        self.segment.set_writable(True)
+        self.writable = self.segment.tensor.numpy()
+
+    def end_writing(self) -> None:
+        """Raises OSError where the permission to write can't be ended."""
+        self.writable = NOTHING
+        self.segment.set_writable(False)
+        self.is_fresh = False
 
 
 class KeptZones:
@@ -328,19 +345,18 @@ def _land(zones: Sequence[MappedZone], manifest: Manifest, box: Box, data: Bytes
     """Copies a piece to all its places; returns its digest, computed while it is copied where its rows allow that."""
     digest: int | None = None
     for zone in zones:
-        memory = zone.segment.tensor
         for landing in zone.layout.landings(manifest, box):
             if (rows := landing.rows) is None:
                 dtype = torch_dtype(manifest.tensors[box.tensor].dtype)
-                landing.view(memory, dtype).copy_(typed(data, dtype).view(box.sizes))
+                landing.view(zone.segment.tensor, dtype).copy_(typed(data, dtype).view(box.sizes))
                 continue
             (count, row_bytes), stride = rows.sizes, rows.strides[0]
             if zone.is_fresh:
                 zone.segment.touch(rows.offset, (count - 1) * stride + row_bytes)
             if digest is None:
-                digest = copy_rows_and_digest(memory.numpy(), rows.offset, stride, data, count, row_bytes)
+                digest = copy_rows_and_digest(zone.writable, rows.offset, stride, data, count, row_bytes)
             else:
-                copy_rows(memory.numpy(), rows.offset, stride, data, 0, row_bytes, count, row_bytes, True)
+                copy_rows(zone.writable, rows.offset, stride, data, 0, row_bytes, count, row_bytes, True)
     return digest_bytes(data) if digest is None else digest
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 
 import pytest
@@ -86,14 +86,18 @@ class Zoned:
         self.target, self.boxes = target, [piece.box for piece in pieces]
         staging.check(self.manifest, pieces, lambda _: None)
         self.installer.prepare(staging.segment, lambda _: None)
+        self.staging, self.is_settled = staging, False
         yield staging.segment
-        self.installer.discard()
+        if not self.is_settled:
+            self.installer.discard()
         staging.close()
 
     def update(self, tensors: Mapping[str, torch.Tensor], boxes: list[Box]) -> None:
         with self.sealed(tensors, boxes) as segment:
             self.installer.install(segment)
             self.installer.finish()
+            self.staging.settle()
+            self.is_settled = True
 
     def close(self) -> None:
         for one in (self.installer, self.receiver, *self.ranks):
@@ -128,6 +132,66 @@ def test_any_sharding_of_a_part_of_the_model_leaves_the_rest_as_it_is(data: st.D
             case.update(checkpoint(version), data.draw(cut(case.manifest)))
             mixed = checkpoint(0) | {name: checkpoint(version)[name] for name in names}
             assert live_digests(model.live) == digests_expected(mixed, 2)[rank]
+
+
+class PaddedModel(nn.Module):
+    """A vocabulary whose last rows the engine pads, of which each rank holds its part; the loader fills them."""
+
+    def __init__(self, rows: int, rank: int, tp: int) -> None:
+        super().__init__()
+        self.rows, self.rank, self.tp = rows, rank, tp
+        held = -(-rows // (8 * tp)) * 8
+        self.embed = nn.Parameter(torch.empty(held, SIZE, dtype=torch.bfloat16), requires_grad=False)
+        self.norm = nn.Parameter(torch.empty(SIZE), requires_grad=False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = set()
+        for name, tensor in tensors:
+            target = self.get_parameter(name).data
+            if name == "embed":
+                mine = tensor[self.rank * len(target) :][: len(target)]
+                target[len(mine) :].zero_()
+                target[: len(mine)].copy_(mine)
+            else:
+                target.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+class PaddedEngine(LiveModel):
+    def __init__(self, rows: int, rank: int, tp: int) -> None:
+        live, skeleton = (
+            PaddedModel(rows, rank, tp),
+            build_skeleton(lambda: PaddedModel(rows, rank, tp), torch.no_grad()),
+        )
+        live.load_weights(padded_weights(0, rows).items())
+        super().__init__(live, torch.device("cpu"), *skeleton)
+
+    def pads(self, module: nn.Module) -> bool:
+        return True
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+
+def padded_weights(seed: int, rows: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    embed = torch.randn(rows, SIZE, generator=random).bfloat16()
+    return {"embed": embed, "norm": torch.randn(SIZE, generator=random)}
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), rows=st.integers(9, 40), tp=st.integers(1, 2), rank=st.integers(0, 1))
+def test_any_sharding_of_a_vocabulary_that_the_engine_pads_leaves_what_a_load_leaves(
+    data: st.DataObject, rows: int, tp: int, rank: int
+) -> None:
+    engine = PaddedEngine(rows, rank % tp, tp)
+    with closing(Zoned(engine, manifest_of(padded_weights(0, rows)))) as case:
+        for version in (1, 2, 3):
+            case.update(padded_weights(version, rows), data.draw(cut(case.manifest)))
+            cold_start = PaddedModel(rows, rank % tp, tp)
+            cold_start.load_weights(padded_weights(version, rows).items())
+            assert live_digests(engine.live) == live_digests(cold_start)
 
 
 @settings(max_examples=12, deadline=None)
@@ -186,3 +250,13 @@ def test_a_model_of_which_most_is_rebuilt_takes_a_segment() -> None:
     with pytest.raises(TransportUnavailable, match=r"something else of .*projection.*, which is most of the model"):
         installer.open(manifest, "standby", partial=False, zone=True)
     assert installer.open(manifest, "standby", partial=False).zone is None
+
+
+def test_a_parameter_that_the_engine_replaced_between_two_updates_takes_the_next_one() -> None:
+    model = PlainEngineModel(2, 0, 1)
+    with closing(Zoned(model, manifest_of(checkpoint(0), TIED))) as case:
+        for version in (1, 2, 3, 4, 5, 6):
+            if version == 4:
+                model.live.norm.weight = nn.Parameter(model.live.norm.weight.detach().clone(), requires_grad=False)
+            case.update(checkpoint(version), whole(case.manifest))
+            assert live_digests(model.live) == digests_expected(checkpoint(version))[0]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -45,8 +45,7 @@ CheckpointLayout: TypeAlias = Callable[[str, Dims], "tuple[Target, ...]"]
 MAX_NAME_BYTES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """The result of scanning one tensor. `twin`: position of the first tensor in the same memory (often its own). `spread`: how
     the tensor lies over the ranks; None if every rank holds all of it. `problem`: why it can't be sent."""
 

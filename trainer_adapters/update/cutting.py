@@ -17,11 +17,16 @@ def edges_of(needs: Iterable[Sequence[Box]]) -> Edges:
     return geometry.edges_of(itertools.chain.from_iterable(needs))
 
 
-def cut_slices(slices: Iterable[LocalSlice], edges: Edges) -> Iterator[LocalSlice]:
-    """Yields the same elements in the same order; a slice that no edge crosses stays whole."""
+def cut_slices(
+    slices: Iterable[LocalSlice], edges: Edges, known: dict[Box, list[Box]] | None = None
+) -> Iterator[LocalSlice]:
+    """Yields the same elements in the same order; a slice that no edge crosses stays whole. `known` remembers how boxes were
+    cut at these edges."""
+    known = {} if known is None else known
     for item in slices:
-        parts = cut_at_edges(item.box, edges)
-        if parts == [item.box]:
+        if (parts := known.get(item.box)) is None:
+            parts = known[item.box] = cut_at_edges(item.box, edges)
+        if len(parts) == 1:
             yield item
             continue
         for box in parts:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from inference_plugin.devices import in_use
@@ -50,6 +51,7 @@ class Writer:
         self._secret = secret
         self._look = look
         self._together: SlicesTogether | None = None
+        self._cut = _Cut([], {})
 
     def sender(self, transport: Transport) -> Sender:
         """This rank's half of a transport; made once."""
@@ -78,11 +80,14 @@ class Writer:
         finite = FiniteCheck(manifest) if self._settings.check_finite else None
         try:
             together = bool(source.made_together())
-            edges = edges_of(self._cuts(go, manifest)) if source.may_be_cut else {}
+            cuts = self._cuts(go, manifest) if source.may_be_cut else []
+            if cuts != self._cut.cuts:
+                self._cut = _Cut(cuts, edges_of(cuts))
+            edges = self._cut.edges
             for way in go.transports:
                 total.passes += 1
                 with self._taken(source, together, deadline_s) as slices:
-                    cut = cut_slices(slices, edges)
+                    cut = cut_slices(slices, edges, self._cut.parts)
                     watched = finite.watch(cut) if finite is not None and total.passes == 1 else cut
                     total.add(*self._write_over(way, go, manifest, watched, deadline_s))
             if finite is not None:
@@ -181,6 +186,15 @@ class Writer:
                     pass
             except SyncTimeout as error:
                 logger.warning("weightwire: this rank's part in the other ranks' slices: %s", error)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The boxes that slices are cut at, their edges, and the parts of each slice's box: every update asks for the same."""
+
+    cuts: list[Sequence[Box]]
+    edges: Edges
+    parts: dict[Box, list[Box]] = field(default_factory=dict)
 
 
 class _Total:
