@@ -122,8 +122,8 @@ class LiveModel:
     def free_bytes(self) -> int:
         return device_of(self.device).free_bytes(self.device)
 
-    def free_share_bytes(self) -> int:
-        return self.free_bytes() // (self.ranks if self.device.type == "cpu" else 1)
+    def free_share_bytes(self, replicas: int = 1) -> int:
+        return self.free_bytes() // (self.ranks * replicas if self.device.type == "cpu" else 1)
 
     def computing(self) -> AbstractContextManager[None]:
         return torch.no_grad()

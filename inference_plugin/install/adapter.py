@@ -46,7 +46,9 @@ class AdapterInstaller:
         self._before: object = None
         self._replaced = False
 
-    def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
+    def open(
+        self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False, sharing: int = 1
+    ) -> InstallTerms:
         """Compares names, dtypes and shapes with the engine's slots. Raises `ManifestMismatch` with the names."""
         if zone:
             raise TransportUnavailable("zone: the engine loads an adapter into its slots itself")

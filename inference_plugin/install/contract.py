@@ -38,6 +38,8 @@ class InstallTerms:
     """The layout of the zone, if `prepare` will get a zone instead of a segment."""
     device: str = "cpu"
     """Type of the device that holds the live weights; a zone lies in memory of the same type."""
+    takes_bytes: int = 0
+    """Host memory beside the live weights that updates will take and that is not held yet."""
 
 
 Throttle = Callable[[int], None]
@@ -117,9 +119,9 @@ class EngineModel(Protocol):
     def free_bytes(self) -> int:
         """Free memory of the model's device."""
 
-    def free_share_bytes(self) -> int:
+    def free_share_bytes(self, replicas: int = 1) -> int:
         """This rank's share of the free memory. Ranks in host memory ask at the same moment, and each would find all of it free;
-        so each counts on an equal part only, even if some ranks are on other hosts."""
+        so each counts on an equal part only, even if some ranks are on other hosts. So does each of `replicas` on one host."""
 
     @property
     def fixed_addresses(self) -> bool:
@@ -166,9 +168,12 @@ class AdapterSlots(Protocol):
 class Installer(Protocol):
     """Puts a checked segment into the live model of this worker. One per group."""
 
-    def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
+    def open(
+        self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False, sharing: int = 1
+    ) -> InstallTerms:
         """Agrees on a manifest, or raises `ManifestMismatch`. Never touches the live model. `zone`: trainer ranks will write the
-        second set themselves; raises `TransportUnavailable` if they can't."""
+        second set themselves; raises `TransportUnavailable` if they can't. `sharing`: number of replicas that share the free
+        memory of this host."""
 
     def check_terms(self) -> None:
         """Any thread: raises `ManifestMismatch` if the engine has changed since `open`, so that the terms no longer fit it."""

@@ -42,11 +42,13 @@ class ModelInstaller:
         self._way_back = WayBack()
         self._policy: PolicyInstaller
 
-    def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
+    def open(
+        self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False, sharing: int = 1
+    ) -> InstallTerms:
         """Raises as `agree` does, and `EngineUnsupported` if the policy does not fit. The earlier terms then stay in force."""
         agreement = self._agree(manifest, partial)
-        kind, why = _choose(agreement, policy, has_second=self._has_second_set)
-        layout = None
+        has_second, layout = self._has_second_set, None
+        kind, why = _choose(agreement, policy, has_second=has_second, sharing=sharing)
         if zone:
             layout, kind = zone_layout(agreement, kind), zone_installer(kind)
         chosen = self._policy if agreement is self._agreement else None
@@ -68,6 +70,7 @@ class ModelInstaller:
             passed_over=agreement.passed_over,
             zone=layout,
             device=agreement.model.device.type,
+            takes_bytes=0 if has_second else _second_bytes(agreement, chosen),
         )
 
     def _agree(self, manifest: Manifest, partial: bool) -> Agreement:
@@ -147,9 +150,16 @@ def _words_of(unfilled: tuple[str, ...]) -> str:
     return f"no checkpoint fills these, so they stay as the engine made them: {first_few(unfilled)}" if unfilled else ""
 
 
-def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[type[PolicyInstaller], str]:
+def _second_bytes(agreement: Agreement, chosen: PolicyInstaller) -> int:
+    """Host memory that a second set takes."""
+    has_one = chosen.install_policy == "standby" or chosen.mechanism == "loader"
+    return agreement.layout.nbytes if has_one and agreement.model.device.type == "cpu" else 0
+
+
+def _choose(agreement: Agreement, policy: str, *, has_second: bool, sharing: int) -> tuple[type[PolicyInstaller], str]:
     """The class of the installer, and why `auto` took it or why it is not the requested one. `has_second`: memory for a second
-    set is held already. Raises `EngineUnsupported` if the requested policy does not fit."""
+    set is held already. `sharing`: number of replicas that share the free memory. Raises `EngineUnsupported` if the requested
+    policy does not fit."""
     model, shard = agreement.model, agreement.layout.nbytes
     if policy == "streaming":
         return StreamingInstaller, ""
@@ -157,7 +167,7 @@ def _choose(agreement: Agreement, policy: str, *, has_second: bool) -> tuple[typ
         if agreement.parts:
             return PartLoaderInstaller, "the engine's own loader fills these in a second set, part by part"
         return LoaderInstaller, "the engine's own loader fills a second set"
-    free = model.free_share_bytes() + (shard if has_second else 0)
+    free = model.free_share_bytes(sharing) + (shard if has_second else 0)
     copy = StagedInstaller if model.device.type != "cpu" and free >= shard else CopyInstaller
     if policy == "copy":
         return copy, ""

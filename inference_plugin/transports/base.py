@@ -208,6 +208,10 @@ class Sender(abc.ABC):
         """Every rank, where `Transport.sends`: slices are cut where one of these boxes begins or ends."""
         return target.needs
 
+    def takes_bytes(self, manifest: Manifest, busy: frozenset[str]) -> int:
+        """Manager rank: the memory of this host that `allocate` would take in addition."""
+        return 0
+
     @abc.abstractmethod
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         """Manager rank: where the next transaction's bytes will be. `busy` are the segment ids that workers still hold."""

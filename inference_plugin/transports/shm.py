@@ -279,6 +279,11 @@ class ShmSender(Sender):
             self._probe = SharedSegment.create(MIN_SEGMENT_BYTES)
         return msgspec.msgpack.encode(self._probe.address)
 
+    def takes_bytes(self, manifest: Manifest, busy: frozenset[str]) -> int:
+        needed = max(manifest.layout.nbytes, MIN_SEGMENT_BYTES)
+        spare = any(each.nbytes == needed and each.segment_id not in busy for each in self._owned.values())
+        return 0 if spare else needed
+
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         needed = max(manifest.layout.nbytes, MIN_SEGMENT_BYTES)
         for segment in list(self._owned.values()):

@@ -108,6 +108,17 @@ class UpdateReport(msgspec.Struct, frozen=True):
         return Text(heading, ("replica", "status", "serves", "generation", "how", "error"), rows)
 
     @property
+    def memory(self) -> dict[str, int]:
+        """Bytes held beside the trainer's tensors and the live weights, by mode: "trainer" for segments and buckets of its ranks,
+        "zone/standby" for all replicas that take updates so, and so on."""
+        held = {"trainer": self.held_bytes}
+        for replica in self.replicas:
+            if replica.install:
+                mode = f"{replica.transport}/{replica.install}"
+                held[mode] = held.get(mode, 0) + replica.extra_bytes
+        return held
+
+    @property
     def failed(self) -> tuple[ReplicaReport, ...]:
         """Replicas that don't serve the version."""
         return tuple(replica for replica in self.replicas if replica.status == "failed")

@@ -175,6 +175,7 @@ class Terms:
     nbytes: int
     whole: bool
     passed_over: tuple[int, ...] = ()
+    takes_bytes: int = 0
 
     def opened(self, version: int | None) -> GroupOpened:
         """The answer to `OpenGroup`."""
@@ -188,6 +189,7 @@ class Terms:
             derived=self.derived,
             untouched=self.untouched,
             passed_over=self.passed_over,
+            takes_bytes=self.takes_bytes,
         )
 
 

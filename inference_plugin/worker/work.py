@@ -208,7 +208,11 @@ class GroupWork:
         try:
             receiver.check_probe(request.probe)
             terms = self._installer.open(
-                request.manifest, request.install, partial=request.partial, zone=transport.lands_in_zone
+                request.manifest,
+                request.install,
+                partial=request.partial,
+                zone=transport.lands_in_zone,
+                sharing=request.sharing,
             )
             if transport.streams != (terms.install == "streaming"):
                 raise TransportUnavailable(
@@ -227,6 +231,7 @@ class GroupWork:
                 derived=len(terms.derived),
                 untouched=len(terms.untouched),
                 passed_over=terms.passed_over,
+                takes_bytes=terms.takes_bytes,
                 nbytes=request.manifest.nbytes,
                 whole=not request.partial and not is_apart(self.name),
             )

@@ -357,6 +357,20 @@ def test_ranks_that_share_a_host_do_not_each_count_on_all_of_its_memory() -> Non
     assert installer.open(manifest, "auto", partial=False).install == "copy"
 
 
+def test_replicas_that_share_a_host_do_not_each_count_on_all_of_its_memory() -> None:
+    model = Cramped(2, 0, 1)
+    installer, manifest = ModelInstaller(model), manifest_of(checkpoint(0), TIED)
+    model.left_bytes = 3 * manifest.nbytes
+    with pytest.raises(EngineUnsupported, match="does not fit"):
+        installer.open(manifest, "standby", partial=False, sharing=4)
+    two = installer.open(manifest, "auto", partial=False, sharing=2)
+    assert (two.install, two.takes_bytes) == ("copy", 0)
+    alone = installer.open(manifest, "auto", partial=False)
+    assert alone.install == "standby" and alone.takes_bytes >= manifest.nbytes
+    held = installer.open(manifest, "auto", partial=False, sharing=2)
+    assert (held.install, held.takes_bytes) == ("standby", 0)
+
+
 @pytest.mark.parametrize("loader", [False, True])
 def test_memory_that_went_after_the_terms_were_agreed_refuses_the_update_before_anything_is_taken(
     loader: bool,

@@ -109,6 +109,11 @@ def test_a_report_says_what_each_way_holds(start: Start, way: dict[str, Any], he
     size, count = sizes.get(held, (config.bucket_bytes, config.buffers))
     assert count * size <= report.held_bytes <= count * (size + 4096 * bool(size))
     assert (report.replicas[0].extra_bytes > 0) == (extra != "nothing")
+    taken = report.replicas[0]
+    assert report.memory == {
+        "trainer": report.held_bytes,
+        f"{taken.transport}/{taken.install}": taken.extra_bytes,
+    }
 
 
 def test_bytes_wait_until_the_engine_stands(start: Start) -> None:

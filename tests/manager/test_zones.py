@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -46,8 +47,10 @@ def mapped(pid: int, permissions: str) -> set[int]:
 
 def held(pid: int) -> set[int]:
     """Inodes of our memory files that a process has open or mapped."""
-    files = Path(f"/proc/{pid}/fd").iterdir()
-    opened = {file.stat().st_ino for file in files if str(file.readlink()).startswith("/memfd:weightwire")}
+    opened = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            opened |= {file.stat().st_ino} if is_ours(file) else set()
     return opened | mapped(pid, "rw-s") | mapped(pid, "r--s")
 
 

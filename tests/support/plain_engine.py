@@ -47,6 +47,9 @@ from inference_plugin.wire.tensors import bytes_view, dtype_name
 from tests.support import poison
 from trainer_adapters.sources.base import LocalSlice, WeightSource
 
+FREE_BYTES = "RIG_FREE_BYTES"
+"""How much memory each worker finds free."""
+
 PARENT = "RIG_PARENT"
 """The process that is said to have started the coordinator's; none without it."""
 
@@ -191,7 +194,7 @@ class PlainEngineModel(LiveModel):
         self._kept: dict[str, torch.Tensor] = {}
 
     def free_bytes(self) -> int:
-        return 1 << 30
+        return int(os.environ.get(FREE_BYTES, 1 << 30))
 
     def why_no_sleep(self, level: SleepLevel) -> str | None:
         return None

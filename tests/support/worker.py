@@ -47,7 +47,9 @@ class KeepingInstaller:
         self.gate.set()
         self.open_gate.set()
 
-    def open(self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False) -> InstallTerms:
+    def open(
+        self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False, sharing: int = 1
+    ) -> InstallTerms:
         if zone:
             raise TransportUnavailable("zone: this installer has no second set")
         self._note("open")

@@ -46,14 +46,15 @@ def _where(card: ReplicaCard, silence_s: float) -> dict[str, Any]:
 @dataclass(eq=False)
 class ReplicaSession:
     """Channels to one replica, for one thread. `agreed`: None until the group is open, and again once the replica may have other
-    terms. `held_segments`: ids of the segments that the replica has mapped as its way back. `stands`: the replica is paused or
-    asleep."""
+    terms. `to_take`: host memory that its workers will allocate for updates, and have not yet. `held_segments`: ids of the
+    segments that the replica has mapped as its way back. `stands`: the replica is paused or asleep."""
 
     card: ReplicaCard
     config: Config
     coordinator: Channel
     workers: list[Channel]
     agreed: Agreed | None = None
+    to_take: int = 0
     held_segments: frozenset[str] = field(default_factory=frozenset)
     stands: bool = False
 
@@ -66,6 +67,11 @@ class ReplicaSession:
             workers = [opened.enter_context(connect()) for connect in connections]
             opened.pop_all()
         return ReplicaSession(card, config, coordinator, workers)
+
+    def agree(self, agreed: Agreed | None) -> None:
+        """Takes new terms; None if the group has to be opened again."""
+        self.agreed = agreed
+        self.to_take = sum(each.takes_bytes for each in agreed.opened) if agreed is not None else 0
 
     def sees(self, card: ReplicaCard) -> None:
         """Takes the replica's current card."""

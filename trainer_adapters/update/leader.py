@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from inference_plugin.net import addresses
 from inference_plugin.net.report_files import save_report
 from inference_plugin.transports.base import Sender, Transport
 from inference_plugin.transports.registry import transport_named
-from inference_plugin.wire.errors import ManifestMismatch, VersionConflict, WeightwireError
+from inference_plugin.wire.errors import ManifestMismatch, TransportUnavailable, VersionConflict, WeightwireError
 from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Go, GoTransport, Outcome, Wrote
 from inference_plugin.wire.reports import UpdateReport, VerifyReport
@@ -201,7 +203,20 @@ class _Update:
     def _place(self, transport: Transport, sender: Sender, users: Sequence[ReplicaSession]) -> bytes:
         targets = [as_target(target) for user in users for target in user.targets()]
         sender.meet(targets, self.context.ranks.size, self._left_s(), self.settings.fan_out)
+        self._check_memory(transport, sender, users)
         return self._allocate(transport, sender)
+
+    def _check_memory(self, transport: Transport, sender: Sender, users: Sequence[ReplicaSession]) -> None:
+        """Before anything is allocated: the second sets of all replicas of this host and the segment come from one memory."""
+        here = addresses.boot_id()
+        sets = sum(user.to_take for user in users if user.card.boot_id == here)
+        segment = sender.takes_bytes(self.manifest, self.fleet.segments_in_use())
+        if sets + segment and sets + segment > (free := free_host_bytes()):
+            raise TransportUnavailable(
+                f"{transport.name}: second sets of {sets >> 20} MiB and a segment of {segment >> 20} MiB do not fit: "
+                f"{free >> 20} MiB are free on this host",
+                hint="install='copy' needs no second set; partial=True sends a part",
+            )
 
     def _allocate(self, transport: Transport, sender: Sender) -> bytes:
         """The place for the bytes, in which the last version may lie now."""

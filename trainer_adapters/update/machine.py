@@ -120,8 +120,12 @@ class TransactionMachine(TransactionState):
                 one.state, one.agreed = "open", agreed
         for name, error in event.unreached.items():
             self.participants[name] = Participant(name, 0, "failed", error=error)
-        for one in self.in_state("opening"):
-            self.ask_to_open(one)
+        opening = {one.replica: one for one in self.in_state("opening")}
+        beside = collections.Counter(joining.host for joining in event.replicas if joining.replica in opening)
+        for joining in event.replicas:
+            if (asked := opening.get(joining.replica)) is not None:
+                asked.sharing = beside[joining.host]
+                self.ask_to_open(asked)
 
     def _begin(self, event: BeginAll) -> None:
         self.segments = dict(event.segments)

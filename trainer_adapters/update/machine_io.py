@@ -158,6 +158,7 @@ class Participant:
 
     - `answers`: its workers' answers in the current step.
     - `offered`: transports that may reach it. `left`: those of them that it has not refused.
+    - `sharing`: number of replicas on its host that are asked to open the group at the same time.
     - `begins_on`: the transport for which the group is opened again. `begun`: the answers of the workers that have begun and need
       not open it.
     - `landings`: where the trainer writes, by worker.
@@ -172,6 +173,7 @@ class Participant:
     agreed: Agreed | None = None
     offered: tuple[str, ...] = ()
     left: deque[str] = field(default_factory=deque)
+    sharing: int = 1
     refusals: list[str] = field(default_factory=list)
     answers: dict[int, object] = field(default_factory=dict)
     begins_on: str = ""

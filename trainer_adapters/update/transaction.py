@@ -220,6 +220,8 @@ class Transaction:
         """Has all workers check the pieces, until those replicas are ready for which the commit waits."""
         self._sealed_s = time.perf_counter()
         self._run(SealAll(pieces, digest_group(self.terms.manifest, pieces)))
+        for one in self._machine.in_state("sealed"):
+            self._sessions[one.replica].to_take = 0
 
     def commit(self) -> None:
         """Commits every replica that is ready, all at once."""
@@ -297,7 +299,7 @@ class Transaction:
                 with harmless("ending a stream"):
                     self._send_abort(session, action.reason)
             case TermsAgreed():
-                session.agreed = action.agreed
+                session.agree(action.agreed)
             case Holds():
                 used = session.agreed.transport if session.agreed is not None else ""
                 new = frozenset({self._segment_ids[used]} if used in self._segment_ids else ())
@@ -321,7 +323,7 @@ class Transaction:
         )
         failed: list[Event] = []
         try:
-            body = self._open_request(action.transport) if isinstance(action, AskToOpen) else action.body
+            body = self._open_request(action) if isinstance(action, AskToOpen) else action.body
         except Exception as error:  # noqa: BLE001 -- of a probe
             return [Answered(action.replica, worker, WeightwireError.wrap(error)) for worker in workers]
         for worker in workers:
@@ -338,10 +340,10 @@ class Transaction:
                 failed.append(Answered(action.replica, worker, WeightwireError.wrap(error)))
         return failed
 
-    def _open_request(self, transport: str) -> OpenGroup:
-        terms, (_, sender) = self.terms, self._offers[transport]
-        install = terms.install_over(transport)
-        return OpenGroup(terms.group, terms.manifest, transport, sender.probe(), install, terms.partial)
+    def _open_request(self, action: AskToOpen) -> OpenGroup:
+        terms, (_, sender) = self.terms, self._offers[action.transport]
+        install, sharing = terms.install_over(action.transport), self._machine.participants[action.replica].sharing
+        return OpenGroup(terms.group, terms.manifest, action.transport, sender.probe(), install, terms.partial, sharing)
 
     def _lacks_memory(self, session: ReplicaSession) -> bool:
         """Whether a replica that stands still has less host memory than a segment, or a second set, needs. For another host, only

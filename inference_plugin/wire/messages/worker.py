@@ -58,6 +58,8 @@ class OpenGroup(msgspec.Struct, frozen=True, tag="open"):
     `probe` is the transport's own test that both sides can use it. Opening an open group with the same terms changes
     nothing; other terms replace the group's terms and keep its installed version. The reply comes when the terms are
     agreed. If the same request comes again meanwhile, both get that reply; a request with other terms waits for it first.
+    `sharing`: as many replicas of the worker's host open the group at this moment, and each may count on its part of the free
+    memory only.
     """
 
     group: GroupName
@@ -66,6 +68,7 @@ class OpenGroup(msgspec.Struct, frozen=True, tag="open"):
     probe: Description = b""
     install: InstallPolicy = "auto"
     partial: bool = False
+    sharing: Annotated[int, msgspec.Meta(ge=1, le=MAX_PEERS)] = 1
 
 
 class GroupOpened(msgspec.Struct, frozen=True, tag="opened"):
@@ -74,7 +77,8 @@ class GroupOpened(msgspec.Struct, frozen=True, tag="opened"):
     `written`: how many of the model's parameters and buffers an update writes. `derived`: how many the engine makes anew of
     those. `untouched`: how many stay, because they come from no checkpoint or belong to other groups. The worker logs
     their names. `passed_over`: tensors of the manifest, by index, that the engine's loader passes over, as it does in the
-    checkpoint that the engine was started from.
+    checkpoint that the engine was started from. `takes_bytes`: the memory beside the live weights that updates will take from
+    this worker's host.
     """
 
     needs: Boxes
@@ -86,6 +90,7 @@ class GroupOpened(msgspec.Struct, frozen=True, tag="opened"):
     derived: Count = 0
     untouched: Count = 0
     passed_over: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_PIECES)] = ()
+    takes_bytes: Count = 0
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
