@@ -7,8 +7,9 @@ they read no clock and no socket, so that a simulator can run them.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
+
+from msgspec import Struct
 
 from inference_plugin.engines.operations import RankOperation
 from inference_plugin.wire.messages import Committed, InFlight, MemoryTag
@@ -30,79 +31,68 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """Runs one operation on all ranks; the result is `list[RankReply]`. Fails with `PeerLost`."""
 
     operation: RankOperation
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(Struct, frozen=True):
     """Like `Ask`, and drops what the engine cached with the old version."""
 
     operation: RankOperation
     in_flight: InFlight
 
 
-@dataclass(frozen=True)
-class AnnounceCommit:
+class AnnounceCommit(Struct, frozen=True):
     """Tells the ranks which commit they run next, where each rank runs it itself (SGLang)."""
 
     plan: Any
 
 
-@dataclass(frozen=True)
-class StopSteps:
+class StopSteps(Struct, frozen=True):
     """Stops stepping; running requests follow `in_flight`. The result says whether the engine stepped on before it stood."""
 
     in_flight: InFlight
 
 
-@dataclass(frozen=True)
-class Hold:
+class Hold(Struct, frozen=True):
     """No step runs until `ResumeSteps`, whatever commits come; `asleep` is the memory that is released."""
 
     asleep: frozenset[MemoryTag]
 
 
-@dataclass(frozen=True)
-class ResumeSteps:
+class ResumeSteps(Struct, frozen=True):
     """Undoes `StopSteps` and `Hold`."""
 
 
-@dataclass(frozen=True)
-class Refuse:
+class Refuse(Struct, frozen=True):
     """Requests are refused with that reason; None allows generation again."""
 
     reason: str | None
 
 
-@dataclass(frozen=True)
-class Publish:
+class Publish(Struct, frozen=True):
     """Writes and announces how the replica stands, if that changed. Never fails."""
 
 
-@dataclass(frozen=True)
-class TellListeners:
+class TellListeners(Struct, frozen=True):
     """Tells the log, the counters and third parties that a version was committed. Never fails."""
 
     group: str
     committed: Committed
 
 
-@dataclass(frozen=True)
-class NoteSpan:
+class NoteSpan(Struct, frozen=True):
     """Adds a span from `since_s` until now to the trace of the update. Never fails."""
 
     name: str
     since_s: float
     track: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Rest:
+class Rest(Struct, frozen=True):
     """Lets the engine step for `seconds` before the command goes on."""
 
     seconds: float

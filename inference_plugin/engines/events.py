@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from msgspec import Struct
+
 from inference_plugin.engines.actions import EngineAction, Steps, StopSteps
 from inference_plugin.engines.standing import Held
 from inference_plugin.wire.errors import SyncTimeout
@@ -31,7 +33,7 @@ __all__ = [
 Start: TypeAlias = Callable[[], Steps[Body]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Command:
     """A request that waits for the engine's thread, or runs there. `asker` gets the reply: the latest sender of the request.
 
@@ -66,8 +68,7 @@ class Command:
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(Struct, frozen=True):
     """A request came. `peer` sent it, `asker` gets the answer."""
 
     asker: Any
@@ -75,15 +76,13 @@ class Asked:
     peer: bytes = b""
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(Struct, frozen=True):
     """The engine's thread stands between two steps, and runs this command."""
 
     command: Command
 
 
-@dataclass(frozen=True)
-class Performed:
+class Performed(Struct, frozen=True):
     """An action of a command was performed, or failed."""
 
     command: Command
@@ -92,27 +91,23 @@ class Performed:
     error: BaseException | None = None
 
 
-@dataclass(frozen=True)
-class NotSubmitted:
+class NotSubmitted(Struct, frozen=True):
     """The engine's thread could not be asked for a turn."""
 
     command: Command
 
 
-@dataclass(frozen=True)
-class AllRead:
+class AllRead(Struct, frozen=True):
     """Every message that had arrived was handled, so a lease that has run out was not renewed."""
 
 
-@dataclass(frozen=True)
-class ManagerEnded:
+class ManagerEnded(Struct, frozen=True):
     """The process of the manager that holds the replica has ended."""
 
     held: Held
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
@@ -122,31 +117,27 @@ Event: TypeAlias = Asked | Turn | Performed | NotSubmitted | AllRead | ManagerEn
 # --- actions ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """Answers a request."""
 
     asker: Any
     body: Body
 
 
-@dataclass(frozen=True)
-class Submit:
+class Submit(Struct, frozen=True):
     """Asks the engine's thread for a turn for this command."""
 
     command: Command
 
 
-@dataclass(frozen=True)
-class Perform:
+class Perform(Struct, frozen=True):
     """Performs an action on the engine's thread, which the event came from."""
 
     command: Command
     action: EngineAction
 
 
-@dataclass(frozen=True)
-class PublishCard:
+class PublishCard(Struct, frozen=True):
     """Writes and announces how the replica stands, from any thread."""
 
 

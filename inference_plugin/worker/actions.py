@@ -5,8 +5,9 @@ Plain data; the shell (`groups`, `work`) performs it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.geometry import Box, Piece
@@ -43,29 +44,25 @@ __all__ = [
 # --- work: what takes time. One at a time for each group, but for `Stage`, which runs beside it -----------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AgreeOnTerms:
+class AgreeOnTerms(Struct, frozen=True):
     """Has transport and installer agree on terms; gives `Terms`."""
 
     request: OpenGroup
 
 
-@dataclass(frozen=True, slots=True)
-class PutInForce:
+class PutInForce(Struct, frozen=True):
     """The terms that were agreed last are in force. `previous`: the transaction of the way back, which goes."""
 
     previous: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class KeepTerms:
+class KeepTerms(Struct, frozen=True):
     """The terms that were agreed last are refused: the installer returns to those of `request`, if there are any."""
 
     request: OpenGroup | None
 
 
-@dataclass(frozen=True, slots=True)
-class MapStaging:
+class MapStaging(Struct, frozen=True):
     """Opens the staging memory of a transaction by the terms in force; gives `Mapped`."""
 
     txn: str
@@ -73,8 +70,7 @@ class MapStaging:
     segment: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveBucket:
+class ReceiveBucket(Struct, frozen=True):
     """Puts a bucket's bytes into the staging memory, or into the live parameters where they are streamed."""
 
     txn: str
@@ -82,16 +78,14 @@ class ReceiveBucket:
     payload: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class PassOn:
+class PassOn(Struct, frozen=True):
     """Begins to pass buckets on to other workers."""
 
     txn: str
     relay: Relay
 
 
-@dataclass(frozen=True, slots=True)
-class CheckPieces:
+class CheckPieces(Struct, frozen=True):
     """Checks that the list of pieces covers what this worker needs, and that it is the one that `digest` names."""
 
     txn: str
@@ -99,45 +93,39 @@ class CheckPieces:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(Struct, frozen=True):
     """Waits for all bytes, compares each piece with its digest, and has the installer prepare; gives `Sealed`."""
 
     txn: str
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class CleanUp:
+class CleanUp(Struct, frozen=True):
     """Frees what a dropped transaction held."""
 
     txn: str
 
 
-@dataclass(frozen=True, slots=True)
-class SettleStaging:
+class SettleStaging(Struct, frozen=True):
     """The transaction is committed, and its staging is kept as the way back."""
 
     txn: str
 
 
-@dataclass(frozen=True, slots=True)
-class DropStaging:
+class DropStaging(Struct, frozen=True):
     """Frees the staging of a committed transaction. `reused`: its memory is another transaction's by now, and stays."""
 
     txn: str
     reused: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FreeMemory:
+class FreeMemory(Struct, frozen=True):
     """Frees what is kept between updates. `previous`: the transaction of the way back, which goes."""
 
     previous: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CloseWork:
+class CloseWork(Struct, frozen=True):
     """Frees all that the group holds; its last work."""
 
     previous: str = ""
@@ -160,8 +148,7 @@ Work = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(Struct, frozen=True):
     """Result of `AgreeOnTerms`. `claims`: the parameters that an update writes; `nbytes` of the staging; `whole`: such an
     update is one of the whole model."""
 
@@ -193,8 +180,7 @@ class Terms:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
+class Mapped(Struct, frozen=True):
     """Result of `MapStaging`. `takes_late`: buckets may come after the seal was asked for. `landing`: where the trainer writes,
     if that is memory of this worker. `streams`: the bytes go into the live parameters while the update is being committed."""
 
@@ -207,24 +193,21 @@ class Mapped:
 # --- actions ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """Answers `asker`."""
 
     asker: Any
     body: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Struct, frozen=True):
     """Answers `asker` with an error."""
 
     asker: Any
     error: WeightwireError
 
 
-@dataclass(frozen=True, slots=True)
-class StartWork:
+class StartWork(Struct, frozen=True):
     """Begins work for a group; its end comes back as `WorkEnded`. `member` tells groups of one name apart: one may still be
     closing while the next is opened."""
 
@@ -234,31 +217,27 @@ class StartWork:
     work: Work
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Struct, frozen=True):
     """The transaction was dropped: work for it ends as soon as it can."""
 
     member: int
     txn: str
 
 
-@dataclass(frozen=True, slots=True)
-class StateChanged:
+class StateChanged(Struct, frozen=True):
     """Listeners are told."""
 
     group: str
     state: GroupState
 
 
-@dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(Struct, frozen=True):
     """Goes into the log."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class WayBack:
+class WayBack(Struct, frozen=True):
     """Answer to `StartUndo`: the version and the transaction to go back to (no transaction if its bytes are not kept), and the
     transaction that is undone."""
 
@@ -267,8 +246,7 @@ class WayBack:
     undone: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadingState:
+class ReadingState(Struct, frozen=True):
     """Answer to `CheckReading`: whether the live parameters are what they were when the verification began, and the installed
     version."""
 

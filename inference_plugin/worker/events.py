@@ -6,8 +6,9 @@ Plain data. An `asker` is whatever the shell needs to answer somebody; the machi
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Body
@@ -40,8 +41,7 @@ Process = tuple[int, int]
 """A process of this host: its pid and its start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """A request came in at the worker's socket. `payload` is a bucket's."""
 
     asker: Any
@@ -49,15 +49,13 @@ class Request:
     payload: memoryview | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed, and every request that came before was handled. `ended`: processes that are known to have ended."""
 
     ended: Collection[Process] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class WorkEnded:
+class WorkEnded(Struct, frozen=True):
     """The work that `StartWork` numbered has ended: its result, or the error that it raised."""
 
     number: int
@@ -65,8 +63,7 @@ class WorkEnded:
     error: WeightwireError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CheckSealed:
+class CheckSealed(Struct, frozen=True):
     """First half of a commit; answered with the earlier `RankCommit` if it is committed already, else with None."""
 
     asker: Any
@@ -75,16 +72,14 @@ class CheckSealed:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseCheck:
+class ReleaseCheck(Struct, frozen=True):
     """Takes `CheckSealed` back: another rank was not ready. Answered with None."""
 
     asker: Any
     group: str
 
 
-@dataclass(frozen=True, slots=True)
-class Install:
+class Install(Struct, frozen=True):
     """The engine's thread is about to write the live model; answered with the version that it may write."""
 
     asker: Any
@@ -92,8 +87,7 @@ class Install:
     txn: str
 
 
-@dataclass(frozen=True, slots=True)
-class CheckStream:
+class CheckStream(Struct, frozen=True):
     """Whether all that is streamed has come and was sealed; answered with a bool, or with why the rest will not come."""
 
     asker: Any
@@ -101,8 +95,7 @@ class CheckStream:
     txn: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartFinish:
+class StartFinish(Struct, frozen=True):
     """The new version is on all ranks; answered with None if it may become the installed one."""
 
     asker: Any
@@ -110,8 +103,7 @@ class StartFinish:
     txn: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The installer has finished; answered with `RankCommit`. `keeps`: it needs the new version's bytes as the way back."""
 
     asker: Any
@@ -121,16 +113,14 @@ class Finished:
     keeps: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StartUndo:
+class StartUndo(Struct, frozen=True):
     """The engine's thread is about to go back; answered with `WayBack`."""
 
     asker: Any
     group: str
 
 
-@dataclass(frozen=True, slots=True)
-class Undone:
+class Undone(Struct, frozen=True):
     """The way back was gone: `error` if it failed. Answered with None, or `TornReplica`."""
 
     asker: Any
@@ -139,8 +129,7 @@ class Undone:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tear:
+class Tear(Struct, frozen=True):
     """This rank no longer knows what the group's parameters hold, after the commit of `txn`."""
 
     group: str
@@ -148,28 +137,24 @@ class Tear:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class TearAll:
+class TearAll(Struct, frozen=True):
     """This rank no longer knows what any of its parameters hold."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class MaySleep:
+class MaySleep(Struct, frozen=True):
     """The memory of the weights is about to go, with `discard` for good; answered with None if it may."""
 
     asker: Any
     discard: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Awake:
+class Awake(Struct, frozen=True):
     """The memory of the weights is there again."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartReading:
+class StartReading(Struct, frozen=True):
     """A verification begins to read the live parameters; it replaces an earlier one. Answered with None."""
 
     asker: Any
@@ -177,8 +162,7 @@ class StartReading:
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class CheckReading:
+class CheckReading(Struct, frozen=True):
     """Whether a verification may go on; answered with `ReadingState`."""
 
     asker: Any
@@ -186,8 +170,7 @@ class CheckReading:
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopReading:
+class StopReading(Struct, frozen=True):
     """A verification has ended. Answered with None."""
 
     asker: Any
@@ -195,8 +178,7 @@ class StopReading:
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class CloseAll:
+class CloseAll(Struct, frozen=True):
     """The worker shuts down."""
 
 

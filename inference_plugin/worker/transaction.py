@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import OpenGroup, Sealed, Sender
 from inference_plugin.worker.actions import Work
@@ -12,7 +14,7 @@ from inference_plugin.worker.actions import Work
 __all__ = ["Agreement", "Installed", "Job", "Opening", "Transaction"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Installed:
     """The version that is served. `keeps`: its staging is kept as the way back to it."""
 
@@ -24,7 +26,7 @@ class Installed:
     keeps: bool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Transaction:
     """One update on its way."""
 
@@ -65,8 +67,7 @@ class Transaction:
     """When to log that its preparation does not end."""
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(Struct, frozen=True):
     """What two `OpenGroup` have in common that ask for the same terms."""
 
     fingerprint: str
@@ -82,7 +83,7 @@ class Agreement:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Opening:
     """An `OpenGroup` that is not answered yet."""
 
@@ -92,7 +93,7 @@ class Opening:
     error: WeightwireError | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """Work that waits for its turn, or runs, and for whom it is done."""
 

@@ -36,8 +36,7 @@ Connect = Callable[[], Channel]
 """Connects to one process, for signs of life: the channel of the request itself is waiting for its answer."""
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """A request that may take long, and the processes on whose life its answer depends. Without `processes` it has
     `silence_s` (default: the inquiry's) to be answered."""
 
@@ -47,7 +46,7 @@ class Ask:
     silence_s: float | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Probe:
     connect: Connect
     due_s: float
@@ -55,7 +54,7 @@ class _Probe:
     asked_s: float | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Open:
     channel: Channel
     asked_s: float

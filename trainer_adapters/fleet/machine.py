@@ -78,7 +78,7 @@ HOPELESS = (ManifestMismatch, VersionConflict, TransportUnavailable)
 """Errors that the same bytes would cause again."""
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class Replica:
     """One replica. `reads`: the bytes from which it is being caught up. `took_group`: it has taken a version of the group."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import msgspec
+from msgspec import Struct
 
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.geometry import Piece
@@ -50,7 +50,7 @@ Generation: TypeAlias = Literal["running", "paused", "asleep", "refused", "unkno
 """Whether a replica generates. `asleep`: it is paused and has released memory. `refused`: it is torn. `unknown`: it is lost."""
 
 
-class ReplicaStatus(msgspec.Struct, frozen=True):
+class ReplicaStatus(Struct, frozen=True):
     """One replica as the manager knows it. `state` compares its version with the group's. `version`: the one that it serves, None
     if unknown. `reason`: why it is behind, torn or lost. `generation`: whether it generates, no matter who paused it."""
 
@@ -62,8 +62,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     generation: Generation = "running"
 
 
-@dataclass(frozen=True)
-class Agreed:
+class Agreed(Struct, frozen=True):
     """The terms under which a replica opened the group: `key` names them; `opened` is each worker's answer. `offered`: the
     transports of which it took the first that it could."""
 
@@ -91,61 +90,52 @@ class RetainedVersion:
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CardsSeen:
+class CardsSeen(Struct, frozen=True):
     """The cards of the living replicas, and when each replica was last heard of."""
 
     cards: Mapping[str, ReplicaCard]
     heard_s: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Unreachable:
+class Unreachable(Struct, frozen=True):
     """A replica could not be reached."""
 
     replica: str
     reason: str
 
 
-@dataclass(frozen=True)
-class TookPart:
+class TookPart(Struct, frozen=True):
     """A replica takes part in an update."""
 
     card: ReplicaCard
 
 
-@dataclass(frozen=True)
-class UpdateBegan:
+class UpdateBegan(Struct, frozen=True):
     """No new catch-up starts during an update; one already running continues."""
 
 
-@dataclass(frozen=True)
-class UpdateEnded:
+class UpdateEnded(Struct, frozen=True):
     """Catch-ups may start again."""
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(Struct, frozen=True):
     """How an update ended for each replica: its error, or None if it serves `version`."""
 
     version: int
     errors: Mapping[str, WeightwireError | None]
 
 
-@dataclass(frozen=True)
-class GroupClosed:
+class GroupClosed(Struct, frozen=True):
     """The group is closed on all replicas: none has a version of it any more."""
 
 
-@dataclass(frozen=True)
-class Retained:
+class Retained(Struct, frozen=True):
     """An update's bytes stay where they are: replicas are caught up from them until another update takes their memory."""
 
     retained: RetainedVersion
 
 
-@dataclass(frozen=True)
-class SegmentTaken:
+class SegmentTaken(Struct, frozen=True):
     """An update writes into a segment. `busy`: segments that the transport did not use, because somebody needs them."""
 
     transport: str
@@ -154,30 +144,26 @@ class SegmentTaken:
     fingerprint: str
 
 
-@dataclass(frozen=True)
-class CaughtUp:
+class CaughtUp(Struct, frozen=True):
     """A catch-up succeeded."""
 
     replica: str
 
 
-@dataclass(frozen=True)
-class NotCaughtUp:
+class NotCaughtUp(Struct, frozen=True):
     """A catch-up failed."""
 
     replica: str
     error: WeightwireError
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time to start the catch-ups that are due, if the manager's settings want any."""
 
     catch_up: bool = True
 
 
-@dataclass(frozen=True)
-class Closed:
+class Closed(Struct, frozen=True):
     """The manager is closed: no catch-up starts any more, and no bytes are kept."""
 
 
@@ -201,16 +187,14 @@ Event: TypeAlias = (
 # --- actions ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tell:
+class Tell(Struct, frozen=True):
     """Tell the listeners of an event (`trainer_adapters.events`)."""
 
     event: Literal["replica_joined", "replica_lost", "replica_state"]
     facts: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class CatchUp:
+class CatchUp(Struct, frozen=True):
     """Bring one replica up from these bytes; `CaughtUp` or `NotCaughtUp` is to follow."""
 
     card: ReplicaCard

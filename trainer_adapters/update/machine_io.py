@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from msgspec import Struct
+
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.manifest import Manifest
@@ -50,8 +52,7 @@ SEAL_WAIT_S = 0.5
 """How long a worker may take to answer that it has not checked all bytes, or does not stand, yet."""
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(Struct, frozen=True):
     """The content of one transaction, its limits, and the replicas for which its commit waits.
 
     - `transports`: names, in order of preference. `alone`: those of them that serve the only replica of a host. `streams`: those
@@ -152,7 +153,7 @@ AT_WORK: dict[Step, tuple[State, ...]] = {
 """States of replicas for which a step waits."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Participant:
     """One replica.
 
@@ -200,8 +201,7 @@ class Participant:
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Joining:
+class Joining(Struct, frozen=True):
     """A replica that takes part: how many workers it has, the terms that were agreed with it before, and its host.
     `lacks_memory`: it stands still, and has no memory in which an update could wait for its commit."""
 
@@ -212,56 +212,48 @@ class Joining:
     lacks_memory: bool = False
 
 
-@dataclass(frozen=True)
-class OpenAll:
+class OpenAll(Struct, frozen=True):
     """Step 1: open the group on all replicas. `unreached`: replicas to which no connection could be made."""
 
     replicas: Sequence[Joining]
     unreached: Mapping[str, WeightwireError]
 
 
-@dataclass(frozen=True)
-class BeginAll:
+class BeginAll(Struct, frozen=True):
     """Step 2: begin the transaction. `segments`: where each transport's bytes will be."""
 
     segments: Mapping[str, bytes]
 
 
-@dataclass(frozen=True)
-class Dropped:
+class Dropped(Struct, frozen=True):
     """A replica failed on this side: a trainer rank could not write to it."""
 
     replica: str
     error: WeightwireError
 
 
-@dataclass(frozen=True)
-class SealAll:
+class SealAll(Struct, frozen=True):
     """Step 3: all bytes are written. `digest` names the list of pieces."""
 
     pieces: tuple[Piece, ...]
     digest: str
 
 
-@dataclass(frozen=True)
-class CommitAll:
+class CommitAll(Struct, frozen=True):
     """Step 4: commit the replicas that have sealed."""
 
 
-@dataclass(frozen=True)
-class LeaveBehind:
+class LeaveBehind(Struct, frozen=True):
     """Step 5: replicas for which the commit did not wait drop out."""
 
 
-@dataclass(frozen=True)
-class AbortAll:
+class AbortAll(Struct, frozen=True):
     """The update failed: every replica that is still in it drops it."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(Struct, frozen=True):
     """The answer, or its failure, of a worker (by its place in the replica's card) or of the coordinator (None)."""
 
     replica: str
@@ -269,8 +261,7 @@ class Answered:
     answer: object
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """The time that `wakes_at_s` named has come."""
 
 
@@ -280,8 +271,7 @@ Event: TypeAlias = OpenAll | BeginAll | Dropped | SealAll | CommitAll | LeaveBeh
 # --- actions ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AskToOpen:
+class AskToOpen(Struct, frozen=True):
     """Ask the workers of a replica (none named: all) to open the group over a transport, with one probe of it. They may take
     long."""
 
@@ -290,8 +280,7 @@ class AskToOpen:
     workers: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """Sends a request to a worker, or to the coordinator (`worker` None), which may take long; a worker has `silence_s`."""
 
     replica: str
@@ -300,31 +289,27 @@ class Ask:
     silence_s: float
 
 
-@dataclass(frozen=True)
-class StopWaiting:
+class StopWaiting(Struct, frozen=True):
     """The answers of this replica that are still to come change nothing."""
 
     replica: str
 
 
-@dataclass(frozen=True)
-class EndStream:
+class EndStream(Struct, frozen=True):
     """Tell the workers of the replica that no more bytes come, without waiting for them; its coordinator then answers."""
 
     replica: str
     reason: str
 
 
-@dataclass(frozen=True)
-class TermsAgreed:
+class TermsAgreed(Struct, frozen=True):
     """The replica has opened the group (None: its terms are no longer known)."""
 
     replica: str
     agreed: Agreed | None
 
 
-@dataclass(frozen=True)
-class Holds:
+class Holds(Struct, frozen=True):
     """What the replica has mapped as its way back: the segment of this transaction ("new"), nothing ("none"), or possibly either
     that segment or the one of before ("either"), because nobody knows which version it serves."""
 
@@ -332,8 +317,7 @@ class Holds:
     segments: Literal["new", "none", "either"]
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(Struct, frozen=True):
     """The replica no longer takes part. `tells_abort`: it has begun the transaction. `routes_around`: other replicas may receive
     their bytes through it. `is_lost`: its process or its link is gone."""
 
@@ -344,8 +328,7 @@ class Drop:
     is_lost: bool
 
 
-@dataclass(frozen=True)
-class TellAbort:
+class TellAbort(Struct, frozen=True):
     """Tell the replica to drop the transaction, and wait for its answer a moment."""
 
     replica: str

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from msgspec import Struct
+
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, VersionConflict, WeightwireError
 from inference_plugin.wire.messages import Failed, Go, Outcome, Ready, Wrote
 from trainer_adapters.update.turns import Turns
@@ -38,57 +40,49 @@ HINT = (
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EnterOperation:
+class EnterOperation(Struct, frozen=True):
     """Rank 0 begins an operation ("update:7", "verify") that ends at `deadline_s`."""
 
     operation: str
     deadline_s: float
 
 
-@dataclass(frozen=True)
-class Gather:
+class Gather(Struct, frozen=True):
     """Rank 0 waits for the other ranks to be in its operation."""
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(Struct, frozen=True):
     """A rank reported, and waits for a `Reply` with this `asker`, unless it has given the operation up."""
 
     message: Ready | Wrote
     asker: object = None
 
 
-@dataclass(frozen=True)
-class SendGo:
+class SendGo(Struct, frozen=True):
     """All ranks are to write."""
 
     go: Go
 
 
-@dataclass(frozen=True)
-class SendOutcome:
+class SendOutcome(Struct, frozen=True):
     """The operation is over."""
 
     outcome: Outcome
 
 
-@dataclass(frozen=True)
-class FailAll:
+class FailAll(Struct, frozen=True):
     """The operation failed on rank 0. Ranks that come to it until its deadline are told as well."""
 
     error: WeightwireError
 
 
-@dataclass(frozen=True)
-class Gone:
+class Gone(Struct, frozen=True):
     """A rank's process ended."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """The operation's deadline has come."""
 
 
@@ -98,8 +92,7 @@ Event: TypeAlias = EnterOperation | Gather | Said | SendGo | SendOutcome | FailA
 # --- actions ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """Answer what was said with this `asker`."""
 
     asker: object
