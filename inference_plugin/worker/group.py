@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,14 +139,17 @@ class WeightUpdateGroup:
         return [*senders, self.installed.sender] if self.installed is not None and self.holds_memory else senders
 
     @property
-    def deadlines_s(self) -> list[float]:
-        """When something is due without news."""
-        found = [each.warn_at_s for each in self.dropped if each.warn_at_s is not None]
-        if self.transaction is not None:
-            found += [until_s for _, until_s in (*self.transaction.seal_askers, *self.transaction.stand_askers)]
+    def wakes_at_s(self) -> float:
+        """When a `tick` is due if nothing happens before; infinity if none is."""
+        at_s, transaction = math.inf, self.transaction
+        if transaction is not None:
             if self.state != "committing" or self.is_streaming:
-                found.append(self.transaction.expires_at_s)
-        return found
+                at_s = transaction.expires_at_s
+            for _, until_s in itertools.chain(transaction.seal_askers, transaction.stand_askers):
+                at_s = min(at_s, until_s)
+        for dropped in self.dropped:
+            at_s = min(at_s, dropped.warn_at_s)
+        return at_s
 
     def status(self) -> GroupStatus:
         transaction, terms, installed = self.transaction, self.terms, self.installed
@@ -196,7 +201,7 @@ class WeightUpdateGroup:
                     self.reply(asker, TakesBytes(stands=False))
             transaction.stand_askers = [each for each in transaction.stand_askers if each[1] > now_s]
         for dropped in self.dropped:
-            if dropped.warn_at_s is not None and dropped.warn_at_s <= now_s:
+            if dropped.warn_at_s <= now_s:
                 dropped.warn_at_s = now_s + WARN_EVERY_S
                 self.do(
                     Warn(
@@ -238,7 +243,7 @@ class WeightUpdateGroup:
     def _may_start(self, job: Job) -> bool:
         """A dropped transaction is cleaned up once its preparation has noticed."""
         waits = isinstance(job.work, CleanUp) and job.transaction is not None and job.transaction.staging
-        if waits and job.transaction is not None and job.transaction.warn_at_s is None:
+        if waits and job.transaction is not None and job.transaction.warn_at_s == math.inf:
             job.transaction.warn_at_s = self.shared.now_s + WARN_EVERY_S
         return not waits
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -89,7 +88,7 @@ class GroupTable:
     def wakes_at_s(self) -> float:
         """When to call `tick`, on `time.monotonic()`'s clock."""
         with self._lock:
-            return self._due_s()
+            return self._machine.wakes_at_s
 
     def processes(self) -> Collection[ProcessId]:
         """Trainers on this host that have a transaction open, or memory kept for the next one."""
@@ -152,9 +151,9 @@ class GroupTable:
 
     def _post(self, event: Event, now_s: float | None = None) -> None:
         with self._lock:
-            before_s = self._due_s()
+            before_s = self._machine.wakes_at_s
             actions = self._machine.on(event, time.monotonic() if now_s is None else now_s)
-            is_sooner = self._due_s() < before_s
+            is_sooner = self._machine.wakes_at_s < before_s
             for action in actions:
                 if isinstance(action, StateChanged):  # under the lock for their order; it only puts them into a queue
                     self._tell(action)
@@ -162,10 +161,6 @@ class GroupTable:
             self._perform(action)
         if is_sooner:
             self.sooner()
-
-    def _due_s(self) -> float:
-        due_s = self._machine.wakes_at_s
-        return math.inf if due_s is None else due_s
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Reply):

@@ -7,6 +7,7 @@ end is an event (`WorkEnded`). The shell (`groups`) calls `on` under one short l
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -99,9 +100,12 @@ class WorkerGroups:
         return actions
 
     @property
-    def wakes_at_s(self) -> float | None:
-        """When a `Tick` is due if nothing happens before; None if none is."""
-        return min([at_s for group in self.groups.values() for at_s in group.deadlines_s], default=None)
+    def wakes_at_s(self) -> float:
+        """When a `Tick` is due if nothing happens before; infinity if none is."""
+        at_s = math.inf
+        for group in self.groups.values():
+            at_s = min(at_s, group.wakes_at_s)
+        return at_s
 
     def processes(self) -> set[Process]:
         """Processes of this host whose end `Tick` should tell of."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from inference_plugin.wire.errors import ManifestMismatch, VersionConflict, WeightwireError
@@ -145,7 +146,7 @@ def _staged(group: WeightUpdateGroup, job: Job, sealed: Sealed, error: Weightwir
     transaction = job.transaction
     assert transaction is not None
     transaction.staging = False
-    transaction.warn_at_s = None
+    transaction.warn_at_s = math.inf
     if transaction.dropped:
         return
     if error is not None:

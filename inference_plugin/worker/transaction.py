@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,7 @@ class Transaction:
     """Why it could not be sealed."""
     abort_askers: list[Any] = field(default_factory=list)
     dropped: bool = False
-    warn_at_s: float | None = None
+    warn_at_s: float = math.inf
     """When to log that its preparation does not end."""
 
 

@@ -76,7 +76,7 @@ class SimulatedTransaction(Transaction):
             if world.now_s >= wakes_at_s:
                 self._do(Tick())
                 continue
-            wakes_at_s = min([wakes_at_s, *map(inquiry._look_at_s, inquiry._open.values())])
+            wakes_at_s = min(wakes_at_s, inquiry.look_at_s)
             frozen_s = process.frozen_s
             yield max(wakes_at_s, world.now_s + 1e-6)  # the time of a look may be one rounding error too early
             if (late_s := process.frozen_s - frozen_s) > 0:

@@ -328,7 +328,7 @@ class SimulatedWorker:
             else:
                 self._perform(action)
         due_s = self.machine.wakes_at_s
-        if due_s is not None and due_s < self._tick_at_s:
+        if due_s < self._tick_at_s:
             self._tick_at_s = due_s
             self._world.at_time(due_s, self.process, self._tick, due_s)
 

@@ -6,6 +6,7 @@ The test is the shell: it keeps the work that was started, ends it when it likes
 from __future__ import annotations
 
 import collections
+import math
 import os
 import subprocess
 import sys
@@ -326,7 +327,7 @@ class Walk:
                 assert (open_.sender.pid, open_.sender.start_ticks) not in ended or open_.sender.boot_id != HERE
                 assert all(until_s > self.shell.now_s for _, until_s in open_.seal_askers)
         due_s = self.machine.wakes_at_s
-        assert due_s is None or due_s > self.shell.now_s, "else the shell would be woken without end"
+        assert due_s > self.shell.now_s, "else the shell would be woken without end"
 
     # --- the engine ---
 
@@ -452,7 +453,7 @@ class Walk:
         assert all(len(asker.answers) == 1 for asker in self.shell.askers), "somebody was never answered"
         assert self.shell.mapped == set(), "memory is still held"
         assert not self.machine.groups and not self.machine.unopened and not self.machine.closing
-        assert self.machine.wakes_at_s is None and self.machine.processes() == set()
+        assert self.machine.wakes_at_s == math.inf and self.machine.processes() == set()
 
 
 def test_events_in_any_order_break_no_promise() -> None:
@@ -516,7 +517,7 @@ def test_a_silent_trainers_lease_ends_at_its_time_and_not_before_and_never_durin
     shell.opened()
     shell.sealed("t1", 1)
     group = shell.machine.groups["policy"]
-    assert shell.machine.wakes_at_s is not None
+    assert shell.machine.wakes_at_s < math.inf
     shell.now_s = shell.machine.wakes_at_s - 0.01
     shell.do(Tick())
     assert group.state == "sealed"

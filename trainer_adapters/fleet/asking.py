@@ -8,9 +8,10 @@ request that needs it ends, and the other requests go on.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -59,7 +60,23 @@ class _Open:
     channel: Channel
     asked_s: float
     silence_s: float
-    probes: list[_Probe] = field(default_factory=list)
+    probes: list[_Probe]
+
+    @property
+    def look_at_s(self) -> float:
+        """When a sign of life is to be asked for, or is overdue."""
+        if not self.probes:
+            return self.asked_s + self.silence_s
+        return min([p.due_s if p.asked_s is None else p.asked_s + self.silence_s for p in self.probes])
+
+    def silence(self, now_s: float) -> SyncTimeout | None:
+        """The error of a request on which a silent process works."""
+        silent = [(p.channel, p.asked_s) for p in self.probes] if self.probes else [(self.channel, self.asked_s)]
+        for channel, asked_s in silent:
+            if channel is not None and asked_s is not None and now_s - asked_s >= self.silence_s:
+                words = f"{channel.address} has given no sign of life for {self.silence_s:g} s"
+                return SyncTimeout(words, **channel.where)
+        return None
 
 
 class Inquiry(Generic[Reply]):
@@ -69,12 +86,17 @@ class Inquiry(Generic[Reply]):
         self._kind = kind
         self._silence_s = silence_s
         self._open: dict[Channel, _Open] = {}
-        self._unsent: list[tuple[Channel, WeightwireError]] = []
+        self._unsent: list[tuple[Channel, Reply | WeightwireError]] = []
 
     @property
     def waits(self) -> bool:
         """Whether an answer is still to come."""
         return bool(self._open or self._unsent)
+
+    @property
+    def look_at_s(self) -> float:
+        """When a sign of life is to be asked for, or is overdue; infinity if nothing is open."""
+        return min([request.look_at_s for request in self._open.values()], default=math.inf)
 
     def ask(self, ask: Ask) -> None:
         """Sends a request."""
@@ -97,19 +119,19 @@ class Inquiry(Generic[Reply]):
     def take(self, until_s: float) -> list[tuple[Channel, Reply | WeightwireError]]:
         """Returns the answers that are there, else the first that come until `until_s` (of `time.monotonic()`), else nothing. A
         silent process's answer is a `SyncTimeout`."""
-        found, self._unsent = self._unsent, []
-        taken: list[tuple[Channel, Reply | WeightwireError]] = [*found]
+        taken, self._unsent = self._unsent, []
         while self._open and not taken:
             began_s = time.monotonic()
-            self._probe()
-            wake_s = min([until_s, *map(self._look_at_s, self._open.values())])
+            self._probe(began_s)
+            wake_s = min(until_s, self.look_at_s)
             self._receive(max(0.0, wake_s - time.monotonic()), taken)
-            self._forgive(time.monotonic() - max(wake_s, began_s))
+            now_s = time.monotonic()
+            self._forgive(now_s - max(wake_s, began_s))
             for request in list(self._open.values()):
-                if (error := self._silence_of(request)) is not None:
+                if (error := request.silence(now_s)) is not None:
                     self.give_up(request.channel)
                     taken.append((request.channel, error))
-            if time.monotonic() >= until_s:
+            if now_s >= until_s:
                 break
         return taken
 
@@ -127,10 +149,14 @@ class Inquiry(Generic[Reply]):
             self.give_up(channel)
 
     def _receive(self, timeout_s: float, taken: list[tuple[Channel, Reply | WeightwireError]]) -> None:
-        probes = {p.channel: (r, p) for r in self._open.values() for p in r.probes if p.channel and p.asked_s}
-        for channel, reply in take_ready([*self._open, *probes], msgspec.Struct, timeout_s=timeout_s):
-            if channel in probes:
-                request, probe = probes[channel]
+        probed: dict[Channel, tuple[_Open, _Probe]] = {}
+        for request in self._open.values():
+            for probe in request.probes:
+                if probe.channel is not None and probe.asked_s is not None:
+                    probed[probe.channel] = request, probe
+        for channel, reply in take_ready([*self._open, *probed], msgspec.Struct, timeout_s=timeout_s):
+            if channel in probed:
+                request, probe = probed[channel]
                 if isinstance(reply, PeerLost):
                     self.give_up(request.channel)
                     taken.append((request.channel, reply))
@@ -144,9 +170,8 @@ class Inquiry(Generic[Reply]):
                     words = f"expected {self._kind.__name__}, got {type(reply).__name__}"
                     taken.append((channel, ProtocolError(words, **channel.where)))
 
-    def _probe(self) -> None:
+    def _probe(self, now_s: float) -> None:
         """Asks for the signs of life that are due."""
-        now_s = time.monotonic()
         due = [(r, p) for r in self._open.values() for p in r.probes if p.asked_s is None and p.due_s <= now_s]
         for request, probe in due:
             try:
@@ -166,22 +191,6 @@ class Inquiry(Generic[Reply]):
             for probe in request.probes:
                 if probe.asked_s is not None:
                     probe.asked_s += late_s
-
-    def _look_at_s(self, request: _Open) -> float:
-        if not request.probes:
-            return request.asked_s + request.silence_s
-        return min([p.due_s if p.asked_s is None else p.asked_s + request.silence_s for p in request.probes])
-
-    def _silence_of(self, request: _Open) -> WeightwireError | None:
-        now_s = time.monotonic()
-        silent = [(p.channel, p.asked_s) for p in request.probes]
-        if not request.probes:
-            silent = [(request.channel, request.asked_s)]
-        for channel, asked_s in silent:
-            if channel is not None and asked_s is not None and now_s - asked_s >= request.silence_s:
-                words = f"{channel.address} has given no sign of life for {request.silence_s:g} s"
-                return SyncTimeout(words, **channel.where)
-        return None
 
 
 def ask_all(

@@ -173,7 +173,7 @@ class FleetMachine:
 
     def _see(self, event: CardsSeen) -> None:
         for name, card in event.cards.items():
-            replica = self.replicas.setdefault(name, Replica(card))
+            replica = self._known(card)
             replica.card, replica.heard_s = card, event.heard_s.get(name, 0.0)
             if replica.lost and replica.heard_s >= replica.lost_s:
                 replica.lost, replica.reason = False, ""
@@ -184,7 +184,7 @@ class FleetMachine:
             self._lose(replica, "it is no longer among the replicas of the job", since_s=0.0)
 
     def _take_in(self, card: ReplicaCard) -> None:
-        replica = self.replicas.setdefault(card.replica, Replica(card))
+        replica = self._known(card)
         if not replica.takes_part:
             replica.takes_part = True
             self._tell("replica_joined", card=card)
@@ -268,6 +268,11 @@ class FleetMachine:
         self._note(replica)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _known(self, card: ReplicaCard) -> Replica:
+        if (replica := self.replicas.get(card.replica)) is None:
+            replica = self.replicas[card.replica] = Replica(card)
+        return replica
 
     def _took(self, replica: Replica, version: int) -> None:
         replica.version, replica.reason = version, ""

@@ -25,7 +25,6 @@ from trainer_adapters.settings import BestEffort, Quorum
 from trainer_adapters.update.answers import answered
 from trainer_adapters.update.hints import UNKNOWN
 from trainer_adapters.update.machine_io import (
-    AT_WORK,
     ENDED,
     SEAL_WAIT_S,
     AbortAll,
@@ -44,7 +43,6 @@ from trainer_adapters.update.machine_io import (
     Step,
     StopWaiting,
     TellAbort,
-    Tick,
 )
 from trainer_adapters.update.state import TransactionState
 
@@ -68,7 +66,7 @@ class TransactionMachine(TransactionState):
         """When a `Tick` is due, if nothing happens before."""
         due_s = [one.ends_at_s for one in self.ending]
         if self.is_on:
-            due_s += [self.until_s, *map(self._ends_at_s, self.in_state(*AT_WORK[self.step]))]
+            due_s += [self.until_s, *map(self._ends_at_s, self.at_work)]
         return min(due_s, default=None)
 
     @property
@@ -83,7 +81,7 @@ class TransactionMachine(TransactionState):
                 self._abort(event.reason)
             case LeaveBehind():
                 self._leave_behind()
-            case Answered() if self.ending:
+            case Answered() if self.ending or self.error is None:
                 answered(self, event)
             case _ if self.error is not None:
                 pass
@@ -97,10 +95,6 @@ class TransactionMachine(TransactionState):
                 self._seal(event)
             case CommitAll():
                 self._commit()
-            case Answered():
-                answered(self, event)
-            case Tick():
-                pass
         self._look_whether_over()
         actions, self.actions = self.actions, []
         return actions
@@ -212,7 +206,7 @@ class TransactionMachine(TransactionState):
             self.fail(one, SyncTimeout(words, hint=UNKNOWN, side="coordinator", phase="commit"))
         if not self.is_on or self.error is not None:
             return
-        at_work = self.in_state(*AT_WORK[self.step])
+        at_work = self.at_work
         if self.step == "seal":
             quorum = self.terms.stragglers
             enough = isinstance(quorum, Quorum) and len(self.in_state("sealed")) >= quorum.count
@@ -224,7 +218,7 @@ class TransactionMachine(TransactionState):
         for one in at_work:
             if self.now_s >= self._ends_at_s(one):
                 self.fail(one, self._too_late(one))
-        self.is_on = bool(self.in_state(*AT_WORK[self.step]))
+        self.is_on = bool(self.at_work)
 
     def _too_late(self, one: Participant) -> WeightwireError:
         if one.state == "opening":

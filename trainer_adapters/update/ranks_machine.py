@@ -223,7 +223,8 @@ class RanksMachine:
 
     def _why_it_fails(self, now_s: float) -> WeightwireError | None:
         """The first reason for which rank 0's operation cannot go on."""
-        for said in self.heard:
+        heard = self.heard
+        for said in heard:
             if said.error is not None:
                 return WeightwireError.of(said.error).at(side="trainer", rank=said.rank)
         if self.state == "gathering":
@@ -235,7 +236,7 @@ class RanksMachine:
         elif away := sorted(self._away & self.missing):
             words = f"trainer rank {away[0]} gave {self._turns.now!r} up before it had written its part"
             return SyncTimeout(words, hint=f"that rank's own error says why; {HINT}", side="trainer", rank=away[0])
-        if self.all_heard:
+        if len(heard) == self.size - 1:
             return None
         if gone := sorted(self._gone & self.missing):
             words, hint = (

@@ -20,6 +20,7 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.messages import AskStands
 from trainer_adapters.update.hints import LEFT_OUT, STREAMED, UNKNOWN
 from trainer_adapters.update.machine_io import (
+    AT_WORK,
     SEAL_WAIT_S,
     Action,
     Ask,
@@ -107,7 +108,13 @@ class TransactionState:
             self.ending.append(one)
             self.do(EndStream(one.replica, error.message))
 
-    def in_state(self, *states: State) -> list[Participant]:
+    def in_state(self, state: State) -> list[Participant]:
+        return [each for each in self.participants.values() if each.state == state]
+
+    @property
+    def at_work(self) -> list[Participant]:
+        """The replicas for which the step waits."""
+        states = AT_WORK[self.step]
         return [each for each in self.participants.values() if each.state in states]
 
     # --- asking a replica --------------------------------------------------------------------------------------------

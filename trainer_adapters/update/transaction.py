@@ -53,6 +53,7 @@ from trainer_adapters.update.machine_io import (
     OpenAll,
     Participant,
     SealAll,
+    State,
     StopWaiting,
     TellAbort,
     Terms,
@@ -268,7 +269,7 @@ class Transaction:
                 self._do(Tick())
 
     def _do(self, event: Event) -> None:
-        before = {name: one.state for name, one in self._machine.participants.items()}
+        before = self._states()
         events = [event]
         aborts: list[TellAbort] = []
         while events:
@@ -280,12 +281,16 @@ class Transaction:
                 else:
                     self._perform(action)
         self._tell_abort(aborts)
-        participants = self._machine.participants
-        if changed := [one for name, one in participants.items() if one.state != before.get(name)]:
+        if (states := self._states()) != before:
+            participants = self._machine.participants
             begun = [name for name, one in participants.items() if one.is_in and one.state != "open"]
             self._leases.renew(self._cards[name] for name in begun)
-            for one in changed:
-                self._trace(one)
+            for name, state in states.items():
+                if state != before.get(name):
+                    self._trace(participants[name])
+
+    def _states(self) -> dict[str, State]:
+        return {name: one.state for name, one in self._machine.participants.items()}
 
     def _perform(self, action: Action) -> None:
         session = self._sessions[action.replica]
