@@ -70,6 +70,10 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     dtypes: Annotated[dict[ShortName, ShortName], msgspec.Meta(max_length=MAX_DTYPE_RULES)] = {}
 
 
+_KINDS: dict[str, type[WeightwireError]] = {}
+"""Subclasses of `WeightwireError` by name."""
+
+
 class WeightwireError(Exception):
     """Base of every error that Weightwire raises.
 
@@ -82,6 +86,9 @@ class WeightwireError(Exception):
     default_hint = ""
     report: Any = None  # an `UpdateReport`; reports are made of errors, so this file cannot import them
     dtypes: Mapping[str, str] = MappingProxyType({})
+
+    def __init_subclass__(cls) -> None:
+        _KINDS.setdefault(cls.__name__, cls)
 
     def __init__(
         self,
@@ -152,8 +159,7 @@ class WeightwireError(Exception):
     @staticmethod
     def of(info: ErrorInfo) -> WeightwireError:
         """The error that `info` describes; an unknown kind becomes a plain `WeightwireError`."""
-        kind = next((cls for cls in _tree(WeightwireError) if cls.__name__ == info.kind), WeightwireError)
-        error = kind(
+        error = _KINDS.get(info.kind, WeightwireError)(
             info.message,
             hint=info.hint,
             side=info.side,
@@ -357,7 +363,3 @@ def _writable(text: str) -> str:
     """`text` without surrogates. Python's errors hold them for file names that are not UTF-8, and no message can encode
     them."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _tree(root: type[WeightwireError]) -> list[type[WeightwireError]]:
-    return [root, *(cls for child in root.__subclasses__() for cls in _tree(child))]

@@ -314,7 +314,7 @@ class Job:
     def _quiet(self) -> None:
         """Faults end, and all that waits for a time limit comes to its end."""
         self.world.faults_end()
-        self.world.run(lambda: False, self.world.now_s + LONG_S)
+        self.world.run(until_s=self.world.now_s + LONG_S)
         self._check_all()
         for trainer in self.trainers:
             if trainer.is_whole and trainer.catch_ups:
@@ -340,13 +340,13 @@ class Job:
             self._end_party(rival.trainer.processes)
         self.rivals.clear()
         self.paused.clear()
-        self.world.run(lambda: False, self.world.now_s + 10)
+        self.world.run(until_s=self.world.now_s + 10)
         self.world.touched.clear()
 
     def _end(self) -> None:
         """The next update has succeeded everywhere, and nothing is held once the trainer is closed."""
         trainer = self.trainers[-1] if self.trainers[-1].is_whole else None
-        self.world.run(lambda: False, self.world.now_s + 30)  # late replicas are caught up
+        self.world.run(until_s=self.world.now_s + 30)  # late replicas are caught up
         for replica in self.replicas:
             if replica.serves is None or not replica.serves.digest.startswith(f"d{self.version}."):
                 raise Violation(
@@ -357,7 +357,7 @@ class Job:
                 trainer = each
                 each.close()
         assert trainer is not None
-        self.world.run(lambda: False, self.world.now_s + 200)
+        self.world.run(until_s=self.world.now_s + 200)
         for replica in self.replicas:
             for worker in replica.workers:
                 if held := worker.holds():

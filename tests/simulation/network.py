@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inference_plugin.net.channel import RESEND_S
 from inference_plugin.wire.errors import PeerLost, ProtocolError, WeightwireError
 from inference_plugin.wire.messages import Body, Failed
-from tests.simulation.world import Process, Task, World, cancel
+from tests.simulation.world import Process, Task, World
 
 if TYPE_CHECKING:
-    from tests.simulation.world import Fault, Timer
+    from tests.simulation.world import Fault
 
 __all__ = ["Asker", "Network", "SimulatedChannel", "take_ready"]
 
@@ -71,7 +72,8 @@ class SimulatedChannel:
         self._resends = resends
         self._pending: Body | None = None
         self._sending = 0
-        self._resend: Timer | None = None
+        self._again_s = 0.0
+        self._resend_at_s = self._look_at_s = math.inf
         self.network.channels[self] = None
 
     @property
@@ -83,19 +85,38 @@ class SimulatedChannel:
         self.task, self._pending = self.network.world.task, body
         if not self.peer.alive:
             self.network.world.at(0.0, self.owner, self.lost)
-        self._transmit(body, RESEND_S)
+        self._transmit(RESEND_S)
 
-    def _transmit(self, body: Body, again_s: float) -> None:
+    def _transmit(self, again_s: float) -> None:
         """Only the reply to the latest sending counts (REQ_CORRELATE)."""
-        if self._pending is not body or self not in self.network.channels:
-            return
+        body = self._pending
+        assert body is not None
         self._sending += 1
         self.sent_messages += 1
         asker = Asker(self, self._sending)
         party = self.peer.party if self.peer.party != self.owner.party else self.owner.party
         self.network.carry(party, self.peer, self.network.servers[self.address][1], asker, body)
         if self._resends:
-            self._resend = self.network.world.at(again_s, self.owner, self._transmit, body, 2 * again_s)
+            self._again_s, self._resend_at_s = 2 * again_s, self.network.world.now_s + again_s
+            self._look_later()
+
+    def _look_later(self) -> None:
+        """One event of the heap is enough: an earlier one sets the next."""
+        if self._resend_at_s < self._look_at_s:
+            self._look_at_s = self._resend_at_s
+            self.network.world.at_time(self._look_at_s, self.owner, self._look, self._look_at_s)
+
+    def _look(self, at_s: float) -> None:
+        """Sends the request again if its time has come."""
+        if at_s != self._look_at_s:
+            return
+        self._look_at_s = math.inf
+        if self._pending is None or self not in self.network.channels:
+            return
+        if self._resend_at_s <= self.network.world.now_s:
+            self._transmit(self._again_s)
+        else:
+            self._look_later()
 
     def replied(self, sending: int, body: Body) -> None:
         """A reply has come."""
@@ -127,11 +148,8 @@ class SimulatedChannel:
         self.network.channels.pop(self, None)
 
     def _settle(self, news: Any) -> None:
-        """Nothing is awaited any more, and nothing sent again: a channel has one time at which it sends again."""
+        """Nothing is awaited any more, and nothing sent again."""
         self._pending, self.news = None, news
-        if self._resend is not None:
-            cancel(self._resend)
-            self._resend = None
 
 
 class Asker:

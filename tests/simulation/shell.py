@@ -12,13 +12,14 @@ from unittest import mock
 from tests.simulation.network import Network, SimulatedChannel, take_ready
 from tests.simulation.transaction import SimulatedLeases, SimulatedTransaction
 from tests.simulation.world import HOST, STARTED, World
+from trainer_adapters import settings
 from trainer_adapters.fleet import asking, session
 from trainer_adapters.fleet import fleet as fleet_module
 from trainer_adapters.update import leases, transaction
 
 __all__ = ["enter", "simulated"]
 
-JOBS_PER_COLLECTION = 20
+JOBS_PER_COLLECTION = 5
 """A job leaves about 500 objects of garbage, and nothing of it is garbage before its end."""
 
 
@@ -55,6 +56,7 @@ def simulated() -> Iterator[None]:
             (transaction, "os"): SimpleNamespace(getpid=lambda: getattr(_Now.world.current, "pid", 0)),
             (transaction, "addresses"): SimpleNamespace(boot_id=lambda: HOST),
             (transaction, "start_ticks"): lambda: STARTED,
+            (settings, "misspelt_variables"): lambda: (),
         }
         for (module, name), value in replaced.items():
             stack.enter_context(mock.patch.object(module, name, value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class Staging:
     trace: None = None
     wanted: tuple[()] = ()
 
-    @property
+    @functools.cached_property
     def bytes(self) -> _Bytes:
         return _Bytes(self.txn, self)
 

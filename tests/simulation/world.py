@@ -65,22 +65,14 @@ class Process:
         world.processes.append(self)
 
 
-Timer: TypeAlias = list[Any]
+Timer: TypeAlias = tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]
 """One event of the heap: time, number, process, what is to be done, and its arguments."""
-
-
-def cancel(timer: Timer) -> None:
-    """The event will be one at which nothing happens (but a fault, perhaps)."""
-    timer[ACT] = None
-
-
-ACT = 3
 
 
 class Task:
     """A generator that runs in a process: it yields until when to sleep, and goes on earlier where there is news."""
 
-    __slots__ = ("_again", "_alarm", "_running", "over", "process", "steps")
+    __slots__ = ("_again", "_alarm_s", "_running", "_until_s", "over", "process", "steps")
 
     def __init__(self, process: Process, steps: Generator[float, None, Any]) -> None:
         self.process = process
@@ -88,15 +80,30 @@ class Task:
         self.over = False
         self._running = False
         self._again = False
-        self._alarm = process.world.at(0.0, process, self._resume)
+        self._until_s = self._alarm_s = process.world.now_s
+        process.world.at(0.0, process, self._alarm, self._alarm_s)
 
     def news(self) -> None:
         """Something came that the task may wait for."""
         if self._running:
             self._again = True
         elif not self.over:
-            cancel(self._alarm)
             self._resume()
+
+    def _alarm(self, at_s: float) -> None:
+        """The task is resumed if it sleeps no longer than until now; else it has been resumed before, and is looked at later."""
+        if at_s == self._alarm_s and not self.over:
+            self._alarm_s = math.inf
+            if self._until_s <= self.process.world.now_s:
+                self._resume()
+            else:
+                self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """One event of the heap is enough: an earlier one sets the next."""
+        if self._until_s < self._alarm_s:
+            self._alarm_s = self._until_s
+            self.process.world.at_time(self._until_s, self.process, self._alarm, self._until_s)
 
     def _resume(self) -> None:
         world = self.process.world
@@ -104,7 +111,7 @@ class Task:
         try:
             while True:
                 self._again = False
-                until_s = next(self.steps)
+                self._until_s = next(self.steps)
                 if not self._again:
                     break
         except StopIteration:
@@ -112,8 +119,7 @@ class Task:
             return
         finally:
             world.task, self._running = before, False
-        if until_s < math.inf:
-            self._alarm = world.at_time(until_s, self.process, self._resume)
+        self._set_alarm()
 
 
 class World:
@@ -141,19 +147,15 @@ class World:
         self._number = 0
         self._unique = 0
 
-    def at(self, delay_s: float, process: Process | None, act: Callable[..., None], *arguments: Any) -> Timer:
+    def at(self, delay_s: float, process: Process | None, act: Callable[..., None], *arguments: Any) -> None:
         """Has `act` called in `process`; not if the process has ended by then, and later if it is frozen."""
         self._number = number = self._number + 1
-        timer = [self.now_s + delay_s, number, process, act, arguments]
-        heappush(self._heap, timer)
-        return timer
+        heappush(self._heap, (self.now_s + delay_s, number, process, act, arguments))
 
-    def at_time(self, at_s: float, process: Process | None, act: Callable[..., None], *arguments: Any) -> Timer:
+    def at_time(self, at_s: float, process: Process | None, act: Callable[..., None], *arguments: Any) -> None:
         """As `at`, at exactly that time: a clock that is one rounding error short of it would wake somebody for ever."""
         self._number = number = self._number + 1
-        timer = [max(self.now_s, at_s), number, process, act, arguments]
-        heappush(self._heap, timer)
-        return timer
+        heappush(self._heap, (max(self.now_s, at_s), number, process, act, arguments))
 
     def soon(self) -> float:
         """A short random time."""
@@ -167,7 +169,7 @@ class World:
         if self.lines is not None:
             self.lines.append(f"{self.now_s - 100:10.4f} #{self.events:<4} {text}")
 
-    def run(self, until: Callable[[], bool], until_s: float = math.inf) -> None:
+    def run(self, until: Callable[[], bool] | None = None, until_s: float = math.inf) -> None:
         """Runs events until `until()` holds after one, or the time has come."""
         heap, faults = self._heap, self._faults
         fault_at = faults[-1].at if faults else MOST_EVENTS
@@ -178,8 +180,7 @@ class World:
                 if not process.alive:
                     continue
                 if process.frozen_until_s > at_s:
-                    timer[0] = process.frozen_until_s
-                    heappush(heap, timer)
+                    heappush(heap, (process.frozen_until_s, *timer[1:]))
                     continue
             self.now_s = at_s
             self.events = number = self.events + 1
@@ -192,16 +193,13 @@ class World:
                     if process is not None and (not process.alive or process.frozen_until_s > at_s):
                         heappush(heap, timer)
                         continue
-            elif act is None:
-                continue
             self.current = process
-            if act is not None:
-                act(*arguments)
+            act(*arguments)
             if self.unchecked:
                 for check in self.unchecked:
                     check()
                 self.unchecked.clear()
-            if until():
+            if until is not None and until():
                 return
         if until_s < math.inf:
             self.now_s = max(self.now_s, until_s)

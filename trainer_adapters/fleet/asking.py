@@ -86,6 +86,8 @@ class Inquiry(Generic[Reply]):
         self._kind = kind
         self._silence_s = silence_s
         self._open: dict[Channel, _Open] = {}
+        self._probed: dict[Channel, tuple[_Open, _Probe]] = {}
+        """Signs of life that were asked for and have not come."""
         self._unsent: list[tuple[Channel, Reply | WeightwireError]] = []
 
     @property
@@ -114,7 +116,10 @@ class Inquiry(Generic[Reply]):
     def give_up(self, channel: Channel) -> None:
         """No longer waits for that answer."""
         if (request := self._open.pop(channel, None)) is not None:
-            _close(request)
+            for probe in request.probes:
+                if probe.channel is not None:
+                    self._probed.pop(probe.channel, None)
+                    probe.channel.close()
 
     def take(self, until_s: float) -> list[tuple[Channel, Reply | WeightwireError]]:
         """Returns the answers that are there, else the first that come until `until_s` (of `time.monotonic()`), else nothing. A
@@ -122,15 +127,16 @@ class Inquiry(Generic[Reply]):
         taken, self._unsent = self._unsent, []
         while self._open and not taken:
             began_s = time.monotonic()
-            self._probe(began_s)
-            wake_s = min(until_s, self.look_at_s)
+            look_at_s = self.look_at_s
+            if look_at_s <= began_s:
+                self._probe(began_s)
+                look_at_s = self.look_at_s
+            wake_s = min(until_s, look_at_s)
             self._receive(max(0.0, wake_s - time.monotonic()), taken)
             now_s = time.monotonic()
             self._forgive(now_s - max(wake_s, began_s))
-            for request in list(self._open.values()):
-                if (error := request.silence(now_s)) is not None:
-                    self.give_up(request.channel)
-                    taken.append((request.channel, error))
+            if now_s >= look_at_s:
+                self._end_silent(now_s, taken)
             if now_s >= until_s:
                 break
         return taken
@@ -149,14 +155,9 @@ class Inquiry(Generic[Reply]):
             self.give_up(channel)
 
     def _receive(self, timeout_s: float, taken: list[tuple[Channel, Reply | WeightwireError]]) -> None:
-        probed: dict[Channel, tuple[_Open, _Probe]] = {}
-        for request in self._open.values():
-            for probe in request.probes:
-                if probe.channel is not None and probe.asked_s is not None:
-                    probed[probe.channel] = request, probe
-        for channel, reply in take_ready([*self._open, *probed], msgspec.Struct, timeout_s=timeout_s):
-            if channel in probed:
-                request, probe = probed[channel]
+        for channel, reply in take_ready([*self._open, *self._probed], msgspec.Struct, timeout_s=timeout_s):
+            if (probed := self._probed.pop(channel, None)) is not None:
+                request, probe = probed
                 if isinstance(reply, PeerLost):
                     self.give_up(request.channel)
                     taken.append((request.channel, reply))
@@ -178,9 +179,16 @@ class Inquiry(Generic[Reply]):
                 probe.channel = probe.channel or probe.connect()
                 probe.channel.send(Describe())
                 probe.asked_s = now_s
+                self._probed[probe.channel] = request, probe
             except Exception as error:  # noqa: BLE001 -- what this process lacks (descriptors) is not the other's silence
                 logger.warning("weightwire: a sign of life could not be asked for: %s", error)
                 probe.due_s = now_s + request.silence_s
+
+    def _end_silent(self, now_s: float, taken: list[tuple[Channel, Reply | WeightwireError]]) -> None:
+        for request in list(self._open.values()):
+            if (error := request.silence(now_s)) is not None:
+                self.give_up(request.channel)
+                taken.append((request.channel, error))
 
     def _forgive(self, late_s: float) -> None:
         """Where this process itself stood still, what it did not hear meanwhile was nobody's silence."""
@@ -229,10 +237,3 @@ def _answers(
             yield from taken
             if not taken and time.monotonic() >= deadline_s:
                 return
-
-
-def _close(request: _Open) -> None:
-    for probe in request.probes:
-        if probe.channel is not None:
-            probe.channel.close()
-            probe.channel = None

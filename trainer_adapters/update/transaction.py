@@ -280,7 +280,8 @@ class Transaction:
                     aborts.append(action)
                 else:
                     self._perform(action)
-        self._tell_abort(aborts)
+        if aborts:
+            self._tell_abort(aborts)
         if (states := self._states()) != before:
             participants = self._machine.participants
             begun = [name for name, one in participants.items() if one.is_in and one.state != "open"]
