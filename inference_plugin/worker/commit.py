@@ -4,36 +4,37 @@ docstring says otherwise."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from inference_plugin.wire.errors import CommitFailed, ProtocolError, TornReplica
 from inference_plugin.wire.messages import RankCommit, TakesBytes
 from inference_plugin.worker.actions import DropStaging, SettleStaging, WayBack
-from inference_plugin.worker.events import Finished
+from inference_plugin.worker.events import (
+    CheckSealed,
+    CheckStream,
+    Finished,
+    Install,
+    ReleaseCheck,
+    StartFinish,
+    StartUndo,
+    Undone,
+)
 from inference_plugin.worker.group import WeightUpdateGroup
 from inference_plugin.worker.transaction import Installed, Job, Transaction
 
-__all__ = [
-    "check_committing",
-    "check_sealed",
-    "check_stream",
-    "finished",
-    "install",
-    "release_check",
-    "start_undo",
-    "tear",
-    "undone",
-]
+__all__ = ["handlers", "tear"]
 
 
-def check_sealed(group: WeightUpdateGroup, asker: Any, txn: str, version: int) -> None:
+def check_sealed(group: WeightUpdateGroup, event: CheckSealed) -> None:
     """The group is `committing` from now on. A transaction that is committed already gets its earlier answer."""
+    txn = event.txn
     if isinstance(done := group.finished.get(txn), RankCommit):
-        group.reply(asker, done)
+        group.reply(event.asker, done)
         return
     transaction = group.current(txn)
-    if transaction.version != version:
-        raise ProtocolError(f"transaction {txn} is of version {transaction.version}, not {version}")
+    if transaction.version != event.version:
+        raise ProtocolError(f"transaction {txn} is of version {transaction.version}, not {event.version}")
     if transaction.error is not None:
         raise copy.copy(transaction.error)
     if transaction.sealed is None and not (transaction.streams and transaction.begun):
@@ -41,14 +42,14 @@ def check_sealed(group: WeightUpdateGroup, asker: Any, txn: str, version: int) -
     if group.state != "committing":
         group.before_commit = group.state
     group.enter("committing")
-    group.reply(asker, None)
+    group.reply(event.asker, None)
 
 
-def release_check(group: WeightUpdateGroup, asker: Any) -> None:
+def release_check(group: WeightUpdateGroup, event: ReleaseCheck) -> None:
     """The update is sealed again, and may be committed or aborted."""
     if group.state == "committing":
         group.enter(group.before_commit)
-    group.reply(asker, None)
+    group.reply(event.asker, None)
 
 
 def check_committing(group: WeightUpdateGroup, txn: str) -> Transaction:
@@ -59,23 +60,28 @@ def check_committing(group: WeightUpdateGroup, txn: str) -> Transaction:
     return transaction
 
 
-def install(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
+def install(group: WeightUpdateGroup, event: Install) -> None:
     """The engine's thread is about to write: verifications under way begin again, and trainers that stream may send."""
-    transaction = check_committing(group, txn)
+    transaction = check_committing(group, event.txn)
     group.reading = ""
     transaction.stands = True
     for waiting, _ in transaction.stand_askers:
         group.reply(waiting, TakesBytes(stands=True))
     transaction.stand_askers = []
-    group.reply(asker, transaction.version)
+    group.reply(event.asker, transaction.version)
 
 
-def check_stream(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
+def check_stream(group: WeightUpdateGroup, event: CheckStream) -> None:
     """Answers whether every streamed byte has come and is checked. Raises the reason if the rest will not come."""
-    transaction = check_committing(group, txn)
+    transaction = check_committing(group, event.txn)
     if transaction.error is not None:
         raise copy.copy(transaction.error)
-    group.reply(asker, transaction.sealed is not None)
+    group.reply(event.asker, transaction.sealed is not None)
+
+
+def start_finish(group: WeightUpdateGroup, event: StartFinish) -> None:
+    check_committing(group, event.txn)
+    group.reply(event.asker, None)
 
 
 def finished(group: WeightUpdateGroup, event: Finished) -> None:
@@ -111,21 +117,22 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
     group.reply(event.asker, done)
 
 
-def start_undo(group: WeightUpdateGroup, asker: Any) -> None:
+def start_undo(group: WeightUpdateGroup, event: StartUndo) -> None:
     if group.state == "torn":
         raise TornReplica(group.detail)
     group.reading = ""
     installed, undone_txn = group.installed, group.transaction.txn if group.transaction is not None else ""
     if installed is None:
-        group.reply(asker, WayBack(undone=undone_txn))
+        group.reply(event.asker, WayBack(undone=undone_txn))
     else:
-        group.reply(asker, WayBack(installed.version, installed.txn if installed.keeps else "", undone_txn))
+        group.reply(event.asker, WayBack(installed.version, installed.txn if installed.keeps else "", undone_txn))
 
 
-def undone(group: WeightUpdateGroup, asker: Any, reason: str, error: str | None) -> None:
+def undone(group: WeightUpdateGroup, event: Undone) -> None:
     """The previous version is served again. Raises `TornReplica`, after the change, if the group is torn."""
-    if error is not None:
-        tear(group, f"{reason}; the way back failed: {error}")
+    reason = event.reason
+    if event.error is not None:
+        tear(group, f"{reason}; the way back failed: {event.error}")
         raise TornReplica(group.detail)
     if group.transaction is not None:
         group.remember(group.transaction.txn, CommitFailed(reason))
@@ -134,7 +141,7 @@ def undone(group: WeightUpdateGroup, asker: Any, reason: str, error: str | None)
     group.drop(reason)
     if was_torn:
         raise TornReplica(f"{group.detail}; the update that was to heal it failed: {reason}")
-    group.reply(asker, None)
+    group.reply(event.asker, None)
 
 
 def tear(group: WeightUpdateGroup, reason: str, txn: str = "") -> None:
@@ -147,3 +154,16 @@ def tear(group: WeightUpdateGroup, reason: str, txn: str = "") -> None:
     group.enter("torn")
     if not began_since:
         group.drop(reason, TornReplica)
+
+
+handlers: dict[type, Callable[[WeightUpdateGroup, Any], None]] = {
+    CheckSealed: check_sealed,
+    ReleaseCheck: release_check,
+    Install: install,
+    CheckStream: check_stream,
+    StartFinish: start_finish,
+    Finished: finished,
+    StartUndo: start_undo,
+    Undone: undone,
+}
+"""What each of the engine's events does to its group."""

@@ -22,7 +22,6 @@ from inference_plugin.wire.errors import (
 )
 from inference_plugin.wire.messages import (
     Abort,
-    AskStands,
     Begin,
     Body,
     Bucket,
@@ -30,10 +29,7 @@ from inference_plugin.wire.messages import (
     Done,
     GroupStatus,
     OpenGroup,
-    Relay,
     Release,
-    Renew,
-    Seal,
     Sender,
 )
 from inference_plugin.worker import commit, requests
@@ -41,23 +37,15 @@ from inference_plugin.worker.actions import Action, Fail, ReadingState, Reply, T
 from inference_plugin.worker.events import (
     Awake,
     CheckReading,
-    CheckSealed,
-    CheckStream,
     Event,
-    Finished,
-    Install,
     MaySleep,
     Process,
-    ReleaseCheck,
     Request,
-    StartFinish,
     StartReading,
-    StartUndo,
     StopReading,
     Tear,
     TearAll,
     Tick,
-    Undone,
     WorkEnded,
 )
 from inference_plugin.worker.group import Shared, WeightUpdateGroup
@@ -127,15 +115,13 @@ class WorkerGroups:
     def _on(self, event: Event) -> None:
         if isinstance(event, Request):
             self._request(event.asker, event.body, event.payload)
-        elif isinstance(event, Tick):
-            self._tick(event.ended)
         elif isinstance(event, WorkEnded):
             if (found := self._shared.under_way.pop(event.number, None)) is not None:
                 work_ended(*found, event.result, event.error)
-        elif isinstance(
-            event, (CheckSealed, ReleaseCheck, Install, CheckStream, StartFinish, Finished, StartUndo, Undone)
-        ):
-            self._commit(event, self.named(event.group))
+        elif (handle := commit.handlers.get(type(event))) is not None:
+            handle(self.named(event.group), event)  # type: ignore[union-attr] # each of them has one
+        elif isinstance(event, Tick):
+            self._tick(event.ended)
         elif isinstance(event, Tear):
             if event.group in self.groups:
                 commit.tear(self.groups[event.group], event.reason, event.txn)
@@ -155,52 +141,18 @@ class WorkerGroups:
             self._open(asker, body)
         elif isinstance(body, CloseGroup):
             self._close(asker, body.group)
-        elif isinstance(body, (Abort, Release)) and body.group not in self.groups:
-            self._shared.actions.append(Reply(asker, Done()))
-        elif isinstance(body, Begin):
-            self._check_awake()
-            requests.begin(self.named(body.group), asker, body)
         elif isinstance(body, Bucket):
             if payload is None and not body.lies_at:
                 raise ProtocolError("a bucket without its payload frame")
             requests.bucket(self.named(body.group), asker, body, memoryview(b"") if payload is None else payload)
-        elif isinstance(body, AskStands):
-            requests.ask_stands(self.named(body.group), asker, body)
-        elif isinstance(body, Relay):
-            requests.relay(self.named(body.group), asker, body)
-        elif isinstance(body, Renew):
-            requests.renew(self.named(body.group), asker, body.txn)
-        elif isinstance(body, Release):
-            self.named(body.group).release_memory(asker)
-        elif isinstance(body, Abort):
-            requests.abort(self.named(body.group), asker, body.txn, body.reason)
-        elif isinstance(body, Seal):
-            requests.seal(self.named(body.group), asker, body)
-        else:
+        elif (handle := requests.handlers.get(type(body))) is None:
             raise ProtocolError(f"a worker takes no {type(body).__name__}")
-
-    def _commit(
-        self,
-        event: CheckSealed | ReleaseCheck | Install | CheckStream | StartFinish | Finished | StartUndo | Undone,
-        group: WeightUpdateGroup,
-    ) -> None:
-        if isinstance(event, CheckSealed):
-            commit.check_sealed(group, event.asker, event.txn, event.version)
-        elif isinstance(event, ReleaseCheck):
-            commit.release_check(group, event.asker)
-        elif isinstance(event, Install):
-            commit.install(group, event.asker, event.txn)
-        elif isinstance(event, CheckStream):
-            commit.check_stream(group, event.asker, event.txn)
-        elif isinstance(event, StartFinish):
-            commit.check_committing(group, event.txn)
-            group.reply(event.asker, None)
-        elif isinstance(event, Finished):
-            commit.finished(group, event)
-        elif isinstance(event, StartUndo):
-            commit.start_undo(group, event.asker)
+        elif isinstance(body, (Abort, Release)) and body.group not in self.groups:
+            self._shared.actions.append(Reply(asker, Done()))
         else:
-            commit.undone(group, event.asker, event.reason, event.error)
+            if isinstance(body, Begin):
+                self._check_awake()
+            handle(self.named(body.group), asker, body)  # type: ignore[union-attr] # each of them has one
 
     def _reading(self, event: StartReading | CheckReading | StopReading, group: WeightUpdateGroup) -> None:
         if isinstance(event, CheckReading):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from inference_plugin.wire.errors import ManifestMismatch, ProtocolError, SyncTimeout, VersionConflict, WeightwireError
 from inference_plugin.wire.messages import (
+    Abort,
     AskStands,
     Begin,
     Begun,
+    Body,
     Bucket,
     Done,
     OpenGroup,
     RankCommit,
     Relay,
     Relaying,
+    Release,
+    Renew,
     Seal,
     TakesBytes,
 )
@@ -23,7 +28,7 @@ from inference_plugin.worker.actions import AgreeOnTerms, CheckPieces, MapStagin
 from inference_plugin.worker.group import WeightUpdateGroup
 from inference_plugin.worker.transaction import Agreement, Job, Opening, Transaction
 
-__all__ = ["abort", "ask_stands", "begin", "bucket", "open_group", "relay", "renew", "seal"]
+__all__ = ["bucket", "handlers", "open_group"]
 
 
 def still_committing() -> SyncTimeout:
@@ -130,8 +135,8 @@ def ask_stands(group: WeightUpdateGroup, asker: Any, request: AskStands) -> None
         transaction.stand_askers.append((asker, group.shared.now_s + request.wait_s))
 
 
-def renew(group: WeightUpdateGroup, asker: Any, txn: str) -> None:
-    group.current(txn)
+def renew(group: WeightUpdateGroup, asker: Any, request: Renew) -> None:
+    group.current(request.txn)
     group.reply(asker, Done())
 
 
@@ -157,12 +162,12 @@ def seal(group: WeightUpdateGroup, asker: Any, request: Seal) -> None:
         transaction.seal_askers.append((asker, group.shared.now_s + request.wait_s))
 
 
-def abort(group: WeightUpdateGroup, asker: Any, txn: str, reason: str) -> None:
+def abort(group: WeightUpdateGroup, asker: Any, request: Abort) -> None:
     """Answered when the work for the transaction has ended and its memory is free."""
-    if group.transaction is None or group.transaction.txn != txn:
+    if group.transaction is None or group.transaction.txn != request.txn:
         group.reply(asker, Done())
         return
-    reason = reason or "aborted by the trainer"
+    reason = request.reason or "aborted by the trainer"
     if group.is_streaming:
         group.transaction.abort_askers.append(asker)
         group.end_stream(reason)
@@ -171,3 +176,20 @@ def abort(group: WeightUpdateGroup, asker: Any, txn: str, reason: str) -> None:
         raise VersionConflict("too late to abort: the transaction is being committed")
     group.transaction.abort_askers.append(asker)
     group.drop(reason)
+
+
+def release(group: WeightUpdateGroup, asker: Any, _request: Release) -> None:
+    group.release_memory(asker)
+
+
+handlers: dict[type[Body], Callable[[WeightUpdateGroup, Any, Any], None]] = {
+    Begin: begin,
+    AskStands: ask_stands,
+    Relay: relay,
+    Renew: renew,
+    Seal: seal,
+    Abort: abort,
+    Release: release,
+}
+"""What each request does to its group, except for buckets, which come with a payload, and for `OpenGroup` and `CloseGroup`, for
+which there need not be a group."""

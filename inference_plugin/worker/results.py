@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 from inference_plugin.wire.errors import ManifestMismatch, VersionConflict, WeightwireError
-from inference_plugin.wire.messages import Begun, Bucket, Done, Relaying, Sealed
+from inference_plugin.wire.messages import Begun, Done, Relaying, Sealed
 from inference_plugin.worker.actions import (
     AgreeOnTerms,
     CheckPieces,
@@ -23,6 +24,7 @@ from inference_plugin.worker.actions import (
     Stage,
     Terms,
     Warn,
+    Work,
 )
 from inference_plugin.worker.group import WeightUpdateGroup
 from inference_plugin.worker.transaction import Job
@@ -32,27 +34,10 @@ __all__ = ["work_ended"]
 
 def work_ended(group: WeightUpdateGroup, job: Job, result: Any, error: WeightwireError | None) -> None:
     """What becomes of a job's result."""
-    if not isinstance(job.work, Stage):
+    kind = type(job.work)
+    if kind is not Stage:
         group.job_ended()
-    if isinstance(job.work, AgreeOnTerms):
-        _agreed(group, job, result, error)
-    elif isinstance(job.work, KeepTerms):
-        _kept_terms(group, job, error)
-    elif isinstance(job.work, MapStaging):
-        _mapped(group, job, result, error)
-    elif isinstance(job.work, ReceiveBucket):
-        _received(group, job, job.work.bucket, error)
-    elif isinstance(job.work, CheckPieces):
-        _checked_pieces(group, job, job.work.digest, error)
-    elif isinstance(job.work, Stage):
-        _staged(group, job, result, error)
-    elif isinstance(job.work, CleanUp):
-        _cleaned(group, job, error)
-    elif isinstance(job.work, PassOn) and job.transaction is not None:
-        group.answer(job.asker, Relaying(dict(job.transaction.next_seq)), error)
-    else:
-        group.gone |= isinstance(job.work, CloseWork)
-        group.answer(job.asker, Done(), error)
+    _HANDLERS.get(kind, _answered)(group, job, result, error)
     group.start_next()
 
 
@@ -79,7 +64,7 @@ def _agreed(group: WeightUpdateGroup, job: Job, terms: Terms, error: WeightwireE
     group.queue(Job(PutInForce(previous)), first=True)
 
 
-def _kept_terms(group: WeightUpdateGroup, job: Job, error: WeightwireError | None) -> None:
+def _kept_terms(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
     if error is not None:
         group.do(Warn(f"group {group.name} could not return to its terms; it must be opened again: {error}"))
         group.opened = group.agreement = None  # what it writes stays known: no other group may, and it may be torn
@@ -113,20 +98,21 @@ def _mapped(group: WeightUpdateGroup, job: Job, mapped: Mapped, error: Weightwir
     transaction.begin_askers = []
 
 
-def _received(group: WeightUpdateGroup, job: Job, bucket: Bucket, error: WeightwireError | None) -> None:
+def _received(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
     transaction = job.transaction
-    assert transaction is not None
+    assert transaction is not None and isinstance(job.work, ReceiveBucket)
     if error is None:
-        transaction.next_seq[bucket.rank] = bucket.seq + 1
+        transaction.next_seq[job.work.bucket.rank] = job.work.bucket.seq + 1
         group.renew(transaction)
     group.answer(job.asker, Done(), error)
 
 
-def _checked_pieces(group: WeightUpdateGroup, job: Job, digest: str, error: WeightwireError | None) -> None:
+def _checked_pieces(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
     transaction = job.transaction
-    assert transaction is not None
+    assert transaction is not None and isinstance(job.work, CheckPieces)
     if transaction.dropped:
         return
+    digest = job.work.digest
     if error is None and transaction.must_equal not in ("", digest):
         error = VersionConflict(
             f"version {transaction.version} is served with other weights, or was sent in other pieces",
@@ -161,10 +147,37 @@ def _staged(group: WeightUpdateGroup, job: Job, sealed: Sealed, error: Weightwir
     transaction.seal_askers = []
 
 
-def _cleaned(group: WeightUpdateGroup, job: Job, error: WeightwireError | None) -> None:
+def _cleaned(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
     transaction = job.transaction
     assert transaction is not None
     group.dropped.remove(transaction)
     for asker in transaction.abort_askers:
         group.answer(asker, Done(), error)
     group.shared.left(group)
+
+
+def _passed_on(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
+    assert job.transaction is not None
+    group.answer(job.asker, Relaying(dict(job.transaction.next_seq)), error)
+
+
+def _closed(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
+    group.gone = True
+    group.answer(job.asker, Done(), error)
+
+
+def _answered(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
+    group.answer(job.asker, Done(), error)
+
+
+_HANDLERS: dict[type[Work], Callable[[WeightUpdateGroup, Job, Any, WeightwireError | None], None]] = {
+    AgreeOnTerms: _agreed,
+    KeepTerms: _kept_terms,
+    MapStaging: _mapped,
+    ReceiveBucket: _received,
+    CheckPieces: _checked_pieces,
+    Stage: _staged,
+    CleanUp: _cleaned,
+    PassOn: _passed_on,
+    CloseWork: _closed,
+}
