@@ -81,16 +81,16 @@ class ReplicaMachine:
     def on(self, event: Event, now_s: float) -> list[Action]:
         """The actions that follow from `event`. Never raises, whatever a peer asks."""
         self._now_s, self._actions = now_s, []
-        if isinstance(event, Asked):
+        if isinstance(event, Performed):
+            if event.command.awaits is event.action:
+                self._advance(event.command, event.value, event.error)
+        elif isinstance(event, Asked):
             try:
                 self._take(event)
             except Exception as error:  # noqa: BLE001 -- it is the answer
                 self._reply(event.asker, self._failed(error))
         elif isinstance(event, Turn):
             self._turn(event.command)
-        elif isinstance(event, Performed):
-            if event.command.awaits is event.action:
-                self._advance(event.command, event.value, event.error)
         elif isinstance(event, NotSubmitted):
             event.command.due_s = now_s + SUBMIT_AGAIN_S
         elif isinstance(event, AllRead):

@@ -66,7 +66,8 @@ class SimulatedChannel:
         world = self.network.world
         assert world.current is not None
         self.owner = world.current
-        self.peer = self.network.servers[address][0]
+        self.peer, self._handle = self.network.servers[address]
+        self._party = self.peer.party if self.peer.party != self.owner.party else self.owner.party
         self.task: Task | None = None
         self.news: Body | WeightwireError | None = None
         self._resends = resends
@@ -89,13 +90,9 @@ class SimulatedChannel:
 
     def _transmit(self, again_s: float) -> None:
         """Only the reply to the latest sending counts (REQ_CORRELATE)."""
-        body = self._pending
-        assert body is not None
         self._sending += 1
         self.sent_messages += 1
-        asker = Asker(self, self._sending)
-        party = self.peer.party if self.peer.party != self.owner.party else self.owner.party
-        self.network.carry(party, self.peer, self.network.servers[self.address][1], asker, body)
+        self.network.carry(self._party, self.peer, self._handle, Asker(self, self._sending), self._pending)
         if self._resends:
             self._again_s, self._resend_at_s = 2 * again_s, self.network.world.now_s + again_s
             self._look_later()

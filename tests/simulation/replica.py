@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,10 +14,12 @@ from inference_plugin.engines.actions import (
     EngineAction,
     Finish,
     Hold,
+    NoteSpan,
     Publish,
     Refuse,
     ResumeSteps,
     StopSteps,
+    TellListeners,
 )
 from inference_plugin.engines.events import (
     AllRead,
@@ -38,7 +40,7 @@ from inference_plugin.wire.errors import PeerLost, TornReplica
 from inference_plugin.wire.messages import Body, Describe, ReplicaCard
 from tests.simulation.network import Asker, Network
 from tests.simulation.worker import Live, Segment, SimulatedWorker
-from tests.simulation.world import HOST, STARTED, Process, Violation, World
+from tests.simulation.world import HOST, STARTED, Fault, FaultKind, Process, Violation, World
 
 __all__ = ["Replica"]
 
@@ -76,7 +78,6 @@ class Replica:
         self._segments = segments
         self._busy = False
         self._turns: list[Command] = []
-        self._draining = 0
         self._wakes_at_s = math.inf
         self._told_of: Any = None
         network.serve(name, self.coordinator, self._handle)
@@ -91,6 +92,10 @@ class Replica:
     def steps(self) -> bool:
         """Whether a decoding step may run now."""
         return not self.stopped and self.refusal is None and self.is_whole
+
+    def fault(self, kind: FaultKind, longest_s: float = 0.0) -> Fault | None:
+        """The fault of that kind that is due here, if there is one."""
+        return self.world.armed(kind, self.name, longest_s) if self.world.armed_faults else None
 
     def segment_named(self, description: bytes) -> Segment:
         return self._segments[msgspec.msgpack.decode(description)["segment_id"]]
@@ -180,7 +185,7 @@ class Replica:
 
     def _submit(self, command: Command) -> None:
         delay_s = self.world.soon()
-        if self.world.armed_faults and (held := self.world.armed("hold boundary", self.name, 200)) is not None:
+        if (held := self.fault("hold boundary", 200)) is not None:
             delay_s = 200 * held.size**2
         self.world.at(delay_s, self.coordinator, self._turn, command)
 
@@ -188,9 +193,9 @@ class Replica:
         if self._busy:
             self._turns.append(command)
         else:
-            self._on_thread(Turn(command))
+            self.on_thread(Turn(command))
 
-    def _on_thread(self, event: Event) -> None:
+    def on_thread(self, event: Event) -> None:
         self._busy = False
         self.on(event)
         while self._turns and not self._busy:
@@ -200,13 +205,16 @@ class Replica:
         """Performs an action; None where its result comes later."""
         try:
             match action:
+                case NoteSpan() | TellListeners():
+                    pass
                 case Ask() | Finish():
-                    self._ask_ranks(command, action)
+                    self._busy = True
+                    self._round = _Round(self, command, action)
+                    self._round.begin()
                     return None
                 case AnnounceCommit() if self.lost is not None:
                     raise PeerLost(self.lost, phase="check")
                 case StopSteps("drain") if not self.stopped:
-                    self._draining += 1
                     self.world.at(3 * self.world.chance.random(), self.coordinator, self._drained, command, action)
                     return None
                 case StopSteps():
@@ -215,9 +223,8 @@ class Replica:
                     self.stopped = True
                 case ResumeSteps():
                     self.stopped = False
-                    self._draining += 1
                 case Refuse(reason):
-                    if self.world.armed_faults and self.world.armed("fail refuse", self.name) is not None:
+                    if self.fault("fail refuse") is not None:
                         raise RuntimeError("the scheduler could not be told")
                     self.refusal = reason
                     self.world.note(f"{self.name} refuses: {reason}")
@@ -231,60 +238,69 @@ class Replica:
             self.changed()
         return Performed(command, action)
 
-    def _drained(self, command: Command, action: EngineAction, turn: int | None = None) -> None:
+    def _drained(self, command: Command, action: EngineAction) -> None:
         if command.awaits is action:
             self.stopped = True
-            self._on_thread(Performed(command, action, True))
-
-    def _ask_ranks(self, command: Command, action: Ask | Finish) -> None:
-        """One operation on every rank. The engine's thread waits for all answers."""
-        self._busy = True
-        answers: dict[int, RankReply] = {}
-        over = False
-        operation = action.operation
-
-        def end(error: PeerLost | None = None) -> None:
-            nonlocal over
-            if over:
-                return
-            over = True
-            if error is not None:
-                self.lost = self.lost or error.message
-            replies = [answers[rank] for rank in sorted(answers)]
-            fails = error is None and isinstance(action, Finish) and self.world.armed_faults
-            if fails and self.world.armed("fail caches", self.name) is not None:
-                told = TornReplica("RuntimeError: the caches could not be dropped").info()
-                replies = [msgspec.structs.replace(reply, error=told) for reply in replies]
-            self._on_thread(Performed(command, action, None if error else replies, error))
-
-        def answered(reply: RankReply) -> None:
-            answers[reply.rank] = reply
-            if len(answers) == len(self.workers):
-                end()
-
-        def run(worker: SimulatedWorker, until_s: float) -> None:
-            reply = worker.operate(operation)
-            if reply.left == "more" and self.world.now_s < until_s:
-                worker.await_news(lambda: run(worker, until_s), until_s)
-                return
-            if self.world.lines is not None:
-                said = f": {reply.error.kind} {reply.error.message}" if reply.error else ""
-                self.world.note(f"{worker.process.name} did {operation.name} {operation.txn}{said}")
-            self.world.at(0.001 * self.world.chance.random(), self.coordinator, answered, reply)
-
-        if self.lost is not None:
-            self.world.at(0.0, self.coordinator, end, PeerLost(self.lost, phase=operation.name))
-            return
-        dead = [worker.rank for worker in self.workers if not worker.process.alive]
-        self._awaited: Callable[[], None] = lambda: end(PeerLost("the engine lost a worker", phase=operation.name))
-        for worker in self.workers:
-            self.world.at(0.004 * self.world.chance.random(), worker.process, run, worker, self.world.now_s + PLACING_S)
-        if dead:
-            self.world.at(0.1, self.coordinator, self._awaited)
-        self.world.at(RANK_TIMEOUT_S, self.coordinator, self._awaited)
+            self.on_thread(Performed(command, action, True))
 
     def worker_ended(self) -> None:
         """A process of it is gone; the executor notices, whatever it waits for."""
         self.is_whole = False
         if self.coordinator.alive and self._busy:
-            self.world.at(0.1, self.coordinator, self._awaited)
+            self.world.at(0.1, self.coordinator, self._round.lose_worker)
+
+
+class _Round:
+    """One operation on every rank of a replica. The engine's thread waits for all answers."""
+
+    __slots__ = ("_action", "_answers", "_command", "_over", "_replica", "_until_s")
+
+    def __init__(self, replica: Replica, command: Command, action: Ask | Finish) -> None:
+        self._replica = replica
+        self._command = command
+        self._action = action
+        self._answers: dict[int, RankReply] = {}
+        self._over = False
+        self._until_s = replica.world.now_s + PLACING_S
+
+    def begin(self) -> None:
+        replica, world = self._replica, self._replica.world
+        if replica.lost is not None:
+            world.at(0.0, replica.coordinator, self._end, PeerLost(replica.lost, phase=self._action.operation.name))
+            return
+        for worker in replica.workers:
+            world.at(0.004 * world.chance.random(), worker.process, self._run, worker)
+        if not all(worker.process.alive for worker in replica.workers):
+            world.at(0.1, replica.coordinator, self.lose_worker)
+        world.at(RANK_TIMEOUT_S, replica.coordinator, self.lose_worker)
+
+    def lose_worker(self) -> None:
+        self._end(PeerLost("the engine lost a worker", phase=self._action.operation.name))
+
+    def _run(self, worker: SimulatedWorker) -> None:
+        world, operation = self._replica.world, self._action.operation
+        reply = worker.operate(operation)
+        if reply.left == "more" and world.now_s < self._until_s:
+            worker.await_news(partial(self._run, worker), self._until_s)
+            return
+        if world.lines is not None:
+            said = f": {reply.error.kind} {reply.error.message}" if reply.error else ""
+            world.note(f"{worker.process.name} did {operation.name} {operation.txn}{said}")
+        world.at(0.001 * world.chance.random(), self._replica.coordinator, self._answered, reply)
+
+    def _answered(self, reply: RankReply) -> None:
+        self._answers[reply.rank] = reply
+        if len(self._answers) == len(self._replica.workers):
+            self._end()
+
+    def _end(self, error: PeerLost | None = None) -> None:
+        if self._over:
+            return
+        self._over = True
+        replica, replies = self._replica, [self._answers[rank] for rank in sorted(self._answers)]
+        if error is not None:
+            replica.lost = replica.lost or error.message
+        elif isinstance(self._action, Finish) and replica.fault("fail caches") is not None:
+            told = TornReplica("RuntimeError: the caches could not be dropped").info()
+            replies = [msgspec.structs.replace(reply, error=told) for reply in replies]
+        replica.on_thread(Performed(self._command, self._action, None if error else replies, error))

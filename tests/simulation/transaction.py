@@ -69,10 +69,9 @@ class SimulatedTransaction(Transaction):
             taken = inquiry.take(world.now_s)
             for channel, answer in taken:
                 self._do(Answered(*self._places[channel], answer))
-            if taken and inquiry._unsent:
+            if taken and (inquiry._unsent or not machine.is_busy):
                 continue
-            if (wakes_at_s := machine.wakes_at_s) is None:
-                break
+            wakes_at_s = machine.wakes_at_s
             if world.now_s >= wakes_at_s:
                 self._do(Tick())
                 continue

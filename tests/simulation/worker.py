@@ -16,7 +16,7 @@ from inference_plugin.worker.engine_side import EngineSide, Left
 from inference_plugin.worker.events import CloseAll, Event, Request, Tear, TearAll, Tick, WorkEnded
 from inference_plugin.worker.machine import WorkerGroups
 from tests.simulation.network import Asker, Network
-from tests.simulation.world import HOST, STARTED, Fault, Process, World
+from tests.simulation.world import HOST, STARTED, Fault, FaultKind, Process, World
 
 if TYPE_CHECKING:
     from tests.simulation.replica import Replica
@@ -120,6 +120,8 @@ class SimulatedWork:
     def do(self, work: do.Work) -> Any:
         """What `GroupWork` does for this work."""
         match work:
+            case do.CheckPieces() | do.SettleStaging():
+                pass
             case do.AgreeOnTerms(request):
                 self._candidate = request.manifest
                 return do.Terms(
@@ -286,9 +288,8 @@ class SimulatedWorker:
     def statuses(self) -> tuple[GroupStatus, ...]:
         return self.machine.statuses()
 
-    def fault(self, kind: Any, longest_s: float = 0.0) -> Fault | None:
-        world = self._world
-        return world.armed(kind, self.replica.name, longest_s) if world.armed_faults else None
+    def fault(self, kind: FaultKind, longest_s: float = 0.0) -> Fault | None:
+        return self.replica.fault(kind, longest_s) if self._world.armed_faults else None
 
     def holds(self) -> list[str]:
         """What a worker holds that has nothing to do."""

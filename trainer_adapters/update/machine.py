@@ -13,6 +13,7 @@ update failed as a whole; then only `AbortAll` has an effect. An outcome never c
 from __future__ import annotations
 
 import collections
+import math
 
 from inference_plugin.wire.errors import (
     CommitFailed,
@@ -62,12 +63,14 @@ class TransactionMachine(TransactionState):
     """`on` takes one event and returns the actions to perform."""
 
     @property
-    def wakes_at_s(self) -> float | None:
-        """When a `Tick` is due, if nothing happens before."""
-        due_s = [one.ends_at_s for one in self.ending]
-        if self.is_on:
-            due_s += [self.until_s, *map(self._ends_at_s, self.at_work)]
-        return min(due_s, default=None)
+    def wakes_at_s(self) -> float:
+        """When a `Tick` is due if nothing happens before; infinity if none is."""
+        at_s = self.until_s if self.is_on else math.inf
+        for one in self.at_work if self.is_on else ():
+            at_s = min(at_s, self._ends_at_s(one))
+        for one in self.ending:
+            at_s = min(at_s, one.ends_at_s)
+        return at_s
 
     @property
     def is_busy(self) -> bool:

@@ -260,9 +260,7 @@ class Transaction:
     def _wait(self) -> None:
         """Returns once the current step is over."""
         while self._machine.is_busy:
-            wakes_at_s = self._machine.wakes_at_s
-            assert wakes_at_s is not None, "a step that is under way has an end"
-            taken = self._inquiry.take(wakes_at_s)
+            taken = self._inquiry.take(self._machine.wakes_at_s)
             for channel, answer in taken:
                 self._do(Answered(*self._places[channel], answer))
             if not taken:
