@@ -137,22 +137,23 @@ class WorkerGroups:
             self._close_all()
 
     def _request(self, asker: Any, body: Body, payload: memoryview | None) -> None:
-        if isinstance(body, OpenGroup):
-            self._open(asker, body)
-        elif isinstance(body, CloseGroup):
-            self._close(asker, body.group)
+        if (handle := requests.handlers.get(type(body))) is not None:
+            if isinstance(body, Begin):
+                self._check_awake()
+            if isinstance(body, (Abort, Release)) and body.group not in self.groups:
+                self._shared.actions.append(Reply(asker, Done()))
+            else:
+                handle(self.named(body.group), asker, body)  # type: ignore[union-attr] # each of them has one
         elif isinstance(body, Bucket):
             if payload is None and not body.lies_at:
                 raise ProtocolError("a bucket without its payload frame")
             requests.bucket(self.named(body.group), asker, body, memoryview(b"") if payload is None else payload)
-        elif (handle := requests.handlers.get(type(body))) is None:
-            raise ProtocolError(f"a worker takes no {type(body).__name__}")
-        elif isinstance(body, (Abort, Release)) and body.group not in self.groups:
-            self._shared.actions.append(Reply(asker, Done()))
+        elif isinstance(body, OpenGroup):
+            self._open(asker, body)
+        elif isinstance(body, CloseGroup):
+            self._close(asker, body.group)
         else:
-            if isinstance(body, Begin):
-                self._check_awake()
-            handle(self.named(body.group), asker, body)  # type: ignore[union-attr] # each of them has one
+            raise ProtocolError(f"a worker takes no {type(body).__name__}")
 
     def _reading(self, event: StartReading | CheckReading | StopReading, group: WeightUpdateGroup) -> None:
         if isinstance(event, CheckReading):

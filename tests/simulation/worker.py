@@ -329,16 +329,22 @@ class SimulatedWorker:
                 self._start(action)
             else:
                 self._perform(action)
-        due_s = self.machine.wakes_at_s
+        self._set_tick(self.machine.wakes_at_s)
+
+    def _set_tick(self, due_s: float) -> None:
         if due_s < self._tick_at_s:
             self._tick_at_s = due_s
             self._world.at_time(due_s, self.process, self._tick, due_s)
 
-    def _tick(self, due_s: float) -> None:
-        if due_s == self._tick_at_s:
-            self._tick_at_s = math.inf
+    def _tick(self, at_s: float) -> None:
+        if at_s != self._tick_at_s:
+            return
+        self._tick_at_s = math.inf
+        if (due_s := self.machine.wakes_at_s) <= self._world.now_s:
             # After a long stop the messages that wait are read first (`ReplyServer`): they have an earlier place in the queue.
             self.post(Tick())
+        else:
+            self._set_tick(due_s)
 
     def _perform(self, action: do.Action) -> None:
         match action:
