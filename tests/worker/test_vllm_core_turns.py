@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +32,7 @@ from inference_plugin.engines.vllm.shared_core import SharedCore
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, PeerLost, WeightwireError
 from inference_plugin.wire.messages import InFlight, WorkerCard
+from tests.support.rig import runtime
 
 CORES = 3
 STUCK_S = 30.0
@@ -484,12 +484,11 @@ class Starting(DPEngineCoreProc):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_start_that_fails_on_one_core_fails_on_all_with_its_reason_and_leaves_no_worker(
-    rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(tmp_path))
     states = Collective()
     cores = [Starting(one, states, starts=one != rank) for one in range(CORES)]
-    with ThreadPoolExecutor(CORES) as pool:
+    with runtime(monkeypatch), ThreadPoolExecutor(CORES) as pool:
         failed = [future.exception(STUCK_S) for future in [pool.submit(start, core, ()) for core in cores]]
     assert [type(error) for error in failed] == [EngineUnsupported] * CORES
     assert all("no second model" in str(error) and error.rank == rank for error in failed), failed
