@@ -26,8 +26,7 @@ from trainer_adapters.update.leases import Leases
 from trainer_adapters.update.machine import TransactionMachine
 
 SCHEDULES = 500_000 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 100_000
-"""100,000 take about 270 seconds of CPU: two minutes and a half on two cores that do nothing else. `make simulate SEEDS=1000000`
-runs more."""
+"""`make simulate SEEDS=1000000` runs more."""
 
 
 @pytest.fixture(autouse=True)

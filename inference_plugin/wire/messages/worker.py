@@ -68,7 +68,7 @@ class OpenGroup(msgspec.Struct, frozen=True, tag="open"):
     probe: Description = b""
     install: InstallPolicy = "auto"
     partial: bool = False
-    sharing: Annotated[int, msgspec.Meta(ge=1, le=MAX_PEERS)] = 1
+    sharing: Annotated[int, msgspec.Meta(ge=1, lt=MAX_PEERS)] = 1
 
 
 class GroupOpened(msgspec.Struct, frozen=True, tag="opened"):
