@@ -35,7 +35,7 @@ from tests.support.phases import AtPhase
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, eventually
 from trainer_adapters import Quorum
-from trainer_adapters.update import transaction
+from trainer_adapters.fleet import session
 
 __all__ = ["stops"]
 
@@ -133,7 +133,7 @@ def test_auto_streams_into_replicas_that_stand_and_lack_the_memory_and_into_no_o
 ) -> None:
     rigs = [start(tp=2), start()]
     free_bytes = [0]
-    monkeypatch.setattr(transaction, "free_host_bytes", lambda: free_bytes[0])
+    monkeypatch.setattr(session, "free_host_bytes", lambda: free_bytes[0])
     with SyncManager(timeout_s=60) as manager:
 
         def installs(version: int) -> set[tuple[str, str]]:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel
 from inference_plugin.wire.config import Config
+from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.messages import Body, GoTarget, ReplicaCard, WorkerCard
 from trainer_adapters.fleet.asking import Ask, Connect
 from trainer_adapters.fleet.machine_io import Agreed
@@ -76,6 +78,16 @@ class ReplicaSession:
     def sees(self, card: ReplicaCard) -> None:
         """Takes the replica's current card."""
         self.stands = card.state in ("paused", "asleep")
+
+    def lacks_memory(self, nbytes: int) -> bool:
+        """Whether the replica stands still and its host has less free memory than a segment, or a second set, of `nbytes` needs.
+        For another host, only what its workers reported at their start is known. A device's memory doesn't matter: `copy`
+        needs none."""
+        if not self.stands:
+            return False
+        here = [free_host_bytes()] if self.card.boot_id == addresses.boot_id() else []
+        said = [worker.free_bytes for worker in self.card.workers if worker.device == "cpu"]
+        return min([*here, *said], default=nbytes) < nbytes
 
     @property
     def messages(self) -> int:

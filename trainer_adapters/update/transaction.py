@@ -23,7 +23,6 @@ from inference_plugin.transports.base import Transport
 from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TornReplica, WeightwireError
 from inference_plugin.wire.geometry import Piece
-from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Abort, Done, GoTarget, GoTransport, OpenGroup, Renew, ReplicaCard, Sender
 from inference_plugin.wire.reports import ReplicaReport
@@ -194,8 +193,9 @@ class Transaction:
         self._sessions = {session.card.replica: session for session in sessions}
         self._cards = {card.replica: card for card in [*(s.card for s in sessions), *(card for card, _ in unreached)]}
         self._sent_before = {name: session.messages for name, session in self._sessions.items()}
+        nbytes = self.terms.manifest.nbytes
         joining = [
-            Joining(s.card.replica, len(s.workers), s.agreed, s.card.boot_id, self._lacks_memory(s)) for s in sessions
+            Joining(s.card.replica, len(s.workers), s.agreed, s.card.boot_id, s.lacks_memory(nbytes)) for s in sessions
         ]
         self._opened_s = time.perf_counter()
         self._run(OpenAll(joining, {card.replica: error for card, error in unreached}))
@@ -348,16 +348,6 @@ class Transaction:
         terms, (_, sender) = self.terms, self._offers[action.transport]
         install, sharing = terms.install_over(action.transport), self._machine.participants[action.replica].sharing
         return OpenGroup(terms.group, terms.manifest, action.transport, sender.probe(), install, terms.partial, sharing)
-
-    def _lacks_memory(self, session: ReplicaSession) -> bool:
-        """Whether a replica that stands still has less host memory than a segment, or a second set, needs. For another host, only
-        what its workers reported at their start is known. A device's memory doesn't matter: `copy` needs none."""
-        if not session.stands:
-            return False
-        card, nbytes = session.card, self.terms.manifest.nbytes
-        here = [free_host_bytes()] if card.boot_id == addresses.boot_id() else []
-        said = [worker.free_bytes for worker in card.workers if worker.device == "cpu"]
-        return min([*here, *said], default=nbytes) < nbytes
 
     def _tell_abort(self, aborts: Sequence[TellAbort]) -> None:
         """Tells all of these replicas at once to drop the transaction; their leases do it if this cannot."""
