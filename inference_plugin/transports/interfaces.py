@@ -40,8 +40,12 @@ def serve_store(interface: str) -> tuple[Any, tuple[str, int]]:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-    except OSError as error:
-        raise TransportUnavailable(f"collective: nothing can listen on interface {interface!r}: {error}") from error
+    except (OSError, RuntimeError) as error:  # torch's own errors are of the second kind
+        raise TransportUnavailable(
+            f"collective: nothing can listen on interface {interface!r}: {error}",
+            hint=f"name an interface of this host that is up, in {INTERFACE}",
+            phase="agree",
+        ) from error
     finally:
         listening.close()
     return store, (address, port)
