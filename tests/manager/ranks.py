@@ -94,6 +94,8 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
         eventually(lambda: (out / f"rank{alone}.alone").exists(), "the other rank's attempt")
     if ranks := options.pop("ranks", None):
         group = dist.new_group(ranks)
+        # gloo does not wait until every rank is connected: a rank that is left out could end before the others have met it.
+        dist.barrier()
         if rank not in ranks:
             return
         options["process_group"], rank, world = group, ranks.index(rank), len(ranks)

@@ -28,7 +28,7 @@ from tests.support.rig import LONG_S, Rig, eventually
 from trainer_adapters import LocalSlice, PendingUpdate, manager
 from trainer_adapters.fleet.fleet import Fleet
 from trainer_adapters.update import handle as pending
-from trainer_adapters.update import leader, machine, reporting
+from trainer_adapters.update import leader, machine_io, reporting
 from trainer_adapters.update.machine_io import Answered, Event
 from trainer_adapters.update.trainer_ranks import TrainerRanks
 from trainer_adapters.update.transaction import Transaction
@@ -176,7 +176,7 @@ class Hanging(ShardSource):
 
 def test_an_operation_has_one_deadline_from_its_call_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest wait: the one behind an operation that takes all of its own time, and the grace of an installation."""
-    monkeypatch.setattr(machine, "INSTALLING_S", 0.5)
+    monkeypatch.setattr(machine_io, "INSTALLING_S", 0.5)
     rig = start()
     timeout_s = 5.0
     with SyncManager(timeout_s=timeout_s) as one:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from inference_plugin.wire.errors import (
@@ -27,11 +28,13 @@ from inference_plugin.wire.messages import (
     Seal,
     Sealed,
     Sender,
+    TakesBytes,
 )
 from tests.support.plain_engine import checkpoint, manifest_of
 from trainer_adapters.settings import BestEffort, Quorum
-from trainer_adapters.update.machine import COMMIT_SHARE, INSTALLING_S, OPEN_SHARE, TransactionMachine
+from trainer_adapters.update.machine import COMMIT_SHARE, OPEN_SHARE, TransactionMachine
 from trainer_adapters.update.machine_io import (
+    INSTALLING_S,
     AbortAll,
     Action,
     Answered,
@@ -41,6 +44,7 @@ from trainer_adapters.update.machine_io import (
     CommitAll,
     Drop,
     Dropped,
+    EndStream,
     Event,
     Holds,
     Joining,
@@ -64,12 +68,15 @@ def committed(version: int = 7) -> Committed:
 class Played:
     """A machine with a clock; each step is answered by whom the test says."""
 
-    def __init__(self, *replicas: str, stragglers: Any = "report", workers: int = 1) -> None:
+    def __init__(
+        self, *replicas: str, stragglers: Any = "report", workers: int = 1, transports: tuple[str, ...] = ("shm", "zmq")
+    ) -> None:
         self.now_s = 0.0
         self.actions: list[Action] = []
         terms = Terms(
-            "policy", "t", 7, MANIFEST, ("shm", "zmq"), "auto", False, "keep", stragglers, Sender("me"),
+            "policy", "t", 7, MANIFEST, transports, "auto", False, "keep", stragglers, Sender("me"),
             lease_s=30, timeout_s=TIMEOUT_S, deadline_s=TIMEOUT_S, silence_s=10, control_timeout_s=10,
+            streams=frozenset(["stream"]),
         )  # fmt: skip
         self.machine = TransactionMachine(terms)
         self.on(OpenAll([Joining(name, workers) for name in replicas], {}))
@@ -201,6 +208,23 @@ def test_a_replica_that_does_not_answer_its_commit_is_kept_both_segments_until_s
     assert Holds("a", "either") in actions and played.states() == {"a": "failed"}
     error = played.machine.participants["a"].error
     assert isinstance(error, SyncTimeout) and error.phase == "commit" and "versions()" in error.hint
+
+
+@pytest.mark.parametrize(("failed_at_s", "waits_s"), [(1.0, 10.0), (TIMEOUT_S, INSTALLING_S)])
+def test_a_replica_that_does_not_say_what_it_holds_of_a_stream_is_waited_for_no_longer_than_an_installation_after_the_deadline(
+    failed_at_s: float, waits_s: float
+) -> None:
+    played = Played("a", transports=("stream",))
+    played.say("a", msgspec.structs.replace(OPENED, install="streaming"))
+    played.on(BeginAll({"stream": b""}))
+    played.say("a", Begun())
+    played.say("a", TakesBytes(stands=True))
+    played.now_s = failed_at_s
+    assert EndStream("a", "the update failed: no word of rank 1") in played.on(AbortAll("no word of rank 1"))
+    assert played.machine.wakes_at_s == failed_at_s + waits_s
+    played.now_s = failed_at_s + waits_s
+    played.on(Tick())
+    assert not played.machine.is_busy and played.states() == {"a": "failed"}
 
 
 def test_terms_that_another_trainer_replaced_are_agreed_anew_once() -> None:

@@ -17,7 +17,7 @@ from tests.simulation.trainer import CONFIG, SHM, STREAM, Operation, Trainer
 from tests.simulation.worker import Segment
 from tests.simulation.world import FAULTS, HOST, STARTED, Fault, FaultKind, Process, Task, Violation, World
 from trainer_adapters.settings import BestEffort, Quorum, Settings
-from trainer_adapters.update.machine import INSTALLING_S
+from trainer_adapters.update.machine_io import INSTALLING_S
 from trainer_adapters.update.transaction import ABORT_TIMEOUT_S
 
 __all__ = ["Plan", "Result", "drawn", "run", "shrunk"]
@@ -65,7 +65,7 @@ def drawn(seed: int, kinds: Sequence[FaultKind] = FAULTS) -> Plan:
     is_small = chance.random() < 7 / 8
     replicas = tuple(chance.choice((1, 2, 2)) for _ in range(chance.choice((1, 1, 1, 2) if is_small else (1, 2, 2, 3))))
     updates = 1 if is_small else chance.choice((1, 1, 2))
-    length = updates * (15 + 23 * sum(replicas))  # about as many events as come before the faults end
+    length = updates * (12 + 18 * sum(replicas))  # about as many events as come before the faults end
     faults = tuple(
         Fault(chance.choice(kinds), int(length * chance.random()), chance.random(), chance.random())
         for _ in range(chance.choice((1, 1, 2, 2, 3) if is_small else (0, 1, 1, 2, 2, 3)))
@@ -260,7 +260,8 @@ class Job:
 
         for rank, process in enumerate(operation.trainer.processes):
             limit_s = operation.deadline_s + GRACE_S + (1.0 if rank else 0.0) - self.world.now_s
-            self.world.at(limit_s, process, look, rank, process, process.frozen_s)
+            stands_still_s = max(0.0, process.frozen_until_s - self.world.now_s)
+            self.world.at(limit_s, process, look, rank, process, process.frozen_s - stands_still_s)
 
     def update_ended(self, operation: Operation) -> None:
         """P8, and P3: what is reported is so, and a party in trouble costs only its own replica."""

@@ -49,9 +49,6 @@ from trainer_adapters.update.state import TransactionState
 
 __all__ = ["TransactionMachine"]
 
-INSTALLING_S = 4.0
-"""An installation that has begun may take this much longer than the deadline; the other ranks wait a little longer still."""
-
 OPEN_SHARE = 0.4
 """Share of the operation's time that is kept for later steps when one replica is slow to open the group."""
 
@@ -152,7 +149,7 @@ class TransactionMachine(TransactionState):
 
     def _commit(self) -> None:
         terms = self.terms
-        if not self._starts("commit", terms.deadline_s + INSTALLING_S):
+        if not self._starts("commit", terms.installed_by_s):
             return
         request = terms.commit(self.now_s)
         for one in self.in_state("sealed"):

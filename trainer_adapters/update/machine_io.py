@@ -32,6 +32,7 @@ __all__ = [
     "EndStream",
     "Event",
     "Holds",
+    "INSTALLING_S",
     "LeaveBehind",
     "Joining",
     "ENDED",
@@ -47,6 +48,9 @@ __all__ = [
     "Tick",
 ]
 
+
+INSTALLING_S = 4.0
+"""An installation that has begun may take this much longer than the deadline; the other ranks wait a little longer still."""
 
 SEAL_WAIT_S = 0.5
 """How long a worker may take to answer that it has not checked all bytes, or does not stand, yet."""
@@ -80,6 +84,11 @@ class Terms(Struct, frozen=True):
     digest: str = ""
     alone: frozenset[str] = frozenset()
     streams: frozenset[str] = frozenset()
+
+    @property
+    def installed_by_s(self) -> float:
+        """When a replica must have said at the latest what it holds."""
+        return self.deadline_s + INSTALLING_S
 
     @property
     def key(self) -> tuple[str, str, bool]:

@@ -21,6 +21,7 @@ from inference_plugin.wire.messages import AskStands
 from trainer_adapters.update.hints import LEFT_OUT, STREAMED, UNKNOWN
 from trainer_adapters.update.machine_io import (
     AT_WORK,
+    INSTALLING_S,
     SEAL_WAIT_S,
     Action,
     Ask,
@@ -104,7 +105,10 @@ class TransactionState:
             one.state = "committed"
             self.do(StopWaiting(one.replica))
         elif one not in self.ending:
-            one.state, one.error, one.ends_at_s = "ending", error, self.now_s + self.terms.silence_s
+            one.state, one.error = "ending", error
+            one.ends_at_s = min(
+                self.now_s + self.terms.silence_s, max(self.now_s + INSTALLING_S, self.terms.installed_by_s)
+            )
             self.ending.append(one)
             self.do(EndStream(one.replica, error.message))
 
