@@ -63,8 +63,9 @@ bench-scale: setup ## simulate 1 to 256 replicas with each fan-out and measure t
 bench-replicas: setup ## measure 1 to 3 replicas of one host, by one segment and by a zone of each; writes benchmarks/results/replicas.json
 	@$(PY) -m benchmarks.replicas $(ARGS)
 
-plots: setup ## draw the benchmarks' pictures again from benchmarks/results/*.json
+plots: setup ## make the benchmarks' pictures, and the figures in README and docs/benchmarks.md, again from benchmarks/results/*.json
 	@$(PY) -m benchmarks.plots $(ARGS)
+	@$(PY) -m benchmarks.tables $(ARGS)
 
 simulate: setup ## run SEEDS simulated jobs under faults, on all cores; a violation is printed as a seed that replays
 	@$(PY) -m tests.simulation --seeds $(SEEDS) $(ARGS)

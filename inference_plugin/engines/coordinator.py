@@ -38,6 +38,7 @@ from inference_plugin.engines.events import (
     Event,
     ManagerEnded,
     NotSubmitted,
+    Overwritten,
     Perform,
     Performed,
     PublishCard,
@@ -214,6 +215,14 @@ class ReplicaCoordinator(Service):
             self._published.show()
 
     # --- the engine's own thread --------------------------------------------------------------------------------------
+
+    def tear(self, reason: str) -> None:
+        """Between two steps, before the engine writes over its own weights: from now on the replica refuses to generate, until a
+        full update heals it. Raises `TornReplica` where not all of the engine could be told."""
+        told: list[Body] = []
+        self._on(Overwritten(told.append, reason))
+        if told and isinstance(told[0], Failed):
+            raise WeightwireError.of(told[0].error)
 
     def _contained(self, event: Event) -> None:
         """`_on`, as the engine may call it: an exception would end its loop."""

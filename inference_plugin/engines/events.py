@@ -20,6 +20,7 @@ __all__ = [
     "Command",
     "ManagerEnded",
     "NotSubmitted",
+    "Overwritten",
     "Perform",
     "Performed",
     "PublishCard",
@@ -107,11 +108,19 @@ class ManagerEnded(Struct, frozen=True):
     held: Held
 
 
+class Overwritten(Struct, frozen=True):
+    """The engine is about to write over its own weights, between two steps, on the thread that this event comes from. `asker` is
+    told once generation is refused and the ranks know."""
+
+    asker: Any
+    reason: str
+
+
 class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
-Event: TypeAlias = Asked | Turn | Performed | NotSubmitted | AllRead | ManagerEnded | Tick
+Event: TypeAlias = Asked | Turn | Performed | NotSubmitted | AllRead | ManagerEnded | Overwritten | Tick
 
 
 # --- actions ------------------------------------------------------------------------------------------------------------

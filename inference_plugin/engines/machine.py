@@ -28,6 +28,7 @@ from inference_plugin.engines.events import (
     Event,
     ManagerEnded,
     NotSubmitted,
+    Overwritten,
     Perform,
     Performed,
     PublishCard,
@@ -38,7 +39,14 @@ from inference_plugin.engines.events import (
 )
 from inference_plugin.engines.standing import Held, Standing
 from inference_plugin.engines.verifications import Reading, verify
-from inference_plugin.wire.errors import ErrorInfo, ProtocolError, SyncTimeout, VersionConflict, WeightwireError
+from inference_plugin.wire.errors import (
+    ErrorInfo,
+    ProtocolError,
+    SyncTimeout,
+    TornReplica,
+    VersionConflict,
+    WeightwireError,
+)
 from inference_plugin.wire.messages import (
     Body,
     Commit,
@@ -98,6 +106,8 @@ class ReplicaMachine:
                 self._let_go(held, gone=False)
         elif isinstance(event, ManagerEnded):
             self._let_go(event.held, gone=True)
+        elif isinstance(event, Overwritten):
+            self._tear(event)
         self._tick()
         return self._actions
 
@@ -190,6 +200,21 @@ class ReplicaMachine:
         if not committed.already:
             yield TellListeners(request.group, committed)
         return committed
+
+    def _tear(self, event: Overwritten) -> None:
+        """Runs at once, ahead of the queue: the engine's thread waits for it."""
+
+        def start() -> Steps[Body]:
+            yield from self.standing.tear_model(event.reason)
+            if self.standing.must_stand:
+                raise TornReplica(
+                    "not all of the engine could be told to refuse, so its weights must not be written over"
+                )
+            return Done()
+
+        never = math.inf
+        command = Command("overwrite", None, event.asker, b"", never, never, start, lambda: SyncTimeout(""), start())
+        self._advance(command)
 
     def _let_go(self, held: Held, *, gone: bool) -> None:
         """Has the replica resumed, once for each reason."""

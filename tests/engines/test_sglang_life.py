@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import PLUGIN
 from tests.engines.test_vllm_one_version import TOKENS, Loaded, Replay
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, check_life, reference, source, weights
-from tests.support.engines import Driver, check_starts, noted_starts
+from tests.support.engines import ROOT, Driver, check_starts, noted_starts
 from tests.support.managers import SyncManager
-from tests.support.sglang_engines import SglangDriver, SglangServer
+from tests.support.sglang_engines import PYTHON, SglangDriver, SglangServer
 from tests.support.visible import check_probe, check_visible_on_sglang
 from trainer_adapters import LocalSlice, ModuleAdapter
 
@@ -188,3 +189,23 @@ def test_one_update_reaches_vllm_and_sglang_and_goes_on_without_the_one_that_is_
             assert outcome["vllm"].status == "committed" and outcome["sglang"].status == "failed"
             assert outcome["sglang"].error is not None and outcome["sglang"].error.kind == "PeerLost"
         assert vllm.tokens(PROMPTS, COUNT) == reference(pair[0])
+
+
+SPARED = """
+from types import SimpleNamespace
+import torch
+from inference_plugin.engines.sglang.model import SglangModel
+
+layer = torch.nn.Module()
+for name, kept in (("mask", False), ("scale", False), ("cos_sin_cache", False), ("mean", True)):
+    layer.register_buffer(name, torch.zeros(1), persistent=kept)
+model = torch.nn.Module()
+model.layer = layer
+print(SglangModel.lost_by_a_reset(SimpleNamespace(live=model), ["mas"]))
+"""
+
+
+@pytest.mark.full
+def test_a_buffer_that_no_update_brings_back_is_named_unless_sglang_s_reset_spares_it() -> None:
+    told = subprocess.run([PYTHON, "-c", SPARED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-1] == "['layer.scale']"

@@ -534,6 +534,36 @@ def test_a_replica_whose_way_back_fails_too_is_torn_refuses_to_generate_and_is_h
     tp2.assert_recovered()
 
 
+def check_reset_weights(faulty: Faulty) -> None:
+    """It refuses from before the reset on; an update with the very weights of before brings all of them again."""
+    assert isinstance(faulty.engine, Driver)
+    prompts = [LONG, PROMPTS[1]]
+    with SyncManager(timeout_s=120) as sync:
+        faulty.update(sync=sync)
+        running = faulty.engine.submit(prompts * 100, 800)  # far more than run at once
+        faulty.engine.wait_for_tokens(running[:2], 2)
+        faulty.engine.call("reset_weights")
+        ended = faulty.engine.wait(running)
+        refused = faulty.generated()
+        assert [(r["finish_reason"], r["tokens"]) for r in refused] == [("error", [])] * len(PROMPTS)
+        assert ended[-1]["finish_reason"] == "error" and all("reset" in r["reason"] for r in (ended[-1], *refused)), (
+            refused
+        )
+        assert faulty.card.state == "torn" and {s.state for s in statuses(faulty.card)} == {"torn"}
+        assert not sync.verify(source(faulty.models[faulty.serves])).ok
+        faulty.update(faulty.serves, sync=sync)
+        faulty.assert_serves()
+    right = faulty.engine.generate(prompts, 60)
+    for index, request in enumerate(ended):
+        tokens = request["tokens"][:60]
+        assert tokens == right[index % 2]["tokens"][: len(tokens)], "no token is of weights that were reset"
+    faulty.assert_recovered()
+
+
+def test_weights_that_the_engine_s_own_api_resets_serve_nobody_until_a_full_update(tp2: Faulty) -> None:
+    check_reset_weights(tp2)
+
+
 @contextlib.contextmanager
 def card_unwritable(faulty: Faulty) -> Iterator[Path]:
     """Not even root can write the replica's card meanwhile; what it said before stays there to be read."""
@@ -691,6 +721,10 @@ def test_an_engine_in_the_caller_s_process_refuses_and_pauses_without_a_card_too
     check_torn_without_a_card(survivor)
     check_pause_without_a_card(survivor, monkeypatch)
     survivor.assert_recovered()
+
+
+def test_weights_reset_in_the_caller_s_process_serve_nobody_until_a_full_update(survivor: Faulty) -> None:
+    check_reset_weights(survivor)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------------

@@ -173,6 +173,10 @@ class Driver:
         has_checker = hasattr(Worker, "compute_weight_checksums")
         return list(self.llm.collective_rpc("compute_weight_checksums")) if has_checker else None
 
+    def do_reset_weights(self) -> list[Any]:
+        """What vLLM's `/weight_checker` does for its action `reset`."""
+        return list(self.llm.collective_rpc("reset_weights"))
+
     def close(self) -> None:
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()

@@ -89,6 +89,13 @@ class Driver(engine_driver.Driver):
         """A method of `sgl.Engine`."""
         return [str(getattr(self.llm, method)(*args))]
 
+    def do_reset_weights(self) -> list[Any]:
+        """What SGLang's `/weights_checker` does for its action `reset_tensors`: success, and a message."""
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        asked = self.llm.tokenizer_manager.check_weights(CheckWeightsReqInput(action="reset_tensors"), None)
+        return list(self.llm.loop.run_until_complete(asked)[:2])
+
     def close(self) -> None:
         if self.llm is not None:
             self.llm.shutdown()

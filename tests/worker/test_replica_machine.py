@@ -25,6 +25,7 @@ from inference_plugin.engines.events import (
     Event,
     ManagerEnded,
     NotSubmitted,
+    Overwritten,
     Perform,
     Performed,
     PublishCard,
@@ -264,6 +265,36 @@ def test_a_sleeping_replica_outlives_its_lease_until_its_manager_s_process_ends(
     one.on(ManagerEnded(held))
     one.boundary()
     assert one.kinds() == ["wake", "Hold", "Publish", "ResumeSteps", "Publish"] and one.machine.standing.held is None
+
+
+def test_weights_about_to_be_written_over_tear_the_replica_at_once_whatever_waits() -> None:
+    one = Simulated(draining)
+    one.ask("a", Commit("policy", "t", 1, in_flight="drain"))
+    one.boundary()
+    assert one.kinds() == ["check", "StopSteps"]
+    one.on(Overwritten("engine", "they are reset"))
+    assert one.performed[0] == Refuse("they are reset") and one.kinds() == ["Refuse", "tear_all", "Publish"]
+    assert one.answered["engine"] == Done() and one.machine.standing.described()[0] == "torn"
+
+
+def test_weights_are_not_written_over_where_not_all_of_the_engine_could_be_told_to_refuse() -> None:
+    def answer(action: EngineAction) -> Any:
+        if isinstance(action, Refuse):
+            raise PeerLost("a rank is silent")
+        return agreeing(action)
+
+    one = Simulated(answer)
+    one.on(Overwritten("engine", "they are reset"))
+    assert error_of(one.answered["engine"]).kind == "TornReplica" and one.machine.standing.must_stand
+
+
+def test_a_paused_replica_whose_weights_were_written_over_refuses_once_it_goes_on() -> None:
+    one = paused()
+    one.on(Overwritten("engine", "they are reset"))
+    assert one.kinds() == ["tear_all", "Publish"], "no step runs meanwhile"
+    one.ask("resume", Resume("s"))
+    one.boundary()
+    assert one.kinds() == ["Refuse", "ResumeSteps", "Publish"]
 
 
 def test_an_engine_that_cannot_be_asked_for_a_turn_is_asked_again_until_the_deadline() -> None:

@@ -34,13 +34,14 @@ from inference_plugin.engines.actions import (
 )
 from inference_plugin.engines.commit import CommitPlan, commit_on_all_ranks
 from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.operations import RankReply, with_error
 from inference_plugin.engines.rank_calls import RankCalls
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
 from inference_plugin.engines.sglang.turn import EngineOperation, EngineReply, Step, Turn
 from inference_plugin.engines.standing import Held, Standing
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import CommitFailed, PeerLost, WeightwireError
+from inference_plugin.wire.errors import CommitFailed, PeerLost, TornReplica, WeightwireError
 from inference_plugin.wire.messages import Committed, InFlight, MemoryTag, Sender
 
 __all__ = ["FollowerControl", "LeaderControl"]
@@ -67,6 +68,11 @@ class _TurnControl(abc.ABC):
     @abc.abstractmethod
     def take_turn(self) -> None:
         """This rank's part of a turn. Raises where the ranks lose each other."""
+
+    @abc.abstractmethod
+    def tear(self, reason: str) -> None:
+        """All ranks call it in the same pass, before SGLang writes over the weights: from now on the replica refuses to generate,
+        until a full update heals it. Raises on every rank where one could not be told."""
 
     def wants_turn(self) -> bool:
         """Whether there is something to do; asked in each pass of the event loop."""
@@ -138,6 +144,8 @@ class LeaderControl(_TurnControl, EngineControl):
         self._commit_waits = False
         self._lock = threading.Lock()
         self._bells = [_connected(address) for address in bells if address]
+        self.coordinator: ReplicaCoordinator | None = None
+        """Set once it serves."""
 
     def submit(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -164,6 +172,15 @@ class LeaderControl(_TurnControl, EngineControl):
             ended, self._in_commit = self._in_commit, False
             if not ended:
                 self._ranks.broadcast(msgspec.msgpack.encode(Step()))
+
+    def tear(self, reason: str) -> None:
+        assert self.coordinator is not None
+        failed = True
+        try:
+            self.coordinator.tear(reason)
+            failed = False
+        finally:
+            self._ranks.broadcast(msgspec.msgpack.encode(Step(failed=failed)))
 
     def announce_commit(self, plan: CommitPlan) -> None:
         self._send_commit(Step(commit=plan))
@@ -200,9 +217,14 @@ class FollowerControl(_TurnControl):
                 return self._run_commit(None)
             if step.stopped:
                 return self._run_commit(True)
+            if step.failed:
+                raise TornReplica("not all ranks could be told to refuse")
             if step.rank is None and step.engine is None:
                 return None
             self._ranks.gather(self._rank.perform(step))
+
+    def tear(self, reason: str) -> None:
+        self.take_turn()
 
     def _run_commit(self, value: Any) -> None:
         """Runs the commit up to its end, or to a wait, which is the end of this turn."""

@@ -21,7 +21,7 @@ from inference_plugin.engines.sglang.turn import Turn
 from inference_plugin.engines.starting import begin_start, end_start, ends_start
 from inference_plugin.net import addresses
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import EngineUnsupported, ErrorInfo, WeightwireError
+from inference_plugin.wire.errors import EngineUnsupported, ErrorInfo, WeightwireError, first_few
 
 __all__ = ["hook_scheduler", "hook_start"]
 
@@ -30,8 +30,10 @@ logger = logging.getLogger("sglang.weightwire")
 
 def hook_scheduler(lacks: tuple[str, ...]) -> None:
     """`lacks`: what users of this version of SGLang miss, in words."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
     @wrap(Scheduler, "init_model_worker")
     def init_model_worker(original: Callable[..., Any], self: Any) -> Any:
@@ -71,6 +73,22 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
         if rank is not None and not rank.admit(req, is_retracted):
             return None
         return original(self, req, is_retracted)
+
+    @wrap(SchedulerWeightUpdaterManager, "check_weights")
+    def check_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+        if recv_req.action != "reset_tensors" or _rank is None or _turns is None:
+            return original(self, recv_req)
+        try:
+            if kept := _rank.model.lost_by_a_reset(getattr(recv_req, "skip_tensor_list", None) or ()):
+                raise EngineUnsupported(
+                    f"no update brings these back: {first_few(kept)}", hint="skip_tensor_list spares them"
+                )
+            _turns.tear("SGLang reset the weights, as its /weights_checker was asked")
+        except Exception as error:
+            _rank.refuse_what_is_unknown()
+            logger.exception("weightwire: the weights were not reset")
+            return CheckWeightsReqOutput(success=False, message=f"weightwire: the weights were not reset: {error}")
+        return original(self, recv_req)
 
     @wrap(Scheduler, "_maybe_namespace_elastic_radix_cache")
     def namespace(original: Callable[..., Any], self: Any, req: Any) -> Any:
@@ -203,6 +221,7 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
                 parent_pid=os.getppid(),
                 lacks=lacks,
             )
+            turns.coordinator = coordinator
             for what in lacks:
                 logger.warning("weightwire: in this version of SGLang %s", what)
         except Exception as error:  # noqa: BLE001 -- raised below, on all ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -102,6 +102,20 @@ class SglangModel(LiveModel):
 
         tags = ["weights"] if tag == "weights" else ["kv_cache", "cuda_graph"]
         self._updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+
+    def lost_by_a_reset(self, spared: Collection[str]) -> list[str]:
+        """Buffers that SGLang's `reset_tensors` would fill with random numbers, and that no checkpoint holds. `spared`: parts
+        of names that the reset leaves out."""
+        from sglang.srt.utils.weight_checker import _is_non_persistent_buffer_name
+
+        names = [
+            f"{path}.{own}".lstrip(".")
+            for path, module in self.live.named_modules()
+            for own in sorted(module._non_persistent_buffers_set)
+        ]
+        return [
+            name for name in names if not (_is_non_persistent_buffer_name(name) or any(part in name for part in spared))
+        ]
 
     def pads(self, module: nn.Module) -> bool:
         from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -40,12 +40,14 @@ class EngineReply(msgspec.Struct, frozen=True):
 
 class Step(msgspec.Struct, frozen=True):
     """What the leader of a turn sends: a commit that every rank runs by itself up to its end or its wait, the end of that
-    wait (`stopped`), one operation of the groups or of the engine, or (none of them) the end of the turn."""
+    wait (`stopped`), one operation of the groups or of the engine, or (none of them) the end of the turn, which may have
+    `failed`."""
 
     commit: CommitPlan | None = None
     stopped: bool = False
     rank: bytes | None = None
     engine: EngineOperation | None = None
+    failed: bool = False
 
 
 class Doorbell:

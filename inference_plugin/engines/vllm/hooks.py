@@ -16,6 +16,7 @@ from inference_plugin.engines.vllm.core import CoreCommand, CoreControl, own_roo
 from inference_plugin.engines.vllm.core_start import ExecutorLost, start
 from inference_plugin.engines.vllm.shared_core import SharedCore
 from inference_plugin.engines.vllm.weight_transfer import BACKEND, NativeCalls
+from inference_plugin.wire.errors import EngineUnsupported
 
 __all__ = ["hook_core", "hook_inproc", "hook_start"]
 
@@ -57,6 +58,10 @@ def hook_core(lacks: tuple[str, ...]) -> None:
         native: NativeCalls | None = getattr(self, "_weightwire_native", None)
         if native is not None and (answers := native.answer(method, args, kwargs or {})) is not None:
             return answers
+        if method == "reset_weights" and (control := _control_of(self)) is not None:
+            with control.lock:
+                _tear(self, control)
+                return original(self, method, timeout, args, kwargs)
         return original(self, method, timeout, args, kwargs)
 
     @wrap(EngineCore, "preprocess_add_request")
@@ -176,6 +181,18 @@ def _start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
         if "inference_plugin" in core.vllm_config.parallel_config.worker_extension_cls:
             raise
         run_without("vllm", error, logger, f"model {core.vllm_config.model_config.model}")
+
+
+def _tear(core: Any, control: CoreControl) -> None:
+    """Before vLLM zeroes the weights, as its `/weight_checker` asks."""
+    if isinstance(control, SharedCore):
+        raise EngineUnsupported(
+            "weights of ranks that share experts can't be reset: the engine cores would do so one after the other",
+            hint="start the engine anew with a checkpoint of zeros",
+            side="coordinator",
+        )
+    coordinator: ReplicaCoordinator = core._weightwire_coordinator
+    coordinator.tear("vLLM reset the weights, as its /weight_checker was asked")
 
 
 def _cards(core: Any) -> list[bytes]:

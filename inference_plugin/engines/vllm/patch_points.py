@@ -47,7 +47,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.distributed.weight_transfer.base:WeightTransferEngine", why="subclassed: what vLLM makes on each rank for that backend"),
     PatchPoint("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory.register_engine", ("name", "module_path_or_cls", "class_name"), "called: the weight-transfer backend `weightwire`"),
     # EngineCore
-    PatchPoint(_CORE + "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs"), "wrapped: answers vLLM's weight-transfer calls for that backend"),
+    PatchPoint(_CORE + "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs"), "wrapped: answers vLLM's weight-transfer calls for that backend; tears the replica before vLLM resets its weights"),
     PatchPoint(_CORE + "EngineCore._initialize_kv_caches", ("vllm_config",), "wrapped: model and executor are there, the coordinator starts"),
     PatchPoint(_CORE + "EngineCore.preprocess_add_request", ("request",), "wrapped: notes the prefix root"),
     PatchPoint(_CORE + "EngineCore.add_request", ("request", "request_wave"), "wrapped: hashes a request anew that a commit overtook; a torn replica refuses"),
