@@ -41,7 +41,7 @@ from trainer_adapters.fleet.pauses import Pauses
 from trainer_adapters.fleet.versions import versions_of
 from trainer_adapters.settings import CatchUpPolicy, OnFailure, Settings, Stragglers
 from trainer_adapters.sources.base import WeightSource
-from trainer_adapters.update.attempts import take_part
+from trainer_adapters.update.attempts import in_engine_dtypes, take_part
 from trainer_adapters.update.catching_up import CatchingUp
 from trainer_adapters.update.follower import follow
 from trainer_adapters.update.given import FailingSource, GivenModels, checked_version
@@ -355,11 +355,15 @@ class SyncManager:
         context = self._context
         context.begin(deadline_s)
         self._under_way = True
-        try:
+
+        def attempt() -> VerifyReport:
             if self._fleet is None:
                 return decode_as(follow(context, "verify", source), VerifyReport)
             work: Callable[[Manifest], VerifyReport] = lambda manifest: verify(context, source, manifest)  # noqa: E731
             return lead(context, "verify", source, work, lambda _: None, group=self.group, phase="verify")
+
+        try:
+            return in_engine_dtypes(source, attempt)
         finally:
             self._under_way = False
 

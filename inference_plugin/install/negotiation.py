@@ -10,7 +10,6 @@ from torch import nn
 
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import EngineModel
-from inference_plugin.install.dtype_hint import dtype_line, dtype_rules
 from inference_plugin.install.layout import LiveLayout
 from inference_plugin.install.live_storages import live_ties
 from inference_plugin.install.parts import ProvenParts, prove_parts
@@ -18,6 +17,7 @@ from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.install.trial_load import LoaderCoverage, loader_coverage
+from inference_plugin.wire.dtype_hint import dtype_line, dtype_rules
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import dtype_name, torch_dtype

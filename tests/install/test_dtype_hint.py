@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from inference_plugin.install.dtype_hint import MOST_RULES, dtype_line
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.dtype_hint import MOST_RULES, dtype_line
 from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.tensors import torch_dtype
 from tests.support.plain_engine import PlainEngineModel, checkpoint, manifest_of

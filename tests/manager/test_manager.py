@@ -337,6 +337,24 @@ def test_a_trainer_in_float32_sends_each_tensor_in_the_engines_dtype_where_it_is
     assert manager.update(source(3), 3).engine_dtypes == {}
 
 
+def test_a_verification_by_another_mapping_or_another_manager_compares_in_the_engines_dtypes(
+    start: Start, manager: SyncManager
+) -> None:
+    start(tp=2)
+
+    def tensors(seed: int) -> dict[str, torch.Tensor]:
+        floats = {name: tensor.float() for name, tensor in checkpoint(seed).items()}
+        return floats | {tied: floats[name] for tied, name in TIED.items()}
+
+    manager.update(tensors(1), 1, dtype="engine")
+    assert manager.verify(tensors(1), dtype="engine").ok
+    assert not manager.verify(tensors(2), dtype="engine").ok
+    with SyncManager() as other:
+        assert other.verify(tensors(1), dtype="engine").ok
+        (as_it_is,) = other.verify(tensors(1)).replicas
+        assert "bfloat16 in the engine and torch.float32 in the source" in as_it_is.differ[0]
+
+
 def test_an_update_that_takes_the_engines_dtypes_skips_no_version(start: Start, manager: SyncManager) -> None:
     rig = start()
     for seed in (1, 2):
@@ -575,7 +593,7 @@ def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start:
     steps: list[dict[str, Any]] = [{"version": 1}]
     for i, fault in enumerate(faults):
         steps += [{"version": 2 * i + 2, "fault": fault}, {"version": 2 * i + 3}]
-    steps += [{"version": 49, "engine_dtypes": True}]
+    steps += [{"version": 49, "engine_dtypes": True}, {"version": 49, "engine_dtypes": True, "verify": [0, 1]}]
     steps += [{"version": 50, "fault": "raise", "at": 0}, {"version": 51}, {"version": 51, "verify": [0, 1]}]
     run_ranks(ROOT / "tests/manager/ranks.py", 2, directory, str(directory), json.dumps(steps))
     seen = [[json.loads((directory / f"rank{r}.step{n}").read_text()) for n in range(len(steps))] for r in (0, 1)]
@@ -586,7 +604,10 @@ def test_two_ranks_under_torchrun_write_what_each_holds_and_fail_together(start:
         if "fault" not in step:
             assert all("ok" in result for result in on_each), on_each
             assert on_each[0] == on_each[1]
-            assert bool(on_each[0]["ok"].get("engine_dtypes")) == ("engine_dtypes" in step)
+            if "verify" in step:
+                assert all(not replica["differ"] for replica in on_each[0]["ok"]["replicas"]), on_each
+            else:
+                assert bool(on_each[0]["ok"].get("engine_dtypes")) == ("engine_dtypes" in step)
             continue
         kind, text = faults[step["fault"]]
         assert {result["error"] for result in on_each} == {kind}, on_each

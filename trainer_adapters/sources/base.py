@@ -103,6 +103,11 @@ class WeightSource(ABC):
         return False
 
     @property
+    def follows_engine(self) -> bool:
+        """Whether the source was made with `dtype_rules="engine"`."""
+        return False
+
+    @property
     def engine_dtypes(self) -> Mapping[str, str]:
         """The rules that `adopt_dtypes` took."""
         return {}

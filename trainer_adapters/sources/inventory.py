@@ -95,6 +95,10 @@ class ExchangedSource(WeightSource):
         return True
 
     @property
+    def follows_engine(self) -> bool:
+        return self._rules.follow_engine
+
+    @property
     def engine_dtypes(self) -> Mapping[str, str]:
         return self._rules.adopted
 

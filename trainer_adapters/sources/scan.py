@@ -140,6 +140,10 @@ class ScannedSource(WeightSource):
         return True
 
     @property
+    def follows_engine(self) -> bool:
+        return self._rules.follow_engine
+
+    @property
     def engine_dtypes(self) -> Mapping[str, str]:
         return self._rules.adopted
 

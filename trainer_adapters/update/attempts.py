@@ -1,9 +1,11 @@
-"""One rank's half of an update. With `dtype="engine"`, an update that an engine refuses for its dtypes is repeated in these."""
+"""One rank's half of an update. With `dtype="engine"`, an update or verification that fails for the engine's dtypes is
+repeated in these."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ManifestMismatch
@@ -16,26 +18,32 @@ from trainer_adapters.update.rank_context import RankContext
 if TYPE_CHECKING:
     from trainer_adapters.sources.base import WeightSource
 
-__all__ = ["take_part"]
+__all__ = ["in_engine_dtypes", "take_part"]
 
 logger = logging.getLogger(__name__)
+
+Report = TypeVar("Report")
 
 
 def take_part(
     context: RankContext, source: WeightSource, version: int | None, pending: PendingUpdate, deadline_s: float
 ) -> UpdateReport:
-    """Leads the update, or follows it. Does so a second time if the update was refused for dtypes that the source then adopts.
+    """Leads the update, or follows it."""
+    return in_engine_dtypes(source, lambda: _attempt(context, source, version, pending, deadline_s))
 
-    That refusal comes when the group is opened, before anything changes, and is raised on all ranks, so that all of them try
-    again.
+
+def in_engine_dtypes(source: WeightSource, attempt: Callable[[], Report]) -> Report:
+    """Makes an attempt, and a second one if the first was refused for dtypes that the source then adopts.
+
+    That refusal comes before anything changes (of an update, when the group is opened). All ranks raise it, so all of them try again.
     """
     try:
-        return _attempt(context, source, version, pending, deadline_s)
+        return attempt()
     except ManifestMismatch as error:
         if not error.dtypes or not source.adopt_dtypes(error.dtypes):
             raise
         logger.info("weightwire: tensors travel in the engine's dtypes from now on: %s", dict(error.dtypes))
-        return _attempt(context, source, version, pending, deadline_s)
+        return attempt()
 
 
 def _attempt(

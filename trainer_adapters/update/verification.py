@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +12,8 @@ import torch
 
 from inference_plugin.transports.shm import SharedSegment
 from inference_plugin.wire.comparison import compare_rank
-from inference_plugin.wire.errors import WeightwireError, first_few
+from inference_plugin.wire.dtype_hint import dtype_rules
+from inference_plugin.wire.errors import ManifestMismatch, WeightwireError, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Go, GoTransport, Verified, Verify
@@ -50,6 +52,8 @@ def verify(context: RankContext, source: WeightSource, manifest: Manifest) -> Ve
         asks = [session.ask_of_coordinator(Verify(group, left_s)) for session in part.sessions]
         silence_s = context.settings.silence_s()
         replies = ask_all(asks, Verified, timeout_s=left_s, silence_s=silence_s)
+        if source.follows_engine and not source.engine_dtypes:
+            _check_dtypes(manifest, replies)
         found = [
             _compare(manifest, session, reply, scratch.tensor, partial=context.settings.partial)
             for session, reply in zip(part.sessions, replies, strict=True)
@@ -58,6 +62,23 @@ def verify(context: RankContext, source: WeightSource, manifest: Manifest) -> Ve
         return VerifyReport(group, tuple(sorted(found, key=lambda each: each.replica)))
     finally:
         scratch.close()
+
+
+def _check_dtypes(manifest: Manifest, replies: Sequence[Verified | WeightwireError]) -> None:
+    """Raises `ManifestMismatch` with the engine's dtypes if the trainer's are others: all ranks adopt them, and verify again."""
+    held = {
+        box.name: box.dtype
+        for reply in replies
+        if isinstance(reply, Verified)
+        for rank in reply.ranks
+        for box in rank.boxes
+        if box.name in manifest.index
+    }
+    differ = sorted(name for name, dtype in held.items() if dtype != manifest.tensors[manifest.index[name]].dtype)
+    if any("float" in held[name] for name in differ):
+        error = ManifestMismatch(f"dtypes differ: {first_few(differ)}", phase="verify")
+        error.dtypes = dtype_rules(held)
+        raise error
 
 
 def _compare(

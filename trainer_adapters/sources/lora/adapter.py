@@ -83,6 +83,10 @@ class LoRAAdapter(WeightSource):
         return self._source is not None and self._source.adopt_dtypes(rules)
 
     @property
+    def follows_engine(self) -> bool:
+        return self._source is not None and self._source.follows_engine
+
+    @property
     def engine_dtypes(self) -> Mapping[str, str]:
         return self._source.engine_dtypes if self._source is not None else {}
 

@@ -122,6 +122,10 @@ class MergedLoRAAdapter(WeightSource):
         return self._base is not None and self._base.adopt_dtypes(rules)
 
     @property
+    def follows_engine(self) -> bool:
+        return self._base is not None and self._base.follows_engine
+
+    @property
     def engine_dtypes(self) -> Mapping[str, str]:
         return self._base.engine_dtypes if self._base is not None else {}
 
