@@ -44,13 +44,31 @@ def doctor(job: str | None, as_json: bool) -> None:
         print_json(facts=facts, problems=problems)
     else:
         for name, value in facts.items():
-            line(f"{name}: {value}")
+            for text in _lines(name, value):
+                line(text)
         for text in problems:
             problem(text)
         if not problems:
             without = "; an engine is starting" if facts.get("starting") else "; no replica runs"
             line("no problem found" + ("" if replicas else without), colour="green")
     raise SystemExit(1 if problems else 0)
+
+
+def _lines(name: str, value: object) -> list[str]:
+    """A fact in words: one line, or a heading and indented lines."""
+    if isinstance(value, dict) and value:
+        return [f"{name}:", *(f"  {key}: {_inline(each)}" for key, each in value.items())]
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        return [f"{name}:", *(f"  {_inline(each)}" for each in value)]
+    return [f"{name}: {_inline(value)}"]
+
+
+def _inline(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_inline(each)}" for key, each in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_inline, value)) or "none"
+    return str(value)
 
 
 def _look_at_directory(job: str | None, facts: dict[str, Any], problems: list[str]) -> list[ReplicaCard]:

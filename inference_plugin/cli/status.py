@@ -86,7 +86,7 @@ def _print_replica(replica: dict[str, Any]) -> None:
 def _print_report(report: UpdateReport) -> None:
     phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.phases.items() if "." not in name)
     line(
-        f"last update of {report.group}: version {report.version}, {report.bytes / 1e6:.0f} MB in {report.seconds:.3f} s "
+        f"last update of {report.group}: version {report.version}, {report.bytes / 1e6:.1f} MB in {report.seconds:.3f} s "
         f"({phases}), {report.messages} messages",
     )
     for replica in report.replicas:

@@ -129,7 +129,12 @@ def _drawn(look: dict[str, Any]) -> Any:
             f"{update['seconds']:.3f}",
             "" if update["bytes_per_s"] is None else f"{update['bytes_per_s'] / 1e6:.0f} MB/s",
         )
-    return Group(replicas, *([updates] if look["updates"] else ["no update was reported"]))
+    shown = (
+        replicas
+        if replicas.row_count
+        else f"no replica of job {look['job']!r} runs; `weightwire status` says where it looked"
+    )
+    return Group(shown, *([updates] if look["updates"] else ["no update was reported"]))
 
 
 def _group_cells(group: dict[str, Any]) -> list[str]:

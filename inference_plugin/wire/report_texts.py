@@ -34,7 +34,9 @@ class Text:
         table = Table(title=self.heading, title_justify="left")
         used = [i for i, _ in enumerate(self.columns) if any(row[i] for row in self.rows)]
         for i in used:
-            table.add_column(self.columns[i], overflow="fold")
+            table.add_column(
+                self.columns[i], overflow="fold", no_wrap=i == 0
+            )  # the first one holds names, to be copied
         for row in self.rows:
             table.add_row(*(row[i] for i in used))
         return table

@@ -71,6 +71,11 @@ def test_status_and_doctor_tell_of_replicas_versions_and_processes(directory: Pa
             (replica,) = doctor["facts"]["replicas"]
             assert replica["replica"] == rig.replica
             assert set(replica["processes"].values()) == {rig.pid, *(worker.pid for worker in rig.card.workers)}
+            _, printed, _ = shown("doctor")
+            processes = ", ".join(f"{part} {pid}" for part, pid in replica["processes"].items())
+            assert f"replicas:\n  replica {rig.replica}, engine plain " in printed
+            assert f"processes {processes}\n" in printed and "broken_plugins: none\n" in printed
+            assert not set("{}[]") & set(printed), "no value is printed as Python writes it"
     finally:
         rig.end()
 
@@ -151,6 +156,13 @@ def test_an_engine_that_outlives_the_process_that_started_it_is_orphaned_and_doc
         assert code == 1 and f"{rig.replica}: orphaned: process {os.getpid()}, which started this engine" in problem
     finally:
         rig.end()
+
+
+def test_top_says_that_no_replica_runs_in_place_of_an_empty_table(directory: Path) -> None:
+    code, printed, _ = shown("top", "--once")
+    assert code == 0 and printed.startswith(
+        "no replica of job 'default' runs; `weightwire status` says where it looked"
+    )
 
 
 def test_top_shows_versions_how_far_behind_they_are_and_the_last_updates(directory: Path) -> None:

@@ -68,7 +68,7 @@ def norm_bytes() -> int:
 UNKNOWN: dict[str, tuple[Any, str]] = {
     "a number": (7, "type int cannot be sent"),
     "nothing": (None, "type NoneType cannot be sent"),
-    "a path": ("models/policy", "load the tensors"),
+    "a path": ("models/policy", "use the command `weightwire push`"),
     "a class": (torch.nn.Linear, "pass an instance"),
     "a tensor": (torch.zeros(2), "type Tensor cannot be sent"),
     "a generator": ((pair for pair in checkpoint(1).items()), "lambda: model.named_parameters()"),

@@ -120,7 +120,7 @@ def kind_of(model: object) -> Kind:
         raise _unknown(f"the class {model.__name__}", "pass an instance of it")
     if isinstance(model, str | bytes) or hasattr(model, "__fspath__"):
         raise _unknown(
-            f"a path, {model!r}", "load the tensors of the checkpoint first, or use examples/push_checkpoint/push.py"
+            f"a path, {model!r}", "load the tensors of the checkpoint first, or use the command `weightwire push`"
         )
     if callable(model) and not isinstance(model, torch.Tensor):
         return "tensors"

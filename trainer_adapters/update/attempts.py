@@ -35,7 +35,7 @@ def take_part(
 def in_engine_dtypes(source: WeightSource, attempt: Callable[[], Report]) -> Report:
     """Makes an attempt, and a second one if the first was refused for dtypes that the source then adopts.
 
-    That refusal comes before anything changes (of an update, when the group is opened). All ranks raise it, so all of them try again.
+    That refusal comes before anything changes: of an update, when the group is opened. All ranks raise it, so all try again.
     """
     try:
         return attempt()
