@@ -58,7 +58,7 @@ class Backend:
     watchdog: str = ""
 
     def why_not(self) -> str | None:
-        """Why this process can't use it, None if it can."""
+        """The reason why this process can't use it; None if it can."""
         try:
             found = hasattr(importlib.import_module(self.module), self.group_class)
         except ImportError:
@@ -230,7 +230,7 @@ class Group:
         done.synchronize()
 
     def _check(self) -> None:
-        """Raises if waiting on is pointless."""
+        """Raises if there is nothing left to wait for."""
         if self._aborted:
             raise PeerLost("the transaction was dropped", phase="stage")
         if gone := [name for process, name in self._peers.items() if has_ended(*process)]:
@@ -266,7 +266,7 @@ class Group:
                 self._within(self._group.shutdown)
 
     def abort(self) -> None:
-        """Ends whatever waits here, soon. From any thread; may be called twice."""
+        """Makes every wait of this group end soon. Any thread may call it, also twice."""
         self._aborted = True
         if self._backend.queues or self._pending:
             threading.Thread(target=self._bury, name="weightwire-collective-rest", daemon=True).start()
@@ -278,7 +278,7 @@ class Group:
             with contextlib.suppress(Exception):
                 self._group.abort()
         for work in self._pending:
-            with contextlib.suppress(Exception):  # whoever waited for it has raised this
+            with contextlib.suppress(Exception):  # the waiting call has raised this error
                 if self._backend.queues:
                     self._until_done(work)
                 else:

@@ -73,7 +73,7 @@ class WriteStats:
     sent_bytes: int = 0
     """Payload that left this rank in messages."""
     held_bytes: int = 0
-    """Memory that this rank keeps for the bytes on their way: segments, buckets."""
+    """Memory that this rank keeps for bytes in transit: segments, buckets."""
     move_s: float = 0.0
     digest_s: float = 0.0
     """Time of separate digests; a digest that is computed while its bytes are copied counts in `move_s`."""
@@ -105,10 +105,10 @@ class Staging(abc.ABC):
         raise ProtocolError("this transport does not stream")
 
     def cancel(self) -> None:  # noqa: B027 -- most wait for nobody
-        """Any thread: whoever waits in `receive` or `place` stops waiting."""
+        """Any thread: ends the waits in `receive` and `place`."""
 
     def pass_on(self, bucket: Bucket, payload: memoryview) -> None:  # noqa: B027 -- most pass nothing on
-        """After `receive`: the bucket as it was received, for the workers that this one feeds."""
+        """After `receive`: relays the bucket, as it was received, to the workers that this one feeds."""
 
     def relay(self, request: Relay) -> None:
         """Begins to relay buckets. Raises `ProtocolError` if nobody does in this update."""

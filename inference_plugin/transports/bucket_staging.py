@@ -69,7 +69,7 @@ class BucketStaging(Staging):
         self.receive_pieces(bucket.pieces, payload)
 
     def receive_pieces(self, pieces: Sequence[Piece], payload: memoryview) -> None:
-        """`receive`, of what came in no message."""
+        """As `receive`, for bytes that arrived without a message."""
         with self._arrived:
             try:
                 if self._complete:

@@ -39,7 +39,7 @@ from inference_plugin.wire.tensors import torch_dtype
 __all__ = ["TRANSPORT", "SharedPlace"]
 
 REACHED = b"shared memory"
-"""What a worker says of where to write, if it can map the trainer's memory."""
+"""The landing that a worker announces if it can map the trainer's memory."""
 
 
 class SharedPlace(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ class StreamStaging(Staging):
     def check(
         self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
     ) -> int:
-        """All that is needed was placed, and nothing else; it was compared before."""
+        """Checks that exactly the needed pieces were placed. Each was compared with its digest before."""
         checked = check_received(manifest, self._received, pieces, between)
         with self._changed:
             self._is_complete = True
@@ -151,7 +151,7 @@ class Buffers:
         self._mapped: dict[str, SharedSegment] = {}
 
     def bytes_of(self, bucket: Bucket) -> memoryview:
-        """The bytes of a bucket, where they lie. Raises `TransportUnavailable` where they can't be reached."""
+        """The bytes of a bucket, in the trainer's memory. Raises `TransportUnavailable` if this process can't map it."""
         place = decode_as(bucket.lies_at, SharedPlace)
         address = place.segment
         if place.offset + place.nbytes > address.nbytes:

@@ -85,7 +85,7 @@ class Zone:
         )
         self.address = ZoneAddress(self._segment.address, layout_at, len(described))
         self._closed = threading.Event()
-        with contextlib.suppress(RuntimeError):  # no thread can be started: whoever writes first pays for the pages
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the first writer pays for the page faults
             threading.Thread(target=self._touch, name="weightwire-zone", daemon=True).start()
 
     @property
@@ -94,7 +94,7 @@ class Zone:
         return self._segment.tensor[: self.layout.nbytes]
 
     def close(self) -> None:
-        """No rank can map it from now on; may be called twice."""
+        """From now on no rank can map it. May be called twice."""
         self._closed.set()
         self._segment.close()
 
@@ -241,7 +241,7 @@ class ZoneSender(Sender):
                 zone.end_writing()
             is_over = True
         finally:
-            if not is_over:  # the update comes to nothing, and the zones are not used again
+            if not is_over:  # the update fails, and these zones are never used again
                 for zone in zones:
                     with contextlib.suppress(OSError):
                         zone.end_writing()

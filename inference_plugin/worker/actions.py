@@ -1,4 +1,4 @@
-"""What a worker's groups want to be done: answers, work that takes time, and what listeners and the log are told.
+"""What a worker's groups ask their shell to do: answer, start work that takes time, tell listeners, log.
 
 Plain data; the shell (`groups`, `work`) performs it.
 """
@@ -45,7 +45,7 @@ __all__ = [
 
 
 class AgreeOnTerms(Struct, frozen=True):
-    """Has transport and installer agree on terms; gives `Terms`."""
+    """The transport and the installer agree on terms; the result is `Terms`."""
 
     request: OpenGroup
 
@@ -63,7 +63,7 @@ class KeepTerms(Struct, frozen=True):
 
 
 class MapStaging(Struct, frozen=True):
-    """Opens the staging memory of a transaction by the terms in force; gives `Mapped`."""
+    """Opens the staging memory of a transaction by the terms in force; the result is `Mapped`."""
 
     txn: str
     version: int
@@ -79,7 +79,7 @@ class ReceiveBucket(Struct, frozen=True):
 
 
 class PassOn(Struct, frozen=True):
-    """Begins to pass buckets on to other workers."""
+    """Starts to relay buckets to other workers."""
 
     txn: str
     relay: Relay
@@ -94,7 +94,7 @@ class CheckPieces(Struct, frozen=True):
 
 
 class Stage(Struct, frozen=True):
-    """Waits for all bytes, compares each piece with its digest, and has the installer prepare; gives `Sealed`."""
+    """Waits for all bytes, compares each piece with its digest, and lets the installer prepare; the result is `Sealed`."""
 
     txn: str
     digest: str
@@ -208,7 +208,7 @@ class Fail(Struct, frozen=True):
 
 
 class StartWork(Struct, frozen=True):
-    """Begins work for a group; its end comes back as `WorkEnded`. `member` tells groups of one name apart: one may still be
+    """Starts work for a group; `WorkEnded` reports its end. `member` tells groups of one name apart: one may still be
     closing while the next is opened."""
 
     member: int
@@ -218,21 +218,21 @@ class StartWork(Struct, frozen=True):
 
 
 class Cancel(Struct, frozen=True):
-    """The transaction was dropped: work for it ends as soon as it can."""
+    """Work for a dropped transaction ends as soon as it can."""
 
     member: int
     txn: str
 
 
 class StateChanged(Struct, frozen=True):
-    """Listeners are told."""
+    """Tells listeners of a group's new state."""
 
     group: str
     state: GroupState
 
 
 class Warn(Struct, frozen=True):
-    """Goes into the log."""
+    """Logs a warning."""
 
     text: str
 

@@ -1,5 +1,5 @@
-"""What the engine's own thread does to one group: commit, undo, tear, verify. Whatever raises has changed nothing, unless its
-docstring says otherwise."""
+"""What the engine's own thread does to one group: commit, undo, tear, verify. A function that raises has changed nothing, unless
+its docstring says otherwise."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_committing(group: WeightUpdateGroup, txn: str) -> Transaction:
 
 
 def install(group: WeightUpdateGroup, event: Install) -> None:
-    """The engine's thread is about to write: verifications under way begin again, and trainers that stream may send."""
+    """The engine's thread is about to write: a verification under way must begin again, and streaming trainers may send."""
     transaction = check_committing(group, event.txn)
     group.reading = ""
     transaction.stands = True
@@ -72,7 +72,7 @@ def install(group: WeightUpdateGroup, event: Install) -> None:
 
 
 def check_stream(group: WeightUpdateGroup, event: CheckStream) -> None:
-    """Answers whether every streamed byte has come and is checked. Raises the reason if the rest will not come."""
+    """Answers whether all streamed bytes have arrived and been checked. Raises the reason if the rest will never arrive."""
     transaction = check_committing(group, event.txn)
     if transaction.error is not None:
         raise copy.copy(transaction.error)

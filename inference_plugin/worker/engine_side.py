@@ -41,14 +41,14 @@ __all__ = ["EngineSide", "Left", "Reading"]
 logger = logging.getLogger(__name__)
 
 PLACING_S = 0.2
-"""How long the engine's thread takes what is streamed before it says that it lives."""
+"""The engine's thread takes streamed bytes for this long before it shows that it is alive."""
 
 PORTION_BYTES = 8 << 20
 PORTION_BOXES = 512
 """A verification reads this much at one step boundary, and at most one box more."""
 
 Left = Literal["", "more", "changed"]
-"""What is left of a verification: nothing; more; or the weights changed since it began, and it has to begin again."""
+"""What is left of a verification: nothing; more boxes; or the weights have changed since it began, and it must begin again."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Reading:
 
 
 class EngineSide:
-    """One group, as the engine's thread uses it. `ask(event, asker's fields...)` has the machine answer, or raises its
+    """One group, as the engine's thread uses it. `ask(event, fields...)` returns the machine's answer to an event, or raises its
     error; `readings` holds the verification of each group."""
 
     def __init__(
@@ -117,7 +117,7 @@ class EngineSide:
         return "" if update.is_installed else "more"
 
     def _is_under_way(self, txn: str, update: Update) -> bool:
-        """Places the bytes that come within `PLACING_S`. Returns whether more are to come; raises the reason if they will not."""
+        """Places the bytes that arrive within `PLACING_S`. Returns whether more must follow; raises the reason if they will not."""
         with span("place"):
             try:
                 update.bytes.place(self.installer.place, PLACING_S)
@@ -138,7 +138,7 @@ class EngineSide:
         return done
 
     def undo(self, reason: str) -> None:
-        """Goes back to the previous version. If that fails, the group is `torn`, and this raises `TornReplica`."""
+        """Restores the previous version. If that fails, the group is `torn`, and this raises `TornReplica`."""
         back: WayBack = self._ask(StartUndo, self.group.name)
         trace = self.work.trace(back.undone)
         try:

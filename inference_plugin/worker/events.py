@@ -1,6 +1,6 @@
 """What happens to a worker's groups.
 
-Plain data. An `asker` is whatever the shell needs to answer somebody; the machine only hands it back, once.
+Plain data. An `asker` is the shell's handle for one answer; the machine hands it back exactly once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Request(Struct, frozen=True):
 
 
 class Tick(Struct, frozen=True):
-    """Time has passed, and every request that came before was handled. `ended`: processes that are known to have ended."""
+    """Time has passed, and every earlier request was handled. `ended`: processes that have ended, as far as the shell knows."""
 
     ended: Collection[Process] = ()
 
@@ -88,7 +88,7 @@ class Install(Struct, frozen=True):
 
 
 class CheckStream(Struct, frozen=True):
-    """Whether all that is streamed has come and was sealed; answered with a bool, or with why the rest will not come."""
+    """Have all streamed bytes arrived and been sealed? Answered with a bool, or with the error that keeps the rest from arriving."""
 
     asker: Any
     group: str
@@ -121,7 +121,7 @@ class StartUndo(Struct, frozen=True):
 
 
 class Undone(Struct, frozen=True):
-    """The way back was gone: `error` if it failed. Answered with None, or `TornReplica`."""
+    """The engine's thread went back to the previous version, or failed to (`error`). Answered with None, or `TornReplica`."""
 
     asker: Any
     group: str

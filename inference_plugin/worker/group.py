@@ -64,13 +64,13 @@ FINISHED_KEPT = 16
 MAX_DETAIL_CHARACTERS = 4000
 
 WARN_EVERY_S = 30.0
-"""A dropped transaction whose preparation does not end is logged this often."""
+"""Interval of the warning that a dropped transaction is still being prepared."""
 
 
 @dataclass(eq=False)
 class Shared:
-    """What all groups of one worker share. `accept` raises where other groups forbid a group its terms, else takes it in;
-    `left` hears of a group that has just lost an opening."""
+    """What all groups of one worker share. `accept` registers a group's terms, and raises if they conflict with another
+    group's. `left` hears of a group that has just lost an opening."""
 
     rank: int
     accept: Callable[[WeightUpdateGroup, Terms], None]
@@ -129,7 +129,7 @@ class WeightUpdateGroup:
 
     @property
     def busy(self) -> bool:
-        """Whether the group works for a transaction or an opening, be it one that was given up."""
+        """Whether the group works for a transaction or an opening, abandoned ones included."""
         return self.transaction is not None or bool(self.openings or self.dropped)
 
     @property
@@ -189,7 +189,7 @@ class WeightUpdateGroup:
     # --- time --------------------------------------------------------------------------------------------------------
 
     def tick(self, is_gone: Callable[[Sender], bool]) -> None:
-        """Drops what nobody will finish, and answers seals that have waited for as long as they wanted."""
+        """Drops transactions that nobody will finish, and answers the seals whose waiting time is over."""
         now_s, transaction = self.shared.now_s, self.transaction
         if transaction is not None:
             for asker, until_s in transaction.seal_askers:
@@ -227,7 +227,7 @@ class WeightUpdateGroup:
     # --- the queue ---------------------------------------------------------------------------------------------------
 
     def queue(self, job: Job, *, first: bool = False) -> None:
-        """Has the job done in its turn, or as the next one."""
+        """Queues the job, at the front if `first`."""
         (self._queue.appendleft if first else self._queue.append)(job)
         self.start_next()
 
@@ -278,8 +278,8 @@ class WeightUpdateGroup:
         return self.transaction
 
     def drop(self, reason: str, kind: type[WeightwireError] = VersionConflict, **more: str) -> None:
-        """Ends the open transaction, if there is one; whoever asks for it, or waits, is answered with an error of `kind`.
-        Its work ends, and its memory is freed, later."""
+        """Ends the open transaction, if there is one; requests for it, waiting ones included, get an error of `kind`.
+        Its work ends later, and then its memory is freed."""
         transaction, self.transaction = self.transaction, None
         if transaction is None:
             return
@@ -315,7 +315,7 @@ class WeightUpdateGroup:
         self.do(Cancel(self.member, transaction.txn))
 
     def end_waits(self, transaction: Transaction, error: WeightwireError) -> None:
-        """Whoever waits for the transaction is answered with `error`; what is queued for it is not done any more."""
+        """Answers every request that waits for the transaction with `error`, and drops its queued jobs."""
         waiting = [*transaction.begin_askers]
         waiting += [asker for asker, _ in (*transaction.seal_askers, *transaction.stand_askers)]
         waiting += [job.asker for job in self._queue if job.transaction is transaction and job.asker is not None]
@@ -325,7 +325,7 @@ class WeightUpdateGroup:
             self.fail(asker, error)
 
     def forget(self, opening: Opening, error: WeightwireError) -> None:
-        """Answers an opening that came to nothing."""
+        """Answers an opening that failed."""
         self.openings.remove(opening)
         for asker in opening.askers:
             self.fail(asker, error)

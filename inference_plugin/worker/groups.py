@@ -44,16 +44,16 @@ __all__ = ["GroupTable"]
 logger = logging.getLogger(__name__)
 
 MAX_UNTOLD = 1000
-"""Changes of state that wait for listeners that do not return; later ones are left out."""
+"""At most this many changes of state wait for listeners that do not return; later ones are dropped."""
 
 CLOSE_S = 5.0
-"""A closing table waits this long for its groups' work to end."""
+"""A table that closes waits this long for its groups' work to end."""
 
 
 class GroupTable:
-    """All groups of one worker. To be made on the engine's own thread.
+    """All groups of one worker. Make it on the engine's own thread.
 
-    `sooner` is called, on any thread, when `wakes_at_s` is earlier than it was.
+    It calls `sooner`, on any thread, when `wakes_at_s` becomes earlier.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class GroupTable:
     # --- the reply server's thread -----------------------------------------------------------------------------------
 
     def handle(self, asker: Any, request: Body, payload: memoryview | None) -> None:
-        """Has a request answered: `asker.reply` or `asker.fail` is called once, now or later."""
+        """Handles a request: calls `asker.reply` or `asker.fail` once, now or later."""
         if isinstance(request, OpenGroup):
             _ = request.manifest.fingerprint  # remembered: the machine asks for it under the lock
         self._post(Request(asker, request, payload))
 
     def tick(self, now_s: float, ended: Collection[ProcessId]) -> None:
-        """Drops what nobody will finish, as of `now_s`: every request that had come by then was handled."""
+        """Drops transactions that nobody will finish, as of `now_s`. All requests that had arrived by then must have been handled."""
         self._post(Tick(ended), now_s)
 
     def wakes_at_s(self) -> float:
@@ -144,7 +144,7 @@ class GroupTable:
     # --- events and actions ------------------------------------------------------------------------------------------
 
     def _ask(self, event: Callable[..., Event], *fields: Any) -> Any:
-        """The machine's answer to an event of the engine's thread, which it gives at once; or raises its error."""
+        """Returns the machine's answer to an event of the engine's thread, or raises its error. The machine answers these events at once."""
         answer: Future[Any] = Future()
         self._post(event(_Local(answer), *fields))
         return answer.result(timeout=0)
@@ -192,7 +192,7 @@ class GroupTable:
             self._readings.pop(member, None)
 
     def _tell(self, change: StateChanged) -> None:
-        """Has listeners called on a lane of their own: one that does not return holds up nobody else."""
+        """Calls listeners on a lane of their own, so that one that does not return blocks nothing else."""
         if self._listeners.waiting() < MAX_UNTOLD:
             hook = plugin_manager().hook.weightwire_state_changed
             call = functools.partial(

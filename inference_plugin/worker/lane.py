@@ -55,7 +55,7 @@ class Lane:
 def _do(job: Callable[[], Any], future: Future[Any]) -> None:
     try:
         result = job()
-    except BaseException as error:  # whoever asked is told; the lane goes on with the next job
+    except BaseException as error:  # the future carries the error; the lane goes on with the next job
         if not isinstance(error, Exception):
             logger.exception("weightwire: a job of %s ended the hard way", threading.current_thread().name)
         fail(future, error)

@@ -65,7 +65,7 @@ class WorkerGroups:
     def __init__(self, rank: int = 0, here: str = "") -> None:
         self.groups: dict[str, WeightUpdateGroup] = {}
         self.unopened: dict[str, WeightUpdateGroup] = {}
-        """Groups that no `OpenGroup` was agreed for yet."""
+        """Groups that have no agreed terms yet."""
         self.closing: list[WeightUpdateGroup] = []
         self.asleep = False
         self._here = here
@@ -74,7 +74,7 @@ class WorkerGroups:
         self.torn = self._shared.torn
 
     def on(self, event: Event, now_s: float) -> list[Action]:
-        """What is to be done about `event`, in this order. An error that an event raises is the answer to its `asker`."""
+        """Returns the actions for `event`, in order. If handling it raises, the error is the answer to its `asker`."""
         self._shared.now_s = max(now_s, self._shared.now_s)
         try:
             self._on(event)
@@ -190,7 +190,7 @@ class WorkerGroups:
         requests.open_group(group, asker, request)
 
     def _accept(self, group: WeightUpdateGroup, terms: Terms) -> None:
-        """Takes a group in whose terms were agreed. Raises `ManifestMismatch` where another group writes the same
+        """Registers a group whose terms were agreed. Raises `ManifestMismatch` where another group writes the same
         parameters, `TornReplica` where they are too few to heal the group."""
         self.torn.check(group.name, terms.claims, whole=terms.whole)
         for other in self.groups.values():
@@ -204,7 +204,7 @@ class WorkerGroups:
             self.groups[group.name] = group
 
     def _left(self, group: WeightUpdateGroup) -> None:
-        """A group that never got terms, and that nobody opens any more, is closed."""
+        """Closes a group that never got terms and has no opening left."""
         if self.unopened.get(group.name) is group and not group.busy:
             self._close(None, group.name)
 

@@ -33,7 +33,7 @@ __all__ = ["work_ended"]
 
 
 def work_ended(group: WeightUpdateGroup, job: Job, result: Any, error: WeightwireError | None) -> None:
-    """What becomes of a job's result."""
+    """Dispatches a job's result, or its error."""
     kind = type(job.work)
     if kind is not Stage:
         group.job_ended()
@@ -67,7 +67,7 @@ def _agreed(group: WeightUpdateGroup, job: Job, terms: Terms, error: WeightwireE
 def _kept_terms(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
     if error is not None:
         group.do(Warn(f"group {group.name} could not return to its terms; it must be opened again: {error}"))
-        group.opened = group.agreement = None  # what it writes stays known: no other group may, and it may be torn
+        group.opened = group.agreement = None  # its claims stay: no other group may write them, and they may be torn
     assert job.opening is not None and job.opening.error is not None
     group.forget(job.opening, job.opening.error)
     group.shared.left(group)

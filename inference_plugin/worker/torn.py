@@ -8,7 +8,7 @@ from inference_plugin.wire.groups import is_apart
 __all__ = ["MODEL", "TornParameters"]
 
 MODEL = ""
-"""Stands for the whole model where no group of the whole model is open."""
+"""Names the whole model where no group of the whole model is open."""
 
 
 class TornParameters:

@@ -46,9 +46,9 @@ class Transaction:
     streams: bool = False
     """Whether its bytes go into the live parameters, while it is being committed."""
     stands: bool = False
-    """Whether the engine's thread takes what is streamed."""
+    """Whether the engine's thread takes streamed bytes."""
     stand_askers: list[tuple[Any, float]] = field(default_factory=list)
-    """Who waits for that, and until when."""
+    """Askers that wait for it, each with the end of its wait."""
     next_seq: dict[int, int] = field(default_factory=dict)
     """By trainer rank: the bucket that is expected next."""
     sealing: str = ""
@@ -58,10 +58,10 @@ class Transaction:
     staging: bool = False
     """Whether `Stage` runs for it."""
     seal_askers: list[tuple[Any, float]] = field(default_factory=list)
-    """Who waits for the seal, and until when."""
+    """Askers that wait for the seal, each with the end of its wait."""
     sealed: Sealed | None = None
     error: WeightwireError | None = None
-    """Why it could not be sealed."""
+    """The error that kept it from being sealed."""
     abort_askers: list[Any] = field(default_factory=list)
     dropped: bool = False
     warn_at_s: float = math.inf
@@ -69,7 +69,7 @@ class Transaction:
 
 
 class Agreement(Struct, frozen=True):
-    """What two `OpenGroup` have in common that ask for the same terms."""
+    """The fields in which two `OpenGroup` for the same terms agree."""
 
     fingerprint: str
     transport: str
@@ -96,7 +96,7 @@ class Opening:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Work that waits for its turn, or runs, and for whom it is done."""
+    """Queued or running work, and the asker that it answers."""
 
     work: Work
     asker: Any = None

@@ -1,7 +1,7 @@
 """The work of one group that takes time: opening, mapping, receiving, checking, preparing, freeing.
 
 The group's lane does one job after the other; `Stage` has a thread of its own, because it waits for bytes that the lane
-receives meanwhile. Nothing here decides: `machine` says what is to be done, and is told how it ended. No lock is held.
+receives meanwhile. Nothing here decides: `machine` orders the work and is told how it ended. No lock is held meanwhile.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Update:
 
 @dataclass(frozen=True)
 class _Agreed:
-    """Terms, and what goes by them."""
+    """Terms, and the objects made for them."""
 
     manifest: Manifest
     terms: InstallTerms
@@ -154,7 +154,7 @@ class GroupWork:
         return self._in_force.manifest if self._in_force is not None else None
 
     def update(self, txn: str) -> Update:
-        """What the transaction holds. Raises `ProtocolError` where it holds nothing."""
+        """The transaction's bytes and state on this worker. Raises `ProtocolError` if it has none."""
         if (update := self._updates.get(txn)) is None:
             raise ProtocolError(f"no transaction {txn} is open", hint="send Begin first")
         return update
@@ -187,7 +187,7 @@ class GroupWork:
                 event = WorkEnded(number, self._do[type(work)](work))
             finally:
                 self._device.synchronise()
-        except BaseException as error:  # whatever it is, it is the answer
+        except BaseException as error:  # any error is the answer
             if not isinstance(error, WeightwireError):
                 logger.error("weightwire: %s of group %s failed", type(work).__name__, self.name, exc_info=error)
             event = WorkEnded(number, error=WeightwireError.wrap(error))
