@@ -117,7 +117,7 @@ class EngineSide:
         return "" if update.is_installed else "more"
 
     def _is_under_way(self, txn: str, update: Update) -> bool:
-        """Places the bytes that arrive within `PLACING_S`. Returns whether more must follow; raises the reason if they will not."""
+        """Places the bytes that arrive within `PLACING_S`. Returns whether more are due; raises the reason if none will come."""
         with span("place"):
             try:
                 update.bytes.place(self.installer.place, PLACING_S)

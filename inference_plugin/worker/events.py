@@ -88,7 +88,7 @@ class Install(Struct, frozen=True):
 
 
 class CheckStream(Struct, frozen=True):
-    """Have all streamed bytes arrived and been sealed? Answered with a bool, or with the error that keeps the rest from arriving."""
+    """Have all streamed bytes arrived and been sealed? Answered with a bool, or with the error that keeps the rest away."""
 
     asker: Any
     group: str

@@ -82,7 +82,7 @@ class GroupTable:
         self._post(Request(asker, request, payload))
 
     def tick(self, now_s: float, ended: Collection[ProcessId]) -> None:
-        """Drops transactions that nobody will finish, as of `now_s`. All requests that had arrived by then must have been handled."""
+        """Drops transactions that nobody will finish, as of `now_s`. Handle all requests that had arrived by then before."""
         self._post(Tick(ended), now_s)
 
     def wakes_at_s(self) -> float:
@@ -144,7 +144,7 @@ class GroupTable:
     # --- events and actions ------------------------------------------------------------------------------------------
 
     def _ask(self, event: Callable[..., Event], *fields: Any) -> Any:
-        """Returns the machine's answer to an event of the engine's thread, or raises its error. The machine answers these events at once."""
+        """Returns the machine's answer to an event of the engine's thread, or raises its error. It comes at once."""
         answer: Future[Any] = Future()
         self._post(event(_Local(answer), *fields))
         return answer.result(timeout=0)

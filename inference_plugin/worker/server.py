@@ -1,7 +1,8 @@
 """The worker's ZMQ socket, in front of its groups.
 
-The reply thread only decides and answers; `work` does what takes time, so that no request waits for another one's work. It never touches the live model. It also lets transactions expire: at the end of their lease, once every request
-that had arrived by then was read, or at once when the trainer's process ends.
+The reply thread only decides and answers; `work` does what takes time, so that no request waits for another one's work. The
+reply thread never touches the live model. It also lets transactions expire: at the end of their lease, once every request that
+had arrived by then was read, or at once when the trainer's process ends.
 """
 
 from __future__ import annotations
