@@ -61,23 +61,20 @@ def push(
     source = ModuleAdapter(_Tensors(Checkpoint(checkpoint)), dtype_rules={"*": sent} if sent else None)
     _use_job(job)
     with SyncManager(group, in_flight=in_flight, timeout_s=timeout_s) as manager:
-        if version is None:
-            served = [number for number in manager.versions().values() if number is not None]
-            version = 1 + max(served, default=-1)
         try:
             report = manager.update(source, version)
             verified = manager.verify(source) if verify else None
         except WeightwireError as error:
             if as_json:
-                print_json(ok=False, version=version, error=error.info())
+                print_json(ok=False, version=error.version, error=error.info())
             else:
                 problem(str(error))
             raise SystemExit(1) from None
     ok = not report.failed and (verified is None or verified.ok)
     if as_json:
-        print_json(ok=ok, version=version, report=report, verified=verified)
+        print_json(ok=ok, version=report.version, report=report, verified=verified)
         raise SystemExit(0 if ok else 1)
-    line(f"version {version} of {group}: {report.bytes / 1e6:.1f} MB in {report.seconds:.3f} s")
+    line(f"version {report.version} of {group}: {report.bytes / 1e6:.1f} MB in {report.seconds:.3f} s")
     for replica in report.replicas:
         why = (
             f": {replica.error.message}" if replica.error else f", generation stopped {replica.stopped_s * 1000:.1f} ms"

@@ -9,6 +9,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,20 @@ def test_every_command_of_the_command_line_that_the_pages_name_exists() -> None:
     }
     assert len(named) > 10
     assert {(command, page) for command, page in named if command not in there} == set()
+
+
+def test_what_the_pages_install_is_a_checkout_with_extras_that_there_are() -> None:
+    """No package index has a release of ours."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    commands = [
+        match
+        for page in PAGES
+        for text in code(page)
+        for match in re.findall(r"pip install +'?([\w.]+)(?:\[(\w+)\])?", text)
+    ]
+    ours = [(what, extra) for what, extra in commands if what in (".", "weightwire")]
+    assert len(ours) > 4 and {what for what, _ in ours} == {"."}
+    assert {extra for _, extra in ours if extra} <= set(extras)
 
 
 def test_every_page_of_docs_is_in_the_navigation_of_the_site() -> None:

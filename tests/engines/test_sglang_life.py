@@ -87,7 +87,8 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
             assert [r.status for r in future.result(180).replicas] == ["committed"]
         assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
         assert server.generate(PROMPTS[0], COUNT)[1]["meta_info"]["weight_version"] == "100"
-        check_visible_on_sglang(server, PROMPTS[1])
+        with SyncManager(timeout_s=180) as manager:
+            check_visible_on_sglang(server, PROMPTS[1], source(pair[1]), manager)
         check_probe(server, pair[1], pair[0])
         with SyncManager(timeout_s=180) as manager, manager.paused():
             assert server.request("GET", "/health")[0] == 200  # SGLang's own answer would be a token
@@ -95,7 +96,7 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
         narrow["model.norm.weight"] = narrow["model.norm.weight"][:-1].clone()
         for bad in (narrow, {"nonsense": torch.zeros(3)}):
             with SyncManager(timeout_s=180) as manager, pytest.raises(WeightwireError):
-                manager.update(ModuleAdapter(bad), 101)
+                manager.update(ModuleAdapter(bad), 103)
             assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
     assert server.leftovers() == [] and server.family() == []
 

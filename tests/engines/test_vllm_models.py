@@ -99,8 +99,26 @@ def test_five_updates_in_a_row_reach_what_hangs_beside_the_modules(
     outcome = trial(house, *versions(kind), plain=plain, install=install, partial=partial, **ENGINE.get(kind, {}))
     print(outcome)  # shown with -rP
     assert outcome.end != "right" or "k_scale" not in outcome.text, "verify reads them"
+    assert kind != "w8a8-int8" or "weight" not in outcome.text, "verify reads int8 back, though vLLM packs it"
     lacks_scales = kind == "fp8-kv-scales" and partial  # of a part of a group nothing tells what the rest holds
     assert outcome.end == ("refused" if lacks_scales else "right"), outcome
+
+
+@LAYOUTS
+def test_int8_weights_that_vllm_packs_are_read_back_and_one_wrong_element_shows(
+    house: House, versions: Versions, plain: bool
+) -> None:
+    outcome = trial(house, *versions("w8a8-int8"), plain=plain, install="standby", updates=1, **ENGINE["w8a8-int8"])
+    assert (outcome.end, outcome.text) == ("right", "")
+    assert house.serves is not None
+    tensors = checkpoints.load(house.serves)
+    with SyncManager(timeout_s=60) as manager:
+        assert manager.verify(tensors).ok
+        name = "model.layers.1.mlp.down_proj.weight"
+        tensors[name] = tensors[name].clone()
+        tensors[name][-1, -1] ^= 1
+        (replica,) = manager.verify(tensors).replicas
+        assert len(replica.differ) == 1 and name in replica.differ[0], replica
 
 
 @pytest.mark.parametrize(

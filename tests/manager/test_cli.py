@@ -197,11 +197,12 @@ def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(dire
         tensors = {name: tensor for name, tensor in checkpoint(1).items() if name != "head.weight"}
         save_file({name: tensor.contiguous() for name, tensor in checkpoint(1).items()}, tmp_path / "model.safetensors")
         code, pushed = run("push", str(tmp_path), "--verify")
-        assert (code, pushed["ok"], pushed["version"]) == (0, True, 0), pushed
+        assert (code, pushed["ok"], pushed["version"]) == (0, True, 1), pushed
         assert [replica["status"] for replica in pushed["report"]["replicas"]] == ["committed"]
-        assert run("push", str(tmp_path))[1]["version"] == 1, "one more than any replica serves"
-        code, refused = run("push", str(tmp_path), "--version", "1", "--dtype", "float64")
+        assert run("push", str(tmp_path))[1]["version"] == 2, "one more than any replica serves"
+        code, refused = run("push", str(tmp_path), "--version", "3", "--dtype", "float64")
         assert code == 1 and refused["ok"] is False and refused["error"]["kind"] == "ManifestMismatch"
+        assert refused["version"] == 3
         del tensors["embed.weight"]
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
         code, _, _ = shown("push", str(tmp_path))

@@ -72,22 +72,34 @@ def check_visible_on_vllm(
         assert sorted(chunk["choices"][0]["index"] for chunk in ends) == [0, 1]
         assert [chunk["metadata"] for chunk in told if "metadata" in chunk] == [metadata] * 2 * says_versions
         assert all(("metadata" in chunk) is says_versions for chunk in ends)
-    scraped = []
-    for version in (3, 4):
-        pending = sync.update_async(source, version)
-        while not pending.done():
-            scraped.append(value(samples(server.text("/metrics")), "weightwire_engine_version", **labels))
-        pending.result(60)
-    eventually(lambda: server.request("GET", "/ready?min_version=4")[0] == 200, what="version 4")
-    assert scraped == sorted(scraped) and set(scraped) <= {2, 3, 4}
+    check_scraped_during_updates(server, replica, source, sync, 2)
     log = server.log.read_text(errors="replace")
     assert log.count(f"replica {replica} is ready for weight updates") == 1
     for version in (2, 3, 4):
         assert log.count(f"replica {replica} serves version {version} of policy") == 1
 
 
-def check_visible_on_sglang(server: SglangServer, prompt: Sequence[int]) -> None:
-    """Version 100 is served."""
+def check_scraped_during_updates(
+    server: HttpEngine, replica: str, source: WeightSource, sync: SyncManager, served: int
+) -> None:
+    """Metrics during two updates say one version after the other, and count both commits at the end."""
+    labels = {"replica": replica, "group": "policy"}
+    before = value(samples(server.text("/metrics")), "weightwire_engine_commits_total", **labels)
+    scraped = []
+    for version in (served + 1, served + 2):
+        pending = sync.update_async(source, version)
+        while not pending.done():
+            scraped.append(value(samples(server.text("/metrics")), "weightwire_engine_version", **labels))
+        pending.result(60)
+    eventually(lambda: server.request("GET", f"/ready?min_version={served + 2}")[0] == 200, what="the last version")
+    assert scraped == sorted(scraped) and set(scraped) <= {served, served + 1, served + 2}
+    assert value(samples(server.text("/metrics")), "weightwire_engine_commits_total", **labels) == before + 2
+
+
+def check_visible_on_sglang(
+    server: SglangServer, prompt: Sequence[int], source: WeightSource, sync: SyncManager
+) -> None:
+    """Version 100 is served. Metrics are scraped during two more updates."""
     eventually(lambda: server.request("GET", "/ready?min_version=100")[0] == 200, what="/ready")
     assert server.request("GET", "/ready?min_version=101")[0] == 503
     (card,) = server.cards
@@ -97,9 +109,11 @@ def check_visible_on_sglang(server: SglangServer, prompt: Sequence[int]) -> None
     body = {"model": "m", "prompt": list(prompt), "max_tokens": 4, "ignore_eos": True}
     status, answer = server.request("POST", "/v1/completions", body)
     assert status == 200 and answer["metadata"]["weight_version"] == "100", answer
+    check_scraped_during_updates(server, card.replica, source, sync, 100)
     log = server.log.read_text(errors="replace")
     assert log.count(f"replica {card.replica} is ready for weight updates") == 1
-    assert log.count(f"replica {card.replica} serves version 100 of policy") == 1
+    for version in (100, 101, 102):
+        assert log.count(f"replica {card.replica} serves version {version} of policy") == 1
 
 
 def check_probe(server: HttpEngine, served: Path, other: Path) -> None:

@@ -110,17 +110,12 @@ class VllmModel(LiveModel):
         with one-hot rows: each product is exact, so its weight comes out."""
         if parameter in KV_SCALES:
             return _kv_scale(module, parameter, shape, dtype)
-        compute = getattr(module, "cpu_linear", None)
-        if parameter != "weight" or compute is None or len(shape) != 2:
+        if parameter != "weight" or len(shape) != 2:
             return None
-        rows, columns = shape
-        plain = torch.empty(shape, dtype=dtype)
-        for start in range(0, columns, 1024):
-            count = min(1024, columns - start)
-            probe = torch.zeros(count, columns, dtype=dtype)
-            probe[torch.arange(count), torch.arange(start, start + count)] = 1
-            plain[:, start : start + count] = compute(probe, module.weight, None).view(count, rows).t()
-        return plain
+        if dtype == torch.int8:
+            return _int8_weight(module, shape)
+        compute = getattr(module, "cpu_linear", None)
+        return None if compute is None else _products(lambda rows: compute(rows, module.weight, None), shape, dtype)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -160,6 +155,38 @@ def _kv_scale(module: Any, parameter: str, shape: tuple[int, ...], dtype: torch.
     if held is None or current_platform.is_fp8_fnuz():  # these are doubled
         return None
     return held.to(dtype).reshape(shape)  # type: ignore[no-any-return]
+
+
+def _products(
+    compute: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """What a linear layer makes of one-hot rows, as its weight lies in a checkpoint: (outputs, inputs)."""
+    outputs, inputs = shape
+    found = torch.empty(shape, dtype=dtype)
+    for start in range(0, inputs, 1024):
+        count = min(1024, inputs - start)
+        probe = torch.zeros(count, inputs, dtype=dtype)
+        probe[torch.arange(count), torch.arange(start, start + count)] = 1
+        found[:, start : start + count] = compute(probe).view(count, outputs).t()
+    return found
+
+
+def _int8_weight(module: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The weight of a W8A8-int8 layer, which vLLM keeps packed, or in an object of oneDNN. A one-hot row is quantised
+    without loss, so a product is the element times its scale, rounded to the model's dtype: by half a step at most, since bfloat16
+    rounds by 1/256 at most, and an element is at most 128."""
+    try:
+        from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+    except ImportError:
+        return None
+    kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+    if not isinstance(kernel, CPUInt8ScaledMMLinearKernel):
+        return None
+    if kernel.config.is_static_input_scheme or not kernel.config.input_symmetric:
+        return None  # the scale of a quantised row would depend on the kernel that vLLM chose
+    products = _products(lambda rows: kernel.apply_weights(module, rows, None), shape, torch.get_default_dtype())
+    steps = products.float() / module.weight_scale.float().reshape(-1, 1)
+    return steps.round().to(torch.int8) if steps.isfinite().all() else None
 
 
 def _processes_itself_last(module: nn.Module) -> bool:
