@@ -173,8 +173,8 @@ def _products(
 
 def _int8_weight(module: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
     """The weight of a W8A8-int8 layer, which vLLM keeps packed, or in an object of oneDNN. A one-hot row is quantised
-    without loss, so a product is the element times its scale, rounded to the model's dtype: by half a step at most, since bfloat16
-    rounds by 1/256 at most, and an element is at most 128."""
+    without loss, so a product is the element times its scale, rounded to the model's dtype: by half a step at most, since
+    bfloat16 rounds by 1/256 at most, and an element is at most 128."""
     try:
         from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     except ImportError:
