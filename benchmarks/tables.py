@@ -75,7 +75,8 @@ def headline(rows: list[Row]) -> str:
     theirs = next(row for row in own if row["way"].startswith("per-tensor"))
     return (
         f"1 GB from two FSDP2 ranks into vLLM on the same host takes {ours['seconds']:.2f} s, and generation stops for\n"
-        f"{_ms(ours['stopped_s'])} of it. Tensor by tensor over gloo it takes {theirs['seconds']:.1f} s, all of them stopped\n"
+        f"{_ms(ours['stopped_s'])} of it. Tensor by tensor over gloo it takes {theirs['seconds']:.1f} s, "
+        "and generation stops for all of it\n"
         "([measured](docs/benchmarks.md) on 2 cores, without a GPU)."
     )
 
@@ -123,8 +124,10 @@ def faster(engine: str) -> Callable[[list[Row]], str]:
                 if ours:
                     ratios.append(min(row["seconds"] for row in here if row["install"] == "engine") / min(ours))
             if ratios:
-                told.append(f"over `{transport}` {_range(ratios)} times")
-        return f"- In the plain layout an update is {', '.join(told)} faster than the fastest of the engine's own ways."
+                told.append(f"{_range(ratios)} times (`{transport}`)")
+        return (
+            f"- In the plain layout an update is faster than the fastest of the engine's own ways: {', '.join(told)}."
+        )
 
     return sentence
 
