@@ -25,6 +25,7 @@ from tests.engines.test_vllm_faults import (  # noqa: F401 -- collected here onc
     test_a_trainer_rank_killed_inside_a_broadcast_is_a_lost_peer_and_the_next_update_makes_new_groups,
     test_a_trainer_rank_that_learns_of_its_manager_s_death_fails_with_a_typed_error,
     test_an_installation_that_fails_on_one_rank_is_undone_on_all,
+    test_weights_reset_while_an_update_is_on_its_way_end_it_and_the_next_one_heals,
     test_weights_that_the_engine_s_own_api_resets_serve_nobody_until_a_full_update,
     tp2,
 )

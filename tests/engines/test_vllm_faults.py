@@ -564,6 +564,27 @@ def test_weights_that_the_engine_s_own_api_resets_serve_nobody_until_a_full_upda
     check_reset_weights(tp2)
 
 
+@pytest.mark.parametrize("point", ["staging", "sealed"])
+def test_weights_reset_while_an_update_is_on_its_way_end_it_and_the_next_one_heals(tp2: Faulty, point: str) -> None:
+    assert isinstance(tp2.engine, Driver)
+    with SyncManager(timeout_s=60) as sync:
+        tp2.update(sync=sync)
+        halted = Halted(sync, tp2.models[tp2.other], tp2.version + 1, point)
+        tp2.engine.call("reset_weights")
+        assert {r["finish_reason"] for r in tp2.generated()} == {"error"}
+        with pytest.raises(TornReplica, match="reset"):
+            halted.go_on()
+        assert tp2.card.state == "torn" and {r["finish_reason"] for r in tp2.generated()} == {"error"}
+        tp2.version += 1
+        tp2.update(sync=sync)
+        tp2.assert_serves()
+        with sync.paused():
+            tp2.engine.call("reset_weights")
+        assert {r["finish_reason"] for r in tp2.generated()} == {"error"}
+        tp2.update(sync=sync)
+    tp2.assert_recovered()
+
+
 @contextlib.contextmanager
 def card_unwritable(faulty: Faulty) -> Iterator[Path]:
     """Not even root can write the replica's card meanwhile; what it said before stays there to be read."""
