@@ -75,8 +75,9 @@ def _print_replica(replica: dict[str, Any]) -> None:
             how = f"{group.install} by {group.mechanism} over {group.transport}"
             digest = f", digest {group.digest[:12]}" if group.digest else ""
             stands = replica["groups"][group.group]
+            states = ", ".join(dict.fromkeys((stands, group.state)))  # "torn" is a word of both
             about = f": {group.detail}" if group.detail else ""
-            line(f"  rank {worker.rank}: {group.group}: {version}, {stands}, {group.state}, {how}{digest}{about}")
+            line(f"  rank {worker.rank}: {group.group}: {version}, {states}, {how}{digest}{about}")
         if not worker.groups:
             line(f"  rank {worker.rank}: no group yet")
     for text in replica["problems"]:

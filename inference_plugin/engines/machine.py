@@ -206,6 +206,7 @@ class ReplicaMachine:
 
         def start() -> Steps[Body]:
             yield from self.standing.tear_model(event.reason)
+            logger.warning("weightwire: %s: generation is refused until a full update", event.reason)
             if self.standing.must_stand:
                 raise TornReplica(
                     "not all of the engine could be told to refuse, so its weights must not be written over"

@@ -20,6 +20,7 @@ from inference_plugin import __version__
 from inference_plugin.net import addresses, curve
 from inference_plugin.net.records import record_of
 from inference_plugin.wire.config import OTHER_VARIABLES, Config
+from tests.manager.test_relatives import tear
 from tests.support.commands import weightwire
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, eventually, fork, kill
@@ -154,6 +155,19 @@ def test_an_engine_that_outlives_the_process_that_started_it_is_orphaned_and_doc
         code, doctor = run("doctor")
         (problem,) = doctor["problems"]
         assert code == 1 and f"{rig.replica}: orphaned: process {os.getpid()}, which started this engine" in problem
+    finally:
+        rig.end()
+
+
+def test_status_says_once_that_a_replica_is_torn_and_why(directory: Path) -> None:
+    rig = Rig(directory, tp=2)
+    try:
+        with SyncManager(timeout_s=60) as manager:
+            tear(rig, manager)
+        _, printed, _ = shown("status")
+        (rank,) = (text for text in printed.splitlines() if text.startswith("  rank 0: policy: "))
+        assert ", torn, " in rank and "torn, torn" not in rank
+        assert "PROBLEM: torn: group 'policy': " in printed
     finally:
         rig.end()
 

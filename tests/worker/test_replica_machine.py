@@ -267,7 +267,9 @@ def test_a_sleeping_replica_outlives_its_lease_until_its_manager_s_process_ends(
     assert one.kinds() == ["wake", "Hold", "Publish", "ResumeSteps", "Publish"] and one.machine.standing.held is None
 
 
-def test_weights_about_to_be_written_over_tear_the_replica_at_once_whatever_waits() -> None:
+def test_weights_about_to_be_written_over_tear_the_replica_at_once_whatever_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     one = Simulated(draining)
     one.ask("a", Commit("policy", "t", 1, in_flight="drain"))
     one.boundary()
@@ -275,6 +277,7 @@ def test_weights_about_to_be_written_over_tear_the_replica_at_once_whatever_wait
     one.on(Overwritten("engine", "they are reset"))
     assert one.performed[0] == Refuse("they are reset") and one.kinds() == ["Refuse", "tear_all", "Publish"]
     assert one.answered["engine"] == Done() and one.machine.standing.described()[0] == "torn"
+    assert caplog.messages == ["weightwire: they are reset: generation is refused until a full update"]
 
 
 def test_weights_are_not_written_over_where_not_all_of_the_engine_could_be_told_to_refuse() -> None:
