@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from picture import draw_training
 from rich.console import Console
 from rich.markup import escape
 from server import DemoError, Server, own_process, running_server, tail
@@ -123,7 +124,7 @@ def demo(args: argparse.Namespace) -> int:
             console.print(f"{name} serves [bold]{args.model.name}[/] at {server.url}; its log: {_shown(log)}")
             before = greedy(server, questions)
             with Visitor(server, [questions[country] for country in OTHER_COUNTRIES]) as visitor:
-                rewards, verified = watch_training(args, server, checkpoint, job, visitor)
+                steps, rewards, verified = watch_training(args, server, checkpoint, job, visitor)
             after = greedy(server, questions)
             with doing("comparing digests with the checkpoint's"):
                 digests, words = verify_checkpoint(checkpoint, job)
@@ -148,13 +149,17 @@ def demo(args: argparse.Namespace) -> int:
         check(digests, "and of the checkpoint's (weightwire verify --checkpoint)", [words]),
     ]
     console.print(f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}; checkpoint and logs: {_shown(out)}")
+    picture = out / "training.svg"
+    draw_training(steps, rewards, picture)
+    console.print(f"a picture of rewards, versions and phases: {_shown(picture)}")
     return 0 if all(results) else 1
 
 
 def watch_training(
     args: argparse.Namespace, server: Server, checkpoint: Path, job: dict[str, str], visitor: Visitor
-) -> tuple[list[float], bool]:
-    """Run the trainer, show each of its steps; return the rewards and whether the engine verified."""
+) -> tuple[list[dict[str, Any]], list[float], bool]:
+    """Run the trainer, show each of its steps; return the steps, the rewards of version 0 and of each after it, and whether the
+    engine verified."""
     log = args.out.resolve() / "trainer.log"
     command = [
         sys.executable,
@@ -176,6 +181,7 @@ def watch_training(
     command += ["--save", str(checkpoint), "--steps", str(args.steps)]
     threads = max(1, (os.cpu_count() or 1) // args.ranks)
     settings = {**job, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    steps: list[dict[str, Any]] = []
     rewards: list[float] = []
     verified = saved = False
     with (
@@ -188,6 +194,7 @@ def watch_training(
                 case "doing":
                     status.update(event["what"])
                 case "step":
+                    steps.append(event)
                     rewards.append(event["reward"])
                     console.print(_row(event, visitor))
                 case "final":
@@ -201,7 +208,7 @@ def watch_training(
             raise DemoError(
                 f"the trainer ended with status {process.returncode}; see {_shown(log)}\n{tail(log, 20, until=TORCHRUN)}"
             )
-    return rewards, verified
+    return steps, rewards, verified
 
 
 def greedy(server: Server, questions: dict[str, list[int]]) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""The benchmarks' pictures: drawn from the JSON files alone, on axes that begin at 0, and as committed."""
+"""The demo's picture, and the benchmarks': drawn from the JSON files alone, on axes that begin at 0, and as committed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from matplotlib import pyplot
 
 from benchmarks import plots
+from tests.support.rig import ROOT
 
 RESULTS = plots.RESULTS
 
@@ -58,3 +59,23 @@ def test_a_stop_is_cut_out_of_the_steps_around_it() -> None:
     assert cut == [(1.2, 1.9)]
     assert plots.outside((1.0, 2.0), [(1.4, 0.1)]) == [(1.0, 1.4), (1.5, 2.0)]
     assert plots.outside((1.0, 2.0), []) == [(1.0, 2.0)]
+
+
+def test_the_demo_draws_reward_and_phases_of_each_version_that_was_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "rl_smollm2"))
+    from picture import PHASES, draw_training
+
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    phases = {"agree": 0.1, "stage": 0.2, "seal": 0.3, "commit": 0.4}
+    steps = [{"step": version, "phases": phases, "stopped_s": 0.005 * version} for version in (1, 2)]
+    draw_training(steps, [0.1, 0.4, 0.6], tmp_path / "training.svg")
+    assert (tmp_path / "training.svg").read_text().startswith("<?xml")
+    ((learned, updates),) = [figure.axes for figure in kept]
+    assert [list(line.get_ydata()) for line in learned.lines] == [[0.1, 0.4, 0.6]]
+    heights = [bar.get_height() for bar in updates.patches]
+    assert heights == pytest.approx([phases[name] for name in PHASES for _ in steps])
+    assert [text.get_text() for text in updates.texts] == ["stopped 5 ms", "stopped 10 ms"]
+    assert learned.get_ylim()[0] == updates.get_ylim()[0] == 0
