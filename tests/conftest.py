@@ -70,6 +70,26 @@ FULL = (
         )
     ),
     f"{ENGINES}test_sglang_tokens.py::test_a_commit_wakes_ranks_that_sleep_on_idle[dp-attention",
+    # pipelines of SGLang: there and back, load, and faults stay
+    *(
+        f"{ENGINES}test_sglang_pipeline.py::{test}"
+        for test in (
+            "test_an_updated_pipeline_is_a_fresh_pipeline[qwen3_moe",
+            "test_an_updated_pipeline_is_a_fresh_pipeline[llama",
+            "test_requests_in_flight_follow_the_policy_and_their_keys_serve_no_new_request",
+            "test_a_conversation_that_keeps_its_cache_finds_it_after_an_update_and_nobody_else_does",
+            "test_every_token_is_of_exactly_one_version_on_both_stages_while_updates_alternate_under_load[two-slots",
+            "test_every_token_is_of_exactly_one_version_on_both_stages_while_updates_alternate_under_load[three-slots-of-one-request-in-chunks-recompute",
+            "test_a_server_of_stages_shows_its_version_is_healthy_while_paused_and_heeds_sglang_s_own_pause",
+            "test_an_adapter_is_refused_when_its_group_is_opened_and_the_base_is_updated",
+        )
+    ),
+    f"{ENGINES}test_sglang_pipeline_pauses.py",
+    *(
+        f"{ENGINES}test_sglang_pipeline_faults.py::"
+        f"test_a_silent_worker_fails_the_update_by_the_deadline_and_takes_the_next_one_when_it_wakes[{case}"
+        for case in ("0", "1-sealed")
+    ),
     *(
         f"{ENGINES}test_families.py::test_a_family_in_sglang_is_a_fresh_engine_after_every_update[{kind}"
         for kind in ("glm4_moe", "minicpm3")
@@ -82,7 +102,7 @@ FULL = (
     # faults: of each family the corners stay
     *(
         f"{ENGINES}test_{file}.py::{test}"
-        for file in ("vllm_faults", "sglang_faults", "vllm_old")
+        for file in ("vllm_faults", "sglang_faults", "sglang_pipeline_faults", "vllm_old")
         for test in (
             *(
                 f"test_a_manager_killed_before_the_commit_leaves_the_old_version_and_nothing_of_its_own[{point}"

@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,19 +135,25 @@ def test_an_engine_started_under_the_name_of_the_first_version_takes_it_with_req
         assert driver.tokens(PROMPTS, COUNT) == reference(pair[1])
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-def test_every_token_is_of_exactly_one_version_while_50_updates_alternate_under_load(
-    runtime: Path, checkpoint: Checkpoint, in_flight: str
+def check_one_version(
+    runtime: Path,
+    checkpoint: Checkpoint,
+    in_flight: str,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    updates: int = 50,
+    **options: Any,
 ) -> None:
+    """Updates alternate between two models while requests run; every token is one of its version's."""
     models = checkpoint("llama", tied=False, seed=1), checkpoint("llama", tied=False, seed=2)
-    with SglangDriver(runtime, tp=2) as driver:
-        driver.open(models[0])
+    with SglangDriver(runtime, tp=tp, pp=pp) as driver:
+        driver.open(models[0], **options)
         loaded = Loaded("sglang", driver, models)
         sources = [ModuleAdapter(load_file(model / "model.safetensors")) for model in models]
         names: list[str] = []
         with SyncManager(in_flight=in_flight, timeout_s=180) as sync:  # type: ignore[arg-type]
-            for _ in range(50):
+            for _ in range(updates):
                 loaded.top_up(names)
                 loaded.version += 1
                 report = sync.update(sources[loaded.version % 2], loaded.version)
@@ -161,6 +168,14 @@ def test_every_token_is_of_exactly_one_version_while_50_updates_alternate_under_
     assert crossing, "no request ran across an update"
     assert replay.unexplained == 0
     assert replay.by_other <= replay.total // 20, "the two sets can't be told apart"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_every_token_is_of_exactly_one_version_while_50_updates_alternate_under_load(
+    runtime: Path, checkpoint: Checkpoint, in_flight: str
+) -> None:
+    check_one_version(runtime, checkpoint, in_flight, tp=2)
 
 
 def test_one_update_reaches_vllm_and_sglang_and_goes_on_without_the_one_that_is_killed(

@@ -37,11 +37,12 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
 }
 
 
-def environment(tp: int = 1) -> dict[str, str]:
-    """One core per rank, else ranks wait for each other's threads."""
+def environment(ranks: int = 1) -> dict[str, str]:
+    """One core per rank, else ranks wait for each other's threads. More ranks than cores take turns."""
+    cores = os.cpu_count() or 1
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(ranks)),
         "TRANSFORMERS_OFFLINE": "1",
     }
 
@@ -61,10 +62,10 @@ class SglangDriver(Driver):
     constants = (*Driver.constants, "SGLANG_USE_CPU_ENGINE", "TRANSFORMERS_OFFLINE")
 
     def __init__(
-        self, runtime: Path, *, tp: int = 1, job: str = "", ends_itself: bool = False, **variables: str
+        self, runtime: Path, *, tp: int = 1, pp: int = 1, job: str = "", ends_itself: bool = False, **variables: str
     ) -> None:
-        super().__init__(runtime, job=job, **{**environment(tp), **variables})
-        self.tp, self.ends_itself = tp, ends_itself
+        super().__init__(runtime, job=job, **{**environment(tp * pp), **variables})
+        self.tp, self.pp, self.ends_itself = tp, pp, ends_itself
 
     def stop(self) -> None:
         """`ends_itself`: a part of it was killed, and SGLang ends the rest, or leaves it hanging."""
@@ -78,6 +79,7 @@ class SglangDriver(Driver):
         own = {
             "model_path": str(model),
             "tp_size": self.tp,
+            "pp_size": self.pp,
             "port": _port_of_a_block(),
         }
         arguments = {**own, **ENGINE_ARGUMENTS, **kwargs}
@@ -100,21 +102,24 @@ class SglangServer(HttpEngine):
         model: Path,
         *,
         tp: int = 1,
+        pp: int = 1,
         explicit: bool = False,
         log_level: str = "warning",
         **variables: str,
     ) -> None:
-        super().__init__(runtime, **{**environment(tp), **variables})
-        self.model, self.tp, self.explicit, self.log_level = model, tp, explicit, log_level
+        super().__init__(runtime, **{**environment(tp * pp), **variables})
+        self.model, self.explicit, self.log_level = model, explicit, log_level
+        self.sizes = {"tp_size": tp, "pp_size": pp}
         if explicit:
             self.preloads = ()
 
     def start(self) -> None:
         module = "inference_plugin.engines.sglang" if self.explicit else "sglang.launch_server"
-        arguments = ["--model-path", str(self.model), "--tp-size", str(self.tp), "--skip-server-warmup"]
+        arguments = ["--model-path", str(self.model), "--skip-server-warmup"]
+        options = {**ENGINE_ARGUMENTS, **self.sizes, "log_level": self.log_level}
         for last in (False, False, True):
             try:
-                return self.serve(module, arguments, {**ENGINE_ARGUMENTS, "log_level": self.log_level})
+                return self.serve(module, arguments, options)
             except (
                 AssertionError
             ):  # SGLang gives a request to itself 10 s, and ends where the machine is too slow for that

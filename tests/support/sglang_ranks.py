@@ -72,7 +72,9 @@ def one_rank(rank: int, directory: str) -> None:
     os.environ["WEIGHTWIRE_RUNTIME_DIR"] = directory
     plugin_manager().register(FaultPlugin())
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    ranks = Ranks(SimpleNamespace(tp_rank=rank, tp_size=2, tp_group=SimpleNamespace(ranks=[0, 1])))
+    ranks = Ranks(
+        SimpleNamespace(tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1, tp_group=SimpleNamespace(ranks=[0, 1]))
+    )
     one = PlainRank(ranks, f"sglang-{root.name}", root)
     cards = [None, None]
     dist.all_gather_object(cards, one.runtime.card())

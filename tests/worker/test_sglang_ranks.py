@@ -31,7 +31,9 @@ def one_rank(rank: int, directory: str, host: str, runtime: str) -> None:
     os.environ["WEIGHTWIRE_RUNTIME_DIR"] = runtime
     with mock.patch.object(addresses, "boot_id", return_value=host):
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-        ranks = Ranks(SimpleNamespace(tp_rank=rank, tp_size=2, tp_group=SimpleNamespace(ranks=[0, 1])))
+        ranks = Ranks(
+            SimpleNamespace(tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1, tp_group=SimpleNamespace(ranks=[0, 1]))
+        )
     heard = [
         [ranks.broadcast(sent[rank]).decode(), *(data.decode() for data in ranks.gather(sent[rank]))] for sent in SENT
     ]
@@ -56,7 +58,9 @@ def test_ranks_hear_each_other_also_where_there_is_nothing_to_tell(where: str, d
 def one_rank_of_two_of_which_the_second_ends(rank: int, directory: str) -> None:
     os.environ |= {"WEIGHTWIRE_RUNTIME_DIR": directory, "WEIGHTWIRE_RANK_TIMEOUT_S": "3600"}
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    ranks = Ranks(SimpleNamespace(tp_rank=rank, tp_size=2, tp_group=SimpleNamespace(ranks=[0, 1])))
+    ranks = Ranks(
+        SimpleNamespace(tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1, tp_group=SimpleNamespace(ranks=[0, 1]))
+    )
     ranks.gather(b"here")
     if rank == 1:
         os._exit(0)

@@ -9,7 +9,8 @@ that engine runs as if the plug-in were not installed. Started by ours it refuse
 Every rank of a replica is a scheduler process (`scheduler`, `model`, `lora`): it holds `RankRuntime` (groups, socket). The
 first rank has the `ReplicaCoordinator` as well. The coordinator's commands become a `Turn` (`turn`) among the requests that
 SGLang broadcasts to all ranks in each pass of its event loop, so that every rank takes the turn in the same pass, between
-two forward passes, also while paused. In a turn (`control`) the first rank sends each operation to the others and gathers their
+two forward passes, also while paused. In a pipeline the turn waits until no micro-batch is between two stages (`pipeline`).
+In a turn (`control`) the first rank sends each operation to the others and gathers their
 answers, over a process group of our own, with deadlines. A commit it sends once; then every rank runs the commit itself, and
 they only gather answers.
 

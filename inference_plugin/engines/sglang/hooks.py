@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -56,10 +57,18 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
         requests = original(self)
         if requests is not None and _rank is not None and _turns is not None:
             with contained("a pass of the event loop", logger):
-                _rank.bell.quiet()
+                if not _turns.wants_turn():
+                    _rank.bell.quiet()
                 if _turns.wants_turn():
                     requests.append(Turn())
         return requests
+
+    @wrap(Scheduler, "get_next_batch_to_run")
+    def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch: Any, last_batch: Any) -> Any:
+        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
+        if rank is None or rank.pipeline is None:
+            return original(self, running_batch=running_batch, last_batch=last_batch)
+        return rank.pipeline.plan(original, running_batch, last_batch)
 
     @wrap(Scheduler, "run_batch")
     def run_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +135,7 @@ def _leads() -> bool:
     from sglang.srt.runtime_context import get_parallel
 
     try:
-        return int(get_parallel().tp_rank) == 0
+        return int(get_parallel().tp_rank) == int(get_parallel().pp_rank) == 0
     except Exception:
         logger.debug("weightwire: the rank is not known yet", exc_info=True)
         return False
@@ -151,14 +160,15 @@ def _start(scheduler: Any, lacks: tuple[str, ...]) -> None:
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
-        first = int(parallel.tp_rank) == 0
-        if why := _unserved(parallel):
+        first = _leads()
+        if why := _unserved(scheduler, parallel):
             raise EngineUnsupported(why, hint="docs/sglang.md says which layouts are served", phase="start")
         ranks = Ranks(parallel)
         scheduler._request_dispatcher._mapping[Turn] = _take_no_turn
         rank = _started(scheduler, ranks)
         turns = _open_coordinator(rank, parallel, lacks)
-        scheduler._request_dispatcher._mapping[Turn] = turns.handle
+        handle = turns.handle if rank.pipeline is None else partial(rank.pipeline.announce, turns.handle)
+        scheduler._request_dispatcher._mapping[Turn] = handle
         _rank, _turns = rank, turns
         scheduler._weightwire_rank = rank
     except Exception as error:
@@ -215,8 +225,8 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
                 engine_version=installed_version(*SGLANG.distributions),
                 model=str(rank.scheduler.model_config.model_path),
                 dtype=str(rank.scheduler.model_config.dtype).removeprefix("torch."),
-                tp=rank.ranks.size,
-                pp=1,
+                tp=rank.ranks.tp_size,
+                pp=rank.ranks.stages,
                 dp_rank=_dp_rank(rank.scheduler, parallel),
                 parent_pid=os.getppid(),
                 lacks=lacks,
@@ -247,12 +257,19 @@ def _dp_rank(scheduler: Any, parallel: Any) -> int:
     return int(placed.dp_rank or 0)
 
 
-def _unserved(parallel: Any) -> str:
-    """Why this layout isn't served: a turn would not reach all ranks in the same pass, or a torn replica could not stop; "" if it
-    is served."""
-    if parallel.pp_size > 1:
-        return "SGLang's loop for pipelines heeds no pause, so a torn replica could not stop"
+def _unserved(scheduler: Any, parallel: Any) -> str:
+    """Why this layout isn't served: a turn would not reach all ranks in the same pass, or was never run there; "" if it is
+    served."""
     grouped = getattr(parallel, "attn_dp_enabled", parallel.attn_dp_size > 1)  # before 0.5.22 only the size tells
     if grouped and parallel.enable_dp_attention_local_control_broadcast:
         return "local control broadcast keeps one group's control requests from the others"
+    if parallel.pp_size > 1:
+        beside = {
+            "data-parallel attention": grouped,
+            "disaggregated prefill and decoding": scheduler.disaggregation_mode.value != "null",
+            "speculative decoding": not scheduler.spec_algorithm.is_none(),
+            "hierarchical sparse attention": scheduler.enable_hisparse,
+        }
+        if found := [what for what, there in beside.items() if there]:
+            return f"pipeline parallelism with {' and '.join(found)} has no rule here"
     return ""

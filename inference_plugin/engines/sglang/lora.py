@@ -57,6 +57,13 @@ class SglangAdapterSlots(TensorSlots):
         manager._weightwire_slots = self
 
     def check(self, adapter: str) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        if get_parallel().pp_size > 1:
+            raise EngineUnsupported(
+                "LoRA slots of pipeline stages have no rule here",
+                hint="send the merged model with MergedLoRAAdapter",
+            )
         if self._manager.enable_lora_overlap_loading:
             raise EngineUnsupported(
                 "LoRA slots that are filled while the model runs have no rule here",

@@ -20,6 +20,7 @@ from inference_plugin.engines.sglang.latent_attention import (
     why_underivable,
 )
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
+from inference_plugin.engines.sglang.pipeline import stages_apart
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.install.graph import Boundary
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
@@ -132,7 +133,8 @@ def _skeleton(runner: Any) -> Skeleton:
     config, load_config = runner.model_config, runner.load_config
 
     def make() -> nn.Module:
-        model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
+        with stages_apart():
+            model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
         derive_nothing(model)
         return model.eval()
 

@@ -21,6 +21,14 @@ PATCH_POINTS = (
     PatchPoint(_SCHEDULER + "run_batch", ("batch",), "wrapped: notes when a step ran, for the throttle"),
     PatchPoint(_SCHEDULER + "_add_request_to_queue", ("req", "is_retracted"), "wrapped: holds new requests during a drain, refuses them while torn"),
     PatchPoint(_SCHEDULER + "_maybe_namespace_elastic_radix_cache", ("req",), "wrapped: new requests get the version's prefix namespace"),
+    # pipelines
+    PatchPoint(_SCHEDULER + "get_next_batch_to_run", ("running_batch", "last_batch"), "wrapped: stages plan nothing before a turn and while paused"),
+    PatchPoint("sglang.srt.managers.schedule_batch:NextBatchPlan", ("batch_to_run", "running_batch"), "made: no batch"),
+    PatchPoint("sglang.srt.managers.schedule_batch:ScheduleBatch.filter_batch", ("self",), "called: who has ended leaves a slot; its first argument names requests that leave, too"),
+    PatchPoint("sglang.srt.managers.schedule_batch:ScheduleBatch.merge_batch", ("other",), "called: who has begun joins those that run"),
+    PatchPoint("sglang.srt.distributed.parallel_state:GroupCoordinator.send", ("tensor", "dst"), "replaced while the skeleton is made"),
+    PatchPoint("sglang.srt.distributed.parallel_state:GroupCoordinator.recv", ("size", "dtype", "src"), "replaced while the skeleton is made"),
+    PatchPoint("sglang.srt.managers.scheduler_pp_mixin:SchedulerPPMixin.init_pp_loop_state", ("self",), why="makes `mbs`, `last_mbs` and `running_mbs`, which are read and set"),
     # pausing, caches, versions
     PatchPoint(_SCHEDULER + "pause_generation", ("recv_req",), "called: retract, in_place; its `_engine_paused` is read"),
     PatchPoint(_SCHEDULER + "continue_generation", ("recv_req",), "called"),

@@ -37,12 +37,15 @@ class Ranks:
     """
 
     def __init__(self, parallel: Any) -> None:
-        self.rank, self.size = int(parallel.tp_rank), int(parallel.tp_size)
+        self.tp_rank, self.tp_size = int(parallel.tp_rank), int(parallel.tp_size)
+        self.stage, self.stages = int(parallel.pp_rank), int(parallel.pp_size)
+        self.rank, self.size = self.stage * self.tp_size + self.tp_rank, self.stages * self.tp_size
         self.leads = self.rank == 0
         self.collectives = 0
         self._way: _Way | None = None
         if self.size > 1:
-            group = _Gloo(parallel.tp_group.ranks, self.rank)
+            every = parallel.world_group if self.stages > 1 else parallel.tp_group
+            group = _Gloo(every.ranks, self.rank)
             self._way = sockets_of(group, self.rank, self.size) or group
             group.timeout_s = rank_timeout_s()
 

@@ -12,6 +12,7 @@ import msgspec
 from inference_plugin.engines.kept_caches import keeps_cache
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.sglang.model import SglangModel
+from inference_plugin.engines.sglang.pipeline import Pipeline
 from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, EngineReply, Step
 from inference_plugin.net import addresses
@@ -31,13 +32,15 @@ class SchedulerRank:
         self.scheduler = scheduler
         self.ranks = ranks
         self.rank = ranks.rank
-        self._speaks = get_parallel().attn_tp_rank == 0  # one rank of an attention group answers its clients
+        # One rank of an attention group answers its clients.
+        self._speaks = get_parallel().attn_tp_rank == 0 and ranks.stage == 0
+        self.pipeline = Pipeline(scheduler) if ranks.stages > 1 else None
         self.replica = replica
         self.cards: list[WorkerCard | None] = []
         self.model = SglangModel(scheduler)
         self.bell = Doorbell(scheduler.idle_sleeper, self.replica, self.rank)
         try:
-            identity = RankIdentity(self.replica, self.rank, tp_rank=self.rank, ranks=ranks.size)
+            identity = RankIdentity(self.replica, self.rank, ranks.tp_rank, ranks.stage, ranks.size)
             self.runtime = RankRuntime(identity, self.model)
         except BaseException:
             self.bell.close()
@@ -103,8 +106,8 @@ class SchedulerRank:
             self._retract()
             return bool(scheduler.flush_cache(empty_cache=False))
         if operation.name in ("abort", "drain"):
-            if operation.name == "abort" and scheduler._engine_paused:
-                self._retract()  # paused, they can't take the step in which SGLang ends them
+            if operation.name == "abort" and (scheduler._engine_paused or self.pipeline is not None):
+                self._retract()  # they don't take the step in which SGLang ends them
             self.holding = True
             self._held += [request for request in scheduler.waiting_queue if not request.output_ids]
             scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.output_ids]
@@ -205,7 +208,8 @@ class SchedulerRank:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._paused |= not self.scheduler._engine_paused
-        self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        pause = self.scheduler.pause_generation if self.pipeline is None else self.pipeline.retract
+        pause(PauseGenerationReqInput(mode="retract"))
 
     def _continue(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
