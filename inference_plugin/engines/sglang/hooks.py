@@ -88,6 +88,11 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
         if recv_req.action != "reset_tensors" or _rank is None or _turns is None:
             return original(self, recv_req)
         try:
+            if _rank.pipeline is not None:
+                raise EngineUnsupported(
+                    "a stage is asked before the next one knows of it, while micro-batches are between them",
+                    hint="a pipeline's weights can't be reset",
+                )
             if kept := _rank.model.lost_by_a_reset(getattr(recv_req, "skip_tensor_list", None) or ()):
                 raise EngineUnsupported(
                     f"no update brings these back: {first_few(kept)}", hint="skip_tensor_list spares them"
