@@ -23,7 +23,9 @@ from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.sglang.pipeline import stages_apart
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.install.graph import Boundary
+from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
+from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["SglangModel"]
 
@@ -53,8 +55,8 @@ class SglangModel(LiveModel):
             self.leaves_out = "the draft model of speculative decoding keeps its weights: SGLang's can't be updated"
         self._config = runner.model_config
         self._updater = scheduler.weight_updater
-        self._backup = bool(runner.server_args.enable_weights_cpu_backup)
-        captured = self.device.type != "cpu" and not runner.server_args.disable_cuda_graph
+        self._arguments = runner.server_args
+        captured = self.device.type != "cpu" and not self._arguments.disable_cuda_graph
         self.fixed_addresses = captured or self._updater.memory_saver_adapter.enabled  # only memory of its own sleeps
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -79,9 +81,21 @@ class SglangModel(LiveModel):
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         return (KV_PROJECTION,) if isinstance(getattr(module, KV_PROJECTION, None), nn.Module) else ()
 
+    def expert_places(self) -> str:
+        """Which expert is in which place, of all ranks; SGLang's loader puts experts there."""
+        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+        places = get_global_expert_location_metadata()
+        if places is None:
+            return ""
+        return f"{digest_bytes(bytes_view(places.physical_to_logical_map_cpu.contiguous()).numpy()):016x}"
+
     def unfinishable(self) -> str | None:
         from sglang.srt.model_executor.model_runner_components import weight_updater
 
+        for option in ("enable_eplb", "elastic_ep_backend"):
+            if getattr(self._arguments, option):
+                return f"SGLang moves experts while it runs ({option}), in tensors that it has collected as it loaded the model"
         ask = weight_updater._unsupported_derived_weight_cache_error
         known = inspect.signature(ask).parameters  # none before 0.5.21
         return (ask(self.live) if known else ask()) or why_underivable(self.live)
@@ -89,7 +103,7 @@ class SglangModel(LiveModel):
     def why_no_sleep(self, level: SleepLevel) -> str | None:
         if not self._updater.memory_saver_adapter.enabled:
             return "SGLang was started without --enable-memory-saver (which needs a GPU)"
-        if level == 1 and not self._backup:
+        if level == 1 and not self._arguments.enable_weights_cpu_backup:
             return "SGLang keeps no copy of the weights without --enable-weights-cpu-backup: only level 2 is left"
         return None
 

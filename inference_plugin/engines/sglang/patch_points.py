@@ -63,6 +63,8 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading", ("layer",), "called on stand-ins: what the engine does to a module after a load"),
     PatchPoint("sglang.srt.layers.amx_utils:PackWeightMethod.process_weights_after_loading", ("module",), "called on stand-ins, too: what it packs for AMX"),
     PatchPoint("sglang.srt.model_executor.model_runner_components.weight_updater:_unsupported_derived_weight_cache_error", why="called: what SGLang itself can't update"),
+    PatchPoint("sglang.srt.eplb.expert_location:get_global_expert_location_metadata", why="called: which expert is in which place"),
+    PatchPoint("sglang.srt.eplb.expert_location:ExpertLocationMetadata", ("physical_to_logical_map_cpu",), "read: which expert is in which place"),
     PatchPoint("sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin.post_load_weights", ("self", "weight_names"), "called on a twin of the model: what a load derives for latent attention", without="models of the DeepSeek-V2 and -V3 families can't be updated"),
     PatchPoint("sglang.srt.models.minicpm3:MiniCPM3AttentionMLA", why="recognised: its loader derives weights and removes their projection", without="MiniCPM3 can't be updated"),
     PatchPoint("sglang.srt.models.minicpm3:MiniCPM3ForCausalLM.load_weights", ("self", "weights"), "called on a stand-in: what a load derives for its attention", without="MiniCPM3 can't be updated"),
