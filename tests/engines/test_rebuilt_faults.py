@@ -1,6 +1,6 @@
 """Post-processing that fails, or whose rank is killed, while it makes modules anew: on engines of two ranks.
 
-Llama that vLLM quantises by a maximum over all ranks: such modules are made in the commit.
+Llama that vLLM quantises by a maximum over all ranks: each rank notes its part before the commit, and modules are made in it.
 MiniCPM3 in SGLang: each rank derives weights of its latent attention. A fault on one rank leaves all ranks as they were.
 """
 
@@ -126,13 +126,14 @@ def latent(runtime: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("step", "phase"), [("note", "seal"), ("reduce", "commit")])
 @pytest.mark.parametrize("install", ["copy", "standby"])
 def test_a_fault_where_ranks_reduce_what_they_quantise_by_leaves_all_ranks_as_they_were(
-    quantised: Rig, install: InstallPolicy, rank: int
+    quantised: Rig, install: InstallPolicy, step: str, phase: str, rank: int
 ) -> None:
     with SyncManager(install=install, timeout_s=60) as manager:
         quantised.update(manager, 0)  # under `copy` its bytes are the way back
-        assert quantised.check_a_fault(manager, rank, "reduce", 2).phase == "commit"
+        assert quantised.check_a_fault(manager, rank, step, 2).phase == phase
         for which in (1, 0):
             quantised.update(manager, which)
 

@@ -3,8 +3,8 @@
 `WEIGHTWIRE_TEST_FAULTS` names a file of JSON: a list of `{"rank", "step", "when"}`. `when`: "before" raises before a byte
 of the live model changes, "after" once everything is written, "hang" waits there, having made a file `<faults>.<rank>`. With the
 step "post-process" `when` is a number: the engine's post-processing of as many modules succeeds, and that of the next one raises,
-or with `"hangs": true` waits. The step "reduce" is the same, of modules that are made at the commit because post-processing
-reduces over the ranks.
+or with `"hangs": true` waits. Of modules whose post-processing reduces over the ranks, the step "note" is the same before the
+commit, where a rank notes its operands, and "reduce" in the commit, where they are made.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from inference_plugin.install.adapter import AdapterInstaller
-from inference_plugin.install.collectives import Reduced
+from inference_plugin.install.collectives import Noted, Reduced
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.plugins import hookimpl
 
 __all__ = ["plugin"]
 
-STEPS: dict[str, type] = {"post-process": object, "reduce": Reduced}
+STEPS: dict[str, type] = {"post-process": object, "note": Noted, "reduce": Reduced}
 """Steps of post-processing, by what answers its reductions then."""
 
 
@@ -82,8 +82,10 @@ def fail_in_post_processing() -> None:
                 if step in hanging:
                     hang(rank)
                 raise RuntimeError(f"planned fault: {step} on rank {rank}")
-        original(self, *args)
-        left.update({step: left[step] - 1 for step in steps if step in left})
+        try:
+            original(self, *args)
+        finally:  # noting ends by an exception
+            left.update({step: left[step] - 1 for step in steps if step in left})
 
     PostProcessing.finish = finish  # type: ignore[method-assign]
 
