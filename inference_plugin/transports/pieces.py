@@ -16,7 +16,7 @@ from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.copying import copy_rows, digest_rows
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ManifestMismatch
-from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Region, Slice
+from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Region, Slice, rows_region
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 
@@ -24,17 +24,22 @@ __all__ = [
     "Bytes",
     "DigestPass",
     "Lying",
+    "PieceRows",
     "checked_dtype",
     "digest_passes",
     "in_segment",
     "part_of",
     "pieces_of",
     "place_piece",
+    "rows_of_pieces",
     "typed",
 ]
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Contiguous bytes. numpy's calls cost a fraction of torch's, and a copy of this size needs one thread only."""
+
+SHORTEST_ROW_BYTES = 256
+"""Shorter rows are packed before they are copied elsewhere."""
 
 
 def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, Bytes]]:
@@ -54,6 +59,47 @@ def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, Byt
         if seen is not None:
             seen(place, data)
         yield place, data
+
+
+class PieceRows(NamedTuple):
+    """A piece's bytes where the slice holds them: `rows` rows of `row_bytes` bytes, `stride` bytes apart in `data`."""
+
+    data: Bytes
+    rows: int
+    row_bytes: int
+    stride: int
+
+    def packed(self) -> Bytes:
+        """The bytes in C order, copied unless they are that already."""
+        if self.stride == self.row_bytes:
+            return self.data
+        lying = np.lib.stride_tricks.as_strided(self.data, (self.rows, self.row_bytes), (self.stride, 1))
+        return np.ascontiguousarray(lying).reshape(-1)
+
+
+def rows_of_pieces(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, PieceRows]]:
+    """As `pieces_of`, for whoever can read rows that lie apart: a slice of columns is not packed first."""
+    tensor, dtype = item.tensor, checked_dtype(manifest, item)
+    plain = tensor.dtype == dtype and tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg())
+    if plain and not tensor.is_contiguous() and getattr(item, "seen", None) is None:
+        places = manifest.split(item.box, PIECE_BYTES)
+        parts = [rows for place in places if (rows := _rows_in_place(part_of(item, place))) is not None]
+        if len(parts) == len(places):
+            yield from zip(places, parts, strict=True)
+            return
+    for place, data in pieces_of(manifest, item):
+        yield place, PieceRows(data, 1, data.size, data.size)
+
+
+def _rows_in_place(part: torch.Tensor) -> PieceRows | None:
+    """None where the rows are not equally far apart, or so short that packing them first is faster."""
+    item_bytes = part.itemsize
+    rows = rows_region(0, part.shape, [step * item_bytes for step in part.stride()], item_bytes)
+    if rows is None or rows.sizes[1] < SHORTEST_ROW_BYTES:
+        return None
+    (count, row_bytes), stride = rows.sizes, rows.strides[0]
+    span = ((count - 1) * stride + row_bytes) // item_bytes
+    return PieceRows(bytes_view(part.as_strided((span,), (1,))).numpy(), count, row_bytes, stride)
 
 
 def checked_dtype(manifest: Manifest, item: Slice) -> torch.dtype:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from inference_plugin.transports.base import Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
-from inference_plugin.transports.pieces import Bytes, Lying, pieces_of, typed
+from inference_plugin.transports.pieces import Bytes, Lying, PieceRows, rows_of_pieces, typed
 from inference_plugin.transports.shm import TRANSPORT as SHM
 from inference_plugin.transports.shm import SegmentAddress, SharedSegment
 from inference_plugin.wire.codec import decode_as
@@ -228,10 +228,10 @@ class ZoneSender(Sender):
             for zone in zones:
                 zone.begin_writing()
             for item in slices:
-                for place, data in pieces_of(manifest, item):
+                for place, rows in rows_of_pieces(manifest, item):
                     began_s = time.perf_counter()
-                    pieces.append(Piece(place.box, _land(zones, manifest, place.box, data)))
-                    stats.nbytes += data.nbytes
+                    pieces.append(Piece(place.box, _land(zones, manifest, place.box, rows)))
+                    stats.nbytes += place.end - place.start
                     stats.move_s += time.perf_counter() - began_s
                 if time.monotonic() > deadline_s:
                     raise SyncTimeout(
@@ -341,23 +341,30 @@ def _layout_in(segment: SharedSegment, address: ZoneAddress) -> ZoneLayout:
     return layout
 
 
-def _land(zones: Sequence[MappedZone], manifest: Manifest, box: Box, data: Bytes) -> int:
+def _land(zones: Sequence[MappedZone], manifest: Manifest, box: Box, piece: PieceRows) -> int:
     """Copies a piece to all its places; returns its digest, computed while it is copied where its rows allow that."""
     digest: int | None = None
     for zone in zones:
         for landing in zone.layout.landings(manifest, box):
             if (rows := landing.rows) is None:
                 dtype = torch_dtype(manifest.tensors[box.tensor].dtype)
-                landing.view(zone.segment.tensor, dtype).copy_(typed(data, dtype).view(box.sizes))
+                landing.view(zone.segment.tensor, dtype).copy_(typed(piece.packed(), dtype).view(box.sizes))
                 continue
             (count, row_bytes), stride = rows.sizes, rows.strides[0]
             if zone.is_fresh:
                 zone.segment.touch(rows.offset, (count - 1) * stride + row_bytes)
+            data, apart = piece.data, row_bytes
+            if count == 1:
+                count, row_bytes, stride, apart = piece.rows, piece.row_bytes, piece.row_bytes, piece.stride
+            elif (piece.rows, piece.row_bytes) == (count, row_bytes):
+                apart = piece.stride
+            elif piece.rows != 1:
+                data = piece.packed()
             if digest is None:
-                digest = copy_rows_and_digest(zone.writable, rows.offset, stride, data, count, row_bytes)
+                digest = copy_rows_and_digest(zone.writable, rows.offset, stride, data, count, row_bytes, apart)
             else:
-                copy_rows(zone.writable, rows.offset, stride, data, 0, row_bytes, count, row_bytes, True)
-    return digest_bytes(data) if digest is None else digest
+                copy_rows(zone.writable, rows.offset, stride, data, 0, apart, count, row_bytes, True)
+    return digest_bytes(piece.packed()) if digest is None else digest
 
 
 TRANSPORT = Transport(

@@ -189,12 +189,12 @@ AVX2 static inline uint64_t ended(const Digest *digest, const char *last_row, si
     return merged(accumulate(digest->sum, last, SECRET + SECRET_OF_LAST_STRIPE), rows * row_bytes);
 }
 
-AVX2 static uint64_t copy_and_digest(char *target, size_t target_stride, const char *source, size_t rows,
-                                     size_t row_bytes)
+AVX2 static uint64_t copy_and_digest(char *target, size_t target_stride, const char *source, size_t source_stride,
+                                     size_t rows, size_t row_bytes)
 {
     const size_t stripes = stripes_before_last(row_bytes), done = stripes * STRIPE_BYTES;
     Digest digest = begun();
-    for (size_t row = 1; row < rows; row++, target += target_stride, source += row_bytes)
+    for (size_t row = 1; row < rows; row++, target += target_stride, source += source_stride)
         take_stripes(&digest, target, source, row_bytes / STRIPE_BYTES, 0);
     take_stripes(&digest, target, source, stripes, 0);
     memcpy(target + done, source + done, row_bytes - done);
@@ -313,11 +313,14 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
 static PyObject *copy_rows_and_digest(PyObject *self, PyObject *args)
 {
     Py_buffer target, source;
-    Py_ssize_t target_start, target_stride, rows, row_bytes;
-    if (!PyArg_ParseTuple(args, "w*nny*nn", &target, &target_start, &target_stride, &source, &rows, &row_bytes))
+    Py_ssize_t target_start, target_stride, rows, row_bytes, source_stride = -1;
+    if (!PyArg_ParseTuple(args, "w*nny*nn|n", &target, &target_start, &target_stride, &source, &rows, &row_bytes,
+                          &source_stride))
         return NULL;
     PyObject *result = NULL;
-    if (rows < 1 || row_bytes < 1 || source.len / rows != row_bytes || source.len % rows ||
+    int all_of_source = rows > 0 && source.len / rows == row_bytes && source.len % rows == 0;
+    if (rows < 1 || row_bytes < 1 ||
+        !(source_stride == -1 ? all_of_source : lies_within(0, source_stride, rows, row_bytes, source.len)) ||
         !lies_within(target_start, target_stride, rows, row_bytes, target.len)) {
         PyErr_Format(PyExc_ValueError, "%zd rows of %zd bytes don't lie within both buffers", rows, row_bytes);
         goto done;
@@ -328,7 +331,9 @@ static PyObject *copy_rows_and_digest(PyObject *self, PyObject *args)
     if (aligned && in_stripes((size_t)rows, (size_t)row_bytes) && __builtin_cpu_supports("avx2")) {
         uint64_t digest;
         Py_BEGIN_ALLOW_THREADS
-        digest = copy_and_digest(to, (size_t)target_stride, source.buf, (size_t)rows, (size_t)row_bytes);
+        digest = copy_and_digest(to, (size_t)target_stride, source.buf,
+                                 (size_t)(source_stride == -1 ? row_bytes : source_stride), (size_t)rows,
+                                 (size_t)row_bytes);
         _mm_sfence();
         Py_END_ALLOW_THREADS
         result = PyLong_FromUnsignedLongLong(digest);
@@ -523,6 +528,8 @@ static PyMethodDef methods[] = {
      "copy_rows(target, target_start, target_stride, source, source_start, source_stride, rows, row_bytes, streaming)"},
     {"copy_rows_and_digest", copy_rows_and_digest, METH_VARARGS,
      "copy_rows_and_digest(target, target_start, target_stride, source, rows, row_bytes)"},
+    {"copy_strided_and_digest", copy_rows_and_digest, METH_VARARGS,
+     "copy_strided_and_digest(target, target_start, target_stride, source, rows, row_bytes, source_stride)"},
     {"copy_joined", copy_joined, METH_VARARGS, "copy_joined(target, start, addresses, sizes)"},
     {"digest_rows", digest_rows, METH_VARARGS, "digest_rows(source, stride, rows, [(start, row_bytes), ...])"},
     {NULL, NULL, 0, NULL},

@@ -71,33 +71,37 @@ def _not_in_one_pass(*_: Any) -> None:
 _copy_and_digest_in_one_pass: Callable[[Any, int, int, Any, int, int], int | None]
 _digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
 _copy_joined: Callable[[Any, int, list[int], list[int]], int | None] | None
+_copy_strided: Callable[[Any, int, int, Any, int, int, int], int | None]
 try:
     from inference_plugin.wire import _copying
 except ImportError as error:
     copy_rows = _copy_rows_by_numpy
-    _copy_and_digest_in_one_pass = _digest_in_one_pass = _not_in_one_pass
+    _copy_and_digest_in_one_pass = _digest_in_one_pass = _copy_strided = _not_in_one_pass
     _copy_joined = None
     _why_numpy = str(error)
 else:
     copy_rows = _copying.copy_rows
     _copy_and_digest_in_one_pass, _digest_in_one_pass = _copying.copy_rows_and_digest, _copying.digest_rows
-    _copy_joined = getattr(_copying, "copy_joined", None)  # a checkout's older build lacks it
+    # A checkout's older build lacks these two.
+    _copy_joined = getattr(_copying, "copy_joined", None)
+    _copy_strided = getattr(_copying, "copy_strided_and_digest", _not_in_one_pass)
     _why_numpy = ""
 
 
 def copy_rows_and_digest(
-    target: Any, target_start: int, target_stride: int, source: Any, rows: int, row_bytes: int
+    target: Any, target_start: int, target_stride: int, source: Any, rows: int, row_bytes: int, source_stride: int = 0
 ) -> int:
-    """Copies all of `source`, `rows` times `row_bytes` bytes, around the cache; returns its `digest_bytes`.
+    """Copies all of `source`, `rows` times `row_bytes` bytes, around the cache; returns its `digest_bytes`. With a
+    `source_stride`, only these rows of `source` are read, from its start on; the digest is that of the rows packed.
 
     One pass over memory. Rows that can't be digested in the registers that copy them (short rows, some odd lengths or
     places, processors without AVX2) are digested and copied by turns, and stay cached in between. Otherwise as
     `copy_rows`.
     """
-    digest = _copy_and_digest_in_one_pass(target, target_start, target_stride, source, rows, row_bytes)
-    if digest is None:
-        digest = _copy_rows_and_digest_by_turns(target, target_start, target_stride, source, rows, row_bytes)
-    return digest
+    where = target, target_start, target_stride, source, rows, row_bytes
+    in_one_pass = source_stride in (0, row_bytes)
+    digest = _copy_and_digest_in_one_pass(*where) if in_one_pass else _copy_strided(*where, source_stride)
+    return _copy_rows_and_digest_by_turns(*where, source_stride) if digest is None else digest
 
 
 def digest_rows(source: Any, stride: int, rows: int, spans: list[tuple[int, int]]) -> list[int]:
@@ -160,24 +164,26 @@ def _parts_at(addresses: list[int], sizes: list[int]) -> Iterator[Any]:
 
 
 def _copy_rows_and_digest_by_turns(
-    target: Any, target_start: int, target_stride: int, source: Any, rows: int, row_bytes: int
+    target: Any, target_start: int, target_stride: int, source: Any, rows: int, row_bytes: int, source_stride: int = 0
 ) -> int:
     flat = np.frombuffer(source, dtype=np.uint8)
-    if rows < 1 or row_bytes < 1 or flat.size != rows * row_bytes:
+    if rows < 1 or row_bytes < 1 or (not source_stride and flat.size != rows * row_bytes):
         raise ValueError(f"{flat.size} bytes aren't {rows} rows of {row_bytes}")
     _rows_of(target, target_start, target_stride, rows, row_bytes)  # all or nothing
+    lying = _rows_of(source, 0, source_stride or row_bytes, rows, row_bytes)
     stream = Digest()
-    at_once = 1 if rows == 1 else max(1, CACHED_BYTES // row_bytes)
-    step = CACHED_BYTES if rows == 1 else at_once * row_bytes
-    for done in range(0, flat.size, step):
-        part = flat[done : done + step]
-        stream.update(part.data)
-        if rows == 1:
+    if rows == 1:
+        for done in range(0, row_bytes, CACHED_BYTES):
+            part = lying[0, done : done + CACHED_BYTES]
+            stream.update(part.data)
             copy_rows(target, target_start + done, part.size, part, 0, part.size, 1, part.size, True)
-        else:
-            first, count = done // row_bytes, part.size // row_bytes
-            start = target_start + first * target_stride
-            copy_rows(target, start, target_stride, part, 0, row_bytes, count, row_bytes, True)
+        return stream.intdigest()
+    at_once = max(1, CACHED_BYTES // row_bytes)
+    for first in range(0, rows, at_once):
+        packed = np.ascontiguousarray(lying[first : first + at_once])
+        stream.update(packed.data)
+        start = target_start + first * target_stride
+        copy_rows(target, start, target_stride, packed, 0, row_bytes, len(packed), row_bytes, True)
     return stream.intdigest()
 
 

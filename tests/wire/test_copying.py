@@ -109,6 +109,36 @@ def test_what_is_copied_and_its_digest_are_the_sources(
     assert np.array_equal(target, expected)
 
 
+@pytest.mark.parametrize("copy_and_digest", BOTH_WAYS)
+@given(
+    shape=rows_of_any_length(), at=st.sampled_from([0, 32, 1]), source_at=st.integers(0, 63), apart=st.integers(0, 200)
+)
+def test_rows_that_lie_apart_land_as_they_would_if_they_were_packed(
+    copy_and_digest: Callable[..., int], shape: tuple[int, int, int], at: int, source_at: int, apart: int
+) -> None:
+    rows, row_bytes, stride = shape
+    source_stride = row_bytes + apart
+    memory, first = place(rows * source_stride, source_at)
+    source = memory[::-1].copy()[first : first + (rows - 1) * source_stride + row_bytes]
+    packed = np.concatenate([source[row * source_stride :][:row_bytes] for row in range(rows)])
+    target, start = place(rows * stride, at)
+    expected = target.copy()
+    copying._copy_rows_by_numpy(expected, start, stride, packed, 0, row_bytes, rows, row_bytes, False)
+    assert copy_and_digest(target, start, stride, source, rows, row_bytes, source_stride) == digest_bytes(packed)
+    assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize("copy_and_digest", BOTH_WAYS)
+@pytest.mark.parametrize(("source_stride", "rows"), [(319, 3), (-320, 3), (321, 3), (400, 3), (1 << 62, 2), (640, 3)])
+def test_rows_that_do_not_lie_apart_within_their_source_are_refused_before_a_byte_is_written(
+    copy_and_digest: Callable[..., int], source_stride: int, rows: int
+) -> None:
+    to, of = np.zeros(4096, dtype=np.uint8), np.ones(960, dtype=np.uint8)
+    with pytest.raises(ValueError, match="rows of"):
+        copy_and_digest(to, 0, 320, of, rows, 320, source_stride)
+    assert not to.any()
+
+
 def packed_one_by_one(source: Any, stride: int, rows: int, spans: list[tuple[int, int]]) -> list[int]:
     return [copying._digest_packed(source, stride, rows, *span) for span in spans]
 

@@ -1,0 +1,61 @@
+"""The pieces of a slice, wherever its elements lie in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_plugin.transports import pieces as pieces_module
+from inference_plugin.transports.pieces import pieces_of, rows_of_pieces
+from inference_plugin.wire.geometry import Box
+from tests.support.plain_engine import manifest_of
+from trainer_adapters.sources.base import LocalSlice
+
+DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.bool]
+
+
+@st.composite
+def lying_anyhow(draw: st.DrawFn) -> torch.Tensor:
+    """Columns, every other row, a transposed or expanded tensor: of up to three dimensions."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 17, 150]), min_size=1, max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    whole = torch.arange(int(np.prod(sizes))).remainder(251).to(dtype).reshape(sizes)
+    for dim in range(whole.dim()):
+        first = draw(st.integers(0, whole.shape[dim] - 1))
+        last = draw(st.integers(first + 1, whole.shape[dim]))
+        whole = whole[(slice(None),) * dim + (slice(first, last, draw(st.sampled_from([1, 1, 2]))),)]
+    if draw(st.booleans()):
+        whole = whole.transpose(0, -1)
+    if draw(st.integers(0, 4)) == 0:
+        whole = whole.unsqueeze(0).expand(3, *whole.shape)
+    return whole
+
+
+@settings(deadline=None)
+@given(tensor=lying_anyhow(), piece_bytes=st.sampled_from([512, 4096, 1 << 20]))
+def test_pieces_that_are_not_packed_are_those_that_are(tensor: torch.Tensor, piece_bytes: int) -> None:
+    manifest = manifest_of({"weight": tensor.contiguous()})
+    item: Any = LocalSlice(Box(0, (0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces_module, "PIECE_BYTES", piece_bytes)
+        packed = [(place, data.tobytes()) for place, data in pieces_of(manifest, item)]
+        lying = [(place, rows.packed().tobytes()) for place, rows in rows_of_pieces(manifest, item)]
+    assert lying == packed
+
+
+def test_long_rows_of_a_column_are_read_where_they_lie() -> None:
+    whole = torch.arange(64 * 1024, dtype=torch.float32).reshape(64, 1024)
+    columns = whole[:, 256:768]
+    manifest = manifest_of({"weight": columns.contiguous()})
+    ((_, rows),) = rows_of_pieces(manifest, LocalSlice(Box(0, (0, 0), (64, 512)), columns))
+    assert (rows.rows, rows.row_bytes, rows.stride) == (64, 2048, 4096)
+    ((_, same),) = rows_of_pieces(manifest, LocalSlice(Box(0, (0, 0), (64, 512)), columns.requires_grad_()))
+    assert same.data.ctypes.data == rows.data.ctypes.data == columns.data_ptr()
+    with torch.no_grad():
+        whole += 1
+    assert rows.packed().tobytes() == columns.detach().contiguous().numpy().tobytes(), "it is the tensor's own memory"
