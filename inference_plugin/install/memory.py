@@ -41,7 +41,8 @@ def free_later(weights: StandbyWeights) -> None:
     if not weights.modules and not weights.moves:
         return
     with contextlib.suppress(RuntimeError):  # no thread can be started: the memory is freed on return
-        threading.Thread(target=_free, args=([weights],), name="weightwire-free", daemon=True).start()
+        # No daemon: a process that ended while torch frees memory on another thread would abort.
+        threading.Thread(target=_free, args=([weights],), name="weightwire-free").start()
 
 
 def return_freed_memory() -> None:
@@ -58,6 +59,7 @@ def _free(owned: list[StandbyWeights]) -> None:
     for weights in owned:
         while weights.modules:
             weights.modules.pop()
-            rest.wait(FREE_REST_S)
+            if threading.main_thread().is_alive():  # else the process ends, and waits for this
+                rest.wait(FREE_REST_S)
     owned.clear()
     return_freed_memory()

@@ -313,14 +313,14 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
 static PyObject *copy_rows_and_digest(PyObject *self, PyObject *args)
 {
     Py_buffer target, source;
-    Py_ssize_t target_start, target_stride, rows, row_bytes, source_stride = -1;
+    Py_ssize_t target_start, target_stride, rows, row_bytes, source_stride = 0; /* 0: packed */
     if (!PyArg_ParseTuple(args, "w*nny*nn|n", &target, &target_start, &target_stride, &source, &rows, &row_bytes,
                           &source_stride))
         return NULL;
     PyObject *result = NULL;
     int all_of_source = rows > 0 && source.len / rows == row_bytes && source.len % rows == 0;
     if (rows < 1 || row_bytes < 1 ||
-        !(source_stride == -1 ? all_of_source : lies_within(0, source_stride, rows, row_bytes, source.len)) ||
+        !(source_stride == 0 ? all_of_source : lies_within(0, source_stride, rows, row_bytes, source.len)) ||
         !lies_within(target_start, target_stride, rows, row_bytes, target.len)) {
         PyErr_Format(PyExc_ValueError, "%zd rows of %zd bytes don't lie within both buffers", rows, row_bytes);
         goto done;
@@ -332,7 +332,7 @@ static PyObject *copy_rows_and_digest(PyObject *self, PyObject *args)
         uint64_t digest;
         Py_BEGIN_ALLOW_THREADS
         digest = copy_and_digest(to, (size_t)target_stride, source.buf,
-                                 (size_t)(source_stride == -1 ? row_bytes : source_stride), (size_t)rows,
+                                 (size_t)(source_stride == 0 ? row_bytes : source_stride), (size_t)rows,
                                  (size_t)row_bytes);
         _mm_sfence();
         Py_END_ALLOW_THREADS

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.transports import pieces
 from inference_plugin.transports.base import Target
 from inference_plugin.transports.zone import ZoneReceiver, ZoneSender
 from inference_plugin.wire.errors import TransportUnavailable
@@ -109,13 +111,14 @@ class Zoned:
 
 
 @settings(max_examples=12, deadline=None)
-@given(data=st.data(), rank=st.integers(0, 1), tp=st.integers(1, 2))
+@given(data=st.data(), rank=st.integers(0, 1), tp=st.integers(1, 2), shortest=st.sampled_from([1, 256]))
 def test_any_sharding_leaves_in_any_tensor_parallel_layout_what_a_load_leaves(
-    data: st.DataObject, rank: int, tp: int
+    data: st.DataObject, rank: int, tp: int, shortest: int
 ) -> None:
-    """Fused, sharded by rows and by columns, tied."""
+    """Fused, sharded by rows and by columns, tied; the rows of a slice are read where they lie, or packed first."""
     model = PlainEngineModel(2, rank % tp, tp)
-    with closing(Zoned(model, manifest_of(checkpoint(0), TIED))) as case:
+    manifest = manifest_of(checkpoint(0), TIED)
+    with closing(Zoned(model, manifest)) as case, patch.object(pieces, "SHORTEST_ROW_BYTES", shortest):
         for version in (1, 2, 0):
             case.update(checkpoint(version), data.draw(cut(case.manifest)))
             assert live_digests(model.live) == digests_expected(checkpoint(version), tp)[rank % tp]

@@ -16,7 +16,7 @@ from inference_plugin.wire.geometry import Box
 from tests.support.plain_engine import manifest_of
 from trainer_adapters.sources.base import LocalSlice
 
-DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.bool]
+DTYPES = [torch.bfloat16, torch.int64, torch.float32, torch.int8, torch.bool]
 
 
 @st.composite
