@@ -203,9 +203,8 @@ def batches(rows: list[Row]) -> str:
         cells = [str(per_put), f"{ours['put_seconds']:.3f} + {ours['fetch_seconds']:.3f}"]
         for way in ways:
             row = here[way]
-            star = " *" if row["measured_samples"] < row["samples"] else ""
             ratio = row["seconds"] / ours["seconds"]
-            cells.append(f"{row['put_seconds']:.2f} + {row['fetch_seconds']:.2f} ({ratio:.1f}x){star}")
+            cells.append(f"{row['put_seconds']:.2f} + {row['fetch_seconds']:.2f} ({ratio:.1f}x)")
         lines.append(cells)
     return _table(["rows per put", "Weightwire", *ways.values()], lines)
 
