@@ -37,6 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """`checkpoint("llama", tied=False, seed=1)`: a tiny float32 model on disk, made once."""
     makers = {
         "llama": models.make_llama,
+        "llama_deep": functools.partial(models.make_llama, num_hidden_layers=4),  # for three stages of a pipeline
         "qwen3": models.make_qwen3,
         "qwen3_wide": functools.partial(models.make_qwen3, vocab_size=65536),  # its embedding fills several buckets
         "qwen3_moe": models.make_qwen3_moe,

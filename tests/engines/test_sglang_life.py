@@ -142,11 +142,12 @@ def check_one_version(
     *,
     tp: int = 1,
     pp: int = 1,
+    kind: str = "llama",
     updates: int = 50,
     **options: Any,
 ) -> None:
     """Updates alternate between two models while requests run; every token is one of its version's."""
-    models = checkpoint("llama", tied=False, seed=1), checkpoint("llama", tied=False, seed=2)
+    models = checkpoint(kind, tied=False, seed=1), checkpoint(kind, tied=False, seed=2)
     with SglangDriver(runtime, tp=tp, pp=pp) as driver:
         driver.open(models[0], **options)
         loaded = Loaded("sglang", driver, models)
@@ -225,3 +226,24 @@ print(SglangModel.lost_by_a_reset(SimpleNamespace(live=model), ["mas"]))
 def test_a_buffer_that_no_update_brings_back_is_named_unless_sglang_s_reset_spares_it() -> None:
     told = subprocess.run([PYTHON, "-c", SPARED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert told.stdout.splitlines()[-1] == "['layer.scale']"
+
+
+REFUSED = """
+from types import SimpleNamespace
+import torch
+from inference_plugin.engines.sglang.model import SglangModel
+from sglang.srt.model_executor.model_runner_components import weight_updater
+
+live = torch.nn.Module()
+live.post_load_weights = lambda: None
+model = SimpleNamespace(live=live, _arguments=SimpleNamespace(enable_eplb=False, elastic_ep_backend=None))
+print(SglangModel.unfinishable(model))
+weight_updater._unsupported_derived_weight_cache_error = lambda model: "SGLang says no"
+print(SglangModel.unfinishable(model))
+"""
+
+
+@pytest.mark.full
+def test_what_sglang_itself_cannot_update_is_refused_in_its_own_words_and_what_we_cannot_in_ours() -> None:
+    told = subprocess.run([PYTHON, "-c", REFUSED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-2:] == ["Module post-processes as a whole", "SGLang says no"]

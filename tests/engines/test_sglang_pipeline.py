@@ -1,4 +1,4 @@
-"""Real SGLang engines of two pipeline stages: what `test_sglang_tokens` and `test_sglang_life` ask of tensor-parallel ranks."""
+"""Real SGLang engines of pipeline stages: what `test_sglang_tokens` and `test_sglang_life` ask of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ from trainer_adapters import ModuleAdapter
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STAGES = 2
-CASES: dict[str, tuple[str, bool, int]] = {
-    "qwen3-tied-pp2": ("qwen3", True, 1),
-    "qwen3_moe-untied-pp2": ("qwen3_moe", False, 1),
-    "llama-untied-tp2-pp2": ("llama", False, 2),
+CASES: dict[str, tuple[str, bool, int, int]] = {
+    "qwen3-tied-pp2": ("qwen3", True, 1, 2),
+    "qwen3_moe-untied-pp2": ("qwen3_moe", False, 1, 2),
+    "llama-untied-tp2-pp2": ("llama", False, 2, 2),
+    "llama-untied-pp3": ("llama_deep", False, 1, 3),
 }
-"""The last stage of a tied Qwen3 has a head of its own, which its loader fills from the table of embeddings."""
+"""Model, whether its head is tied, ranks of a stage, and stages.
+
+The last stage of a tied Qwen3 has a head of its own, which its loader fills from the table of embeddings.
+"""
 
 
 class AnsweringDriver(SglangDriver):
@@ -56,20 +60,20 @@ class AnsweringDriver(SglangDriver):
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_updated_pipeline_is_a_fresh_pipeline(runtime: Path, checkpoint: Checkpoint, case: str) -> None:
-    kind, tied, tp = CASES[case]
+    kind, tied, tp, pp = CASES[case]
     models = [checkpoint(kind, tied=tied, seed=seed) for seed in (1, 2)]
     fresh = []
     for model in models:
-        with AnsweringDriver(runtime, tp=tp, pp=STAGES) as driver:
+        with AnsweringDriver(runtime, tp=tp, pp=pp) as driver:
             driver.open(model, disable_radix_cache=True)
             fresh.append(driver.say())
             assert [said["tokens"] for said in fresh[-1]] == reference(model)
             if model == models[0]:
                 continue
             (card,) = driver.cards
-            assert (card.tp, card.pp) == (tp, 2)
+            assert (card.tp, card.pp) == (tp, pp)
             assert [(w.rank, w.pp_rank, w.tp_rank) for w in card.workers] == [
-                (stage * tp + rank, stage, rank) for stage in (0, 1) for rank in range(tp)
+                (stage * tp + rank, stage, rank) for stage in range(pp) for rank in range(tp)
             ]
             version = check_life(driver.tokens, *reversed(models), zones=True)
             with SyncManager(timeout_s=180) as manager:
@@ -99,6 +103,7 @@ def test_a_conversation_that_keeps_its_cache_finds_it_after_an_update_and_nobody
 
 THREE_SLOTS = {"pp_async_batch_depth": 1, "pp_max_micro_batch_size": 1}
 LOADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "three-stages-keep": ("keep", {"pp": 3, "kind": "llama_deep"}),
     "two-slots-keep": ("keep", {}),
     "two-slots-recompute": ("recompute", {}),
     "three-slots-of-one-request-keep": ("keep", THREE_SLOTS),
@@ -109,11 +114,11 @@ LOADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", LOADS)
-def test_every_token_is_of_exactly_one_version_on_both_stages_while_updates_alternate_under_load(
+def test_every_token_is_of_exactly_one_version_on_all_stages_while_updates_alternate_under_load(
     runtime: Path, checkpoint: Checkpoint, case: str
 ) -> None:
     in_flight, options = LOADS[case]
-    check_one_version(runtime, checkpoint, in_flight, pp=STAGES, updates=20, **options)
+    check_one_version(runtime, checkpoint, in_flight, updates=20, **{"pp": STAGES, **options})
 
 
 def test_a_server_of_stages_shows_its_version_is_healthy_while_paused_and_heeds_sglang_s_own_pause(

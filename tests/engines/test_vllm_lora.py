@@ -194,3 +194,23 @@ def test_merged_while_streaming_an_engine_serves_what_peft_says(trained: Trained
     assert trained.plain() == merged["tokens"] != reference(trained.base)
     trained.serve(trained.base)
     assert trained.plain() == reference(trained.base)
+
+
+def test_adapters_of_pipeline_stages_are_those_of_one_rank(
+    runtime: Path, checkpoint: Checkpoint, lora_trainer: LoRATrainer, tmp_path: Path
+) -> None:
+    base, faults = checkpoint("llama", tied=False, seed=1), tmp_path / "faults"
+    faults.write_text("[]")
+    with Driver(runtime, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as driver:
+        driver.open(base, pipeline_parallel_size=2, **SLOTS)
+        stages = Trained(driver, lora_trainer, 2, base, faults)
+        test_adapters_in_their_slots_say_what_peft_says_and_the_base_is_not_touched(stages)
+        large = stages.train(seed=6, r=9)["error"]
+        assert large["kind"] == "ManifestMismatch" and "has rank 9, the engine's slots have 8" in large["text"]
+        other = stages.train(seed=6, targets=["q_proj", "lm_head"])["error"]
+        assert other["kind"] == "ManifestMismatch"
+        assert "no place for: base_model.model.lm_head.lora_A.weight" in other["text"]
+        test_an_installation_that_fails_on_one_rank_is_undone_on_all(stages)
+        test_base_and_adapter_are_groups_of_their_own(stages, checkpoint)
+        test_merged_while_streaming_an_engine_serves_what_peft_says(stages)
+    assert driver.leftovers() == [] and driver.family() == []

@@ -35,9 +35,10 @@ NEAR = 2e-3
 ENGINES: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
+    "pp3": {"pipeline_parallel_size": 3},
     "in-process": {},
 }
-UPDATES = {"tp2": 50 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 20, "pp2": 12, "in-process": 12}
+UPDATES = {"tp2": 50 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 20, "pp2": 12, "pp3": 12, "in-process": 12}
 
 
 class Loaded:
@@ -62,7 +63,8 @@ class Loaded:
 
 @pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Loaded]:
-    models = checkpoint("llama", tied=False, seed=1), checkpoint("llama", tied=False, seed=2)
+    kind = "llama_deep" if request.param == "pp3" else "llama"
+    models = checkpoint(kind, tied=False, seed=1), checkpoint(kind, tied=False, seed=2)
     with Driver(runtime, in_process=request.param == "in-process") as driver:
         driver.open(models[0], max_model_len=1024, **ENGINES[request.param])
         yield Loaded(request.param, driver, models)
