@@ -146,12 +146,14 @@ log-probabilities, or the vectors of a pooling model. Then it updates an engine 
 `dtype="engine"`), and compares the answers after each update with those of the fresh engine, bit for bit. In vLLM it also
 compares every tensor and value that the model's modules reach.
 
-- **right**: all five updates were committed, and each answer was that of a fresh engine.
+- **right**: all five updates were committed, and each answer was that of a fresh engine. Where an engine does not repeat its own
+  answers, the last column says so: there only what the modules reach is compared.
 - **refused**: Weightwire refused the first update by a typed error before anything changed; the engine serves what it served.
 - **failed**: an update broke off later than that, or the engine did; the last column says which.
 - **WRONG**: the engine answers otherwise than a fresh engine. This is a bug in Weightwire, and `make models` fails.
 - **does not start**: the engine does not serve even a fresh model of this family on this CPU; its words are in the last column.
-- **cannot be told**: the engine does not repeat its own answers, or both versions answer the same.
+- **cannot be told**: the engine does not repeat its own answers, and nobody can look into its modules (SGLang); or both versions
+  answer the same.
 
 *llama-...-without-its-kernel* are weights that vLLM quantises while it loads, and has no kernel for on this CPU. A kernel of
 the tests multiplies by the dequantised weights instead. Such a row shows that loading and post-processing are repeated; its

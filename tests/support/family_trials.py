@@ -7,6 +7,7 @@ engine's crash ends a survey: the next engine gets a process of its own.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,9 +200,15 @@ def run_trial(
             fresh[model] = host.say(family)
         if fresh[model_a].answers == fresh[model_b].answers:
             return FamilyTrial("cannot be told", "the prompts do not tell the two versions from each other")
-        if (again := host.say(family)) != fresh[model_a]:
-            return FamilyTrial("cannot be told", "an engine does not repeat itself: " + _differ(again, fresh[model_a]))
-        _update_and_compare(host, family, versions, fresh, trial, install=install, updates=updates)
+        say = partial(host.say, family)
+        if (again := say()) != fresh[model_a]:
+            trial.words = "an engine does not repeat itself: " + _differ(again, fresh[model_a])
+            if not again.state or again.state != fresh[model_a].state:
+                return FamilyTrial("cannot be told", trial.words)
+            trial.words += "; what its modules reach was compared, and answers were not"
+            say = partial(_without_answers, say)
+            fresh = {model: Said([], said.state) for model, said in fresh.items()}
+        _update_and_compare(say, host, versions, fresh, trial, install=install, updates=updates)
     except EngineGone as gone:
         if trial.outcome != "does not start":
             trial.outcome = "failed"
@@ -209,9 +216,13 @@ def run_trial(
     return trial
 
 
+def _without_answers(say: Callable[[], Said]) -> Said:
+    return Said([], say().state)
+
+
 def _update_and_compare(
+    say: Callable[[], Said],
     host: Host,
-    family: Family,
     versions: tuple[Path, Path],
     fresh: dict[Path, Said],
     trial: FamilyTrial,
@@ -231,12 +242,12 @@ def _update_and_compare(
                 refused = trial.updates == 0 and error.phase in ("open", "agree")
                 words = host.plugin_words() if isinstance(error, PeerLost) else ""
                 trial.outcome, trial.words = ("refused" if refused else "failed"), words or _about(error)
-                if (said := host.say(family)) != fresh[serves]:
+                if (said := say()) != fresh[serves]:
                     trial.outcome = "WRONG"
                     trial.words = f"after a failed update: {_differ(said, fresh[serves])}; {trial.words}"
                 return
             _note_replica(trial, report.replicas[0])
-            if (said := host.say(family)) != fresh[target]:
+            if (said := say()) != fresh[target]:
                 old = " (exactly the version before)" if said.answers == fresh[serves].answers else ""
                 trial.outcome, trial.words = "WRONG", f"committed, but {_differ(said, fresh[target])}{old}"
                 return
