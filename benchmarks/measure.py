@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +28,8 @@ OURS = [
 ]
 ZONE = "weightwire zone"
 Row = dict[str, Any]
+Window = tuple[float, float, float]
+"""An update's start, and the begin and end of what its worker prepares; on the clock of the steps."""
 
 
 def has_zones(case: Row) -> bool:
@@ -128,19 +130,34 @@ def measure_decoding(engine: Engine, trainer: Remote, case: Row) -> Row:
     transport = "zone" if has_zones(case) else "shm"
     for _ in range(2):
         trainer.ask("weightwire", transport=transport, install="standby")
-    windows: list[tuple[float, float, float]] = []  # update's start, standby's begin and end
+    windows: list[Window] = []
     taken_s = []
     with ThreadPoolExecutor(1) as pool:
         decoding = pool.submit(engine.decode, tokens=300, requests=4)
         time.sleep(2.0)
         while not decoding.done() and len(windows) < 8:
             answer = trainer.ask("weightwire", transport=transport, install="standby")
-            phases = answer["result"]["phases"]
-            staged_s = answer["start_s"] + phases["scan"] + phases["agree"] + phases["stage"]
-            windows.append((answer["start_s"], staged_s, staged_s + phases["seal"]))
+            windows.append(window_of(answer["start_s"], answer["result"]["phases"]))
             taken_s.append(answer["result"]["seconds"])
             time.sleep(0.7)
         ends = decoding.result()
+
+    return case | {
+        "transport": transport,
+        **compare_steps(ends, windows),
+        "update_seconds": statistics.median(taken_s),
+        "seal_seconds": statistics.median(c - b for _, b, c in windows),
+    }
+
+
+def window_of(start_s: float, phases: Mapping[str, float]) -> Window:
+    """The window of an update, by the phases of its report."""
+    staged_s = start_s + phases["scan"] + phases["agree"] + phases["stage"]
+    return start_s, staged_s, staged_s + phases["seal"]
+
+
+def compare_steps(ends: list[float], windows: list[Window]) -> Row:
+    """Medians of the decoding steps that ended at `ends`: alone, and of those that a standby's preparation takes the most of."""
 
     def shared_s(step: tuple[float, float], start: float, end: float) -> float:
         return max(0.0, min(step[1], end) - max(step[0], start))
@@ -148,12 +165,9 @@ def measure_decoding(engine: Engine, trainer: Remote, case: Row) -> Row:
     steps = list(itertools.pairwise(ends))
     beside = [e - s for s, e in steps if 2 * sum(shared_s((s, e), b, c) for _, b, c in windows) > e - s]
     alone = [e - s for s, e in steps if not any(shared_s((s, e), a, c + 0.1) for a, _, c in windows)]
-    return case | {
-        "transport": transport,
+    return {
         "step_alone_s": statistics.median(alone) if alone else None,
         "step_beside_standby_s": statistics.median(beside) if beside else None,
         "steps": [len(alone), len(beside)],
         "slowdown": statistics.median(beside) / statistics.median(alone) if alone and beside else None,
-        "update_seconds": statistics.median(taken_s),
-        "seal_seconds": statistics.median(c - b for _, b, c in windows),
     }

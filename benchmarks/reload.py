@@ -1,21 +1,25 @@
-"""A quantised model and a mixture of experts in vLLM: an update beside the engine's own reload of the same weights from disk.
+"""Quantised models and a mixture of experts in vLLM: an update beside the engine's own reload of the same weights from disk.
 
 `make bench` measures this last, `make bench ARGS=--models` measures nothing else. Both write benchmarks/results/reload.json.
 
-Both models hold about 1 GB in bf16 and are served in the layout that vLLM makes of them on this machine. Every way goes to other
+Models of about 500 M parameters, served in the layout that vLLM makes of them on this machine. Every way goes to other
 weights and back, in turn. In the first round trip of each way the engine must answer as engines that start with these weights do;
-a row says where it doesn't (`exact`).
+a row says where it doesn't (`exact`). A reload needs a checkpoint on disk, so writing it is part of that way.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,19 +29,18 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from benchmarks.measure import copy_seconds
+from benchmarks.measure import Row, Window, compare_steps, copy_seconds, window_of
 from benchmarks.model import make_model
 from benchmarks.processes import ROOT, Remote
+from benchmarks.quantised import make_int8
 from trainer_adapters import SyncManager
 
-RELOAD = "engine's reload from disk"
+RELOAD = "save safetensors + engine reload"
 WAYS = ("copy", "standby", RELOAD)
 WARM_UP = 2
 """Round trips until all memory is touched, and used in turn."""
 TOKENS = 6
 """Length of each answer that is compared; short, because a CPU that emulates FP8 is slow."""
-
-Row = dict[str, Any]
 
 
 def make_experts() -> Path:
@@ -68,39 +71,57 @@ def make_experts() -> Path:
     return path
 
 
-CASES: dict[str, tuple[Callable[[], Path], list[str]]] = {
-    "Qwen3, fp8_per_channel": (lambda: make_model(28), ["--quantization", "fp8_per_channel"]),
-    "Qwen3-MoE": (make_experts, []),
+@dataclass(frozen=True)
+class Model:
+    """`make`: writes or finds its checkpoint, given a directory to be made. `tokens`: length of each of four requests that are
+    decoded beside updates; 0: they aren't, because a CPU takes seconds for each step."""
+
+    make: Callable[[Path], Path]
+    tokens: int
+    options: tuple[str, ...] = ()
+
+
+MODELS = {
+    "Qwen3, fp8_per_channel": Model(lambda _: make_model(28), 0, ("--quantization", "fp8_per_channel")),
+    "Qwen3, W8A8-int8": Model(make_int8, 300),
+    "Qwen3-MoE": Model(lambda _: make_experts(), 600),
 }
-"""Each model: what makes its checkpoint, and how the engine is started."""
 
 
-def measure_reloads(runs: int, console: Console) -> list[Row]:
+def measure_reloads(runs: int, only: str, console: Console) -> list[Row]:
+    """`only`: part of the names of the models to measure."""
     rows: list[Row] = []
-    for name, (make, options) in CASES.items():
-        console.print(f"starting vLLM with {name} ...")
-        with tempfile.TemporaryDirectory(prefix="ww-bench-", ignore_cleanup_errors=True) as directory:
-            model, other = make(), Path(directory) / "other"
-            weights = load_file(model / "model.safetensors")
-            others = {key: tensor.roll(1, -1) for key, tensor in weights.items()}
-            other.mkdir()
-            save_file(others, other / "model.safetensors", {"format": "pt"})
-            head = {"model": name, "bytes": sum(tensor.nbytes for tensor in weights.values())}
-            for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(model / file, other)
-            with engine(other, options, Path(directory)) as served:
-                answers = served.ask("generate", tokens=TOKENS)["result"]
-            with engine(model, options, Path(directory)) as served:
-                copy_s = copy_seconds(head["bytes"])
-                case = Case(
-                    served, (other, others, answers), (model, weights, served.ask("generate", tokens=TOKENS)["result"])
-                )
-                rows += [head | {"copy_s": copy_s} | case.measure(way, runs) for way in WAYS]
+    for name, model in MODELS.items():
+        if only in name:
+            console.print(f"starting vLLM with {name} ...")
+            with tempfile.TemporaryDirectory(prefix="ww-bench-", ignore_cleanup_errors=True) as directory:
+                rows += [{"model": name} | row for row in measure_model(model, runs, Path(directory))]
+    return rows
+
+
+def measure_model(model: Model, runs: int, scratch: Path) -> list[Row]:
+    made, first, other = model.make(scratch / "made"), scratch / "first", scratch / "other"
+    weights = load_file(made / "model.safetensors")
+    # What tells the shape of a packed weight stays as it is.
+    others = {key: tensor if key.endswith("_shape") else tensor.roll(1, -1) for key, tensor in weights.items()}
+    for checkpoint, tensors in ((first, weights), (other, others)):
+        shutil.copytree(made, checkpoint, ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    with engine(other, model.options, scratch) as served:
+        answers = served.ask("generate", tokens=TOKENS)["result"]
+    with engine(first, model.options, scratch) as served:
+        copy_s = copy_seconds(nbytes)
+        firsts = served.ask("generate", tokens=TOKENS)["result"]
+        case = Case(served, (other, others, answers), (first, weights, firsts))
+        rows = [{"bytes": nbytes, "copy_s": copy_s} | case.measure(way, runs) for way in WAYS]
+        if model.tokens:
+            rows[WAYS.index("standby")] |= case.measure_decoding(model.tokens)
     return rows
 
 
 @contextmanager
-def engine(model: Path, options: list[str], scratch: Path) -> Iterator[Remote]:
+def engine(model: Path, options: Sequence[str], scratch: Path) -> Iterator[Remote]:
     """A vLLM on all cores, which managers of this process find in a runtime directory of its own."""
     environment = {"WEIGHTWIRE_RUNTIME_DIR": str(scratch), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     os.environ |= environment
@@ -133,31 +154,50 @@ class Case:
             "held_bytes": taken[-1]["held_bytes"],
         }
 
+    def measure_decoding(self, tokens: int) -> Row:
+        """Decoding steps alone, and those beside a standby in preparation."""
+        sets = itertools.cycle(self._sets)
+        windows: list[Window] = []
+        with SyncManager(transport="shm", install="standby", timeout_s=300) as manager, ThreadPoolExecutor(1) as pool:
+            for _ in range(WARM_UP):
+                self._update(manager, next(sets)[1])
+            decoding = pool.submit(self._served.ask, "decode", tokens=tokens, requests=4)
+            time.sleep(2.0)
+            while not decoding.done() and len(windows) < 8:
+                start_s = time.monotonic()
+                windows.append(window_of(start_s, self._update(manager, next(sets)[1])["phases"]))
+                time.sleep(0.7)
+            return compare_steps(decoding.result()["result"], windows)
+
     def _taken(self, way: str, runs: int) -> Iterator[Row]:
         with SyncManager(transport="shm", install="copy" if way == RELOAD else way, timeout_s=300) as manager:
             for run in range(WARM_UP + runs):
                 for checkpoint, weights, answers in self._sets:
-                    self._version += 1
-                    row = self._reload(checkpoint) if way == RELOAD else self._update(manager, weights)
+                    row = self._reload(checkpoint, weights) if way == RELOAD else self._update(manager, weights)
                     yield row | {"exact": bool(run) or self._served.ask("generate", tokens=TOKENS)["result"] == answers}
 
     def _update(self, manager: SyncManager, weights: dict[str, torch.Tensor]) -> Row:
+        self._version += 1
         report = manager.update(weights, self._version)
         (replica,) = report.replicas
         return {
             "seconds": report.seconds,
             "stopped_s": replica.stopped_s,
             "held_bytes": report.held_bytes + replica.extra_bytes,
+            "phases": report.phases,
         }
 
-    def _reload(self, checkpoint: Path) -> Row:
-        seconds = self._served.ask("bench_reload", path=str(checkpoint))["seconds"]
-        return {"seconds": seconds, "stopped_s": seconds, "held_bytes": 0}
+    def _reload(self, checkpoint: Path, weights: dict[str, torch.Tensor]) -> Row:
+        began_s = time.perf_counter()
+        save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+        write_s = time.perf_counter() - began_s
+        stopped_s = self._served.ask("bench_reload", path=str(checkpoint))["seconds"]
+        return {"seconds": write_s + stopped_s, "stopped_s": stopped_s, "held_bytes": 0}
 
 
 def show_reloads(console: Console, rows: list[Row]) -> None:
     table = Table(title="a quantised model and a mixture of experts in vLLM, TP1")
-    for column in ("model", "way", "update s", "x copy", "stopped s", "held MB", "exact"):
+    for column in ("model", "way", "update s", "x copy", "stopped s", "held MB", "exact", "step beside"):
         table.add_column(column, justify="left" if column in ("model", "way") else "right")
     for row in rows:
         table.add_row(
@@ -168,10 +208,17 @@ def show_reloads(console: Console, rows: list[Row]) -> None:
             f"{row['stopped_s']:.4f}",
             f"{row['held_bytes'] / 1e6:.0f}",
             "yes" if row["exact"] else "NO",
+            f"{row['slowdown']:.2f}" if row.get("slowdown") else "",
         )
     console.print(table)
 
 
 def write_reloads(out: Path, rows: list[Row]) -> None:
+    """Writes rows in place of the former ones of their models."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "reload.json").write_text(json.dumps(rows, indent=1) + "\n")
+    path, measured = out / "reload.json", {row["model"] for row in rows}
+    before: list[Row] = json.loads(path.read_text()) if path.exists() else []
+    kept = [row for row in before if row["model"] in MODELS and row["model"] not in measured]
+    path.write_text(
+        json.dumps(sorted([*kept, *rows], key=lambda row: list(MODELS).index(row["model"])), indent=1) + "\n"
+    )

@@ -34,7 +34,7 @@ WAYS = {
     "update_weights_from_tensor, flattened buckets": "`update_weights_from_tensor`, flattened buckets",
     "update_weights_from_distributed, flattened buckets, gloo": "`update_weights_from_distributed`, flattened buckets, gloo",
     "save safetensors + update_weights_from_disk": "safetensors to disk, `update_weights_from_disk`",
-    "engine's reload from disk": "vLLM's reload",
+    "engine's reload from disk": "vLLM's reload; writing its file is not counted",
     PLAIN_COPY: "one memory copy",
 }
 GATHERING = {
@@ -171,11 +171,13 @@ def reloads(rows: list[Row]) -> str:
             WAYS.get(row["way"], row["way"]),
             f"{row['seconds']:.2f} s ({row['seconds'] / row['copy_s']:.1f}x)",
             _ms(row["stopped_s"]),
+            f"{row['slowdown']:.2f}x" if row.get("slowdown") else "",
             "yes" if row["exact"] else "**no**",
         ]
         for row in rows
     ]
-    return _table(["model", "way", "update", "stopped", "answers as a fresh engine"], lines)
+    columns = ["model", "way", "update", "stopped", "a decoding step meanwhile", "answers as a fresh engine"]
+    return _table(columns, lines)
 
 
 def trainers(rows: list[Row]) -> str:

@@ -44,11 +44,17 @@ def main() -> None:
     parser.add_argument(
         "--timeline", action="store_true", help="only the time line of single updates, in the first case"
     )
-    parser.add_argument("--models", action="store_true", help="vLLM: only a quantised model and a mixture of experts")
+    parser.add_argument(
+        "--models",
+        nargs="?",
+        const="",
+        metavar="PART",
+        help="vLLM: only quantised models and a mixture of experts; or of these only one whose name contains PART",
+    )
     arguments = parser.parse_args()
     kind = ENGINES[arguments.engine]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and the engines and trainers with it
-    if arguments.models:
+    if arguments.models is not None:
         if kind.name != "vllm":
             parser.error("--models measures vLLM: leave ENGINE out")
         bench_models(arguments)
@@ -79,7 +85,7 @@ def main() -> None:
 
 
 def bench_models(arguments: argparse.Namespace) -> None:
-    rows = measure_reloads(arguments.runs, console)
+    rows = measure_reloads(arguments.runs, arguments.models or "", console)
     write_reloads(arguments.out, rows)
     show_reloads(console, rows)
 

@@ -4,7 +4,7 @@ removes the projection, and they are read back."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -151,6 +151,41 @@ def test_derived_weights_follow_every_update_and_the_way_back(policy: str, fixed
     assert engine.live.computes_with() == cold(1, removes)
     if fixed:
         assert [layer.up.data_ptr() for layer in engine.live.layers] == addresses
+
+
+class Noting(Engine):
+    """Notes whose post-processing runs."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        super().__init__(False)
+
+    def finishers(self):  # type: ignore[no-untyped-def]
+        def noting(name: str, finish: Callable[[nn.Module], object]) -> Callable[[nn.Module], None]:
+            def noted(module: nn.Module) -> None:
+                self.noted.append(name)
+                finish(module)
+
+            return noted
+
+        return {name: noting(name, finish) for name, finish in super().finishers().items()}
+
+
+def test_beside_a_decoding_engine_modules_are_made_one_by_one_with_a_rest_after_each_and_none_at_the_commit() -> None:
+    engine, manifest = Noting(), manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "standby", partial=False)
+    segment = segment_of(weights(1), manifest)
+    engine.noted.clear()
+    installer.prepare(segment, lambda _: engine.noted.append("rest"))
+    by_module = " ".join(engine.noted).split("rest")
+    made = [names.split() for names in by_module if names.strip()]
+    assert sorted(name for names in made for name in names) == sorted(engine.finishers())
+    assert [len(names) for names in made] == [1] * len(made) and not by_module[-1]
+    engine.noted.clear()
+    installer.install(segment)
+    installer.finish()
+    assert engine.noted == [] and engine.live.computes_with() == cold(1, False)
 
 
 @removes
