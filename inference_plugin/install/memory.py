@@ -7,12 +7,13 @@ import ctypes
 import gc
 import mmap
 import threading
+from pathlib import Path
 
 import torch
 
 from inference_plugin.install.standby import StandbyWeights
 
-__all__ = ["ask_for_large_pages", "free_later", "return_freed_memory"]
+__all__ = ["ReturningMemory", "ask_for_large_pages", "free_later", "return_freed_memory"]
 
 LARGE_PAGE_BYTES = 2 << 20
 
@@ -50,6 +51,31 @@ def return_freed_memory() -> None:
     gc.collect(0)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+class ReturningMemory:
+    """Called after each module that was made anew: gives freed memory back to the system once this process's resident memory has
+    grown by `limit_bytes`.
+
+    Post-processing may take many times a module's own bytes for its intermediate results, and malloc keeps what those leave
+    behind. So this goes by what the process holds, not by the size of the modules.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._before = _resident_bytes()
+
+    def __call__(self) -> None:
+        if _resident_bytes() - self._before >= self._limit_bytes:
+            return_freed_memory()
+            self._before = _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    """0 where the system doesn't say."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * mmap.PAGESIZE
+    return 0
 
 
 def _free(owned: list[StandbyWeights]) -> None:

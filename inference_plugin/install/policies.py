@@ -26,7 +26,7 @@ from inference_plugin.devices import device_of
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.collectives import Operand, Share, own_share, shares_of
 from inference_plugin.install.contract import Throttle
-from inference_plugin.install.memory import ask_for_large_pages, free_later, return_freed_memory
+from inference_plugin.install.memory import ReturningMemory, ask_for_large_pages, free_later, return_freed_memory
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.replay import Replay
@@ -39,8 +39,9 @@ __all__ = ["CopyInstaller", "PolicyInstaller", "StagedInstaller", "StandbyInstal
 
 Tensors = Mapping[str, torch.Tensor]
 
-RETURN_BYTES = 256 << 20
-"""After modules of so many bytes were made, freed memory is given back: else the heap keeps about a model's worth of it."""
+RETURN_BYTES = 128 << 20
+"""While modules are made anew, freed memory is given back each time that this process has grown by as much: else the heap keeps
+what post-processing leaves behind, a model's worth of it or several."""
 
 
 @dataclass
@@ -164,16 +165,13 @@ class PolicyInstaller(abc.ABC):
         self, names: Iterable[str], sources: Tensors, storages: Tensors, throttle: Throttle
     ) -> Iterator[RebuiltModule]:
         """Rebuilds modules one after the other. `storages`: the plain storages of the update."""
-        unreturned = 0
+        return_memory = ReturningMemory(RETURN_BYTES)
         for name in names:
             memory = self._memory_of(name, sources, throttle)
             nbytes = sum(t.nbytes for t in memory.values())
             yield self._layout.rebuild(name, {**storages, **memory}, self._way_back.shares)
             del memory
-            unreturned += nbytes
-            if unreturned >= RETURN_BYTES:
-                return_freed_memory()
-                unreturned = 0
+            return_memory()
             throttle(nbytes)
 
     def _note_operands(self, sources: Tensors, plain: Callable[[str], Tensors], throttle: Throttle) -> None:

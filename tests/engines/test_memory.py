@@ -23,6 +23,7 @@ from tests.support.checkpoints import REMOVED, Maker, _of, load
 from tests.support.engines import Driver, eventually
 from tests.support.families import LATENT, PLAIN_LATENT, ROUTED_EXPERTS, UNGROUPED_HEADS
 from tests.support.memory import peak_of
+from tests.support.quantised import w4a16
 from tests.support.returning_plugin import RETURN_BYTES
 from trainer_adapters import SyncManager
 
@@ -78,6 +79,8 @@ def case(stem: str, dtype: str, modules: float, shape: dict[str, Any], **engine:
 CASES = {
     "packed": case("Llama", "bfloat16", 3, DENSE),
     "fp8 by the engine": case("Llama", "bfloat16", 10, DENSE, quantization="fp8_per_channel"),
+    # vLLM spreads four bits over an int32, six times at once: 108 to 135 MiB for the 2.5 MiB of `gate_up_proj`
+    "w4a16": Case(w4a16(**DENSE), 60, {"dtype": "bfloat16"}),
     "experts": case("Qwen3Moe", "bfloat16", 3, {**EXPERTS, "hidden_size": 512, "num_hidden_layers": 8}),
     "latent attention": case("DeepseekV2", "float32", 3, {**LATENT, **ROUTED_EXPERTS, **DEEP}, **PLAIN_LATENT),
     "loader, part by part": case("Falcon", "bfloat16", 4, {**FALCON, "hidden_size": 768, "num_hidden_layers": 12}),
@@ -106,7 +109,8 @@ def test_an_update_takes_the_memory_of_its_policy_and_of_a_module_or_two(
     case = CASES[name]
     model = case.maker(tmp_path / "model", 1)
     first = load(model)
-    sets = itertools.cycle([{key: tensor.roll(1, -1) for key, tensor in first.items()}, first])
+    others = {key: tensor if key.endswith("_shape") else tensor.roll(1, -1) for key, tensor in first.items()}
+    sets = itertools.cycle([others, first])
     nbytes, largest = sum(tensor.nbytes for tensor in first.values()), largest_module(first)
     making = case.modules * largest + RETURN_BYTES + SPARE_BYTES
     driver.call("close")

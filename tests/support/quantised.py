@@ -16,7 +16,7 @@ import torch
 from tests.support.checkpoints import Maker, load, rewrite
 from tests.support.models import make_llama
 
-__all__ = ["QUANTISED"]
+__all__ = ["QUANTISED", "w4a16"]
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 32
@@ -74,9 +74,9 @@ def int8_static(rows: int, columns: int, random: torch.Generator) -> Parts:
     }
 
 
-def _llama(quantise: Quantise, config: dict[str, Any]) -> Maker:
+def _llama(quantise: Quantise, config: dict[str, Any], **shape: Any) -> Maker:
     def build(directory: Path, seed: int) -> Path:
-        path = make_llama(directory, seed=seed, dtype=torch.bfloat16)
+        path = make_llama(directory, seed=seed, dtype=torch.bfloat16, **shape)
         random = torch.Generator().manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in load(path).items():
@@ -115,8 +115,14 @@ GPTQ = {
     "checkpoint_format": "gptq",
 }
 
+
+def w4a16(**shape: Any) -> Maker:
+    """A Llama in 4 bits, as compressed-tensors writes it; `shape` replaces entries of its configuration."""
+    return _llama(pack_quantized, _compressed("pack-quantized", INT4, None), **shape)
+
+
 QUANTISED: dict[str, Maker] = {
-    "w4a16": _llama(pack_quantized, _compressed("pack-quantized", INT4, None)),
+    "w4a16": w4a16(),
     "w8a8-int8-static": _llama(int8_static, _compressed("int-quantized", INT8, STATIC)),
     "gptq": _llama(gptq(act_order=False), GPTQ | {"desc_act": False}),
     "gptq-act-order": _llama(gptq(act_order=True), GPTQ | {"desc_act": True}),

@@ -1,6 +1,7 @@
 """A Weightwire plug-in for tests of small models: `WEIGHTWIRE_PLUGINS=tests.support.returning_plugin:plugin`.
 
-An installation gives freed memory back after modules of `RETURN_BYTES` were made; by default after more than these models have.
+While an installation makes modules anew, it gives freed memory back when the process has grown by `RETURN_BYTES`; by default, by
+more.
 """
 
 from __future__ import annotations
