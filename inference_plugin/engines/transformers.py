@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import queue
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from inference_plugin.devices import start_thread
 from inference_plugin.engines.captured_steps import CapturedSteps
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.coordinator import open_coordinator
@@ -148,8 +148,7 @@ class _Loop(EngineControl):
         self._refusal: str | None = None
         self._holding = False
         self._stopping = False
-        self.thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
-        self.thread.start()
+        self.thread = start_thread(self._run, name="transformers-engine", stop=lambda: self.submit(self.stop))
 
     def _run(self) -> None:
         while not self._stopping:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from inference_plugin.devices import start_thread
 from inference_plugin.install.standby import StandbyWeights
 
 __all__ = ["ReturningMemory", "ask_for_large_pages", "free_later", "return_freed_memory"]
@@ -41,9 +42,9 @@ def free_later(weights: StandbyWeights) -> None:
     """
     if not weights.modules and not weights.moves:
         return
+    owned, hurry = [weights], threading.Event()
     with contextlib.suppress(RuntimeError):  # no thread can be started: the memory is freed on return
-        # No daemon: a process that ended while torch frees memory on another thread would abort.
-        threading.Thread(target=_free, args=([weights],), name="weightwire-free").start()
+        start_thread(lambda: _free(owned, hurry), name="weightwire-free", stop=hurry.set)
 
 
 def return_freed_memory() -> None:
@@ -78,14 +79,12 @@ def _resident_bytes() -> int:
     return 0
 
 
-def _free(owned: list[StandbyWeights]) -> None:
+def _free(owned: list[StandbyWeights], hurry: threading.Event) -> None:
     """Drops the only references to the weights in `owned`, module by module: freeing blocks the interpreter."""
-    rest = threading.Event()
-    rest.wait(FREE_AFTER_S)
+    hurry.wait(FREE_AFTER_S)
     for weights in owned:
         while weights.modules:
             weights.modules.pop()
-            if threading.main_thread().is_alive():  # else the process ends, and waits for this
-                rest.wait(FREE_REST_S)
+            hurry.wait(FREE_REST_S)
     owned.clear()
     return_freed_memory()

@@ -29,7 +29,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from inference_plugin.devices import in_use
+from inference_plugin.devices import in_use, start_thread
 from inference_plugin.net.addresses import boot_id, runtime_dir
 from inference_plugin.transports.backends import Group, backend_named, chosen_backend
 from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
@@ -130,8 +130,7 @@ class CollectiveStaging(BucketStaging):
         self._device = in_use().current()
         self._closing = False
         self._ending = threading.Lock()
-        self._thread = threading.Thread(target=carried(self._run), name="weightwire-collective", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(carried(self._run), name="weightwire-collective", stop=self.close)
 
     def check(self, manifest: Manifest, pieces: Any, between: Any, threads: int = 1) -> int:
         while self._thread.is_alive():  # it ends by the groups' own time limit

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from inference_plugin.devices import in_use
+from inference_plugin.devices import in_use, start_thread
 
 __all__ = ["Lane", "fail", "resolve"]
 
@@ -29,7 +29,7 @@ class Lane:
     def __init__(self, name: str, device: int | None = None) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._device = device
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        start_thread(self._run, name=name, stop=self._stop)
 
     def put(self, job: Callable[[], T]) -> Future[T]:
         """Queues `job`; the future gets its result or its error."""
@@ -44,6 +44,12 @@ class Lane:
     def end(self) -> None:
         """Ends the thread once the jobs that are queued now are done."""
         self._jobs.put(None)
+
+    def _stop(self) -> None:
+        with contextlib.suppress(queue.Empty):  # what has not begun never will
+            while True:
+                self._jobs.get_nowait()
+        self.end()
 
     def _run(self) -> None:
         in_use().use(self._device)

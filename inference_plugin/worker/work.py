@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference_plugin.devices import in_use
+from inference_plugin.devices import in_use, start_thread
 from inference_plugin.install.contract import Installer, InstallTerms, Throttle
 from inference_plugin.transports.base import Receiver, Staging
 from inference_plugin.transports.registry import transport_named
@@ -167,7 +167,7 @@ class GroupWork:
         """Any thread: begins the work; `ended` is told of its end."""
         if isinstance(work, Stage):
             name = f"weightwire-stage-{self.name}"
-            threading.Thread(target=self._run, args=(number, work), name=name, daemon=True).start()
+            start_thread(lambda: self._run(number, work), name=name, stop=lambda: self.cancel(work.txn))
         else:
             self._lane.put(lambda: self._run(number, work))
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import zmq
 
+from inference_plugin.devices import start_thread
 from inference_plugin.net.addresses import boot_id
 from inference_plugin.net.channel import Channel, Outgoing, fan_out, take_ready
 from inference_plugin.wire.config import Config
@@ -98,11 +98,11 @@ async def afetch_entries(
         with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
             loop.call_soon_threadsafe(_settle, done, error)
 
-    threading.Thread(target=run, name="weightwire-fetch", daemon=True).start()
+    start_thread(run, name="weightwire-fetch", stop=fetch.cancel)
     try:
         error = await done
     except asyncio.CancelledError:
-        fetch.is_cancelled = True
+        fetch.cancel()
         raise
     if error is not None:
         raise error
@@ -183,6 +183,10 @@ class _Fetch:
         self._arrivals = Arrivals(have)
         self._sources: list[_Source] = []
         self._backends: list[BackendFetch] = []
+
+    def cancel(self) -> None:
+        """Any thread: `run` ends within `CANCEL_S`."""
+        self.is_cancelled = True
 
     def run(self) -> None:
         deadline_s = time.monotonic() + self._timeout_s

@@ -12,7 +12,9 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
+from inference_plugin.devices import start_thread
 from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
 from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import WeightwireError
@@ -172,9 +174,7 @@ class CatchingUp:
         for due in self._fleet.due():
             name = f"weightwire-catch-up-{due.card.replica}"
             try:
-                arguments = (due.card, due.retained)
-                thread = threading.Thread(target=self._catch_up, args=arguments, name=name, daemon=True)
-                thread.start()
+                thread = start_thread(partial(self._catch_up, due.card, due.retained), name=name)
             except Exception as error:  # noqa: BLE001 -- no thread can be started: the catch-up is tried again
                 self._not_caught_up(due.card, due.retained, WeightwireError.wrap(error))
             else:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from inference_plugin.devices import in_use
+from inference_plugin.devices import in_use, start_thread
 from inference_plugin.wire.errors import SyncTimeout
 from inference_plugin.wire.tracing import carried
 
@@ -50,8 +50,7 @@ class SlicesTogether:
         self._is_taken = True
         self._device = in_use()
         self._queue = self._device.current_queue()
-        self._thread = threading.Thread(target=carried(self._run), name="weightwire-slices", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(carried(self._run), name="weightwire-slices", stop=self._stop_taking)
 
     def __iter__(self) -> Iterator[LocalSlice]:
         return self
@@ -81,14 +80,17 @@ class SlicesTogether:
 
     def close(self) -> None:
         """Lets the source run to its end, and waits for that until the deadline. What it raises from now on is logged."""
-        self._is_taken = False
-        self._asked.release()
+        self._stop_taking()
         self.wait(self._deadline_s)
 
     def wait(self, deadline_s: float) -> bool:
         """Waits until the source has ended, or the deadline. Returns whether it has ended."""
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self._thread.is_alive()
+
+    def _stop_taking(self) -> None:
+        self._is_taken = False
+        self._asked.release()
 
     def _run(self) -> None:
         ended: BaseException | None = None

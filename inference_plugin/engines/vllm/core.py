@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from inference_plugin.devices import start_thread
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.kept_caches import KEEP, keeps_cache
 from inference_plugin.engines.rank_runtime import rank_timeout_s
@@ -57,7 +58,7 @@ class CoreControl(EngineControl):
             return
         self._commands.append(run)
         # An idle in-process engine has no thread of its own; a busy one runs the command at its next step.
-        threading.Thread(target=self.run_commands, name="weightwire-idle", daemon=True).start()
+        start_thread(self.run_commands, name="weightwire-idle")
 
     # the engine's own thread
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from inference_plugin.devices import start_thread
 from inference_plugin.wire.errors import SyncTimeout, WeightwireError
 
 __all__ = ["SerialExecutor"]
@@ -26,8 +28,7 @@ class SerialExecutor:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name=name, stop=self._stop)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Runs `fn(*args, **kwargs)` after all calls submitted before. Raises `WeightwireError` once it is closed."""
@@ -52,6 +53,12 @@ class SerialExecutor:
                 f"a call on {self._thread.name} still runs after {timeout_s:g} s",
                 hint="the thread ends when that call does; it does not keep the process from ending",
             )
+
+    def _stop(self) -> None:
+        with contextlib.suppress(queue.Empty):  # what has not begun never will
+            while True:
+                self._calls.get_nowait()
+        self._calls.put(None)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:

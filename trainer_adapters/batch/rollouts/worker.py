@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from inference_plugin.devices import start_thread
 from inference_plugin.net.addresses import job_name, new_replica_id
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import BatchError, ConfigError, RolloutFailed, SyncTimeout, WeightwireError
@@ -127,8 +128,9 @@ class RolloutWorker:
         self._puts = SerialExecutor("weightwire-rollout-puts")
         self._running = asyncio.Semaphore(slots)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="weightwire-rollouts", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(
+            self._run_loop, name="weightwire-rollouts", stop=lambda: self._to_loop(self._end_loop)
+        )
         self._connections = Connections(
             pool,
             lock=self._lock,
@@ -277,6 +279,9 @@ class RolloutWorker:
             future.cancel()
         if futures:
             await asyncio.wait(futures, timeout=max(0.0, until_s - time.monotonic()))
+        self._end_loop()
+
+    def _end_loop(self) -> None:
         self._loop_ends = True
         self._loop.call_soon(self._loop.stop)
 

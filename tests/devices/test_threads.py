@@ -1,0 +1,76 @@
+"""A process that ends while its threads run torch ends with its own exit code: none of them makes it abort."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import make_llama
+from tests.support.rig import ROOT, runtime
+
+COPIES = """
+import sys, threading, time, torch
+torch.set_num_threads(1)
+
+begun = []
+
+def copies(name):
+    of, to = torch.zeros(2, 1 << 20, dtype=torch.uint8)
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        to.copy_(of)
+        if name not in begun:
+            begun.append(name)
+        yield to
+
+def copy(name):
+    for _ in copies(name): pass
+"""
+
+TRAINER = """
+from trainer_adapters import WeightSource
+from trainer_adapters.batch.rollouts.serial import SerialExecutor
+from trainer_adapters.update.together import SlicesTogether
+
+class Source(WeightSource):
+    def manifest(self): ...
+    def slices(self): return copies("slices")
+
+next(SlicesTogether(Source(), time.monotonic() + 60, lambda: None))
+puts = SerialExecutor("puts")
+puts.submit(copy, "puts")
+puts.submit(print, "a call began at the end")
+"""
+
+ENGINE = """
+from inference_plugin.engines.transformers import TransformersEngine
+from inference_plugin.worker.lane import Lane
+
+engine = TransformersEngine(sys.argv[1])
+answer = engine.generate([1, 2, 3], 100_000)
+lane = Lane("lane")
+lane.put(lambda: copy("lane"))
+lane.put(lambda: print("a job began at the end"))
+begun.append("generate")
+"""
+
+END = """
+while len(begun) < 2: time.sleep(0.01)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("threads", [TRAINER, ENGINE], ids=["trainer", "engine"])
+def test_a_process_that_ends_while_its_threads_run_torch_keeps_its_exit_code(
+    threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(make_llama(tmp_path / "model", seed=1)) if threads is ENGINE else ""
+    program = [sys.executable, "-c", COPIES + threads + END, model]
+    with runtime(monkeypatch):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(program, env=environment, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stdout.decode()) == (7, ""), ended.stderr.decode()
