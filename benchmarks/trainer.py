@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks import gather
 from benchmarks.engines.registry import SENDERS
 from inference_plugin.transports import shm
+from inference_plugin.transports.base import Delivery
 from inference_plugin.wire.copying import copy_rows
 from trainer_adapters import FSDPAdapter, SyncManager
 
@@ -115,7 +116,7 @@ class Trainer:
                 shm.copy_rows_and_digest = way
                 dist.barrier()
                 started_s = time.perf_counter()
-                sender.write("", "", 0, manifest, segment, self.source.slices(), [], deadline_s=math.inf)
+                sender.write(Delivery("", "", 0, manifest, segment, self.source.slices(), [], math.inf))
                 if run:
                     seconds.append(time.perf_counter() - started_s)
         shm.copy_rows_and_digest, _ = ways

@@ -17,6 +17,7 @@ from __future__ import annotations
 import abc
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,14 +28,21 @@ import torch
 from inference_plugin.transports.pieces import DigestPass, Lying, digest_passes, in_segment, pieces_of, place_piece
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import DigestMismatch, ProtocolError, TransportUnavailable, WeightwireError
+from inference_plugin.wire.errors import (
+    DigestMismatch,
+    ProtocolError,
+    SyncTimeout,
+    TransportUnavailable,
+    WeightwireError,
+)
 from inference_plugin.wire.geometry import Box, Piece, Slice
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.messages import Bucket, Relay
+from inference_plugin.wire.messages import Bucket, Relay, Target
 from inference_plugin.wire.tracing import carried, span
 from inference_plugin.wire.zone import ZoneLayout
 
 __all__ = [
+    "Delivery",
     "Kept",
     "Put",
     "Receiver",
@@ -50,18 +58,25 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Target:
-    """A worker to send to: its socket, its process (so that its death is noticed), and what it needs, a box per tensor."""
+class Delivery:
+    """What one trainer rank brings across in one transaction. `rank`: its number among the trainer's; `description`: what the
+    manager rank's `Sender.allocate` returned; `deadline_s`: a time of `time.monotonic()`."""
 
-    replica: str
+    txn: str
+    group: str
     rank: int
-    address: str
-    pid: int
-    boot_id: str
-    needs: tuple[Box, ...]
-    start_ticks: int = 0
-    landing: bytes = b""
-    """`Staging.landing` of its transaction."""
+    manifest: Manifest
+    description: bytes
+    slices: Iterator[Slice]
+    targets: Sequence[Target]
+    deadline_s: float
+
+    def check_deadline(self, written_bytes: int) -> None:
+        """Between two slices. Raises `SyncTimeout` once the deadline has passed."""
+        if time.monotonic() > self.deadline_s:
+            raise SyncTimeout(
+                f"rank {self.rank} wrote {written_bytes} of {self.manifest.nbytes} bytes before the deadline"
+            )
 
 
 @dataclass
@@ -217,23 +232,9 @@ class Sender(abc.ABC):
         """Manager rank: where the next transaction's bytes will be. `busy` are the segment ids that workers still hold."""
 
     @abc.abstractmethod
-    def write(
-        self,
-        txn: str,
-        group: str,
-        rank: int,
-        manifest: Manifest,
-        description: bytes,
-        slices: Iterator[Slice],
-        targets: Sequence[Target],
-        *,
-        deadline_s: float,
-    ) -> tuple[list[Piece], WriteStats]:
-        """Every rank: brings this rank's slices to all targets. `deadline_s` is a time of `time.monotonic()`.
-
-        Returns every piece, with the digest of the trainer's own bytes. Raises typed errors; the caller then aborts the
-        transaction.
-        """
+    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
+        """Every rank: brings this rank's slices to all targets. Returns every piece, with the digest of the trainer's own bytes.
+        Raises typed errors; the caller then aborts the transaction."""
 
     def without(self, replica: str) -> None:  # noqa: B027 -- most reach each replica by itself
         """Manager rank, until the commit: a replica dropped out. Replicas that it was to feed must be fed by others."""

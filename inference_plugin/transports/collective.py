@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from inference_plugin.devices import in_use, start_thread
 from inference_plugin.net.addresses import boot_id, runtime_dir
 from inference_plugin.transports.backends import Group, backend_named, chosen_backend
-from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
+from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats
 from inference_plugin.transports.bucket_staging import BucketReceiver, BucketStaging
 from inference_plugin.transports.interfaces import INTERFACE, own_interface, reach_store, serve_store
 from inference_plugin.transports.pieces import Bytes, pieces_of
@@ -48,7 +48,7 @@ from inference_plugin.wire.errors import (
     TransportUnavailable,
     WeightwireError,
 )
-from inference_plugin.wire.geometry import Box, Piece, Slice
+from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tracing import carried, span, span_since
 
@@ -262,21 +262,11 @@ class CollectiveSender(Sender):
             self._paths = [_path(name, sender) for sender in range(senders)]
         return msgspec.msgpack.encode(Rendezvous(name, receivers, senders, timeout_s, self._backend, store))
 
-    def write(
-        self,
-        txn: str,
-        group: str,
-        rank: int,
-        manifest: Manifest,
-        description: bytes,
-        slices: Iterator[Slice],
-        targets: Sequence[Target],
-        *,
-        deadline_s: float,
-    ) -> tuple[list[Piece], WriteStats]:
-        rendezvous = decode_as(description, Rendezvous)
+    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
+        rendezvous = decode_as(delivery.description, Rendezvous)
         peers = {
-            Process(target.boot_id, target.pid): f"rank {target.rank} of replica {target.replica}" for target in targets
+            Process(target.boot_id, target.pid): f"rank {target.rank} of replica {target.replica}"
+            for target in delivery.targets
         }
         if peers.keys() != set(rendezvous.receivers):
             raise PeerLost(
@@ -284,14 +274,14 @@ class CollectiveSender(Sender):
                 hint="update again: the next one makes groups without it",
                 phase="stage",
             )
-        plan = plan_groups(rendezvous.senders, rendezvous.receivers)[rank]
+        plan = plan_groups(rendezvous.senders, rendezvous.receivers)[delivery.rank]
         pieces: list[Piece] = []
         stats = WriteStats()
         joined: Group | None = None
         try:
-            until_s = min(deadline_s, time.monotonic() + rendezvous.timeout_s)
+            until_s = min(delivery.deadline_s, time.monotonic() + rendezvous.timeout_s)
             joined = _join(rendezvous, self.config, plan, SENDER, peers, until_s)
-            self._send_all(joined, manifest, slices, pieces, stats)
+            self._send_all(joined, delivery, pieces, stats)
             joined.broadcast(torch.tensor([END, 0]))()
             joined.close()
         except Exception as error:
@@ -302,13 +292,11 @@ class CollectiveSender(Sender):
             raise (_typed(error) if isinstance(error, RuntimeError) else error) from error
         return pieces, stats
 
-    def _send_all(
-        self, joined: Group, manifest: Manifest, slices: Iterator[Slice], pieces: list[Piece], stats: WriteStats
-    ) -> None:
+    def _send_all(self, joined: Group, delivery: Delivery, pieces: list[Piece], stats: WriteStats) -> None:
         self.config.warn_if_short_of_memory(2)
         packed, flying = (BroadcastBuffer(self.config.bucket_bytes) for _ in range(2))
-        for item in slices:
-            for place, part in pieces_of(manifest, item):
+        for item in delivery.slices:
+            for place, part in pieces_of(delivery.manifest, item):
                 started_s = time.perf_counter()
                 piece = Piece(place.box, digest_bytes(part))
                 digested_s = time.perf_counter()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated
 
@@ -27,14 +26,14 @@ import torch
 
 from inference_plugin.devices import SharedMemory, device_of, in_use, present
 from inference_plugin.net.addresses import boot_id, runtime_dir
-from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
+from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats
 from inference_plugin.transports.device_pieces import BATCH_BYTES, DevicePieces
 from inference_plugin.transports.shm import TRANSPORT as SHM
 from inference_plugin.transports.shm import SegmentAddress, SharedSegment
 from inference_plugin.transports.zone import AnyZone, ZoneReceiver, ZoneStaging
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
-from inference_plugin.wire.geometry import Box, Piece, Slice
+from inference_plugin.wire.errors import DigestMismatch, ProtocolError, TransportUnavailable
+from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.zone import ZoneLayout
 
@@ -223,28 +222,15 @@ class CudaIpcSender(Sender):
                 layout = self._remember(address, _card_in(segment, address), manifest)
         return [place.box for place in layout.places]
 
-    def write(
-        self,
-        txn: str,
-        group: str,
-        rank: int,
-        manifest: Manifest,
-        description: bytes,
-        slices: Iterator[Slice],
-        targets: Sequence[Target],
-        *,
-        deadline_s: float,
-    ) -> tuple[list[Piece], WriteStats]:
+    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
+        manifest, targets = delivery.manifest, delivery.targets
         stats = WriteStats()
         with contextlib.ExitStack() as mapped:
             zones = [self._mapped(manifest, target, mapped) for target in targets]
             batch = DevicePieces(manifest, zones, stats)
-            for item in slices:
+            for item in delivery.slices:
                 batch.add(item)
-                if time.monotonic() > deadline_s:
-                    raise SyncTimeout(
-                        f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline"
-                    )
+                delivery.check_deadline(stats.nbytes)
             pieces = batch.end()
         for known in list(self._layouts)[: -ZONES * len(targets)]:
             del self._layouts[known]

@@ -20,7 +20,7 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -30,13 +30,13 @@ import torch
 
 from inference_plugin.devices import in_use
 from inference_plugin.net.addresses import boot_id
-from inference_plugin.transports.base import Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
+from inference_plugin.transports.base import Delivery, Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
 from inference_plugin.transports.pieces import Bytes, pieces_of, place_piece
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import SyncTimeout, TransportUnavailable
-from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
+from inference_plugin.wire.errors import TransportUnavailable
+from inference_plugin.wire.geometry import Box, Piece, PiecePlace
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages.common import BootId, Count
@@ -301,26 +301,15 @@ class ShmSender(Sender):
             self._owned.pop(unused.segment_id).close()
         return msgspec.msgpack.encode(segment.address)
 
-    def write(
-        self,
-        txn: str,
-        group: str,
-        rank: int,
-        manifest: Manifest,
-        description: bytes,
-        slices: Iterator[Slice],
-        targets: Sequence[Target],
-        *,
-        deadline_s: float,
-    ) -> tuple[list[Piece], WriteStats]:
-        segment = self._segment(decode_as(description, SegmentAddress)).tensor
+    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
+        manifest = delivery.manifest
+        segment = self._segment(decode_as(delivery.description, SegmentAddress)).tensor
         pieces: list[Piece] = []
         stats = WriteStats()
-        for item in slices:
+        for item in delivery.slices:
             for place, data in pieces_of(manifest, item):
                 pieces.append(_place_and_digest(segment, manifest, place, data, stats))
-            if time.monotonic() > deadline_s:
-                raise SyncTimeout(f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline")
+            delivery.check_deadline(stats.nbytes)
         stats.held_bytes = sum(owned.nbytes for owned in self._owned.values())
         return pieces, stats
 

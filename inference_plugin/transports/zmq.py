@@ -10,11 +10,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
+from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats
 from inference_plugin.transports.bucket_staging import BucketReceiver
 from inference_plugin.transports.lanes import Lane, WriteTerms
 from inference_plugin.transports.pieces import pieces_of
@@ -23,7 +23,7 @@ from inference_plugin.transports.spread import FanOut, branches, classes_of, deg
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import PeerLost
-from inference_plugin.wire.geometry import Piece, Slice
+from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.manifest import Manifest
 
 __all__ = ["TRANSPORT", "ZmqSender"]
@@ -52,28 +52,19 @@ class ZmqSender(Sender):
         self._used = []
         return msgspec.msgpack.encode(RelayTerms(self._degree, self.config.silence_s)) if self._degree else b""
 
-    def write(
-        self,
-        txn: str,
-        group: str,
-        rank: int,
-        manifest: Manifest,
-        description: bytes,
-        slices: Iterator[Slice],
-        targets: Sequence[Target],
-        *,
-        deadline_s: float,
-    ) -> tuple[list[Piece], WriteStats]:
+    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
+        description, deadline_s = delivery.description, delivery.deadline_s
         degree = decode_as(description, RelayTerms).degree if description else 0
         config = self.config
         # Less where another worker can take a silent one's place; and never so long that no time is left for the others.
         patience_s = config.silence_s if degree else config.control_timeout_s
         silence_s = min(patience_s, ANSWER_SHARE * max(0.0, deadline_s - time.monotonic()))
-        lanes = self._used = self._spread(WriteTerms(group, txn, rank, degree, deadline_s, silence_s), targets)
+        terms = WriteTerms(delivery.group, delivery.txn, delivery.rank, degree, deadline_s, silence_s)
+        lanes = self._used = self._spread(terms, delivery.targets)
         pieces: list[Piece] = []
         stats = WriteStats()
-        for item in slices:
-            for place, part in pieces_of(manifest, item):
+        for item in delivery.slices:
+            for place, part in pieces_of(delivery.manifest, item):
                 started_s = time.perf_counter()
                 piece = Piece(place.box, digest_bytes(part))
                 digested_s = time.perf_counter()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,15 +24,15 @@ import msgspec
 import numpy as np
 import torch
 
-from inference_plugin.transports.base import Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
+from inference_plugin.transports.base import Delivery, Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
 from inference_plugin.transports.pieces import Bytes, Lying, PieceRows, rows_of_pieces, typed
 from inference_plugin.transports.shm import TRANSPORT as SHM
 from inference_plugin.transports.shm import SegmentAddress, SharedSegment
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows, copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import ProtocolError, SyncTimeout, TransportUnavailable
-from inference_plugin.wire.geometry import Box, Piece, Slice
+from inference_plugin.wire.errors import ProtocolError, TransportUnavailable
+from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest, aligned
 from inference_plugin.wire.messages.common import Count
@@ -208,18 +208,8 @@ class ZoneSender(Sender):
     def edges(self, manifest: Manifest, target: Target) -> Sequence[Box]:
         return [place.box for place in self._zone(manifest, target).layout.places]
 
-    def write(
-        self,
-        txn: str,
-        group: str,
-        rank: int,
-        manifest: Manifest,
-        description: bytes,
-        slices: Iterator[Slice],
-        targets: Sequence[Target],
-        *,
-        deadline_s: float,
-    ) -> tuple[list[Piece], WriteStats]:
+    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
+        manifest, targets = delivery.manifest, delivery.targets
         pieces: list[Piece] = []
         stats = WriteStats()
         zones = [self._zone(manifest, target) for target in targets]
@@ -227,16 +217,13 @@ class ZoneSender(Sender):
         try:
             for zone in zones:
                 zone.begin_writing()
-            for item in slices:
+            for item in delivery.slices:
                 for place, rows in rows_of_pieces(manifest, item):
                     began_s = time.perf_counter()
                     pieces.append(Piece(place.box, _land(zones, manifest, place.box, rows)))
                     stats.nbytes += place.end - place.start
                     stats.move_s += time.perf_counter() - began_s
-                if time.monotonic() > deadline_s:
-                    raise SyncTimeout(
-                        f"rank {rank} wrote {stats.nbytes} of {manifest.nbytes} bytes before the deadline"
-                    )
+                delivery.check_deadline(stats.nbytes)
             for zone in zones:
                 zone.end_writing()
             is_over = True

@@ -18,7 +18,7 @@ from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.transports import pieces
-from inference_plugin.transports.base import Target
+from inference_plugin.transports.base import Delivery, Target
 from inference_plugin.transports.zone import ZoneReceiver, ZoneSender
 from inference_plugin.wire.errors import TransportUnavailable
 from inference_plugin.wire.geometry import Box, Piece
@@ -82,7 +82,7 @@ class Zoned:
             slices = [LocalSlice(box, self.part(tensors, box)) for box in boxes[number :: len(self.ranks)]]
             cut_up = cut_slices(slices, edges_of([rank.edges(self.manifest, target)]))
             wrote, _ = rank.write(
-                "t", "policy", number, self.manifest, b"", cut_up, [target], deadline_s=time.monotonic() + 3600
+                Delivery("t", "policy", number, self.manifest, b"", cut_up, [target], time.monotonic() + 3600)
             )
             pieces += wrote
         self.target, self.boxes = target, [piece.box for piece in pieces]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from inference_plugin.devices import DEVICES
 from inference_plugin.transports import cuda_ipc
-from inference_plugin.transports.base import WriteStats
+from inference_plugin.transports.base import Delivery, WriteStats
 from inference_plugin.transports.cuda_ipc import CardAddress, CudaIpcSender, DeviceZoneReceiver, Probe
 from inference_plugin.transports.device_pieces import DevicePieces
 from inference_plugin.transports.shm import ShmReceiver, ShmSender
@@ -128,7 +128,7 @@ def test_nobody_maps_a_zone_that_is_sealed_and_nobody_seals_one_that_is_mapped(r
             yield item
 
     slices, far_s = while_it_is_mapped(), time.monotonic() + FAR_S
-    pieces, _ = sender.write("t", "policy", 0, MANIFEST, b"", slices, [target], deadline_s=far_s)
+    pieces, _ = sender.write(Delivery("t", "policy", 0, MANIFEST, b"", slices, [target], far_s))
     staging.check(MANIFEST, pieces, lambda _: None)
     os.kill(children[0], signal.SIGKILL)
     os.waitpid(children[0], 0)
@@ -188,7 +188,7 @@ def test_a_late_write_says_how_far_it_came_and_leaves_the_zone_unmapped(receiver
     target = target_of(staging.landing)
     cut = cut_slices(whole_slices(), edges_of([sender.edges(MANIFEST, target)]))
     with pytest.raises(SyncTimeout, match=r"wrote .* of 116 bytes before the deadline"):
-        sender.write("t", "policy", 0, MANIFEST, b"", cut, [target], deadline_s=time.monotonic() - 1)
+        sender.write(Delivery("t", "policy", 0, MANIFEST, b"", cut, [target], time.monotonic() - 1))
     staging.check(MANIFEST, [], lambda _: None)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq as libzmq
 
-from inference_plugin.transports.base import WriteStats
+from inference_plugin.transports.base import Delivery, WriteStats
 from inference_plugin.transports.bucket_staging import BucketReceiver
 from inference_plugin.transports.relay import RelayTerms
 from inference_plugin.transports.zmq import ZmqSender
@@ -80,7 +80,7 @@ def write(
     segment = msgspec.msgpack.encode(RelayTerms(degree, 10.0)) if degree else b""
     targets = [worker.target(manifest, needs) for worker in workers]
     try:
-        return sender.write("t", "policy", 0, manifest, segment, slices, targets, deadline_s=time.monotonic() + FAR_S)
+        return sender.write(Delivery("t", "policy", 0, manifest, segment, slices, targets, time.monotonic() + FAR_S))
     finally:
         sender.close()
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from inference_plugin.transports import shm
+from inference_plugin.transports.base import Delivery
 from inference_plugin.transports.shm import SegmentAddress, SharedSegment, ShmReceiver, ShmSender
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
 from inference_plugin.wire.geometry import Box, Piece
@@ -44,7 +45,7 @@ def send(
     sender: ShmSender, manifest: Manifest, slices: object, description: bytes
 ) -> tuple[list[Piece], shm.WriteStats]:
     deadline_s = time.monotonic() + FAR_S
-    return sender.write("t", "policy", 0, manifest, description, slices, (), deadline_s=deadline_s)  # type: ignore[arg-type]
+    return sender.write(Delivery("t", "policy", 0, manifest, description, slices, (), deadline_s))  # type: ignore[arg-type]
 
 
 def wholes(manifest: Manifest) -> list[Box]:
@@ -170,7 +171,7 @@ def test_a_write_that_is_late_ends_with_how_far_it_came() -> None:
     sender = ShmSender()
     description = sender.allocate(manifest, frozenset())
     with pytest.raises(SyncTimeout, match="wrote 9 of 14 bytes before the deadline"):
-        sender.write("t", "policy", 0, manifest, description, whole_slices(tensors), (), deadline_s=0.0)
+        sender.write(Delivery("t", "policy", 0, manifest, description, whole_slices(tensors), (), 0.0))
     sender.close()
 
 

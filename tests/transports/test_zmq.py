@@ -14,7 +14,7 @@ import pytest
 import torch
 import zmq as libzmq
 
-from inference_plugin.transports.base import Target
+from inference_plugin.transports.base import Delivery, Target
 from inference_plugin.transports.bucket_staging import BucketReceiver
 from inference_plugin.transports.zmq import ZmqSender
 from inference_plugin.wire import codec
@@ -69,7 +69,7 @@ def seal(worker: Worker, pieces: list[Piece], txn: str = "t") -> Sealed:
 def write(sender: ZmqSender, manifest: Manifest, slices: Any, targets: list[Target], **options: Any) -> Any:
     deadline_s = options.pop("deadline_s", time.monotonic() + FAR_S)
     rank = options.pop("rank", 0)
-    return sender.write("t", "policy", rank, manifest, b"", slices, targets, deadline_s=deadline_s)
+    return sender.write(Delivery("t", "policy", rank, manifest, b"", slices, targets, deadline_s))
 
 
 @pytest.mark.parametrize("slices", [whole_slices, column_slices], ids=["whole", "columns"])

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.transports.base import Sender, Target
+from inference_plugin.transports.base import Delivery, Sender, Target
 from inference_plugin.transports.zone import ZoneAddress, ZoneReceiver, ZoneSender
 from inference_plugin.wire.errors import (
     DigestMismatch,
@@ -90,7 +90,7 @@ def target_of(landing: bytes, rank: int = 0) -> Target:
 def write(sender: Sender, manifest: Manifest, slices: list[LocalSlice], targets: list[Target]) -> list[Piece]:
     edges = edges_of(sender.edges(manifest, target) for target in targets)
     cut = cut_slices(slices, edges)
-    pieces, _ = sender.write("t", "policy", 0, manifest, b"", cut, targets, deadline_s=time.monotonic() + FAR_S)
+    pieces, _ = sender.write(Delivery("t", "policy", 0, manifest, b"", cut, targets, time.monotonic() + FAR_S))
     return pieces
 
 
@@ -199,7 +199,7 @@ def test_pieces_that_were_not_cut_where_a_place_begins_are_refused(receiver: Zon
     sender.edges(MANIFEST, target)
     with pytest.raises(ProtocolError, match=r"t0\[0:8, 0:6\] is not cut where t0\[2:6, 0:6\] begins or ends"):
         sender.write(
-            "t", "policy", 0, MANIFEST, b"", iter(whole_slices()), [target], deadline_s=time.monotonic() + FAR_S
+            Delivery("t", "policy", 0, MANIFEST, b"", iter(whole_slices()), [target], time.monotonic() + FAR_S)
         )
     with pytest.raises(ProtocolError, match="is not cut where"):
         staging.check(MANIFEST, [Piece(MANIFEST.whole(0), 0)], lambda _: None)
@@ -243,7 +243,7 @@ def test_a_write_that_is_late_says_how_far_it_came_and_leaves_nothing_mapped(
     cut = cut_slices(whole_slices(), edges_of([sender.edges(MANIFEST, target)]))
     before = mappings()
     with pytest.raises(SyncTimeout, match=r"wrote .* of 116 bytes before the deadline"):
-        sender.write("t", "policy", 0, MANIFEST, b"", cut, [target], deadline_s=time.monotonic() - 1)
+        sender.write(Delivery("t", "policy", 0, MANIFEST, b"", cut, [target], time.monotonic() - 1))
     assert mappings() == before - 1, "not even to read"
 
 

@@ -10,6 +10,7 @@ import torch
 
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel
+from inference_plugin.transports.base import Delivery
 from inference_plugin.transports.shm import ShmSender
 from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.geometry import Piece
@@ -76,14 +77,9 @@ class Driver:
 
     def write(self, tensors: dict[str, torch.Tensor]) -> tuple[Piece, ...]:
         pieces, _ = self.shm.write(
-            "",
-            self.group,
-            0,
-            self.manifest,
-            self.segment,
-            whole_slices(tensors),
-            (),
-            deadline_s=time.monotonic() + WAIT_S,
+            Delivery(
+                "", self.group, 0, self.manifest, self.segment, whole_slices(tensors), (), time.monotonic() + WAIT_S
+            )
         )
         self.pieces = tuple(pieces)
         return self.pieces

@@ -12,7 +12,7 @@ from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.host_memory import free_host_bytes
-from inference_plugin.wire.messages import Body, GoTarget, ReplicaCard, WorkerCard
+from inference_plugin.wire.messages import Body, ReplicaCard, Target, WorkerCard
 from trainer_adapters.fleet.asking import Ask, Connect
 from trainer_adapters.fleet.machine_io import Agreed
 
@@ -114,13 +114,13 @@ class ReplicaSession:
     def _to_all(self) -> tuple[Connect, ...]:
         return all_connections(self.card, self.config.silence_s)
 
-    def targets(self, landings: Sequence[bytes] = ()) -> tuple[GoTarget, ...]:
+    def targets(self, landings: Sequence[bytes] = ()) -> tuple[Target, ...]:
         """The replica's workers, for a transport that sends to each. `landings`: what each said of where to write."""
         if self.agreed is None:
             return ()
         card, landings = self.card, landings or [b""] * len(self.card.workers)
         return tuple(
-            GoTarget(card.replica, w.rank, w.address, w.pid, card.boot_id, terms.needs, w.start_ticks, landing)
+            Target(card.replica, w.rank, w.address, w.pid, card.boot_id, terms.needs, w.start_ticks, landing)
             for w, terms, landing in zip(card.workers, self.agreed.opened, landings, strict=True)
         )
 

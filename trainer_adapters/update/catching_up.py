@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from inference_plugin.devices import start_thread
-from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
+from inference_plugin.transports.base import Delivery, Sender, Transport, WriteStats
 from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.geometry import Piece, Slice
+from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Go, ReplicaCard
 from inference_plugin.wire.tracing import Trace, save, under
@@ -29,7 +29,7 @@ from trainer_adapters.fleet.session import ReplicaSession
 from trainer_adapters.settings import Settings
 from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.update.transaction import Transaction
-from trainer_adapters.update.writer import Writer, as_target
+from trainer_adapters.update.writer import Writer
 
 __all__ = ["CatchingUp", "SegmentSource"]
 
@@ -69,18 +69,7 @@ class RetainedSender(Sender):
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         return self._retained.segment
 
-    def write(
-        self,
-        txn: str,
-        group: str,
-        rank: int,
-        manifest: Manifest,
-        description: bytes,
-        slices: Iterator[Slice],
-        targets: Sequence[Target],
-        *,
-        deadline_s: float,
-    ) -> tuple[list[Piece], WriteStats]:
+    def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
         return list(self._retained.pieces), WriteStats()
 
     def close(self) -> None:
@@ -104,7 +93,7 @@ def bring_up(settings: Settings, trainer: str, session: ReplicaSession, retained
     )
 
     def place(transport: Transport, sender: Sender, users: Sequence[ReplicaSession]) -> bytes:
-        targets = [as_target(target) for user in users for target in user.targets()]
+        targets = [target for user in users for target in user.targets()]
         sender.meet(targets, 1, max(0.0, deadline_s - time.monotonic()), settings.fan_out)
         return sender.allocate(retained.manifest, frozenset())
 

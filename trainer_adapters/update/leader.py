@@ -28,7 +28,6 @@ from trainer_adapters.settings import Quorum
 from trainer_adapters.update.agreement import what_differs
 from trainer_adapters.update.rank_context import RankContext
 from trainer_adapters.update.transaction import Transaction, segment_id
-from trainer_adapters.update.writer import as_target
 
 if TYPE_CHECKING:
     from trainer_adapters.sources.base import WeightSource
@@ -201,7 +200,7 @@ class _Update:
         return ways
 
     def _place(self, transport: Transport, sender: Sender, users: Sequence[ReplicaSession]) -> bytes:
-        targets = [as_target(target) for user in users for target in user.targets()]
+        targets = [target for user in users for target in user.targets()]
         sender.meet(targets, self.context.ranks.size, self._left_s(), self.settings.fan_out)
         self._check_memory(transport, sender, users)
         return self._allocate(transport, sender)
@@ -230,8 +229,7 @@ class _Update:
         """From now on late replicas are caught up from this update's bytes, if these are still in memory."""
         for way in self.ways if self.settings.catch_up != "never" else ():
             sender = self.context.writer.sender(transport_named(way.name))
-            targets = [as_target(target) for target in way.targets]
-            if (kept := sender.kept(self.manifest, way.segment, targets)) is not None:
+            if (kept := sender.kept(self.manifest, way.segment, way.targets)) is not None:
                 described = sender.probe(), way.segment, segment_id(way.segment)
                 self.fleet.retain(
                     RetainedVersion(self.version, self.manifest, self._pieces(), way.name, *described, kept)

@@ -24,7 +24,7 @@ from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, TornReplica, WeightwireError
 from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.messages import Abort, Done, GoTarget, GoTransport, OpenGroup, Renew, ReplicaCard, Sender
+from inference_plugin.wire.messages import Abort, Done, GoTransport, OpenGroup, Renew, ReplicaCard, Sender, Target
 from inference_plugin.wire.reports import ReplicaReport
 from inference_plugin.wire.tracing import call_it, span, span_since
 from trainer_adapters.events import harmless, phase_begins
@@ -375,7 +375,7 @@ class Transaction:
         users = [self._sessions[name] for name in names]
         return [user for user in users if user.agreed is not None and user.agreed.transport == transport]
 
-    def _targets(self, session: ReplicaSession) -> tuple[GoTarget, ...]:
+    def _targets(self, session: ReplicaSession) -> tuple[Target, ...]:
         return session.targets(self._machine.participants[session.card.replica].landings)
 
     def _trace(self, one: Participant) -> None:

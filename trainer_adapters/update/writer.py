@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from inference_plugin.devices import in_use
-from inference_plugin.transports.base import Sender, Target, Transport, WriteStats
+from inference_plugin.transports.base import Delivery, Sender, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.transports.spread import classes_of
 from inference_plugin.wire.errors import ManifestMismatch, SyncTimeout, WeightwireError
 from inference_plugin.wire.geometry import Box, Edges, Piece
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.messages import Go, GoTarget, GoTransport, Wrote
+from inference_plugin.wire.messages import Go, GoTransport, Wrote
 from inference_plugin.wire.tracing import span, span_since
 from trainer_adapters.settings import Settings
 from trainer_adapters.update.agreement import digests_of
@@ -27,7 +27,7 @@ from trainer_adapters.update.together import SlicesTogether
 if TYPE_CHECKING:
     from trainer_adapters.sources.base import LocalSlice, WeightSource
 
-__all__ = ["Writer", "as_target"]
+__all__ = ["Writer"]
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Writer:
         """The boxes at whose edges slices are cut, of each kind of worker that is sent its own bytes."""
         ways = [(transport_named(way.name), way.targets) for way in go.transports]
         sent = [
-            tuple(self.sender(transport).edges(manifest, as_target(target)))
+            tuple(self.sender(transport).edges(manifest, target))
             for transport, targets in ways
             if transport.sends
             for target in targets
@@ -140,16 +140,10 @@ class Writer:
         self, way: GoTransport, go: Go, manifest: Manifest, slices: Iterator[LocalSlice], deadline_s: float
     ) -> tuple[list[Piece], WriteStats]:
         began_s = time.perf_counter()
-        pieces, stats = self.sender(transport_named(way.name)).write(
-            go.txn,
-            self._settings.group,
-            self._rank,
-            manifest,
-            way.segment,
-            slices,
-            [as_target(target) for target in way.targets],
-            deadline_s=deadline_s,
+        delivery = Delivery(
+            go.txn, self._settings.group, self._rank, manifest, way.segment, slices, way.targets, deadline_s
         )
+        pieces, stats = self.sender(transport_named(way.name)).write(delivery)
         costs = {"bytes": stats.nbytes, "move_s": stats.move_s, "digest_s": stats.digest_s}
         span_since(began_s, "write", transport=way.name, costs=costs)
         return pieces, stats
@@ -216,20 +210,6 @@ class _Total:
         self.stats.move_s += stats.move_s
         self.stats.digest_s += stats.digest_s
         self.stats.lost |= stats.lost
-
-
-def as_target(target: GoTarget) -> Target:
-    """The target as transports take it."""
-    return Target(
-        target.replica,
-        target.rank,
-        target.address,
-        target.pid,
-        target.boot_id,
-        target.needs,
-        target.start_ticks,
-        target.landing,
-    )
 
 
 def _compared(manifest: Manifest, source: WeightSource, edges: Edges) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:

@@ -40,7 +40,7 @@ from inference_plugin.wire.messages.replica import (
     Verify,
 )
 from inference_plugin.wire.messages.rollout import Announce, Announced, LeavePool, Take, Work
-from inference_plugin.wire.messages.trainer import Go, GoTarget, GoTransport, Outcome, Ready, Wrote
+from inference_plugin.wire.messages.trainer import Go, GoTransport, Outcome, Ready, Target, Wrote
 from inference_plugin.wire.messages.worker import (
     Abort,
     AskStands,
@@ -81,7 +81,6 @@ __all__ = [
     "Envelope",
     "Failed",
     "Go",
-    "GoTarget",
     "GoTransport",
     "GroupOpened",
     "GroupState",
@@ -118,6 +117,7 @@ __all__ = [
     "Stands",
     "Take",
     "TakesBytes",
+    "Target",
     "TasksCleared",
     "Verified",
     "Verify",

@@ -27,7 +27,7 @@ from inference_plugin.wire.messages.common import (
     Version,
 )
 
-__all__ = ["Go", "GoTarget", "GoTransport", "Outcome", "Ready", "Wrote"]
+__all__ = ["Go", "GoTransport", "Outcome", "Ready", "Target", "Wrote"]
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -49,8 +49,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     given_up: bool = False
 
 
-class GoTarget(msgspec.Struct, frozen=True):
-    """A worker that trainer ranks send to, on a transport that sends."""
+class Target(msgspec.Struct, frozen=True):
+    """A worker to send to: its socket, its process (so that its death is noticed), and what it needs, a box per tensor."""
 
     replica: ReplicaId
     rank: RankNumber
@@ -60,7 +60,7 @@ class GoTarget(msgspec.Struct, frozen=True):
     needs: Boxes
     start_ticks: StartTicks = 0
     landing: Description = b""
-    """As the worker's `Begun` says it."""
+    """Where it lets trainer ranks write, as its `Begun` says it."""
 
 
 class GoTransport(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class GoTransport(msgspec.Struct, frozen=True):
 
     name: TransportName
     segment: Description
-    targets: Annotated[tuple[GoTarget, ...], msgspec.Meta(max_length=MAX_PEERS)]
+    targets: Annotated[tuple[Target, ...], msgspec.Meta(max_length=MAX_PEERS)]
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
