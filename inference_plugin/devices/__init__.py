@@ -1,4 +1,7 @@
-"""Devices: their memory, and the order of work on them. `base` has the interface."""
+"""Devices: their memory, and the order of work on them. `base` has the interface.
+
+A thread that may run torch is started by `start_thread`, so that it ends before the process does. Knows no message and no engine.
+"""
 
 from __future__ import annotations
 

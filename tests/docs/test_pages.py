@@ -161,3 +161,10 @@ def test_the_reference_has_every_public_name() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
     there = re.findall(r"^::: weightwire\.(\w+)$", page, re.MULTILINE)
     assert sorted(there) == sorted(name for name in weightwire.__all__ if not name.startswith("__"))
+
+
+def test_the_layout_in_contributing_names_every_module() -> None:
+    layout = (ROOT / "CONTRIBUTING.md").read_text().partition("## Layout and arrows")[2].partition("\n## ")[0]
+    named = set(re.findall(r"\w+", layout))
+    modules = [path for package in OURS for path in (ROOT / package).rglob("*.py") if not path.stem.startswith("__")]
+    assert [str(path.relative_to(ROOT)) for path in modules if path.stem not in named] == []

@@ -3,16 +3,17 @@
 SGLang finds the entry point `sglang.srt.plugins` by itself, in every process; where discovery is switched off,
 `python -m inference_plugin.engines.sglang ...` (all of SGLang's own arguments) starts a server with the extension, and
 `make_engine(...)` an `sgl.Engine`. All of them call `register`, which checks `PATCH_POINTS` and then wraps those places once
-per process. Found by its entry point the plug-in never keeps SGLang from starting: whatever fails is warned about once, and
-that engine runs as if the plug-in were not installed. Started by ours it refuses to start instead.
+per process. If SGLang found the plug-in by its entry point, a failure of the plug-in never keeps SGLang from starting: it is
+logged once, as a warning, and the engine runs as if the plug-in were not installed. Started in one of our ways, SGLang does not
+start without the plug-in.
 
 Every rank of a replica is a scheduler process (`scheduler`, `model`, `lora`): it holds `RankRuntime` (groups, socket). The
 first rank has the `ReplicaCoordinator` as well. The coordinator's commands become a `Turn` (`turn`) among the requests that
 SGLang broadcasts to all ranks in each pass of its event loop, so that every rank takes the turn in the same pass, between
 two forward passes, also while paused. In a pipeline the turn waits until no micro-batch is between two stages (`pipeline`).
-In a turn (`control`) the first rank sends each operation to the others and gathers their
-answers, over a process group of our own, with deadlines. A commit it sends once; then every rank runs the commit itself, and
-they only gather answers.
+In a turn (`control`) the first rank sends each operation to the others and gathers their answers, over sockets or a process group
+of our own (`ranks`), with deadlines. It sends a commit once; then every rank runs the commit by itself, and the ranks only gather
+each other's answers.
 
 Importing this package imports neither SGLang nor torch: `weightwire check-engine` reads the table only.
 """

@@ -1,12 +1,12 @@
 """vLLM: where we hook in, and nothing else.
 
-Two ways lead here, and both together do no harm: vLLM finds the entry point `vllm.general_plugins` by itself, and
-`--worker-extension-cls inference_plugin.engines.vllm.WeightSyncWorkerExtension` names this package explicitly. Both call
+vLLM loads the plug-in in two ways, which may be combined: it finds the entry point `vllm.general_plugins` by itself, and
+`--worker-extension-cls inference_plugin.engines.vllm.WeightSyncWorkerExtension` names the plug-in explicitly. Both call
 `register`, which checks `PATCH_POINTS` and then wraps those places once per process. Worker methods are added to vLLM's
 `WorkerBase` under a prefixed name, so that another project's worker extension can be in use at the same time.
 
-Found by its entry point the plug-in never keeps vLLM from starting: whatever fails is warned about once, and that engine
-runs as if the plug-in were not installed. Named explicitly it refuses to start instead.
+If vLLM found the plug-in by its entry point, a failure of the plug-in never keeps vLLM from starting: it is logged once, as a
+warning, and the engine runs as if the plug-in were not installed. If the user named the plug-in explicitly, vLLM does not start.
 
 - Worker processes (`worker`, `extension`, `served`, `model`, `draft`, `together`, `lora`): `RankRuntime` (groups, socket);
   operations arrive by `collective_rpc`, which shares one ordered queue with `execute_model`: they run at the same step on
@@ -15,8 +15,8 @@ runs as if the plug-in were not installed. Named explicitly it refuses to start 
   own input queue as a WAKEUP that carries a callable, so that they run between two steps and wake an idle engine. An
   in-process engine has no queue: there, a lock around its client's methods makes the step boundary. Where data-parallel ranks
   share experts, one core leads the others (`core_turns`, `shared_core`, `step_gate`).
-- API process (`api`, `hooks`): a middleware turns the 500 of a torn replica into a 503 that says why; `weightwire status` is told
-  that the engine starts.
+- API process (`api`, `answers`, `hooks`): a middleware turns the 500 of a torn replica into a 503 that says why; answers say
+  which versions made them; `weightwire status` shows an engine that is still starting.
 
 Importing this package imports neither vLLM nor torch: `weightwire check-engine` reads the table only.
 """

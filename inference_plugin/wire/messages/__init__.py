@@ -1,8 +1,8 @@
 """Every message, as msgspec structs. One request gets one reply; both are one tagged union.
 
 `worker`: to a worker. `replica`: to a coordinator. `trainer`: between trainer ranks. `cards`: cards of workers and replicas.
-`batch`: to the store of a distributed batch's owner.
-`rollout`: between rollout workers and a pool.
+`batch`: to the store of a distributed batch's owner. `rollout`: between rollout workers and a pool. `common`: what they share.
+
 Frame 0 of a message is an `Envelope` in msgpack; frame 1, where there is one, is the payload of a `Bucket` or a `Pulled`.
 Every request may be sent again: it is answered again and applied once.
 """
