@@ -34,6 +34,7 @@ from inference_plugin.engines.monkeypatch import installed_version
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.net import addresses
+from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.errors import TornReplica
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
@@ -49,7 +50,7 @@ class Completion:
     finish_reason: Literal["length", "abort"]
 
 
-class TransformersEngine:
+class TransformersEngine(Closing):
     """Serves one model from a thread of its own, on `device`. `version` is the one it serves; 0 is the checkpoint's.
 
     `captured_length` captures the decode step in a CUDA graph (`captured_steps`): the most tokens of a request, prompt and answer
@@ -97,12 +98,6 @@ class TransformersEngine:
         self._loop.thread.join()
         self._coordinator.close()
         self._loop.runtime.close()
-
-    def __enter__(self) -> TransformersEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @dataclass(eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +16,7 @@ from inference_plugin.net.gate import check_room
 from inference_plugin.net.link import LastWords, Link
 from inference_plugin.net.processes import ProcessWatch
 from inference_plugin.wire import codec
+from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Body, Failed
@@ -33,7 +33,7 @@ DESCRIPTORS = 16
 Reply = TypeVar("Reply")
 
 
-class Channel:
+class Channel(Closing):
     """A REQ socket to one peer. It survives lost replies (REQ_RELAXED, REQ_CORRELATE); it belongs to one thread.
 
     Where `pid`, `start_ticks` and `peer_boot_id` name a process of this host, a wait ends with `PeerLost` when that process
@@ -157,14 +157,6 @@ class Channel:
         if self._process is not None:
             self._process.close()
             self._process = None
-
-    def __enter__(self) -> Channel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _has_said_all(self) -> bool:
         """Whether no reply can come any more from a peer whose process has ended."""

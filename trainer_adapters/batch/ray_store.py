@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from inference_plugin.net.addresses import new_replica_id
+from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import BatchError, PeerLost, ProtocolError, StoreFull, SyncTimeout
@@ -42,7 +42,7 @@ START_S = 120.0
 """Longest start of the directory's process."""
 
 
-class RayStore:
+class RayStore(Closing):
     """Keeps rows of this process in Ray's object store. Any process of the cluster fetches them. Any thread may call it.
 
     The process must have joined Ray. `budget_bytes` bounds what is put and not cleared; choose it well below the node's
@@ -151,14 +151,6 @@ class RayStore:
         self._is_closed = True
         if self._ray.is_initialized():
             self._ray.kill(self._directory)
-
-    def __enter__(self) -> RayStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _ask(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
         """What the directory answers."""

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ import torch
 
 from inference_plugin.net.addresses import boot_id, listen_address, new_replica_id
 from inference_plugin.net.processes import ProcessId, start_ticks
+from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.errors import BatchError, ProtocolError, StoreFull
 from inference_plugin.wire.messages.batch import Cut, LeaseEnd, RefusedShard, WantedShard
 from inference_plugin.wire.messages.common import Sender
@@ -62,7 +62,7 @@ class StoreStats:
     spare_bytes: int = 0
 
 
-class Store:
+class Store(Closing):
     """Keeps rows of this process in shared memory, and serves them. All methods may be called on any thread.
 
     `address` is where it listens (`ipc://PATH`, `tcp://HOST:PORT`); by default what `WEIGHTWIRE_LISTEN` says, else a socket
@@ -191,14 +191,6 @@ class Store:
             self._leases = Leases()  # with the holdings go the descriptors of their memory
             self._taken_bytes = self._current_bytes = self._leased_bytes = 0
             self._memory.close()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- for the server --------------------------------------------------------------------------------------------------
 

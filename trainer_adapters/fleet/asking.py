@@ -12,12 +12,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import msgspec
 
 from inference_plugin.net.channel import Channel, take_ready
+from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Body, Describe
 
@@ -79,7 +79,7 @@ class _Open:
         return None
 
 
-class Inquiry(Generic[Reply]):
+class Inquiry(Closing, Generic[Reply]):
     """Open requests whose answers are of type `kind`, for one thread. A context manager, which closes the probes."""
 
     def __init__(self, kind: type[Reply], *, silence_s: float) -> None:
@@ -140,14 +140,6 @@ class Inquiry(Generic[Reply]):
             if now_s >= until_s:
                 break
         return taken
-
-    def __enter__(self) -> Inquiry[Reply]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Waits for nothing any longer; may be called twice."""

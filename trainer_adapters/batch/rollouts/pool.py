@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from inference_plugin.net import addresses
 from inference_plugin.net.listening import listens_on
 from inference_plugin.net.processes import ProcessId
 from inference_plugin.net.reply_server import Asker, ReplyServer, Service
+from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.codec import MAX_CONTROL_BYTES, decode_as
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import (
@@ -70,7 +70,7 @@ CALLBACKS_S = 30.0
 """Longest time that `close` waits for callbacks that have begun or wait their turn."""
 
 
-class RolloutPool(Service):
+class RolloutPool(Closing, Service):
     """Hands submitted tasks to workers, and gives their rollouts as futures, to callbacks, or as batches. Any thread may call.
 
     Workers of this host find the pool in the runtime directory. `listen` is a further address, `tcp://HOST:PORT`, by default what
@@ -216,14 +216,6 @@ class RolloutPool(Service):
         self._path.unlink(missing_ok=True)
         for thread in (self._callbacks, *(thread for thread, _ in listeners.values())):
             thread.close(CALLBACKS_S)
-
-    def __enter__(self) -> RolloutPool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- the server's thread ---------------------------------------------------------------------------------------------
 

@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
 from inference_plugin.devices import start_thread
 from inference_plugin.net.addresses import job_name, new_replica_id
+from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import BatchError, ConfigError, RolloutFailed, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages.rollout import (
@@ -88,7 +88,7 @@ class _Turns:
         return None
 
 
-class RolloutWorker:
+class RolloutWorker(Closing):
     """Runs tasks of rollout pools with `generate`, up to `slots` at a time, and puts what they make into `store`.
 
     `pool` is the address of a pool; without it the worker works for every pool of this host and job, also for those that start
@@ -162,14 +162,6 @@ class RolloutWorker:
         except SyncTimeout as error:  # it waits for room; what it puts is cleared as soon as it has it
             logger.error("weightwire: rollout worker %s: %s", self.name, error)
         self.collectives.close(max(0.0, until_s - time.monotonic()))
-
-    def __enter__(self) -> RolloutWorker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- the thread of the connections -----------------------------------------------------------------------------------
 
