@@ -1,4 +1,4 @@
-"""The server's process: what clients are told of its replicas."""
+"""The server's process: middleware that tells clients about its replicas."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SERVER = "sglang.srt.entrypoints.http_server"
 
 
 def hook_api() -> None:
-    """Adds the middleware to SGLang's application, which is made when its module is imported: that takes long, and only the
-    server's process does it. Before that, a function is wrapped that the module calls with the application; SGLang has it from
-    0.5.23 on."""
+    """Adds the middleware to SGLang's application, which is made when its module is imported; that takes long, and only the
+    server's process does it. If the module is not imported yet, wraps a function that the module calls with the application,
+    which SGLang has from 0.5.23 on."""
     server = sys.modules.get(_SERVER)
     if (app := getattr(server, "app", None)) is not None:
         app.add_middleware(SglangMiddleware)

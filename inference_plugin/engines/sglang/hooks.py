@@ -114,7 +114,7 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
 
 
 def hook_start() -> None:
-    """The process that asks for an engine: it starts one from here on, until the first rank's scheduler does."""
+    """In the process that asks for an engine: notes that an engine starts, until the first rank's scheduler notes it."""
     from sglang.srt.entrypoints.engine import Engine
 
     @wrap(Engine, "_launch_scheduler_processes")
@@ -253,7 +253,7 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
 
 
 def _take_no_turn(_: Turn) -> None:
-    """A rank that runs without us and is told of a turn all the same: SGLang's loop must not end for it."""
+    """Handles a turn on a rank that runs without us: SGLang's loop must not end because of it."""
 
 
 def _dp_rank(scheduler: Any, parallel: Any) -> int:
@@ -263,7 +263,7 @@ def _dp_rank(scheduler: Any, parallel: Any) -> int:
 
 
 def _unserved(scheduler: Any, parallel: Any) -> str:
-    """Why this layout isn't served: a turn would not reach all ranks in the same pass, or was never run there; "" if it is
+    """Why this layout isn't served, where a turn would not reach all ranks in the same pass or was never run; "" if it is
     served."""
     grouped = getattr(parallel, "attn_dp_enabled", parallel.attn_dp_size > 1)  # before 0.5.22 only the size tells
     if grouped and parallel.enable_dp_attention_local_control_broadcast:

@@ -2,8 +2,8 @@
 
 SGLang knows an adapter by an id that its tokenizer process gave to a name, when it was started with the adapter or told to
 load it. So the name must be known there first; an update then replaces what every rank holds for it: the copy from which
-slots are filled, and the slot, if the adapter is in one. An adapter that SGLang unloads for others and reads again later is
-the update's as well.
+slots are filled, and the slot, if the adapter is in one. If SGLang evicts the adapter and reads
+it from disk again later, it gets the update's tensors as well.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SglangAdapterSlots(TensorSlots):
                 manager._notify_lora_slots_updated({slot})
 
     def loaded(self, lora_ref: Any) -> None:
-        """SGLang read an adapter from disk: one that an update brought is the update's."""
+        """SGLang has read an adapter from disk: puts the update's in its place, if an update brought it."""
         tensors = self._tensors.get(lora_ref.lora_name)
         if tensors is not None:
             made = self._made(lora_ref.lora_id, tensors)

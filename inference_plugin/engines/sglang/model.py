@@ -139,7 +139,7 @@ class SglangModel(LiveModel):
 
 
 def _skeleton(runner: Any) -> Skeleton:
-    """The model's class once more, without memory of weights."""
+    """A second instance of the model's class, without memory for weights."""
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype

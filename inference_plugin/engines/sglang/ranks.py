@@ -1,4 +1,4 @@
-"""How a replica's ranks tell each other something in the middle of a turn, while generation stands."""
+"""Messages among a replica's ranks in the middle of a turn, while generation stands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START_TIMEOUT_S = 600.0
 
 
 class _Way(Protocol):
-    """How bytes get from rank to rank. What fails in it leaves SGLang's own groups in step."""
+    """How bytes get from rank to rank. If it fails, SGLang's own groups stay in step."""
 
     def broadcast(self, data: bytes) -> bytes: ...
 
@@ -29,10 +29,10 @@ class _Way(Protocol):
 
 
 class Ranks:
-    """This replica's ranks. `collectives` counts what they have told each other.
+    """This replica's ranks. `collectives` counts their broadcasts and gatherings.
 
     On one host they are connected to the first one by sockets. Over several hosts, or where the sockets can't be made, they use a
-    gloo group that nobody else uses. Of two ranks on two busy cores a gathering takes 0.02 ms by sockets and 0.5 ms by gloo,
+    gloo group that nobody else uses. With two ranks on two busy cores a gathering takes 0.02 ms by sockets and 0.5 ms by gloo,
     whose messages pass through several threads on either side.
     """
 

@@ -91,8 +91,8 @@ class SchedulerRank:
         return True
 
     def while_paused(self, *, idle: bool) -> None:
-        """In each pass of the event loop: what SGLang leaves out while it is paused. It answers health checks with the
-        results of forward passes only, and never sleeps."""
+        """In each pass of the event loop: does what SGLang leaves out while it is paused. It answers health checks with
+        the results of forward passes only, and a paused scheduler never sleeps."""
         if self._paused:
             self.scheduler.maybe_send_health_check_signal()
             if idle:
@@ -136,7 +136,7 @@ class SchedulerRank:
         self.scheduler.waiting_queue.extend(held)
 
     def installed(self, version: int) -> None:
-        """This rank holds `version`: no request finds what an older version computed, and outputs get its stamp."""
+        """This rank holds `version`: from now on no request finds what an older version computed, and outputs get the stamp."""
         self._turn_namespace()
         self._stamp(version)
 
@@ -151,8 +151,8 @@ class SchedulerRank:
             logger.exception("weightwire: rank %d could not end its requests; it takes no new ones", self.rank)
 
     def _stamp(self, version: int) -> None:
-        """SGLang's own record, and what it leaves out: tokens of a forward pass whose result is still to be processed
-        (SGLang overlaps the two) are of the weights that it ran with."""
+        """Stamps outputs with the version. SGLang's own record leaves out the tokens of a forward pass whose result is still
+        to be processed (SGLang overlaps the two): they are of the weights that the pass ran with."""
         from sglang.srt.runtime_context import get_serving
         from sglang.srt.utils.weight_versions import WeightVersionEvent
 
@@ -189,9 +189,8 @@ class SchedulerRank:
         scheduler = self.scheduler
         if "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters:
             return bool(scheduler.is_fully_idle(ignore_waiting=True))
-        return bool(
-            scheduler.is_fully_idle()
-        )  # before 0.5.21, where a waiting request keeps the cache from being flushed
+            # Before 0.5.21 a waiting request keeps the cache from being flushed.
+        return bool(scheduler.is_fully_idle())
 
     def name(self, request: Any) -> None:
         """Puts a request that has computed nothing yet into the present prefix namespace; not one whose conversation keeps its
@@ -204,7 +203,7 @@ class SchedulerRank:
         request.extra_key = "|".join(filter(None, [own, self.namespace])) or own
 
     def _retract(self) -> None:
-        """SGLang's own pause; one that its user made before stays after `_continue`."""
+        """Retracts requests by SGLang's own pause. A pause that the user made before stays after `_continue`."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._paused |= not self.scheduler._engine_paused

@@ -1,4 +1,4 @@
-"""How a turn reaches every rank: what travels in it, and the bells that wake them."""
+"""How a turn reaches every rank: the messages in it, and the bells that wake ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EngineOperation(msgspec.Struct, frozen=True):
 
 
 class EngineReply(msgspec.Struct, frozen=True):
-    """`done` false: what was asked can't be done yet."""
+    """`done`: false if the operation can't be done yet."""
 
     done: bool = True
     error: str | None = None

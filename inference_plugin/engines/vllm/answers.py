@@ -17,8 +17,8 @@ logger = logging.getLogger("vllm.weightwire")
 
 
 def hook_answers() -> None:
-    """Wraps what makes the answers to completions and chat completions. Called once the server's routes are there, in its
-    process: importing these modules takes long. Before 0.32 vLLM doesn't know the versions of an answer."""
+    """Wraps the functions that make the answers to completions and chat completions. Called in the server's process once its
+    routes exist, because importing these modules takes long. Before 0.32 vLLM doesn't know the versions of an answer."""
     from vllm.outputs import CompletionOutput
 
     if "weight_versions" not in CompletionOutput.__dataclass_fields__:

@@ -1,6 +1,7 @@
-"""The API process: what clients are told of the replicas of this server, above all while one is torn.
+"""The API process: middleware that tells clients about the replicas of this server, above all why a torn one refuses.
 
-Since 0.33 the engine core says itself that it is torn (`core`), and vLLM answers 503; that middleware then has nothing to do.
+Since 0.33 the engine core itself reports that it is torn (`core`), and vLLM answers 503: `TornReplicaMiddleware` then has nothing
+to do.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def hook_api() -> None:
 
 
 def _hook_before_0_29() -> None:
-    """The function that adds the middleware is in the module that `python -m` runs as `__main__`, where nothing that is
-    wrapped reaches it; the first that it imports when it is called is wrapped instead."""
+    """The function that adds middleware is in the module that `python -m` runs as `__main__`, where wrapping the imported module
+    has no effect. So the first function that it imports when it is called is wrapped instead."""
     from vllm.entrypoints import serve
 
     @wrap(serve, "register_vllm_serve_api_routers")

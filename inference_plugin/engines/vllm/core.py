@@ -1,4 +1,4 @@
-"""The engine as its coordinator sees it: one EngineCore, in a process of its own or in the caller's."""
+"""vLLM's engine core under its coordinator: pauses, caches, versions, refusals."""
 
 from __future__ import annotations
 
@@ -194,9 +194,8 @@ class CoreControl(EngineControl):
     def _finished(self, status: Any) -> list[tuple[str, int]]:
         """Removes all requests from the scheduler; returns their ids and clients."""
         ended = self.core.scheduler.finish_requests(None, status)
-        return [
-            one if isinstance(one, tuple) else (one.request_id, one.client_index) for one in ended
-        ]  # pairs before 0.26
+        # Before 0.26 vLLM returns these pairs itself.
+        return [one if isinstance(one, tuple) else (one.request_id, one.client_index) for one in ended]
 
     def _has_running(self) -> bool:
         return bool(self.core.scheduler.has_unfinished_requests() or self.core.batch_queue)
@@ -288,7 +287,7 @@ def own_root(
     extra_keys: Any = None,
 ) -> Any:
     """Around `hash_block_tokens`: the first block of a conversation that keeps its cache has a root that no commit turns."""
-    salts = (key[-1] if isinstance(key, tuple) else key for key in extra_keys or ())  # newer ones name the key: a pair
+    salts = (key[-1] if isinstance(key, tuple) else key for key in extra_keys or ())  # newer versions give (name, key)
     if not parent_block_hash and any(map(keeps_cache, salts)):
         parent_block_hash = hash_function(KEEP)
     return original(hash_function, parent_block_hash, curr_block_token_ids, extra_keys)

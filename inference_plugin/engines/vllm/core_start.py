@@ -57,14 +57,14 @@ def start(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoordi
 
 
 class _Started(msgspec.Struct, frozen=True):
-    """What the cores of one replica tell each other: that they have got this far, or why not."""
+    """A core's message to the other cores of its replica: its workers, or why it could not start."""
 
     workers: tuple[WorkerCard, ...] = ()
     error: ErrorInfo | None = None
 
 
 def _start_together(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoordinator | None]:
-    """On every core of a replica. Where one fails all do, with the same error."""
+    """Runs on every core of a replica. If one core fails, all fail with the same error."""
     sockets = connect(core)
     sockets.timeout_s = _START_TIMEOUT_S
     replica = sockets.broadcast(addresses.new_replica_id("vllm").encode()).decode()
@@ -104,7 +104,7 @@ def _agree(sockets: RankSockets, act: Callable[[], Sequence[WorkerCard]]) -> lis
 
 @contextlib.contextmanager
 def _stopping_workers(core: Any, replica: str) -> Iterator[None]:
-    """Where the start fails, nothing of ours is left on this core's ranks."""
+    """If the start fails, removes everything of ours from this core's ranks."""
     try:
         yield
     except ExecutorLost:
@@ -119,7 +119,7 @@ def _stopping_workers(core: Any, replica: str) -> Iterator[None]:
 
 def _start_workers(core: Any, replica: str) -> list[WorkerCard]:
     """The cards of this core's workers."""
-    # A call of what a worker hasn't got would raise there, and leave the executor out of step.
+    # Calling a method that a worker lacks would raise there, and leave the executor out of step.
     if not all(_ask_workers(core, hasattr, "weightwire_start")):
         raise EngineUnsupported(
             "the plug-in is live in the engine core, but not in every worker",

@@ -48,7 +48,7 @@ def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:
     runner: Any = worker.model_runner
     if not hasattr(runner, "get_draft_model"):  # before 0.26
         drafts = getattr(getattr(runner, "drafter", None), "model", None) is not None
-        return NoDraft("this version of vLLM does not hand it out") if drafts else None
+        return NoDraft("this version of vLLM gives no access to it") if drafts else None
     live: Any = runner.get_draft_model()
     if live is None:
         return None

@@ -13,8 +13,8 @@ __all__ = ["WeightSyncWorkerExtension"]
 
 
 class WeightSyncWorkerExtension:
-    """Importing it hooks in. vLLM refuses an extension whose attributes the worker already has, and by the entry point it
-    has those that operations use: so the class has none of them.
+    """Importing this module hooks into vLLM. vLLM refuses an extension that shares an attribute with the worker. The entry point
+    has already added the methods that operations use to the worker, so this class has none of them.
 
     From 0.33 on vLLM calls the two methods itself. Older versions don't know them; there, and where another project's class is
     the extension, the wrapped `WorkerWrapperBase.shutdown` closes a worker.

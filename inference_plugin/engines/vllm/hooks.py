@@ -138,7 +138,7 @@ def hook_core(lacks: tuple[str, ...]) -> None:
 
 
 def hook_start() -> None:
-    """The process that asks for an engine: it starts one from here on, until the engine core does."""
+    """In the process that asks for an engine: notes that an engine starts, until the engine core notes it."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -184,7 +184,7 @@ def _start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
 
 
 def _tear(core: Any, control: CoreControl) -> None:
-    """Before vLLM zeroes the weights, as its `/weight_checker` asks."""
+    """Tears the replica before vLLM zeroes its weights for `/weight_checker`."""
     if isinstance(control, SharedCore):
         raise EngineUnsupported(
             "weights of ranks that share experts can't be reset: the engine cores would do so one after the other",

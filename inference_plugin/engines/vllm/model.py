@@ -204,8 +204,8 @@ def _processes_itself_last(module: nn.Module) -> bool:
 
 
 def skeleton_of(engine_config: Any, model_config: Any, prefix: str = "") -> Skeleton:
-    """The model's class once more: no memory of weights, and nothing of it in the engine's own tables. `prefix`: as the engine
-    gave it to the model's constructor."""
+    """A second instance of the model's class, without memory for weights and without entries in the engine's own tables.
+    `prefix`: as the engine gave it to the model's constructor."""
     from vllm.config import CompilationMode
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -228,8 +228,8 @@ def skeleton_of(engine_config: Any, model_config: Any, prefix: str = "") -> Skel
 
 
 def _load_at_once(model: nn.Module) -> None:
-    """Has parameters take weights as they come. Where vLLM quantises while it loads, they are kept until a layer has all of its
-    own, which is then quantised."""
+    """Has parameters take weights as they come. Where vLLM quantises while it loads, it would keep them until a layer has all of
+    its weights, and then quantise the layer."""
     for parameter in model.parameters():
         loader: Any = getattr(parameter, "weight_loader", None)
         while getattr(loader, "__name__", "") == "online_process_loader":

@@ -1,4 +1,4 @@
-"""One of several engine cores that share experts: what each does to its own scheduler and to its own ranks."""
+"""One of several engine cores that share experts: the operations on its own scheduler and its own ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CoreOrder(msgspec.Struct, frozen=True):
 
 
 class CoreReply(msgspec.Struct, frozen=True):
-    """`begun`: how many steps, None where the core can't be halted now. `done` false: it has requests that run."""
+    """`begun`: number of steps begun; None if the core can't be halted now. `done`: false while requests run on it."""
 
     begun: int | None = None
     answers: list[bytes] = []

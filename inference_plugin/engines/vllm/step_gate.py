@@ -21,7 +21,7 @@ class StepGate:
 
     def halt(self) -> int | None:
         """No further step begins. Returns how many have begun; None, and nothing is halted, where the core is in a collective
-        of vLLM's own between two steps: it may wait for the very core that would have everybody stand."""
+        of vLLM's own between two steps, because it may wait for the very core that asks for the halt."""
         with self._lock:
             if self._in_collective:
                 return None
@@ -68,7 +68,7 @@ class StepGate:
             return True
 
     def count(self) -> None:
-        """A step was taken, by all cores."""
+        """All cores have taken a step."""
         with self._lock:
             self._done += 1
             self._stepping = False

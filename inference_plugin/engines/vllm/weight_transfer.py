@@ -56,7 +56,7 @@ class WeightwireTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @staticmethod
     def trainer_send_weights(*_: Any) -> None:
-        """Up to 0.27 vLLM wants this to be there."""
+        """vLLM requires this method up to 0.27."""
         raise EngineUnsupported(
             "this backend has no static sender", hint="use trainer_adapters.integrations.vllm", side="trainer"
         )
@@ -97,7 +97,7 @@ class NativeCalls:
             )
 
     def _start(self, is_checkpoint_format: bool = True) -> None:
-        """Nothing to prepare: generation goes on, and the live model is not taken apart. `is_checkpoint_format`: of 0.24."""
+        """Nothing to prepare: generation goes on, and the live model is not taken apart. vLLM 0.24 passes the argument."""
         self._started, self._announced = True, None
 
     def _start_draft(self) -> None:

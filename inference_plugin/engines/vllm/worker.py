@@ -53,8 +53,8 @@ def _step(worker: Any) -> AbstractContextManager[object]:
 
 
 def _worker_start(worker: Any, replica: str) -> bytes:
-    """On every worker, once, on its own thread: skeleton, runtime, socket. Returns a `RankReply`; never raises: of an
-    executor that gets an exception from one worker the others' answers would be taken for those to its next call."""
+    """On every worker, once, on its own thread: skeleton, runtime, socket. Returns a `RankReply`. Never
+    raises: after an exception from one worker the executor would take the other workers' answers for those to its next call."""
     rank = int(getattr(worker, "rank", 0))
     try:
         identity = _identity(replica)
