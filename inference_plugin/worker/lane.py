@@ -22,13 +22,14 @@ T = TypeVar("T")
 class Lane:
     """Starts its daemon thread when it is made. `device` is the accelerator that the thread uses, as for `Device.use`.
 
-    `put` and `end` never block, so both may be called while a lock is held. Nobody waits for the thread to end: a job that
-    hangs holds up only its own lane.
+    `put` and `end` never block, so both may be called while a lock is held. A job that hangs holds up only its own lane. When the
+    process ends, `cancel` is called, so that the running job ends soon, and queued jobs are dropped.
     """
 
-    def __init__(self, name: str, device: int | None = None) -> None:
+    def __init__(self, name: str, device: int | None = None, cancel: Callable[[], None] = lambda: None) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._device = device
+        self._cancel = cancel
         start_thread(self._run, name=name, stop=self._stop)
 
     def put(self, job: Callable[[], T]) -> Future[T]:
@@ -46,6 +47,7 @@ class Lane:
         self._jobs.put(None)
 
     def _stop(self) -> None:
+        self._cancel()
         with contextlib.suppress(queue.Empty):  # what has not begun never will
             while True:
                 self._jobs.get_nowait()

@@ -123,7 +123,7 @@ class GroupWork:
         self._in_force: _Agreed | None = None
         self._candidate: _Agreed | None = None
         self._updates: dict[str, Update] = {}
-        self._lane = Lane(f"weightwire-group-{name}", where.device)
+        self._lane = Lane(f"weightwire-group-{name}", where.device, self._cancel_all)
         self._device = in_use()
         self._queue = self._device.new_queue()
         self._do: dict[type, Callable[[Any], Any]] = {
@@ -167,7 +167,7 @@ class GroupWork:
         """Any thread: begins the work; `ended` is told of its end."""
         if isinstance(work, Stage):
             name = f"weightwire-stage-{self.name}"
-            start_thread(lambda: self._run(number, work), name=name, stop=lambda: self.cancel(work.txn))
+            start_thread(lambda: self._run(number, work), name=name, stop=self._cancel_all)
         else:
             self._lane.put(lambda: self._run(number, work))
 
@@ -177,6 +177,10 @@ class GroupWork:
             update.cancelled.set()
             if (staging := update.staging) is not None:
                 staging.cancel()
+
+    def _cancel_all(self) -> None:
+        for txn in list(self._updates):
+            self.cancel(txn)
 
     # --- the lane, and the thread of a `Stage` -----------------------------------------------------------------------
 

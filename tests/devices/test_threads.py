@@ -48,14 +48,27 @@ puts.submit(print, "a call began at the end")
 
 ENGINE = """
 from inference_plugin.engines.transformers import TransformersEngine
-from inference_plugin.worker.lane import Lane
+from inference_plugin.net.addresses import listen_address
+from tests.support.worker import KeepingInstaller, Worker
+from tests.worker.driver import Driver, weights
+
+class Preparing(KeepingInstaller):
+    def prepare(self, segment, brake):
+        of, to = torch.zeros(2, 1 << 20)
+        begun.append("prepare")
+        while True:
+            to.copy_(of)
+            brake(0)  # raises once the update is cancelled
 
 engine = TransformersEngine(sys.argv[1])
 answer = engine.generate([1, 2, 3], 100_000)
-lane = Lane("lane")
-lane.put(lambda: copy("lane"))
-lane.put(lambda: print("a job began at the end"))
 begun.append("generate")
+worker = Worker(listen_address("replica", "0"), lambda group: Preparing())
+trainer = Driver(worker.address)
+trainer.open()
+trainer.begin("t1", 1)
+trainer.write(weights(1))
+trainer.seal("t1")
 """
 
 END = """
