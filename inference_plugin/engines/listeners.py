@@ -4,10 +4,10 @@ nor the manager's answer."""
 from __future__ import annotations
 
 import logging
-import queue
-import threading
+from functools import partial
 
 from inference_plugin.plugins import plugin_manager
+from inference_plugin.worker.lane import Lane
 
 __all__ = ["CommitListeners"]
 
@@ -23,34 +23,19 @@ class CommitListeners:
 
     def __init__(self, replica: str) -> None:
         self._replica = replica
-        self._commits: queue.Queue[tuple[str, int, float] | None] = queue.Queue(MAX_WAITING)
-        self._thread = threading.Thread(target=self._run, name="weightwire-listeners", daemon=True)
+        self._lane = Lane("weightwire-listeners")
 
     def start(self) -> None:
-        self._thread.start()
+        self._lane.start()
 
     def tell(self, group: str, version: int, stopped_s: float) -> None:
         """Any thread; returns at once."""
-        try:
-            self._commits.put_nowait((group, version, stopped_s))
-        except queue.Full:
+        if self._lane.waiting() >= MAX_WAITING:
             logger.warning("weightwire: a listener hangs; it is not told of version %d of %s", version, group)
+            return
+        hook = plugin_manager().hook.weightwire_committed
+        self._lane.put(partial(hook, replica=self._replica, group=group, version=version, stopped_s=stopped_s))
 
     def close(self) -> None:
         """Waits up to `CLOSE_TIMEOUT_S` for listeners that are running; may be called twice."""
-        if self._thread.is_alive():
-            try:
-                self._commits.put_nowait(None)
-            except queue.Full:
-                return  # it hangs, and ends with the process
-            self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _run(self) -> None:
-        while (commit := self._commits.get()) is not None:
-            group, version, stopped_s = commit
-            try:
-                plugin_manager().hook.weightwire_committed(
-                    replica=self._replica, group=group, version=version, stopped_s=stopped_s
-                )
-            except Exception:  # a third party's
-                logger.exception("weightwire: a listener failed")
+        self._lane.close(CLOSE_TIMEOUT_S)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
-import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from inference_plugin.net.records import GroupRecord, ReplicaRecord, save_record
 from inference_plugin.wire.errors import ErrorInfo, WeightwireError
 from inference_plugin.wire.messages import Committed
+from inference_plugin.worker.lane import Lane
 
 __all__ = ["CommitRecorder"]
 
@@ -29,43 +29,36 @@ class CommitRecorder:
     def __init__(self, replica: str) -> None:
         self._replica = replica
         self._groups: dict[str, GroupRecord] = {}
-        self._news: queue.Queue[tuple[str, Committed] | ErrorInfo | None] = queue.Queue(MAX_WAITING)
+        self._lane = Lane("weightwire-recorder")
         self._complained = False
-        self._thread = threading.Thread(target=self._run, name="weightwire-recorder", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self._lane.start()
 
     def tell_commit(self, group: str, committed: Committed) -> None:
         """Any thread; returns at once."""
-        self._put((group, committed))
+        self._put(partial(self._count_commit, group, committed))
 
     def tell_failure(self, error: ErrorInfo) -> None:
         """Any thread; returns at once. `error` is of the phase "commit"."""
-        self._put(error)
+        self._put(partial(self._count_failure, error))
 
     def close(self) -> None:
         """Waits up to `CLOSE_TIMEOUT_S` for what was told; may be called twice."""
-        if self._thread.is_alive():
-            self._put(None)
-            self._thread.join(CLOSE_TIMEOUT_S)
+        self._lane.close(CLOSE_TIMEOUT_S)
 
-    def _put(self, news: tuple[str, Committed] | ErrorInfo | None) -> None:
-        with contextlib.suppress(queue.Full):  # what hangs is the log itself, or the disk: there is nowhere to say it
-            self._news.put_nowait(news)
+    def _put(self, count: Callable[[], None]) -> None:
+        if self._lane.waiting() < MAX_WAITING:  # else the log itself hangs, or the disk: there is nowhere to say it
+            self._lane.put(lambda: self._record(count))
 
-    def _run(self) -> None:
-        while (news := self._news.get()) is not None:
-            try:
-                if isinstance(news, ErrorInfo):
-                    self._count_failure(news)
-                else:
-                    self._count_commit(*news)
-                save_record(self._replica, ReplicaRecord(self._groups))
-            except Exception:  # a count must not end the counting; it is logged once
-                if not self._complained:
-                    self._complained = True
-                    logger.exception("weightwire: the counters of %s can't be written; trying on", self._replica)
+    def _record(self, count: Callable[[], None]) -> None:
+        try:
+            count()
+            save_record(self._replica, ReplicaRecord(self._groups))
+        except Exception:  # logged once; the next commit is recorded with this one
+            if not self._complained:
+                self._complained = True
+                logger.exception("weightwire: the counters of %s can't be written; trying on", self._replica)
 
     def _count_commit(self, group: str, committed: Committed) -> None:
         install_s = max((rank.install_s for rank in committed.ranks), default=0.0)

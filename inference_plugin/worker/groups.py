@@ -72,6 +72,7 @@ class GroupTable:
         self._works: dict[int, GroupWork] = {}
         self._readings: dict[int, Reading] = {}
         self._listeners = Lane("weightwire-listeners", self._where.device)
+        self._listeners.start()
 
     # --- the reply server's thread -----------------------------------------------------------------------------------
 
@@ -195,10 +196,8 @@ class GroupTable:
         """Calls listeners on a lane of their own, so that one that does not return blocks nothing else."""
         if self._listeners.waiting() < MAX_UNTOLD:
             hook = plugin_manager().hook.weightwire_state_changed
-            call = functools.partial(
-                hook, replica=self._where.replica, rank=self._where.rank, group=change.group, state=change.state
-            )
-            self._listeners.put(call).add_done_callback(_log_failure)
+            told = {"replica": self._where.replica, "rank": self._where.rank}
+            self._listeners.put(functools.partial(hook, **told, group=change.group, state=change.state))
 
 
 class _Local:
@@ -212,8 +211,3 @@ class _Local:
 
     def fail(self, error: WeightwireError) -> None:
         self._answer.set_exception(error)
-
-
-def _log_failure(told: Future[None]) -> None:
-    if (error := told.exception()) is not None:
-        logger.warning("weightwire: a listener failed", exc_info=error)

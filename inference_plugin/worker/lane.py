@@ -7,36 +7,35 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from typing import Any, TypeVar
 
 from inference_plugin.devices import in_use, start_thread
 
-__all__ = ["Lane", "fail", "resolve"]
+__all__ = ["Lane"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class Lane:
-    """Starts its daemon thread when it is made. `device` is the accelerator that the thread uses, as for `Device.use`.
+    """`device` is the accelerator that the thread uses, as for `Device.use`.
 
-    `put` and `end` never block, so both may be called while a lock is held. A job that hangs holds up only its own lane. When the
-    process ends, `cancel` is called, so that the running job ends soon, and queued jobs are dropped.
+    `put` and `end` never block, so both may be called while a lock is held. A job that raises is logged; one that hangs holds up
+    only its own lane. When the process ends, `cancel` is called, so that the running job ends soon, and queued jobs are dropped.
     """
 
     def __init__(self, name: str, device: int | None = None, cancel: Callable[[], None] = lambda: None) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._device = device
         self._cancel = cancel
-        start_thread(self._run, name=name, stop=self._stop)
+        self._thread: threading.Thread | None = None
 
-    def put(self, job: Callable[[], T]) -> Future[T]:
-        """Queues `job`; the future gets its result or its error."""
-        future: Future[T] = Future()
-        self._jobs.put((job, future))
-        return future
+    def start(self) -> None:
+        """Begins with the jobs. Raises RuntimeError if no thread can be started."""
+        self._thread = start_thread(self._run, name=self._name, stop=self._stop)
+
+    def put(self, job: Callable[[], object]) -> None:
+        """Queues `job`."""
+        self._jobs.put(job)
 
     def waiting(self) -> int:
         """How many jobs are queued behind the running one."""
@@ -45,6 +44,12 @@ class Lane:
     def end(self) -> None:
         """Ends the thread once the jobs that are queued now are done."""
         self._jobs.put(None)
+
+    def close(self, timeout_s: float) -> None:
+        """As `end`, and waits for that up to `timeout_s`. May be called twice."""
+        self.end()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def _stop(self) -> None:
         self._cancel()
@@ -55,29 +60,9 @@ class Lane:
 
     def _run(self) -> None:
         in_use().use(self._device)
-        while (entry := self._jobs.get()) is not None:
-            _do(*entry)
-            del entry  # an idle lane must not keep a payload alive
-
-
-def _do(job: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        result = job()
-    except BaseException as error:  # the future carries the error; the lane goes on with the next job
-        if not isinstance(error, Exception):
-            logger.exception("weightwire: a job of %s ended the hard way", threading.current_thread().name)
-        fail(future, error)
-    else:
-        resolve(future, result)
-
-
-def resolve(future: Future[T], result: T) -> None:
-    """Sets a result, unless the future has one or has failed."""
-    with contextlib.suppress(InvalidStateError):
-        future.set_result(result)
-
-
-def fail(future: Future[Any], error: BaseException) -> None:
-    """Sets an exception, unless the future has a result or has failed."""
-    with contextlib.suppress(InvalidStateError):
-        future.set_exception(error)
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException:  # the lane goes on with the next job
+                logger.exception("weightwire: a job of %s failed", self._name)
+            del job  # an idle lane must not keep a payload alive

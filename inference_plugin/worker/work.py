@@ -124,6 +124,7 @@ class GroupWork:
         self._candidate: _Agreed | None = None
         self._updates: dict[str, Update] = {}
         self._lane = Lane(f"weightwire-group-{name}", where.device, self._cancel_all)
+        self._lane.start()
         self._device = in_use()
         self._queue = self._device.new_queue()
         self._do: dict[type, Callable[[Any], Any]] = {
