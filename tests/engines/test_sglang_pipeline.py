@@ -130,14 +130,14 @@ def test_a_server_of_stages_shows_its_version_is_healthy_while_paused_and_heeds_
         with SyncManager(timeout_s=180) as manager:
             manager.update(source(models[1]), 100)
             assert server.tokens(PROMPTS, COUNT) == reference(models[1])
-            check_visible_on_sglang(server, PROMPTS[1])
+            check_visible_on_sglang(server, PROMPTS[1], source(models[1]), manager)
             check_probe(server, models[1], models[0])
             with manager.paused():
                 assert server.request("GET", "/health")[0] == 200
             assert server.request("POST", "/pause_generation", {"mode": "in_place"})[0] == 200
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(server.tokens, PROMPTS, COUNT)
-                assert [r.status for r in manager.update(source(models[0]), 101).replicas] == ["committed"]
+                assert [r.status for r in manager.update(source(models[0]), 103).replicas] == ["committed"]
                 assert server.request("POST", "/continue_generation", {})[0] == 200
                 assert asked.result(180) == reference(models[0]), "SGLang's own loop for pipelines ignores its pause"
     assert server.leftovers() == [] and server.family() == []
