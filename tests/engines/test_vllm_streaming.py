@@ -59,7 +59,7 @@ def assert_torn_until_healed(tp2: Faulty, why: str) -> None:
     tp2.assert_serves()
 
 
-@pytest.mark.parametrize("point", ["writing", "wrote"])
+@pytest.mark.parametrize("point", ["streaming", "wrote"])
 def test_a_manager_killed_while_it_streams_tears_the_replica_until_the_next_update(
     tp2: Faulty, tmp_path: Path, point: str
 ) -> None:
@@ -75,7 +75,7 @@ def test_a_manager_killed_while_it_streams_tears_the_replica_until_the_next_upda
 def test_a_killed_trainer_rank_fails_the_update_which_says_that_the_replica_is_torn(
     tp2: Faulty, tmp_path: Path
 ) -> None:
-    with trainer(tp2, tmp_path, 2, 1, "writing", install="streaming") as ranks:
+    with trainer(tp2, tmp_path, 2, 1, "streaming", install="streaming") as ranks:
         ranks.arrived()
         ranks.signal(1, signal.SIGKILL)
         result = ranks.result(0)
@@ -88,7 +88,7 @@ def test_a_killed_trainer_rank_fails_the_update_which_says_that_the_replica_is_t
 @pytest.mark.parametrize("rank", [0, 1], ids=["manager", "rank 1"])
 def test_a_trainer_that_wakes_late_writes_into_nothing_that_is_served(tp2: Faulty, tmp_path: Path, rank: int) -> None:
     options = {"lease_s": LEASE_S} if rank == 0 else {"timeout_s": 8}
-    with trainer(tp2, tmp_path, rank + 1, rank, "writing", install="streaming", **options) as ranks:
+    with trainer(tp2, tmp_path, rank + 1, rank, "streaming", install="streaming", **options) as ranks:
         ranks.arrived()
         ranks.signal(rank, signal.SIGSTOP)
         assert_torn_until_healed(tp2, "the update failed" if rank else "the trainer was silent")

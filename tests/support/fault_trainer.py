@@ -4,8 +4,9 @@ Usage: fault_trainer.py DIRECTORY, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PO
 JSON `{"model", "version", "rank", "point", "options"}`; `options` go to the SyncManager. At the point the rank makes the
 file `at` and waits until there is a file `go`. At its end each rank leaves `result<rank>`, JSON.
 
-Points: "writing" (one tensor is written), "wrote" (all tensors of this rank are written, and the manager does not know it yet),
-"sealed" (between seal and commit; rank 0), "committing" (the commit is sent; rank 0).
+Points: "writing" (one tensor is written), "streaming" (a worker is sent its second bucket, so its first one is in place),
+"wrote" (all tensors of this rank are written, and the manager does not know it yet), "sealed" (between seal and commit;
+rank 0), "committing" (the commit is sent; rank 0).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from safetensors.torch import load_file
 from inference_plugin.net.channel import Channel
 from inference_plugin.plugins import hookimpl, plugin_manager
 from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.messages import Body, Commit
+from inference_plugin.wire.messages import Body, Bucket, Commit
 from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager
 
 DIRECTORY = Path(sys.argv[1])
@@ -59,20 +60,22 @@ class StopsBetweenPhases:
             stop_at("sealed")
 
 
-def commit_then_stop() -> None:
+def stop_after_what_is_sent() -> None:
     original = Channel.send
 
     def send(self: Channel, body: Body, payload: Any = None) -> None:
         original(self, body) if payload is None else original(self, body, payload)
         if isinstance(body, Commit):
             stop_at("committing")
+        elif isinstance(body, Bucket) and body.seq == 1:
+            stop_at("streaming")
 
     Channel.send = send  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:
     plugin_manager().register(StopsBetweenPhases())
-    commit_then_stop()
+    stop_after_what_is_sent()
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
     result: dict[str, Any] = {"error": None}
