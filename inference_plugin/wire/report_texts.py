@@ -34,9 +34,7 @@ class Text:
         table = Table(title=self.heading, title_justify="left")
         used = [i for i, _ in enumerate(self.columns) if any(row[i] for row in self.rows)]
         for i in used:
-            table.add_column(
-                self.columns[i], overflow="fold", no_wrap=i == 0
-            )  # the first one holds names, to be copied
+            table.add_column(self.columns[i], overflow="fold", no_wrap=i < 2)  # names, to be copied, and a word each
         for row in self.rows:
             table.add_row(*(row[i] for i in used))
         return table

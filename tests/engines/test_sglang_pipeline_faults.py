@@ -38,6 +38,15 @@ def tp2_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
     assert driver.leftovers() == []
 
 
+def test_a_reset_of_the_weights_is_refused_by_name_and_the_version_is_served(tp2: Faulty) -> None:  # noqa: F811
+    assert isinstance(tp2.engine, SglangDriver)
+    success, message = tp2.engine.call("reset_weights")
+    assert not success and "a pipeline's weights can't be reset" in message, message
+    assert tp2.card.state == "serving"
+    tp2.assert_serves()
+    tp2.assert_recovered()
+
+
 def test_a_stage_killed_while_it_installs_takes_its_engine_down_and_the_manager_is_told(tp2: Faulty) -> None:  # noqa: F811
     """The last one for this engine."""
     assert isinstance(tp2.engine, SglangDriver)

@@ -550,6 +550,7 @@ def check_reset_weights(faulty: Faulty) -> None:
             refused
         )
         assert faulty.card.state == "torn" and {s.state for s in statuses(faulty.card)} == {"torn"}
+        assert "a parameter that no update fills stays" in faulty.card.detail
         assert not sync.verify(source(faulty.models[faulty.serves])).ok
         faulty.update(faulty.serves, sync=sync)
         faulty.assert_serves()

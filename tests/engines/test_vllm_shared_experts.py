@@ -90,6 +90,7 @@ def shared(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint
         WEIGHTWIRE_TEST_FAULTS=str(faults),
         WEIGHTWIRE_TEST_STEPS=str(steps),
         WEIGHTWIRE_RANK_TIMEOUT_S=str(RANK_TIMEOUT_S),
+        VLLM_SERVER_DEV_MODE="1",  # has /weight_checker
     )
     with server:
         yield Shared(server, (a, b), faults, steps)
@@ -231,6 +232,14 @@ def test_a_torn_replica_refuses_on_both_ranks_and_is_healed_by_an_update(shared:
             status, answer = shared.server.complete(PROMPTS[0], COUNT, dp_rank=rank)
             assert status in (500, 503) and "token_ids" not in json.dumps(answer), answer
         shared.update(sync)
+    assert shared.card.state == "serving"
+    shared.assert_serves()
+
+
+@pytest.mark.parametrize("shared", ["experts"], indirect=True)
+def test_a_reset_of_the_weights_is_refused_by_name_and_the_version_is_served(shared: Shared) -> None:
+    status, answer = shared.server.request("POST", "/weight_checker", {"action": "reset"})
+    assert status == 500 and "weights of ranks that share experts can't be reset" in json.dumps(answer), answer
     assert shared.card.state == "serving"
     shared.assert_serves()
 

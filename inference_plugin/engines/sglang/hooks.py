@@ -97,7 +97,10 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
                 raise EngineUnsupported(
                     f"no update brings these back: {first_few(kept)}", hint="skip_tensor_list spares them"
                 )
-            _turns.tear("SGLang reset the weights, as its /weights_checker was asked")
+            _turns.tear(
+                "SGLang reset the weights, as its /weights_checker was asked "
+                "(a parameter that no update fills stays random until a restart)"
+            )
         except Exception as error:
             _rank.refuse_what_is_unknown()
             logger.exception("weightwire: the weights were not reset")

@@ -192,7 +192,9 @@ def _tear(core: Any, control: CoreControl) -> None:
             side="coordinator",
         )
     coordinator: ReplicaCoordinator = core._weightwire_coordinator
-    coordinator.tear("vLLM reset the weights, as its /weight_checker was asked")
+    coordinator.tear(
+        "vLLM reset the weights, as its /weight_checker was asked (a parameter that no update fills stays zero until a restart)"
+    )
 
 
 def _cards(core: Any) -> list[bytes]:
