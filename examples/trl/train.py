@@ -1,7 +1,7 @@
 """GRPO by TRL, of a model that a stock vLLM serves: the weights go there through Weightwire.
 
     python -m vllm.entrypoints.openai.api_server --model MODEL --logprobs-mode processed_logprobs
-    python examples/trl/train.py --model MODEL --server http://127.0.0.1:8000 [--lora] [--save DIR]
+    python examples/trl/train.py --model MODEL --server http://127.0.0.1:8000 --engine-dtype bfloat16 [--lora] [--save DIR]
 
 Without --server TRL starts its engine in this process (vllm_mode="colocate"). For several GPUs say `accelerate launch`, not
 `python`. The one line is that with `through_weightwire`.
@@ -34,7 +34,7 @@ def main() -> GRPOTrainer:
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--lora", action="store_true", help="train a PEFT adapter; the engine gets the merged model")
     parser.add_argument("--trainer-dtype", default="float32")
-    parser.add_argument("--engine-dtype", help="where it is not the trainer's, such as bfloat16")
+    parser.add_argument("--engine-dtype", help="the dtype in which the engine computes, where it is not the trainer's")
     parser.add_argument("--save", help="where the trained model is written, merged")
     arguments = parser.parse_args()
 
