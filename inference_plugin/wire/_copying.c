@@ -522,6 +522,95 @@ static PyObject *has_all_bits(PyObject *self, PyObject *args)
     return PyBool_FromLong(found);
 }
 
+/* What DLPack (https://github.com/dmlc/dlpack, dlpack.h, version 1) says of a tensor, and the table by which a tensor type says it. */
+typedef struct {
+    char *data;
+    int32_t device_type, device_id, dimensions;
+    uint8_t type_code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DlTensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *older, *allocator, *from_object, *to_object;
+    int (*borrow)(void *object, DlTensor *out);
+    void *stream;
+} DlExchange;
+
+enum { DL_CPU = 1, DL_COMPLEX = 5, DL_MAJOR = 1, MOST_DIMENSIONS = 64 };
+
+static int is_packed(const DlTensor *tensor)
+{
+    int64_t packed = 1;
+    for (int i = tensor->dimensions - 1; tensor->strides && i >= 0; packed *= tensor->shape[i--])
+        if (tensor->shape[i] != 1 && tensor->strides[i] != packed)
+            return 0;
+    return 1;
+}
+
+/* Bytes of one tensor; -1 for one that isn't of `first`'s sort: dtype, number of dimensions, all sizes but the first. */
+static int64_t packed_bytes(const DlTensor *tensor, const DlTensor *first, const int64_t *inner)
+{
+    if (tensor->device_type != DL_CPU || tensor->type_code != first->type_code || tensor->bits != first->bits ||
+        tensor->lanes != 1 || tensor->bits % 8 || tensor->type_code == DL_COMPLEX || tensor->byte_offset ||
+        tensor->dimensions != first->dimensions || !is_packed(tensor))
+        return -1;
+    int64_t nbytes = tensor->bits / 8;
+    for (int i = 0; i < tensor->dimensions; nbytes *= tensor->shape[i++])
+        if (i && tensor->shape[i] != inner[i])
+            return -1;
+    return nbytes && !tensor->data ? -1 : nbytes;
+}
+
+/* (addresses, sizes, shape of the first, first dimension of each) of tensors; None where they aren't all exactly of `type`, packed,
+ * of one sort, and in the memory of the CPU. */
+static PyObject *tensor_rows(PyObject *self, PyObject *args)
+{
+    PyObject *tensors, *type, *capsule;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyTuple_Type, &tensors, &type, &capsule))
+        return NULL;
+    const DlExchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!exchange)
+        return NULL;
+    const Py_ssize_t count = PyTuple_Size(tensors);
+    if (exchange->major != DL_MAJOR || !exchange->borrow || !count)
+        Py_RETURN_NONE;
+    PyObject *addresses = PyList_New(count), *sizes = PyList_New(count), *lengths = PyTuple_New(count), *shape = NULL;
+    DlTensor first;
+    int64_t inner[MOST_DIMENSIONS];
+    int is_one_sort = addresses && sizes && lengths;
+    for (Py_ssize_t i = 0; i < count && is_one_sort; i++) {
+        PyObject *each = PyTuple_GetItem(tensors, i);
+        DlTensor tensor;
+        is_one_sort = (PyObject *)Py_TYPE(each) == type && !exchange->borrow(each, &tensor) && tensor.dimensions <= MOST_DIMENSIONS;
+        if (is_one_sort && !i) {
+            first = tensor;
+            memcpy(inner, tensor.shape, (size_t)tensor.dimensions * sizeof *inner);
+            shape = PyTuple_New(tensor.dimensions);
+            for (int j = 0; shape && j < tensor.dimensions; j++)
+                PyTuple_SetItem(shape, j, PyLong_FromLongLong(inner[j]));
+        }
+        const int64_t nbytes = is_one_sort ? packed_bytes(&tensor, &first, inner) : -1;
+        if ((is_one_sort = nbytes >= 0)) {
+            PyList_SetItem(addresses, i, PyLong_FromVoidPtr(tensor.data));
+            PyList_SetItem(sizes, i, PyLong_FromLongLong(nbytes));
+            PyTuple_SetItem(lengths, i, PyLong_FromLongLong(tensor.dimensions ? tensor.shape[0] : 1));
+        }
+    }
+    PyObject *result = NULL;
+    if (PyErr_Occurred()) {
+        is_one_sort = 0;
+        if (PyErr_ExceptionMatches(PyExc_Exception))
+            PyErr_Clear(); /* a tensor that DLPack has no words for */
+    }
+    if (!PyErr_Occurred())
+        result = is_one_sort ? PyTuple_Pack(4, addresses, sizes, shape, lengths) : Py_NewRef(Py_None);
+    Py_XDECREF(addresses), Py_XDECREF(sizes), Py_XDECREF(shape), Py_XDECREF(lengths);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"has_all_bits", has_all_bits, METH_VARARGS, "has_all_bits(source, width, mask)"},
     {"copy_rows", copy_rows, METH_VARARGS,
@@ -532,6 +621,7 @@ static PyMethodDef methods[] = {
      "copy_strided_and_digest(target, target_start, target_stride, source, rows, row_bytes, source_stride)"},
     {"copy_joined", copy_joined, METH_VARARGS, "copy_joined(target, start, addresses, sizes)"},
     {"digest_rows", digest_rows, METH_VARARGS, "digest_rows(source, stride, rows, [(start, row_bytes), ...])"},
+    {"tensor_rows", tensor_rows, METH_VARARGS, "tensor_rows(tensors, type, dlpack_exchange_api)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -12,7 +12,7 @@ import torch
 from inference_plugin.wire.digest import Digest
 from inference_plugin.wire.errors import BatchError, ProtocolError
 from inference_plugin.wire.manifest import DTYPE_BYTES
-from trainer_adapters.batch.inputs import local_part
+from trainer_adapters.batch.inputs import local_part, parts_of_task
 from trainer_adapters.batch.parts import LocalPart, buffers_of, entry_of, part_of, sources_of
 from trainer_adapters.batch.records import Entry, Kind, ShardId, VersionSpan
 
@@ -202,6 +202,11 @@ def test_sources_are_the_buffers_without_an_array_for_each_piece() -> None:
         found = b"".join(map(ctypes.string_at, sources.addresses, sources.sizes))
         assert found == b"".join(buffer.tobytes() for buffer in buffers_of(part))
         assert len(found) == part.nbytes
+        (given,) = parts_of_task(SHARD.task_id, {SHARD.key: value}).values()
+        known = given.sources or sources
+        assert b"".join(map(ctypes.string_at, known.addresses, known.sizes)) == found
+        assert given.nbytes == part.nbytes
+        assert entry_of(SHARD, given.part, "o", 1) == entry_of(SHARD, part, "o", 1)
 
 
 def test_a_tensor_whose_memory_was_freed_is_refused() -> None:

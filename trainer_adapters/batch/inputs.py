@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from inference_plugin.wire.errors import BatchError, ManifestMismatch
-from inference_plugin.wire.tensors import dtype_name
-from trainer_adapters.batch.parts import LocalPart
+from inference_plugin.wire.tensors import dtype_name, packed_rows
+from trainer_adapters.batch.parts import ListedPart, LocalPart, Sources
 from trainer_adapters.batch.records import MAX_ROWS, Kind, ShardId
 from trainer_adapters.batch.values import plain_values
 
-__all__ = ["local_part", "parts_of_task"]
+__all__ = ["GivenPart", "local_part", "parts_of_task"]
 
 _SORT = attrgetter("dtype", "device", "layout")
+
+
+class GivenPart(NamedTuple):
+    """A part that was just made of what a user gave, and where its bytes lie if that is known already."""
+
+    part: LocalPart
+    sources: Sources | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.part.nbytes if self.sources is None else sum(self.sources.sizes)
 
 
 def local_part(value: Any) -> LocalPart:
@@ -29,10 +40,33 @@ def local_part(value: Any) -> LocalPart:
     - any other list, tuple or numpy array: plain values (numpy scalars become Python's, tuples become lists);
     - a part: itself.
     """
+    return _given_part(value).part
+
+
+def parts_of_task(task_id: str, data: Mapping[str, Any]) -> dict[ShardId, GivenPart]:
+    """The rows of a task, by key, as parts. Raises `BatchError` where the keys have different numbers of rows, or none."""
+    given = {ShardId(task_id, key): _given_part(value) for key, value in data.items()}
+    counts = {one.part.rows for one in given.values()}
+    if len(counts) != 1:
+        listed = ", ".join(f"{shard.key!r}: {one.part.rows}" for shard, one in given.items())
+        raise BatchError(f"the keys of task {task_id!r} have different numbers of rows: {listed or 'no keys'}")
+    if (rows := counts.pop()) > MAX_ROWS:
+        raise BatchError(
+            f"shard {next(iter(given))} has {rows} rows; allowed are 1 to {MAX_ROWS}",
+            hint="a row is one sample of a prompt: give a task fewer, or put them as several tasks",
+        )
+    return given
+
+
+def _given_part(value: Any) -> GivenPart:
+    if type(value) is list and (packed := packed_rows(rows := tuple(value))) is not None:
+        return GivenPart(ListedPart(rows, packed), Sources(packed.addresses, packed.sizes, rows))
+    return GivenPart(_part_of(value))
+
+
+def _part_of(value: Any) -> LocalPart:
     if isinstance(value, LocalPart):
         return value
-    if type(value) is list and set(map(type, value)) == {torch.Tensor}:
-        return _part_of_list(value)
     if isinstance(value, np.ndarray):
         value = _of_numpy(value)
     if isinstance(value, torch.Tensor):
@@ -46,21 +80,6 @@ def local_part(value: Any) -> LocalPart:
     if tensors and all(isinstance(row, torch.Tensor) for row in tensors):
         return _part_of_list(tensors)
     return LocalPart(Kind.VALUES, len(value), plain_values(value))
-
-
-def parts_of_task(task_id: str, data: Mapping[str, Any]) -> dict[ShardId, LocalPart]:
-    """The rows of a task, by key, as parts. Raises `BatchError` where the keys have different numbers of rows, or none."""
-    parts = {ShardId(task_id, key): local_part(value) for key, value in data.items()}
-    if len({part.rows for part in parts.values()}) != 1:
-        counts = ", ".join(f"{shard.key!r}: {part.rows}" for shard, part in parts.items())
-        raise BatchError(f"the keys of task {task_id!r} have different numbers of rows: {counts or 'no keys'}")
-    for shard, part in parts.items():
-        if part.rows > MAX_ROWS:
-            raise BatchError(
-                f"shard {shard} has {part.rows} rows; allowed are 1 to {MAX_ROWS}",
-                hint="a row is one sample of a prompt: give a task fewer, or put them as several tasks",
-            )
-    return parts
 
 
 def _dense_part(tensor: torch.Tensor) -> LocalPart:

@@ -19,18 +19,30 @@ import torch
 
 from inference_plugin.wire.errors import BatchError, ProtocolError
 from inference_plugin.wire.manifest import DTYPE_BYTES
-from inference_plugin.wire.tensors import bytes_view, dtype_name, torch_dtype
+from inference_plugin.wire.tensors import PackedRows, bytes_view, dtype_name, torch_dtype
 from trainer_adapters.batch.records import Entry, Kind, ShardId, VersionSpan
 from trainer_adapters.batch.values import PlainValue, decode_values, encode_values
 
 if TYPE_CHECKING:
     from trainer_adapters.batch.consumer import LeasedBytes
 
-__all__ = ["LocalPart", "Sources", "buffers_of", "entry_of", "leased_part", "offsets_of", "part_of", "sources_of"]
+__all__ = [
+    "ListedPart",
+    "LocalPart",
+    "Sources",
+    "buffers_of",
+    "entry_of",
+    "leased_part",
+    "offsets_of",
+    "part_of",
+    "sources_of",
+]
 
 
 NUMPY_DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"))
 """numpy has these too, under the same names; of a tensor of another dtype it is given the bytes."""
+
+_DENSE, _JAGGED = Kind.DENSE, Kind.JAGGED  # an enum's own attributes are slow
 
 
 class LocalPart:
@@ -138,6 +150,22 @@ class LocalPart:
         return f"LocalPart({self.kind.name.lower()}, {self.rows} rows{shape})"
 
 
+class ListedPart(LocalPart):
+    """Rows that were given as a list of tensors, which `packed` describes."""
+
+    __slots__ = ()
+
+    def __init__(self, rows: tuple[torch.Tensor, ...], packed: PackedRows) -> None:
+        _, _, shape, lengths, self.dtype = packed
+        self.rows = len(rows)
+        if lengths.count(lengths[0]) == len(lengths):
+            self.kind, self.item_shape, self._lengths = _DENSE, shape, None
+        else:
+            self.kind, self.item_shape, self._lengths = _JAGGED, shape[1:], lengths
+        self._pieces = rows
+        self._offsets = self._values = self._encoded = None
+
+
 class LeasedPart(LocalPart):
     """Rows in their owner's memory, which this process maps. Their tensor is made at its first use: a batch may have many
     thousands of parts. The lease ends with the part and with the last view of its tensor."""
@@ -171,20 +199,20 @@ class LeasedPart(LocalPart):
         return (self.tensor,)
 
 
-def entry_of(shard: ShardId, part: LocalPart, owner: str, digest: int, versions: VersionSpan | None = None) -> Entry:
-    """The entry of `part`. `digest` is of the bytes of `buffers_of(part)`, one after the other. Raises `BatchError`."""
-    return Entry(
-        shard=shard,
-        rows=part.rows,
-        kind=part.kind,
-        dtype=part.dtype,
-        item_shape=part.item_shape,
-        lengths=part.lengths,
-        nbytes=part.nbytes,
-        digest=digest,
-        versions=versions,
-        owner=owner,
-    )
+def entry_of(
+    shard: ShardId,
+    part: LocalPart,
+    owner: str,
+    digest: int,
+    versions: VersionSpan | None = None,
+    nbytes: int | None = None,
+) -> Entry:
+    """The entry of `part`. `digest` is of the bytes of `buffers_of(part)`, one after the other; a caller that knows their number
+    gives it as `nbytes`. Raises `BatchError`."""
+    if nbytes is None:
+        nbytes = part.nbytes
+    kind, dtype, item_shape, lengths = part.kind, part.dtype, part.item_shape, part.lengths
+    return Entry(shard, part.rows, kind, dtype, item_shape, lengths, nbytes, digest, versions, owner)
 
 
 def part_of(entry: Entry, buffer: torch.Tensor) -> LocalPart:

@@ -91,7 +91,7 @@ class RayStore(Closing):
     ) -> tuple[Entry, ...]:
         """As `Store.put`: copies the rows of a task, by key, and returns their entries in the order of `data`."""
         timeout_s = checked_seconds("timeout_s", timeout_s)
-        parts = parts_of_task(task_id, data)
+        parts = {shard: given.part for shard, given in parts_of_task(task_id, data).items()}
         arrays = [_joined(buffers_of(part)) for part in parts.values()]
         entries = tuple(
             entry_of(shard, part, self.owner.id, digest_bytes(array), versions)

@@ -104,19 +104,19 @@ class Store(Closing):
         raises `StoreFull`. Raises `BatchError` for values that are not rows, `ConfigError` for a `timeout_s` that is no time.
         """
         timeout_s = checked_seconds("timeout_s", timeout_s)
-        parts = parts_of_task(task_id, data)
-        sizes = [part.nbytes for part in parts.values()]
+        given = parts_of_task(task_id, data)
+        sizes = [one.nbytes for one in given.values()]
         # before a strided tensor is copied, which may be larger than any memory
         self._check_budget(task_id, sum(sizes))
-        sources = list(map(sources_of, parts.values()))
+        sources = [one.sources or sources_of(one.part) for one in given.values()]
         blocks = self._reserve(task_id, sizes, timeout_s)
         is_written = False
         try:
             digests = list(map(fill, blocks, sources))
             is_written = True
             entries = tuple(
-                entry_of(shard, part, self.owner.id, digest, versions)
-                for (shard, part), digest in zip(parts.items(), digests, strict=True)
+                entry_of(shard, one.part, self.owner.id, digest, versions, nbytes)
+                for (shard, one), digest, nbytes in zip(given.items(), digests, sizes, strict=True)
             )
             with _Changing(self) as freed:
                 self._check_rows(task_id, entries)
@@ -259,18 +259,10 @@ class Store(Closing):
     def _reserve(self, task_id: str, sizes: Sequence[int], timeout_s: float) -> list[Block]:
         """Blocks for a put, counted against the budget. Raises `StoreFull`."""
         needed = sum(sizes)
-        deadline_s = time.monotonic() + timeout_s
-        mine = object()
         with _Changing(self) as freed:
-            self._waiting.append(mine)
-            try:
-                while self._waiting[0] is not mine or self._taken_bytes + needed > self._budget_bytes:
-                    self._check_open()
-                    if not self._lock.wait(max(0.0, deadline_s - time.monotonic())) and time.monotonic() >= deadline_s:
-                        raise self._full(task_id, needed, timeout_s)
-                self._check_open()
-            finally:
-                self._waiting.remove(mine)
+            self._check_open()
+            if self._waiting or self._taken_bytes + needed > self._budget_bytes:
+                self._wait_for_room(task_id, needed, timeout_s)
             blocks: list[Block] = []
             try:
                 for nbytes in sizes:
@@ -284,6 +276,18 @@ class Store(Closing):
                     self._free(block, freed)
                 raise
             return blocks
+
+    def _wait_for_room(self, task_id: str, needed: int, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        mine = object()
+        self._waiting.append(mine)
+        try:
+            while self._waiting[0] is not mine or self._taken_bytes + needed > self._budget_bytes:
+                if not self._lock.wait(max(0.0, deadline_s - time.monotonic())) and time.monotonic() >= deadline_s:
+                    raise self._full(task_id, needed, timeout_s)
+                self._check_open()
+        finally:
+            self._waiting.remove(mine)
 
     def _check_budget(self, task_id: str, needed: int) -> None:
         if needed > self._budget_bytes:

@@ -1,0 +1,75 @@
+"""Rows that C finds in a list of tensors: the same bytes as torch gives, and nothing said of tensors that it can't vouch for."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from inference_plugin.wire import tensors
+from inference_plugin.wire.manifest import DTYPE_BYTES
+from inference_plugin.wire.tensors import bytes_view, packed_rows, torch_dtype
+
+pytestmark = pytest.mark.skipif(tensors._EXCHANGE is None, reason="built without a compiler, or torch before 2.10")
+
+COMPLEX = {"complex32", "complex64", "complex128"}
+"""They may be conjugated when they are read, so they are always looked at one by one."""
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPE_BYTES) - COMPLEX))
+def test_the_bytes_at_the_addresses_are_those_of_the_tensors(dtype: str) -> None:
+    made = torch.randint(0, 2, (9, 3)).to(torch_dtype(dtype))
+    rows = (made[:4], made[4:5], made[5:5], made[5:])
+    packed = packed_rows(rows)
+    assert packed is not None
+    assert (packed.shape, packed.lengths, packed.dtype) == ((4, 3), (4, 1, 0, 4), dtype)
+    for row, address, nbytes in zip(rows, packed.addresses, packed.sizes, strict=True):
+        assert ctypes.string_at(address, nbytes) == bytes_view(row).numpy().tobytes()
+
+
+def test_rows_without_dimensions_have_an_empty_shape() -> None:
+    numbers = (torch.tensor(5), torch.tensor(7))
+    packed = packed_rows(numbers)
+    assert packed is not None and (packed.shape, packed.lengths, packed.sizes) == ((), (1, 1), [8, 8])
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def nested() -> Any:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(torch.ones(6)[::2], id="strided"),
+        pytest.param(torch.ones(1).expand(3), id="expanded"),
+        pytest.param(torch._neg_view(torch.ones(3)), id="lazily negated"),
+        pytest.param(torch.ones(3).to_sparse(), id="sparse"),
+        pytest.param(torch.ones(3, device="meta"), id="on the meta device"),
+        pytest.param(torch.nn.Parameter(torch.ones(3)), id="a subclass"),
+        pytest.param(torch.ones(3, dtype=torch.complex64).conj(), id="conjugated"),
+        pytest.param(freed(), id="freed"),
+        pytest.param(nested(), id="nested"),
+        pytest.param([1.0, 1.0, 1.0], id="a list"),
+        pytest.param(None, id="None"),
+    ],
+)
+def test_nothing_is_said_of_rows_whose_memory_does_not_hold_their_values_in_order(odd: Any) -> None:
+    plain = torch.ones(3)
+    assert packed_rows((plain, plain)) is not None
+    for rows in ((odd, plain), (plain, odd), (odd, odd)):
+        assert packed_rows(rows) is None
+
+
+def test_nothing_is_said_of_rows_that_do_not_fit_together_and_of_no_rows() -> None:
+    assert packed_rows((torch.ones(2, 3, 4), torch.ones(5, 3, 4))) is not None
+    for other in (torch.ones(2, 3, 5), torch.ones(2, 4, 4), torch.ones(2, 12), torch.ones(2, 3, 4).double()):
+        assert packed_rows((torch.ones(2, 3, 4), other)) is None
+    assert packed_rows(()) is None
