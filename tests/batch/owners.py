@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,15 @@ def memfd_bytes() -> int:
 
 def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def segment_descriptors() -> int:
+    """Those of shared segments. The process's consumer thread opens and closes others at any time."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found += "memfd:weightwire" in str(descriptor.readlink())
+    return found
 
 
 def mappings() -> int:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.wire.errors import AuthError, FetchFailed, StoreFull
-from tests.batch.owners import MIB, descriptors, elsewhere, fetched, mappings, memfd_bytes, owners
+from tests.batch.owners import MIB, descriptors, elsewhere, fetched, mappings, memfd_bytes, owners, segment_descriptors
 from tests.batch.store_promises import SMALL, StorePromises
 from tests.support.rig import eventually, runtime
 from trainer_adapters.batch.filling import fill
@@ -185,7 +185,7 @@ def test_spare_memory_counts_against_the_budget_and_gives_way_to_rows() -> None:
 
 def test_a_segment_that_is_full_and_empty_is_kept_for_the_next_blocks_until_it_is_trimmed() -> None:
     memory = BlockMemory(16 * PAGE)
-    before = descriptors()
+    before = segment_descriptors()
     blocks = [memory.allocate(5 * PAGE) for _ in range(7)]
     assert memory.segments == 3 and not any(block.is_warm for block in blocks)
     assert [given_back for block in blocks for given_back in memory.free(block)] == []
@@ -199,7 +199,7 @@ def test_a_segment_that_is_full_and_empty_is_kept_for_the_next_blocks_until_it_i
     memory.give_back(memory.trim(memory.spare_bytes))
     assert (memory.segments, memory.spare_bytes) == (0, 0)
     memory.close()
-    assert descriptors() == before
+    assert segment_descriptors() == before
 
 
 def test_a_segment_that_gave_pages_back_or_whose_reader_may_live_on_takes_no_further_block() -> None:
@@ -229,10 +229,10 @@ def test_a_write_after_the_memory_was_closed_meets_no_other_file(tmp_path: Path)
         fill(block, Sources.of([np.ones(PAGE, np.uint8)]))
         assert [os.fstat(file.fileno()).st_size for file in files] == [0] * 8
     gc.collect()
-    before = descriptors()
+    before = segment_descriptors()
     del block
     gc.collect()
-    assert descriptors() == before - 1  # what the mapping keeps
+    assert segment_descriptors() == before - 1  # what the mapping keeps
 
 
 def test_thousands_of_short_rows_arrive_in_order() -> None:
