@@ -22,7 +22,7 @@ from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.rollouts.worker import Generated, RolloutWorker
 from trainer_adapters.batch.store import Store
 
-TASKS, SAMPLES, MOST_TOKENS = 4, 4, 8000
+TASKS, SAMPLES, MOST_TOKENS = 4, 4, 16_000
 LOOKED_EVERY = 5
 
 
