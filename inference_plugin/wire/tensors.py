@@ -10,7 +10,7 @@ from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
 
-__all__ = ["PackedRows", "box_view", "bytes_view", "dtype_name", "packed_rows", "torch_dtype"]
+__all__ = ["PackedRows", "box_view", "bytes_view", "dtype_name", "is_freed", "packed_rows", "torch_dtype"]
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES if hasattr(torch, name)}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
@@ -66,7 +66,15 @@ def packed_rows(tensors: tuple[object, ...]) -> PackedRows | None:
     dtype = rows[0].dtype
     if (name := _NAMES.get(dtype)) is None or (dtype.is_floating_point and any(map(torch.Tensor.is_neg, rows))):
         return None
+    offsets = map(torch.Tensor.storage_offset, rows)
+    if any(offset and address == offset * dtype.itemsize for address, offset in zip(found[0], offsets, strict=True)):
+        return None  # its storage begins at null: it was freed
     return PackedRows(*found, name)
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that has elements has no memory for them any more."""
+    return tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
 def bytes_view(tensor: torch.Tensor) -> torch.Tensor:

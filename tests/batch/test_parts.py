@@ -209,11 +209,20 @@ def test_sources_are_the_buffers_without_an_array_for_each_piece() -> None:
         assert entry_of(SHARD, given.part, "o", 1) == entry_of(SHARD, part, "o", 1)
 
 
-def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
-    freed = torch.ones(4)
-    freed.untyped_storage().resize_(0)
-    for rows in ([freed, torch.ones(2)], [torch.nn.Parameter(torch.ones(2)), freed]):
+def freed(start: int, step: int = 1) -> torch.Tensor:
+    """Elements of memory that is gone."""
+    whole = torch.ones(8)
+    part = whole[start : start + 4 : step]
+    whole.untyped_storage().resize_(0)
+    return part
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_tensor_whose_memory_was_freed_is_refused(start: int) -> None:
+    gone, strided = freed(start), freed(start, 2)
+    for rows in ([gone, gone], [gone, torch.ones(2)], [torch.nn.Parameter(torch.ones(2)), gone], [strided, strided]):
         with pytest.raises(BatchError, match="its memory was freed"):
             sources_of(local_part(rows))
         with pytest.raises(BatchError, match="its memory was freed"):
             buffers_of(local_part(rows))
+

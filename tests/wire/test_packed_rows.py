@@ -35,10 +35,11 @@ def test_rows_without_dimensions_have_an_empty_shape() -> None:
     assert packed is not None and (packed.shape, packed.lengths, packed.sizes) == ((), (1, 1), [8, 8])
 
 
-def freed() -> torch.Tensor:
-    tensor = torch.ones(3)
-    tensor.untyped_storage().resize_(0)
-    return tensor
+def freed(start: int) -> torch.Tensor:
+    whole = torch.ones(6)
+    part = whole[start : start + 3]
+    whole.untyped_storage().resize_(0)
+    return part
 
 
 def nested() -> Any:
@@ -55,7 +56,8 @@ def nested() -> Any:
         pytest.param(torch.ones(3, device="meta"), id="on the meta device"),
         pytest.param(torch.nn.Parameter(torch.ones(3)), id="a subclass"),
         pytest.param(torch.ones(3, dtype=torch.complex64).conj(), id="conjugated"),
-        pytest.param(freed(), id="freed"),
+        pytest.param(freed(0), id="freed"),
+        pytest.param(freed(2), id="freed, at an offset"),
         pytest.param(nested(), id="nested"),
         pytest.param([1.0, 1.0, 1.0], id="a list"),
         pytest.param(None, id="None"),

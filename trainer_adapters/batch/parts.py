@@ -19,7 +19,7 @@ import torch
 
 from inference_plugin.wire.errors import BatchError, ProtocolError
 from inference_plugin.wire.manifest import DTYPE_BYTES
-from inference_plugin.wire.tensors import PackedRows, bytes_view, dtype_name, torch_dtype
+from inference_plugin.wire.tensors import PackedRows, bytes_view, dtype_name, is_freed, torch_dtype
 from trainer_adapters.batch.records import Entry, Kind, ShardId, VersionSpan
 from trainer_adapters.batch.values import PlainValue, decode_values, encode_values
 
@@ -279,6 +279,8 @@ def sources_of(part: LocalPart) -> Sources:
     pieces = part.pieces
     if not (pieces and set(map(type, pieces)) == {torch.Tensor} and _lie_as_read(pieces)):
         return Sources.of(buffers_of(part))
+    if any(map(is_freed, pieces)):
+        raise _freed()
     addresses = list(map(torch.Tensor.data_ptr, pieces))
     if len(lengths := part.lengths) == len(pieces):
         unit_bytes = math.prod(part.item_shape) * DTYPE_BYTES[part.dtype]
@@ -286,8 +288,6 @@ def sources_of(part: LocalPart) -> Sources:
     else:
         itemsize = DTYPE_BYTES[part.dtype]
         sizes = [items * itemsize for items in map(torch.Tensor.numel, pieces)]
-    if not all(addresses) and any(size for address, size in zip(addresses, sizes, strict=True) if not address):
-        raise _freed()
     return Sources(addresses, sizes, pieces)
 
 
@@ -309,7 +309,7 @@ def _freed() -> BatchError:
 
 
 def _bytes_of(tensor: torch.Tensor, dtype: str) -> npt.NDArray[np.uint8]:
-    if not tensor.data_ptr():
+    if not tensor.data_ptr() or is_freed(tensor):
         raise _freed()
     if dtype in NUMPY_DTYPES and tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
         return tensor.numpy().reshape(-1).view(np.uint8)
