@@ -101,15 +101,6 @@ def updates(engine: str) -> Callable[[list[Row]], str]:
     return table
 
 
-def zones(rows: list[Row]) -> str:
-    lines = []
-    for row in rows:
-        cells = _update_cells(row, rows)
-        held = "" if row["way"] == PLAIN_COPY else f"{row['extra_bytes'] / 1e6:.0f} MB"
-        lines.append([WAYS[row["way"]], "" if row["way"] == PLAIN_COPY else row["install"], *cells, held])
-    return _table(["way", "install", "update", "stopped", "held beside the live weights"], lines)
-
-
 def faster(engine: str) -> Callable[[list[Row]], str]:
     """How our ways compare with the engine's own, over all cases of the plain layout."""
 
@@ -220,7 +211,6 @@ FIGURES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "messages": ("update", messages),
     "decoding-vllm": ("decoding", decoding("vllm")),
     "decoding-sglang": ("decoding", decoding("sglang")),
-    "zones": ("zones", zones),
     "replicas": ("replicas", replicas),
     "reload": ("reload", reloads),
     "trainers": ("trainers", trainers),
@@ -239,9 +229,9 @@ def _first_case(rows: list[Row], engine: str) -> list[Row]:
 
 
 def _ways(rows: list[Row]) -> list[tuple[str, str]]:
-    """In the order of their first case; the copy, which all are compared with, first."""
+    """In the order of `WAYS`; the copy, which all are compared with, first."""
     found = dict.fromkeys((row["way"], row["install"]) for row in rows)
-    return sorted(found, key=lambda way: way[0] != PLAIN_COPY)
+    return sorted(found, key=lambda way: (way[0] != PLAIN_COPY, list(WAYS).index(way[0])))
 
 
 def _update_cells(row: Row | None, case: list[Row]) -> list[str]:

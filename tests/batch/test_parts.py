@@ -225,4 +225,3 @@ def test_a_tensor_whose_memory_was_freed_is_refused(start: int) -> None:
             sources_of(local_part(rows))
         with pytest.raises(BatchError, match="its memory was freed"):
             buffers_of(local_part(rows))
-
