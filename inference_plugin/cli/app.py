@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from typing import Any
 
 from inference_plugin import __version__
+from inference_plugin.cli.output import ended_by
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel
 from inference_plugin.wire.config import misspelt_variables
@@ -18,13 +20,14 @@ try:
 except ImportError as error:
     raise SystemExit(f"the weightwire command needs more packages ({error}): pip install 'weightwire[cli]'") from None
 
-__all__ = ["app", "as_json_option", "asked", "coordinator_of", "job_option"]
+__all__ = ["Seconds", "app", "as_json_option", "asked", "coordinator_of", "job_option", "worker_of"]
 
 COMMANDS = {
     "status": "status",
     "top": "top",
     "doctor": "doctor",
     "push": "push",
+    "close": "close",
     "transports": "settings",
     "config": "settings",
     "keygen": "settings",
@@ -44,6 +47,19 @@ job_option = click.option(
 as_json_option = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON document, no table.")
 
 
+class Seconds(click.FloatRange):
+    """A time from 0.1 s to a day. NaN, which no comparison refuses, is none."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0.1, max=86400.0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail("NaN is no time", param, ctx)
+        return seconds
+
+
 class Commands(click.Group):
     """Imports the module of a command when that command, or the list of all, is wanted."""
 
@@ -57,12 +73,25 @@ class Commands(click.Group):
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command. A file that cannot be read or written, its output included, ends it with status 2."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except WeightwireError:  # several are OSErrors as well
+            raise
+        except OSError as error:
+            raise ended_by(error) from None
+
 
 @click.group(
     cls=Commands,
     help="What runs, whether it is healthy, and whether an engine holds the weights that it should.",
     epilog="Exit status: 0 all is well; 1 the command found a problem or a difference, or an update failed; 2 the command "
-    "could not be carried out (usage, configuration, nothing to ask).",
+    "could not be carried out (usage, configuration, nothing to ask, output that can't be written).",
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="weightwire", message="%(prog)s %(version)s")
@@ -87,14 +116,7 @@ def asked(card: ReplicaCard) -> dict[str, Any]:
         problems.append(f"coordinator: {error}")
     for worker in card.workers:
         try:
-            with Channel(
-                worker.address,
-                pid=worker.pid,
-                start_ticks=worker.start_ticks,
-                peer_boot_id=card.boot_id,
-                side="worker",
-                rank=worker.rank,
-            ) as channel:
+            with worker_of(card, worker) as channel:
                 workers.append(channel.request(Describe(), WorkerCard, timeout_s=ASK_TIMEOUT_S))
         except WeightwireError as error:
             problems.append(f"rank {worker.rank}: {error}")
@@ -119,4 +141,16 @@ def coordinator_of(card: ReplicaCard) -> Channel:
         peer_boot_id=card.boot_id,
         side="coordinator",
         replica=card.replica,
+    )
+
+
+def worker_of(card: ReplicaCard, worker: WorkerCard) -> Channel:
+    """A channel to one of the replica's workers."""
+    return Channel(
+        worker.address,
+        pid=worker.pid,
+        start_ticks=worker.start_ticks,
+        peer_boot_id=card.boot_id,
+        side="worker",
+        rank=worker.rank,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import click
 import msgspec
 
-__all__ = ["JSON_SCHEMA", "line", "print_json", "problem", "stop", "table", "terminal"]
+__all__ = ["JSON_SCHEMA", "ended_by", "line", "print_json", "problem", "stop", "table", "terminal"]
 
 JSON_SCHEMA = 1
 """Version of the documents that `--json` prints. Fields may be added to a version; a field that changes its meaning or goes
@@ -42,7 +44,11 @@ def terminal() -> Any:
     """The terminal as rich sees it, or a wide page where there is none. Importing rich takes longer than most commands."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # not rich's status 1, which would say that a problem was found
+
+    return Terminal(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def print_json(**document: Any) -> None:
@@ -54,3 +60,13 @@ def stop(message: str) -> SystemExit:
     """To be raised: prints `message` to stderr and ends with status 2."""
     print(f"weightwire: {message}", file=sys.stderr)
     return SystemExit(2)
+
+
+def ended_by(error: OSError) -> SystemExit:
+    """To be raised: says what could not be read or written, and ends with status 2. A reader that closed its pipe, as `head`
+    does, wants to hear no more: nothing is said."""
+    with contextlib.suppress(OSError, AttributeError):  # what is still to be written would fail again as Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return SystemExit(2)
+    return stop(f"could not read or write: {error}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from inference_plugin.cli.app import as_json_option, job_option
+from inference_plugin.cli.app import Seconds, as_json_option, job_option
 from inference_plugin.cli.checkpoints import Checkpoint
 from inference_plugin.cli.output import line, print_json, problem, stop
 from inference_plugin.wire.errors import WeightwireError
@@ -33,7 +33,9 @@ __all__ = ["push"]
     help="What happens to requests in flight.",
 )
 @click.option("--verify", is_flag=True, help="Then compare the live parameters with the checkpoint.")
-@click.option("--timeout-s", type=float, default=600.0, help="Seconds for the update, and again for the comparison.")
+@click.option(
+    "--timeout-s", type=Seconds(), default=600.0, help="Seconds for the update, and again for the comparison."
+)
 @job_option
 @as_json_option
 def push(

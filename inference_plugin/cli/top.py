@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from inference_plugin.cli.app import as_json_option, job_option
+from inference_plugin.cli.app import Seconds, as_json_option, job_option
 from inference_plugin.cli.output import print_json, terminal
 from inference_plugin.net import addresses
 from inference_plugin.net.records import record_of
@@ -36,7 +36,7 @@ UPDATE_COLUMNS = ("group", "version", "when", "replicas", "failed", "size", "sec
 @click.command(short_help="A live view of replicas and updates.")
 @job_option
 @click.option("--once", is_flag=True, help="Show it once and end, as in a pipe.")
-@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between two looks.")
+@click.option("--interval-s", type=Seconds(), default=1.0, help="Seconds between two looks.")
 @as_json_option
 def top(job: str | None, once: bool, interval_s: float, as_json: bool) -> None:
     """Shows, live, the replicas of this host (versions, how far behind, commits) and each group's last update.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from inference_plugin.cli.app import as_json_option, coordinator_of, job_option
+from inference_plugin.cli.app import Seconds, as_json_option, coordinator_of, job_option
 from inference_plugin.cli.checkpoints import Checkpoint
 from inference_plugin.cli.output import line, print_json, stop
 from inference_plugin.net import addresses
@@ -37,7 +37,7 @@ SHOWN_DIFFERENCES = 20
 @click.option("--group", default="policy", help="Weight-update group.")
 @click.option("--replica", help="Only this replica.")
 @job_option
-@click.option("--timeout-s", type=float, default=120.0, help="Seconds for each replica.")
+@click.option("--timeout-s", type=Seconds(), default=120.0, help="Seconds for each replica.")
 @click.option("--all", "show_all", is_flag=True, help="Every difference, not the first 20 of a replica.")
 @click.option(
     "--probe", "probe_url", metavar="URL", help="Also ask this server, and transformers, for log-probabilities."

@@ -197,7 +197,8 @@ class WorkerGroups:
             if other is not group and (shared := sorted(terms.claims & other.claims)):
                 raise ManifestMismatch(
                     f"parameters that group {other.name!r} writes already: {first_few(shared)}",
-                    hint=f"update them as group {other.name!r}, or close that group first",
+                    hint=f"update them as group {other.name!r}, or close that group first: `weightwire close {other.name}`, or "
+                    "close_group() of its manager",
                 )
         if self.unopened.get(group.name) is group:
             del self.unopened[group.name]

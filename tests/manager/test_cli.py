@@ -20,6 +20,7 @@ from inference_plugin import __version__
 from inference_plugin.net import addresses, curve
 from inference_plugin.net.records import record_of
 from inference_plugin.wire.config import OTHER_VARIABLES, Config
+from inference_plugin.wire.errors import ManifestMismatch
 from tests.manager.test_relatives import tear
 from tests.support.commands import weightwire
 from tests.support.plain_engine import ShardSource, checkpoint
@@ -88,6 +89,9 @@ def test_status_and_doctor_tell_of_replicas_versions_and_processes(directory: Pa
         (("doctor", "--job", ""), "--job='': use up to 40 letters"),
         (("push", "not-there"), "not-there does not exist"),
         (("verify", "--checkpoint", "not-there"), "not-there does not exist"),
+        (("verify", "--checkpoint", ".", "--timeout-s", "nan"), "NaN is no time"),
+        (("push", ".", "--timeout-s", "inf"), "inf is not in the range"),
+        (("close", "policy"), "no replica of job 'default' runs; looked in"),
         (("check-engine", "vllm"), "vllm is no wheel (.whl), no source archive (.tar.gz) and no version such as"),
     ],
 )
@@ -226,6 +230,36 @@ def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(dire
         rig.end()
 
 
+def test_close_has_all_replicas_forget_a_group_that_its_trainer_left_open(directory: Path) -> None:
+    rigs = Rig(directory, tp=2), Rig(directory)
+    whole = ShardSource(checkpoint(2))
+    try:
+        with SyncManager("inner", partial=True, timeout_s=60) as inner:
+            inner.update(ShardSource({name: t for name, t in checkpoint(1).items() if "layers" in name}), 1)
+        with SyncManager(timeout_s=60) as manager:
+            with pytest.raises(ManifestMismatch, match="group 'inner' writes already") as refused:
+                manager.update(whole, 1)
+            assert "`weightwire close inner`" in refused.value.hint
+            code, closed = run("close", "inner")
+            assert (code, closed["ok"]) == (0, True)
+            assert {row["replica"]: row["had"] for row in closed["replicas"]} == {rig.replica: True for rig in rigs}
+            assert manager.update(whole, 1).failed == ()
+            code, _, told = shown("close", "inner")
+            assert code == 2 and "no replica has a group 'inner'; open groups: policy" in told
+            manager.settings.in_flight = "drain"
+            pending = manager.update_async(whole, 2)
+            eventually(lambda: "pause:drain" in rigs[0].ask("state")["log"], "the pause")
+            code, printed, _ = shown("close", "policy")
+            for rig in rigs:
+                rig.ask("drained")
+            assert code == 1 and printed.count("NOT closed") == 2 and "being committed" in printed
+            assert pending.result(60).failed == ()
+    finally:
+        for rig in rigs:
+            rig.end()
+    assert shown("close", "policy")[0] == 2
+
+
 def test_verify_says_what_it_leaves_out_and_shows_all_if_asked(directory: Path, tmp_path: Path) -> None:
     rig = Rig(directory, layers=8)
     try:
@@ -307,6 +341,24 @@ def test_config_shows_what_is_unset_with_what_holds_instead_and_never_wraps_in_a
         and "ipc" in rows["WEIGHTWIRE_LISTEN"]
     )
     assert "not set" in rows["profile_dir"]
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["config"]], ids=" ".join)
+def test_output_that_cannot_be_written_ends_a_command_with_status_2_and_never_with_a_traceback(
+    directory: Path, arguments: list[str]
+) -> None:
+    command = [sys.executable, "-m", "inference_plugin.cli", *arguments]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "weightwire: could not read or write: [Errno 28] No space left on device\n",
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
+    os.close(writer)
+    assert (gone.returncode, gone.stderr) == (2, ""), "a reader that closed its pipe wants to hear nothing"
 
 
 def test_every_command_warns_of_a_misspelt_variable_once(directory: Path) -> None:
