@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -30,7 +31,7 @@ from inference_plugin.net import addresses
 from inference_plugin.net.addresses import discover
 from inference_plugin.wire.messages import ReplicaCard
 from tests.support import poison
-from tests.support.preloaded import ForkedProgram, nursery
+from tests.support.preloaded import SHOW_STACKS, ForkedProgram, nursery
 
 __all__ = [
     "OLD_PYTHON",
@@ -157,9 +158,23 @@ class Engine:
                 self.stop()
                 # Its other processes follow by themselves, and only then is nothing of theirs left.
                 eventually(lambda: not self.family(), what=f"the end of {self.family()}")
+        except BaseException as error:
+            kind = type(error)
+            raise
         finally:
+            if kind is not None:
+                self._show_stacks()
             self._kill()
             self._leave()
+
+    def _show_stacks(self) -> None:
+        """Prints where the threads of its processes stand, and the end of their log."""
+        left = [process for process in self.family() if _takes(SHOW_STACKS, process.pid)]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(SHOW_STACKS)
+        time.sleep(1.0 if left else 0.0)  # nothing says when they have written it
+        print(f"still alive: {left}\n{self.log_tail(400)}", file=sys.stderr)
 
     def use(self) -> None:
         """From now on managers of this process find this engine."""
@@ -510,6 +525,15 @@ def segments_of(process: psutil.Process) -> list[int]:
             if "memfd:weightwire" in line:
                 found.add(int(line.split()[4]))
     return sorted(found)
+
+
+def _takes(number: int, pid: int) -> bool:
+    """Whether a process has a handler for that signal, which ends others."""
+    try:
+        (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def _alive(process: psutil.Process) -> bool:

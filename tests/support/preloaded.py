@@ -12,6 +12,7 @@ No module of Weightwire is preloaded: programs import those themselves, with the
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import functools
 import gc
@@ -32,10 +33,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ForkedProgram", "nursery"]
+__all__ = ["SHOW_STACKS", "ForkedProgram", "nursery"]
 
 ROOT = Path(__file__).parents[2]
 START_S = 300.0
+
+SHOW_STACKS = signal.SIGUSR2
+"""A program that gets this signal writes where its threads stand to its log."""
 
 
 class ForkedProgram:
@@ -216,6 +220,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for number in (1, 2):
             os.dup2(log, number)
+        faulthandler.register(SHOW_STACKS, file=2)  # to the log, and so do the processes that it starts
         os.environ.clear()
         os.environ.update(request["environment"])
         multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.context._concrete_contexts["fork"]  # type: ignore[assignment]
