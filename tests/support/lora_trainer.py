@@ -50,10 +50,12 @@ class LoRATrainer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._channel.close()
+        self._channel.close()  # which ends the ranks; torch's agent waits 30 s for ranks that it ends itself
         self._listener.close()
-        self._process.terminate()
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.terminate()
 
     def run(self, **plan: Any) -> dict[str, Any]:
         """One update, into the job that this process's environment names: `{"tokens", "bytes", "error"}`."""
