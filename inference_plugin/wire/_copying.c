@@ -611,6 +611,8 @@ static PyObject *tensor_rows(PyObject *self, PyObject *args)
     return result;
 }
 
+enum { INTERFACE = 1 }; /* see compiled.py */
+
 static PyMethodDef methods[] = {
     {"has_all_bits", has_all_bits, METH_VARARGS, "has_all_bits(source, width, mask)"},
     {"copy_rows", copy_rows, METH_VARARGS,
@@ -629,5 +631,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_copying", NULL, 0, 
 
 PyMODINIT_FUNC PyInit__copying(void)
 {
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "INTERFACE", INTERFACE))
+        Py_CLEAR(made);
+    return made;
 }

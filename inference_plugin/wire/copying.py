@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from inference_plugin.wire.compiled import FUNCTIONS, WHY_NOT
 from inference_plugin.wire.digest import Digest, digest_bytes
 
 __all__ = [
@@ -72,20 +73,14 @@ _copy_and_digest_in_one_pass: Callable[[Any, int, int, Any, int, int], int | Non
 _digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
 _copy_joined: Callable[[Any, int, list[int], list[int]], int | None] | None
 _copy_strided: Callable[[Any, int, int, Any, int, int, int], int | None]
-try:
-    from inference_plugin.wire import _copying
-except ImportError as error:
+if FUNCTIONS is None:
     copy_rows = _copy_rows_by_numpy
     _copy_and_digest_in_one_pass = _digest_in_one_pass = _copy_strided = _not_in_one_pass
     _copy_joined = None
-    _why_numpy = str(error)
 else:
-    copy_rows = _copying.copy_rows
-    _copy_and_digest_in_one_pass, _digest_in_one_pass = _copying.copy_rows_and_digest, _copying.digest_rows
-    # A checkout's older build lacks these two.
-    _copy_joined = getattr(_copying, "copy_joined", None)
-    _copy_strided = getattr(_copying, "copy_strided_and_digest", _not_in_one_pass)
-    _why_numpy = ""
+    copy_rows, _copy_joined = FUNCTIONS.copy_rows, FUNCTIONS.copy_joined
+    _copy_and_digest_in_one_pass, _digest_in_one_pass = FUNCTIONS.copy_rows_and_digest, FUNCTIONS.digest_rows
+    _copy_strided = FUNCTIONS.copy_strided_and_digest
 
 
 def copy_rows_and_digest(
@@ -202,6 +197,6 @@ def _digest_packed(source: Any, stride: int, rows: int, start: int, row_bytes: i
 
 def how_copies_are_made() -> str:
     """For `weightwire doctor`."""
-    if not _why_numpy:
+    if not WHY_NOT:
         return "C, around the cache"
-    return f"numpy ({_why_numpy}): install with a C compiler for updates that take two thirds of the time"
+    return f"numpy ({WHY_NOT}): install with a C compiler for updates that take two thirds of the time"

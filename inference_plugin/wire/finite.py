@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from inference_plugin.wire.compiled import FUNCTIONS
+
 __all__ = ["all_finite"]
 
 MASKS: dict[str, tuple[int, int]] = {
@@ -53,11 +55,4 @@ def _has_all_bits_by_numpy(data: Any, width: int, mask: int) -> bool:
     return False
 
 
-_has_all_bits: Callable[[Any, int, int], bool]
-try:
-    from inference_plugin.wire import _copying
-except ImportError:
-    _has_all_bits = _has_all_bits_by_numpy
-else:
-    # A package that was compiled before has no such function.
-    _has_all_bits = getattr(_copying, "has_all_bits", _has_all_bits_by_numpy)
+_has_all_bits: Callable[[Any, int, int], bool] = _has_all_bits_by_numpy if FUNCTIONS is None else FUNCTIONS.has_all_bits

@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from inference_plugin.wire.compiled import FUNCTIONS
 from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
@@ -17,11 +18,6 @@ _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()
 
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """The C functions by which torch (from 2.10 on) describes a tensor, in a quarter of the time that its Python attributes take."""
-
-try:
-    from inference_plugin.wire._copying import tensor_rows as _tensor_rows
-except ImportError:  # built without a compiler, or a checkout's older build
-    _EXCHANGE = None
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -60,16 +56,19 @@ def packed_rows(tensors: tuple[object, ...]) -> PackedRows | None:
     None is no error: the caller then looks at them one by one, and knows why they are refused. The addresses hold as long as
     nobody resizes or frees the tensors.
     """
-    if _EXCHANGE is None or (found := _tensor_rows(tensors, torch.Tensor, _EXCHANGE)) is None:
+    if FUNCTIONS is None or _EXCHANGE is None:
         return None
+    if (found := FUNCTIONS.tensor_rows(tensors, torch.Tensor, _EXCHANGE)) is None:
+        return None
+    addresses, sizes, shape, lengths = found
     rows = cast("tuple[torch.Tensor, ...]", tensors)
     dtype = rows[0].dtype
     if (name := _NAMES.get(dtype)) is None or (dtype.is_floating_point and any(map(torch.Tensor.is_neg, rows))):
         return None
     offsets = map(torch.Tensor.storage_offset, rows)
-    if any(offset and address == offset * dtype.itemsize for address, offset in zip(found[0], offsets, strict=True)):
+    if any(offset and address == offset * dtype.itemsize for address, offset in zip(addresses, offsets, strict=True)):
         return None  # its storage begins at null: it was freed
-    return PackedRows(*found, name)
+    return PackedRows(addresses, sizes, shape, lengths, name)
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_plugin.wire import copying
+from inference_plugin.wire.compiled import WHY_NOT
 from inference_plugin.wire.digest import digest_bytes
 
-compiled = pytest.mark.skipif(bool(copying._why_numpy), reason=f"not compiled: {copying._why_numpy}")
+compiled = pytest.mark.skipif(bool(WHY_NOT), reason=f"not compiled: {WHY_NOT}")
 
 WAYS = [
     pytest.param(copying._copy_rows_by_numpy, id="numpy"),

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from inference_plugin.wire import tensors
+from inference_plugin.wire.compiled import WHY_NOT
 from inference_plugin.wire.manifest import DTYPE_BYTES
 from inference_plugin.wire.tensors import bytes_view, packed_rows, torch_dtype
 
-pytestmark = pytest.mark.skipif(tensors._EXCHANGE is None, reason="built without a compiler, or torch before 2.10")
+pytestmark = pytest.mark.skipif(
+    tensors._EXCHANGE is None or bool(WHY_NOT), reason=f"torch before 2.10, or not compiled: {WHY_NOT}"
+)
 
 COMPLEX = {"complex32", "complex64", "complex128"}
 """They may be conjugated when they are read, so they are always looked at one by one."""

@@ -311,8 +311,8 @@ def _freed() -> BatchError:
 def _bytes_of(tensor: torch.Tensor, dtype: str) -> npt.NDArray[np.uint8]:
     if not tensor.data_ptr() or is_freed(tensor):
         raise _freed()
-    if dtype in NUMPY_DTYPES and tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
-        return tensor.numpy().reshape(-1).view(np.uint8)
+    if dtype in NUMPY_DTYPES and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor.detach().numpy().reshape(-1).view(np.uint8)
     return bytes_view(_plain_tensor(tensor)).numpy()
 
 
