@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -77,7 +78,7 @@ def aligned_entries(entries: Iterable[Entry], owners: Mapping[str, Owner]) -> di
             )
         tasks = [entry.shard.task_id for entry in listed]
         if len(set(tasks)) != len(tasks):
-            twice = next(task for task in tasks if tasks.count(task) > 1)
+            twice = Counter(tasks).most_common(1)[0][0]
             raise BatchError(f"key {key!r} has two entries of task {twice!r}")
         order = order or tasks
         if tasks != order and set(tasks) == set(order):

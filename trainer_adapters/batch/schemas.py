@@ -11,6 +11,8 @@ from trainer_adapters.batch.records import Entry, Kind
 
 __all__ = ["Schema", "schema_of"]
 
+_DENSE, _JAGGED = Kind.DENSE, Kind.JAGGED  # an enum's own attributes are slow
+
 
 @dataclass(frozen=True)
 class Schema:
@@ -27,8 +29,14 @@ class Schema:
 
     @staticmethod
     def all_of(parts: Iterable[LocalPart | Entry]) -> list[Schema]:
-        """The different schemas of parts."""
-        return [Schema(*found) for found in dict.fromkeys((part.kind, part.dtype, part.item_shape) for part in parts)]
+        """The different schemas of parts. Dense parts that differ in their first dimension only count together, as the jagged
+        column that they make: a column of single rows has nearly as many shapes as rows."""
+        found: dict[tuple[Kind, str, tuple[int, ...]], tuple[Kind, str, tuple[int, ...]]] = {}
+        for schema in dict.fromkeys([(part.kind, part.dtype, part.item_shape) for part in parts]):
+            kind, dtype, shape = schema
+            column = (_JAGGED, dtype, shape[1:]) if kind is _DENSE and shape else schema
+            found[column] = column if column in found else schema
+        return [Schema(*schema) for schema in found.values()]
 
     def joined(self, other: Schema) -> Schema | None:
         """The schema of a column that has rows of both; None if there is none. Dense rows that differ in their first
