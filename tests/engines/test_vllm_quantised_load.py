@@ -58,7 +58,7 @@ def _both_ways() -> Iterator[Any]:
             yield pytest.param(install, name, marks=[pytest.mark.full] if name == rest else [])
 
 
-@pytest.mark.parametrize(("install", "name"), _both_ways())
+@pytest.mark.parametrize(("install", "name"), list(_both_ways()))
 def test_every_token_of_a_quantised_engine_is_of_its_version_while_updates_alternate(
     runtime: Path, tmp_path: Path, name: str, install: str
 ) -> None:
