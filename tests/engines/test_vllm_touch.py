@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,95 +13,26 @@ import pytest
 from inference_plugin.wire.errors import PeerLost
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
-from tests.support.engines import ENGINE_ARGUMENTS, ENVIRONMENT, ROOT, START_TIMEOUT_S, Driver
+from tests.support.engines import ENGINE_ARGUMENTS, ENVIRONMENT, PRELOADED, START_TIMEOUT_S, Driver
+from tests.support.preloaded import nursery
 from trainer_adapters import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 OURS = "inference_plugin.engines.vllm.WeightSyncWorkerExtension"
 
-TABLE = """
-import importlib, json, os
-os.environ["WEIGHTWIRE_DISABLE"] = "1"   # importing the module must not hook yet
-from inference_plugin.engines import vllm as ours
-from inference_plugin.engines.monkeypatch import installed_version
-from inference_plugin.plugin import register_vllm
-del os.environ["WEIGHTWIRE_DISABLE"]
-from vllm.v1.worker.worker_base import WorkerBase
-from vllm.v1.engine.core import EngineCore
-
-def refusal():
-    register_vllm()   # as vLLM calls it: whatever fails, the engine starts
-    try:
-        ours.register()
-    except Exception as error:
-        hooked = [hasattr(vars(EngineCore).get(n), "__wrapped__") for n in ("add_request", "shutdown")]
-        touched = hasattr(WorkerBase, "weightwire_start"), any(hooked)
-        return [type(error).__name__, str(error), *touched]
-    return None
-
-results = {}
-for touch in ours.PATCH_POINTS:
-    if touch.without or not touch.needed_in(installed_version(*ours.VLLM.distributions)):
-        continue
-    module_name, _, path = touch.place.partition(":")
-    owner = importlib.import_module(module_name)
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    if name not in vars(owner):
-        results[touch.place] = ["inherited"]
-        continue
-    if isinstance(owner, type) and type(owner).__name__ == "EnumType":
-        results[touch.place] = ["enum"]
-        continue
-    held = vars(owner)[name]
-    fields = vars(owner).get("__dataclass_fields__", {})
-    field = fields.pop(name, None)  # a field with a default is in both places
-    delattr(owner, name)
-    missing = refusal() if not hasattr(owner, name) else "inherited"
-    changed = None
-    if touch.parameters:
-        setattr(owner, name, lambda: None)
-        changed = refusal()
-    setattr(owner, name, held)
-    if field is not None:
-        fields[name] = field
-    results[touch.place] = [missing, changed]
-register_vllm()
-register_vllm()
-results["registered"] = hasattr(WorkerBase, "weightwire_start")
-
-# what fails of ours while the engine runs
-from types import SimpleNamespace
-from inference_plugin.engines.vllm.core import CoreControl
-core = SimpleNamespace()
-control = core._weightwire_control = CoreControl(core)
-control.root_epoch = 1
-results["added"] = [EngineCore.add_request(core, SimpleNamespace(request_id="r", client_index=0))]
-results["added"] += [[o.request_id, o.stop_reason] for outputs in control._stash for o in outputs.outputs]
-control._stash.clear()
-with control.lock:
-    control.submit(lambda: 1 / 0)
-    results["stepped"] = control.step(lambda: "stepped")
-print("RESULTS" + json.dumps(results))
-"""
-
 
 def test_every_place_that_is_missing_or_changed_is_named_nothing_is_touched_and_our_failures_stay_ours(
-    runtime: Path,
+    runtime: Path, tmp_path: Path
 ) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", TABLE],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "WEIGHTWIRE_RUNTIME_DIR": str(runtime), "WEIGHTWIRE_JOB": "touch"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    environment = {**os.environ, **ENVIRONMENT, "WEIGHTWIRE_RUNTIME_DIR": str(runtime), "WEIGHTWIRE_JOB": "touch"}
+    found, log = tmp_path / "found.json", tmp_path / "log"
+    program = nursery(sys.executable, PRELOADED, tuple(ENVIRONMENT.items())).start(
+        "tests.support.changed_places", [str(found)], environment, log
     )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    results: dict[str, Any] = json.loads(ran.stdout.rpartition("RESULTS")[2])
+    program.wait(300)
+    assert found.exists(), log.read_text(errors="replace")[-4000:]
+    results: dict[str, Any] = json.loads(found.read_text())
     assert results.pop("registered") is True
     accepted, (request, reason) = results.pop("added")
     assert (accepted, request) == (None, "r") and "has no attribute" in reason, (
