@@ -101,7 +101,32 @@ FULL = (
         f"{ENGINES}test_vllm_tokens.py::test_requests_in_flight_follow_the_policy_and_their_blocks_serve_no_new_request[{kind}"
         for kind in ("pp2-recompute", "pp2-drain")
     ),
-    f"{ENGINES}test_memory.py::test_an_update_takes_the_memory_of_its_policy_and_of_a_module_or_two[w4a16",
+    *(
+        f"{ENGINES}test_memory.py::test_an_update_takes_the_memory_of_its_policy_and_of_a_module_or_two[{scheme}"
+        for scheme in ("w4a16", "fp8 by", "latent")
+    ),
+    *(
+        f"{ENGINES}test_vllm_quantised_load.py::"
+        f"test_every_token_of_a_quantised_engine_is_of_its_version_while_updates_alternate[{case}"
+        for case in ("copy-llama-fp8", "standby-llama-w4a16")
+    ),
+    f"{ENGINES}test_vllm_models.py::test_a_manifest_that_lacks_anything_is_refused_when_the_group_is_opened[opt",
+    *(
+        f"{ENGINES}test_vllm_models.py::test_five_updates_in_a_row_reach_what_hangs_beside_the_modules[{case}"
+        for case in ("gpt-oss-float16-plain", "fp8-kv-scales-whole")
+    ),
+    f"{ENGINES}test_families.py::test_a_family_in_sglang_is_a_fresh_engine_after_every_update[gemma2",
+    # ranks that share experts: without expert parallel the first and the last stay
+    *(
+        f"{ENGINES}test_vllm_shared_experts.py::{test}[parts"
+        for test in (
+            "test_every_step_and_every_token_is_of_one_version_on_both_ranks_while_updates_alternate",
+            "test_requests_of_both_ranks_follow_the_policy",
+            "test_no_rank_steps_while_it_is_paused_and_requests_of_then_are_answered_with_the_update",
+            "test_an_installation_that_fails_on_one_rank_is_undone_on_both",
+            "test_a_torn_replica_refuses_on_both_ranks_and_is_healed_by_an_update",
+        )
+    ),
     # faults: of each family the corners stay
     *(
         f"{ENGINES}test_{file}.py::{test}"
@@ -118,6 +143,9 @@ FULL = (
             ),
         )
     ),
+    f"{ENGINES}test_sglang_pipeline_faults.py::test_an_installation_that_fails_on_one_rank_is_undone_on_all[copy-1-after",
+    f"{ENGINES}test_vllm_streaming.py::test_a_silent_worker_fails_the_update_by_the_deadline_and_the_next_one_heals[1",
+    f"{ENGINES}test_sglang_streaming.py::test_a_silent_worker_fails_the_update_by_the_deadline_and_the_next_one_heals[0",
     # what happens in the trainer, whichever engine is on the other side
     *(
         f"{ENGINES}test_sglang_faults.py::{test}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +50,8 @@ def explained(engine: Driver, asked: list[tuple[list[int], int]]) -> int:
     return found
 
 
-def _both_ways() -> Iterator[Any]:
-    """Every scheme, and each way with two of them; the rest in `make test-full`."""
-    for install, rest in (("copy", "llama-fp8-by-the-engine"), ("standby", "llama-w4a16")):
-        for name in TOKENS:
-            yield pytest.param(install, name, marks=[pytest.mark.full] if name == rest else [])
-
-
-@pytest.mark.parametrize(("install", "name"), list(_both_ways()))
+@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("install", ["copy", "standby"])
 def test_every_token_of_a_quantised_engine_is_of_its_version_while_updates_alternate(
     runtime: Path, tmp_path: Path, name: str, install: str
 ) -> None:
