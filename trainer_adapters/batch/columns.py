@@ -188,7 +188,7 @@ class Column:
                     run = run[before : before + sum(lengths)]
                 rows += run.split_with_sizes(lengths)
             elif part.rows == 1:
-                rows.append(part.tensor.squeeze(0))
+                rows.append(part.only_row())
             else:
                 rows += part.tensor[start:stop].unbind()
         return rows

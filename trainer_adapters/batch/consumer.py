@@ -68,7 +68,7 @@ class LeasedBytes:
     Writing into them copies the pages that are written to; the owner's stay as they were.
     """
 
-    __slots__ = ("_consumer", "_index", "_memory", "_number", "_owner", "address", "nbytes")
+    __slots__ = ("__array_interface__", "_consumer", "_index", "_memory", "_number", "_owner", "address", "nbytes")
 
     def __init__(self, mapped: Mapped, offset: int, nbytes: int, consumer: Consumer, *lease: Any) -> None:
         """`lease`: the owner, the number of the lease, and the shard's index in it."""
@@ -77,12 +77,12 @@ class LeasedBytes:
         self._owner, self._number, self._index = lease
         self.address, self.nbytes = mapped.address + offset, nbytes
 
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
-
-    def array(self) -> Memory:
-        """uint8, without a copy."""
+    def array(self, typestr: str = "|u1", shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+        """The bytes, without a copy, as an array of numpy's `typestr`; by default uint8, all of them. The caller knows that
+        address, size and shape fit."""
+        shape = (self.nbytes,) if shape is None else shape
+        # numpy's protocol for memory of others: the array keeps this object
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": typestr, "data": (self.address, False)}
         return np.asarray(self)
 
     def __del__(self) -> None:

@@ -39,8 +39,12 @@ __all__ = [
 ]
 
 
-NUMPY_DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"))
-"""numpy has these too, under the same names; of a tensor of another dtype it is given the bytes."""
+NUMPY_DTYPES = {
+    name: np.dtype(name).str
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
+"""numpy has these too, under the same names, and calls them so in its array interface; of a tensor of another dtype it is given
+the bytes."""
 
 _DENSE, _JAGGED = Kind.DENSE, Kind.JAGGED  # an enum's own attributes are slow
 
@@ -112,6 +116,10 @@ class LocalPart:
         assert isinstance(self._values, torch.Tensor)
         return self._values
 
+    def only_row(self) -> torch.Tensor:
+        """The row of a dense part of one row: `tensor[0]`."""
+        return self.tensor.squeeze(0)
+
     @property
     def pieces(self) -> tuple[torch.Tensor, ...]:
         """Tensors whose values, one tensor after the other, are those of `tensor`."""
@@ -170,7 +178,7 @@ class LeasedPart(LocalPart):
     """Rows in their owner's memory, which this process maps. Their tensor is made at its first use: a batch may have many
     thousands of parts. The lease ends with the part and with the last view of its tensor."""
 
-    __slots__ = ("_entry", "_leased")
+    __slots__ = ("_leased",)
 
     def __init__(self, entry: Entry, leased: LeasedBytes) -> None:
         self.kind = entry.kind
@@ -179,20 +187,26 @@ class LeasedPart(LocalPart):
         self.item_shape = entry.item_shape
         self._offsets = self._values = self._encoded = None
         self._lengths = entry.lengths if entry.kind is Kind.JAGGED else None
-        self._entry = entry
         self._leased = leased
 
     @property
     def tensor(self) -> torch.Tensor:
         if self._values is None:
-            array = self._leased.array()
-            if self.dtype in NUMPY_DTYPES:  # whose views take a fraction of the time of torch's
-                items = self.rows if self._lengths is None else sum(self._lengths)
-                self._values = torch.from_numpy(array.view(self.dtype).reshape(items, *self.item_shape))
-            else:
-                self._values = _rows_in(self._entry, torch.from_numpy(array))
+            items = self.rows if self._lengths is None else sum(self._lengths)
+            self._values = self._view((items, *self.item_shape))
         assert isinstance(self._values, torch.Tensor)
         return self._values
+
+    def only_row(self) -> torch.Tensor:
+        return self._view(self.item_shape)
+
+    def _view(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """All of its values in this shape."""
+        if (
+            typestr := NUMPY_DTYPES.get(self.dtype)
+        ) is not None:  # numpy's views take a fraction of the time of torch's
+            return torch.from_numpy(self._leased.array(typestr, shape))
+        return torch.from_numpy(self._leased.array()).view(torch_dtype(self.dtype)).view(shape)
 
     @property
     def pieces(self) -> tuple[torch.Tensor, ...]:
