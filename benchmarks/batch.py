@@ -13,7 +13,8 @@ taken, the consumers' digests, for "weightwire" of a second reading of the fetch
 
 Ways: see `benchmarks/batches` (`sockets` and `ray_ways`). `controller_bytes` goes both ways: "weightwire" and msgpack count
 their frames, for Ray the kernel counts the controller's TCP connections, for TransferQueue those of its own controller.
-"memory copy" is the bound: all bytes copied once, to memory that exists, and read once, by two threads (`bound`).
+"memory copy" is the bound: all bytes copied once, to memory that exists, and read once, by two threads (`bound`). "4.4x of 13.7x":
+ours is 4.4 times faster than that way, the bound 13.7 times.
 `copies_per_byte` is of the rows, counted in the code of each way: in user space, and two for each passage through a socket.
 
 Writes benchmarks/results/batch.json (medians; kinds "rows", "bound", and "completion", see `benchmarks/batches/latency.py`), in
@@ -170,6 +171,7 @@ def _head(way: str, case: Case) -> Row:
 
 
 def show(rows: list[Row]) -> None:
+    least_s = next((each["put_seconds"] + each["fetch_seconds"] for each in rows if each["kind"] == "bound"), None)
     for of_size in _by_size(rows):
         head = of_size[0]
         ours = next((each for each in of_size if each["way"] == OURS), None)
@@ -183,6 +185,8 @@ def show(rows: list[Row]) -> None:
                 table.add_row(each["way"], each["failed"])
                 continue
             faster = f"{each['seconds'] / ours['seconds']:.1f}x" if ours and each is not ours else ""
+            if faster and least_s:
+                faster += f" of {each['seconds'] / least_s:.1f}x"
             table.add_row(
                 each["way"],
                 *(f"{each[name]:.3f}" for name in ("put_seconds", "fetch_seconds", "seconds")),

@@ -184,6 +184,7 @@ def trainers(rows: list[Row]) -> str:
 
 def batches(rows: list[Row]) -> str:
     own = [row for row in rows if row["kind"] == "rows"]
+    (least_s,) = (row["put_seconds"] + row["fetch_seconds"] for row in rows if row["kind"] == "bound")
     ways = {
         "msgpack over zmq": "through the controller with msgpack",
         "Ray object store": "Ray's object store",
@@ -196,8 +197,8 @@ def batches(rows: list[Row]) -> str:
         cells = [str(per_put), f"{ours['put_seconds']:.3f} + {ours['fetch_seconds']:.3f}"]
         for way in ways:
             row = here[way]
-            ratio = row["seconds"] / ours["seconds"]
-            cells.append(f"{row['put_seconds']:.2f} + {row['fetch_seconds']:.2f} ({ratio:.1f}x)")
+            ratio, most = row["seconds"] / ours["seconds"], row["seconds"] / least_s
+            cells.append(f"{row['put_seconds']:.2f} + {row['fetch_seconds']:.2f} ({ratio:.1f}x of {most:.1f}x)")
         lines.append(cells)
     return _table(["rows per put", "Weightwire", *ways.values()], lines)
 
