@@ -13,8 +13,8 @@ taken, the consumers' digests, for "weightwire" of a second reading of the fetch
 
 Ways: see `benchmarks/batches` (`sockets` and `ray_ways`). `controller_bytes` goes both ways: "weightwire" and msgpack count
 their frames, for Ray the kernel counts the controller's TCP connections, for TransferQueue those of its own controller.
-"memory copy" is the bound: all bytes copied once, to memory that exists, and read once, by two threads (`bound`). "4.4x of 13.7x":
-ours is 4.4 times faster than that way, the bound 13.7 times.
+"memory copy" is the bound: all bytes copied once, to memory that exists, and read once, by two threads (`bound`).
+"4.4x of 13.7x": ours is 4.4 times faster than that way, the bound 13.7 times.
 `copies_per_byte` is of the rows, counted in the code of each way: in user space, and two for each passage through a socket.
 
 Writes benchmarks/results/batch.json (medians; kinds "rows", "bound", and "completion", see `benchmarks/batches/latency.py`), in

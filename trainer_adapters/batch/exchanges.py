@@ -28,7 +28,7 @@ from trainer_adapters.batch.records import Entry, Owner, ShardId
 __all__ = ["LATE", "Arrivals", "Exchange", "LeaseExchange", "PullExchange", "pull_exchanges"]
 
 ONE_PASS_BYTES = 4096
-"""Bytes from this number on are copied and digested in one pass."""
+"""Shards of at least this many bytes are copied and digested in one pass."""
 
 CHECKED_BYTES = 64 << 20
 """Bytes that are checked between two looks at the deadline."""

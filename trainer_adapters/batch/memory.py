@@ -41,8 +41,8 @@ class Segment:
     """One memfd and what is known of it.
 
     The next block begins at `used`. The pages before `backed` exist, but for those that were given back. `blocks`: the end of
-    each block by its offset. `edge_blocks`, from `trim` on: how many blocks begin or end in a page. `backed_at_once`: the system
-    adds as many bytes at a time.
+    each block by its offset. `edge_blocks`: how many blocks begin or end in each page, counted from `trim` on. `backed_at_once`:
+    bytes that the system adds at a time.
     """
 
     __slots__ = (

@@ -36,7 +36,7 @@ def padded(column: Column, pad_value: PadValue) -> torch.Tensor:
     if len(lengths) and int(lengths.min()) == longest:
         return flat.view(shape)
     present = torch.from_numpy(np.arange(longest) < lengths[:, None]).to(flat.device)
-    if flat.dtype.itemsize == 1 and flat.dtype.is_floating_point:  # torch can't write some 8-bit floats by a mask
+    if flat.dtype.itemsize == 1 and flat.dtype.is_floating_point:  # torch can't assign some 8-bit floats through a mask
         out = pad.view(torch.uint8).expand(shape).clone()
         out[present] = flat.view(torch.uint8)
         return out.view(flat.dtype)

@@ -64,7 +64,7 @@ class RowDirectory:
         self._changed = asyncio.Condition()
 
     async def reserve(self, ticket: int, nbytes: int, timeout_s: float) -> Numbers | None:
-        """Room for a put, in the order of the calls. None if it has it, else what fills the store after `timeout_s`."""
+        """Waits for room for a put, in the order of the calls. Returns None; or, after `timeout_s`, what fills the store."""
         self._waiting.append(ticket)
         try:
             if not self._is_settled(ticket, nbytes):

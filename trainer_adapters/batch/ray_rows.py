@@ -3,8 +3,8 @@
     entry -> directory actor (named in the owner's address) -> ObjectRef -> numpy view of the node's shared memory -> part
 
 Ray moves an object to the consumer's node where it is not there yet, counts references, and keeps the memory for as long as a
-view of it lives, so there are no leases. What comes is checked as any other rows are: that it is an array of bytes, how many,
-and their digest.
+view of it lives, so there are no leases. Every object is checked: it must be an array of
+bytes that has the size and the digest of its entry.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _ready(ray: Any, references: list[Any], until: Until) -> list[Any]:
 
 
 def _tensor(data: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """The same memory as a tensor. Ray's arrays are read-only, which torch knows no tensors to be and would warn of."""
+    """The same memory as a tensor. Ray's arrays are read-only; torch has no read-only tensors, and would warn."""
     return torch.from_numpy(np.asarray(_Writable(data)))
 
 

@@ -134,13 +134,13 @@ class RayStore(Closing):
         return bool(self._ask("holds", task_id))
 
     def clear(self, task_ids: Iterable[str]) -> ClearReport:
-        """Drops all shards of tasks; who reads them keeps what he has. Unknown ids are counted."""
+        """Drops all shards of tasks; their readers keep what they have. Unknown ids are counted."""
         asked = listed_tasks(task_ids)
         unknown = self._ask("clear", asked)
         return ClearReport(cleared=len(asked) - len(unknown), unknown=len(unknown))
 
     def stats(self) -> StoreStats:
-        """What it holds. `leased_bytes` is 0: who still reads rows that were cleared is known to Ray alone."""
+        """What it holds. `leased_bytes` is 0: only Ray knows which cleared rows are still read."""
         numbers = Numbers(*self._ask("numbers"))
         return StoreStats(numbers.tasks, numbers.shards, numbers.nbytes, 0, self._budget_bytes)
 

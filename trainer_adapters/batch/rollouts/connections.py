@@ -95,7 +95,7 @@ class Connections:
             self._news = None
 
     def _find(self) -> None:
-        """Connects to pools of this host that have come; theirs is a file in the runtime directory."""
+        """Connects to new pools of this host: each has a file in the runtime directory."""
         if time.monotonic() < self._find_at_s:
             return
         if self._address is not None:

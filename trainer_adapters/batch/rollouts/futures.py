@@ -62,7 +62,7 @@ class CallbackThread:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             _run_one(*call)
-            del call  # what it holds must not live on until the next one
+            del call  # it must not keep its argument alive until the next one comes
 
 
 def _run_one(callback: Callable[[Any], Any], argument: Any) -> None:
@@ -107,7 +107,7 @@ class RolloutFuture(Future["Rollout"]):
 
 
 async def in_loop(future: Future[T], add: Callable[[Callable[[Future[T]], object]], None]) -> T:
-    """Waits in asyncio for a future. `add` adds a quick callback to it; none of the user's callbacks is in the way."""
+    """Waits in asyncio for a future. `add` adds a quick callback to it, which does not queue behind the user's callbacks."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 

@@ -90,8 +90,8 @@ class PoolLink:
         return Orders(work.clear, cancel, begin, settled)
 
     def _settle(self, refs: Iterable[TaskRef]) -> tuple[str, ...]:
-        """Finished attempts that need no announcement, or no answer to theirs, any more: what is to be cleared tells that the
-        pool has accepted them, even before the answer is read. Returns their tasks."""
+        """Drops finished attempts that need not be announced any more: the pool has their rows cleared, so it has accepted them,
+        even if its answer was not read yet. Returns their tasks."""
         settled = set(refs)
         for ref in settled:
             del self.finished[ref]
@@ -138,14 +138,14 @@ class PoolLink:
         return Orders(clear, settled=settled, leave=self.stopped)
 
     def on_refused(self, error: ErrorInfo) -> Orders:
-        """The pool refused the last announcement as such: its tasks fail, so that the next one says."""
+        """The pool refused the last announcement as a whole: its tasks fail, and the next announcement says so."""
         for ref in self.announced:
             self.finished[ref] = Finished(ref, error=error)
         announced, self.announced = self.announced, ()
         return Orders(clear=tuple(ref.task_id for ref in announced))
 
     def give_up(self) -> Orders:
-        """The pool is lost: nothing of it runs on, and none of its rows stay."""
+        """The pool is lost: cancels all of its attempts and clears all of its rows."""
         clear = tuple(dict.fromkeys((*(ref.task_id for ref in self.finished), *self.held)))
         cancel = tuple(sorted(self.running - self.cancelled, key=lambda ref: ref.attempt))
         settled = tuple(ref.task_id for ref in self.finished)

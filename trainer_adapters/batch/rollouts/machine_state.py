@@ -147,13 +147,13 @@ class Completed:
         self.ready.move_to_end(rollout.task_id, last=False)
 
     def forget(self, task_id: str) -> str:
-        """Nobody needs the rows of a task that is ready or taken; returns the worker that has them."""
+        """Forgets a task that is ready or taken; returns the worker that has its rows."""
         worker = self.ready.pop(task_id)[1] if task_id in self.ready else self.taken.pop(task_id)
         self.end(task_id)
         return worker
 
     def end(self, task_id: str) -> None:
-        """Nothing is left of a task."""
+        """Remembers that nothing is left of a task."""
         self.ended[task_id] = None
         while len(self.ended) > KEPT:
             self.ended.popitem(last=False)

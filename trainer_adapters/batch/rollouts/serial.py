@@ -63,7 +63,7 @@ class SerialExecutor:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             _run_one(*call)
-            del call  # what it holds must not live on until the next one
+            del call  # it must not keep its arguments alive until the next one comes
 
 
 def _run_one(future: Future[Any], call: Callable[[], Any]) -> None:

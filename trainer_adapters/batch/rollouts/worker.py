@@ -170,7 +170,7 @@ class RolloutWorker(Closing):
         return PoolLink(f"{self.name}.{self._links}", self._job, self._owner, self._slots)
 
     def _perform(self, link: PoolLink, orders: Orders) -> None:
-        """Any thread: does what a link says, in its order."""
+        """Any thread: carries out a link's orders, one after the other."""
         self._clear(orders.clear)
         if orders.cancel:
             self._to_loop(self._cancel, link, orders.cancel)
