@@ -323,6 +323,10 @@ def test_gradients_flow_through_a_local_batch() -> None:
     batch = DistributedBatch({"x": x})
     (batch["x"].sum() + batch.reorder([2, 0])["x"].sum() + batch.chunk(2)[0]["x"].sum()).backward()
     assert x.grad is not None and x.grad.tolist() == [[3, 3], [2, 2], [2, 2]]
+    ragged = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
+    first, second = DistributedBatch({"ragged": ragged}).rows("ragged")
+    (first.sum() * 2 + second.sum()).backward()
+    assert [row.grad.tolist() for row in ragged if row.grad is not None] == [[2, 2], [1]]
 
 
 def grouped(owner: MemoryOwner, sizes: list[int]) -> DistributedBatch:

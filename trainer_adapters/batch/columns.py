@@ -186,7 +186,8 @@ class Column:
                     before = sum(lengths[:start])
                     lengths = lengths[start:stop]
                     run = run[before : before + sum(lengths)]
-                rows += run.split_with_sizes(lengths)
+                # The unsafe one takes half the time: autograd does not know that its tensors share memory.
+                rows += (run.split_with_sizes if run.requires_grad else run.unsafe_split_with_sizes)(lengths)
             elif part.rows == 1:
                 rows.append(part.only_row())
             else:
