@@ -11,7 +11,18 @@ __all__ = ["FUNCTIONS", "WHY_NOT", "load"]
 logger = logging.getLogger(__name__)
 
 INTERFACE = 1
-"""Raised together with the number in `_copying.c`, whenever a function there is added, removed or called otherwise."""
+"""Raised together with the number in `_copying.c`, whenever a function there takes other arguments or returns something else."""
+
+NAMES = (
+    "copy_joined",
+    "copy_rows",
+    "copy_rows_and_digest",
+    "copy_strided_and_digest",
+    "digest_rows",
+    "has_all_bits",
+    "tensor_rows",
+)
+"""The functions that this code calls."""
 
 
 def load() -> tuple[Any, str]:
@@ -21,15 +32,18 @@ def load() -> tuple[Any, str]:
         functions: Any = importlib.import_module("inference_plugin.wire._copying")
     except ImportError as error:
         return None, str(error)
-    if (found := getattr(functions, "INTERFACE", 0)) != INTERFACE:
-        why = f"{functions.__file__} was built from other code: its interface is {found}, this code needs {INTERFACE}"
-        logger.warning(
-            "weightwire: %s. numpy copies instead, which takes longer. Build it again: `python setup.py build_ext "
-            "--inplace` in a checkout, else install weightwire again",
-            why,
-        )
-        return None, why
-    return functions, ""
+    found = getattr(functions, "INTERFACE", 1)  # the first builds do not say it
+    missing = [name for name in NAMES if not hasattr(functions, name)]
+    if found == INTERFACE and not missing:
+        return functions, ""
+    lacks = f", and it lacks {', '.join(missing)}" if missing else ""
+    why = f"{functions.__file__} was built from other code: its interface is {found}, this code's is {INTERFACE}{lacks}"
+    logger.warning(
+        "weightwire: %s. numpy copies instead, which takes longer. Build it again: `python setup.py build_ext --inplace` in a "
+        "checkout, else install weightwire again",
+        why,
+    )
+    return None, why
 
 
 FUNCTIONS, WHY_NOT = load()
