@@ -6,7 +6,6 @@ import itertools
 import operator
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from inference_plugin.install.plan import Placement, PlacementPlan
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.rebuilt import RebuiltModule, operands, rebuild
 from inference_plugin.install.references import LiveReferences
-from inference_plugin.install.standby import Move, StandbyWeights
+from inference_plugin.install.standby import LiveTensor, StandbyWeights
 from inference_plugin.install.storages import equal_bytes, held_tensors, named_tensors
 from inference_plugin.install.trials import makes_default, run_trials
 from inference_plugin.install.unpacking import Unpacking
@@ -193,32 +192,32 @@ class LiveLayout:
                 for start, stop in gaps:
                     storages[key][start:stop].copy_(live[key][start:stop])
 
-    def moves(self, storages: Mapping[str, torch.Tensor]) -> list[Move]:
-        """The moves that replace the live storages by `storages`, by key. Made in the background, so that the swap is short for
-        any size of model."""
-        moves: list[Move] = []
-        for key, holder, name, tensor in self._held(storages):
+    def second_set(self, storages: Mapping[str, torch.Tensor], modules: list[RebuiltModule]) -> StandbyWeights:
+        """The set that replaces the live storages by `storages`, by key, and modules by rebuilt ones. Made in the background, so
+        that the swap is short for any size of model."""
+        tensors = list(self._held(storages))
+        data: list[torch.Tensor] = []
+        for key, _, _, tensor in tensors:
             other = storages[key]
             whole = other if other.dtype == tensor.dtype else other.view(tensor.dtype)
-            data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            moves.append(Move(key, holder, name, tensor, data))
-        return moves
+            data.append(whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+        return StandbyWeights(tensors, data, modules)
 
     def is_whole(self, second: StandbyWeights) -> bool:
-        """Whether moves that were made for an earlier update still put all that the group writes in the place of the live
-        tensors, none of which the engine has replaced."""
-        live = [tensor for *_, tensor in self._held(self.written & self._plain)]
-        moved = [move.tensor for move in second.moves]
-        return len(live) == len(moved) and all(map(operator.is_, live, moved))
+        """Whether a set that was made for an earlier update still replaces all that the group writes: the engine has replaced
+        no tensor since."""
+        live = [each.tensor for each in self._held(self.written & self._plain)]
+        replaced = [each.tensor for each in second.tensors]
+        return len(live) == len(replaced) and all(map(operator.is_, live, replaced))
 
-    def _held(self, keys: Container[str]) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-        """The live model's tensors in the storages of these keys, each once: its key, what holds it, its name there, itself."""
+    def _held(self, keys: Container[str]) -> Iterator[LiveTensor]:
+        """The live model's tensors in the storages of these keys, each once."""
         seen: set[int] = set()
         held = ((self._key_of.get(n, ""), holder, own, t) for n, holder, own, t in held_tensors(self._model.live))
         for key, holder, name, tensor in itertools.chain(held, self._references.views):
             if key in keys and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield key, holder, name, tensor
+                yield LiveTensor(key, holder, name, tensor)
 
     def swap(self, second: StandbyWeights) -> StandbyWeights:
         """Engine's thread: replaces the live set by a second set; returns the replaced set."""

@@ -40,7 +40,7 @@ def free_later(weights: StandbyWeights) -> None:
 
     The caller must keep no reference to `weights`.
     """
-    if not weights.modules and not weights.moves:
+    if not weights.modules and not weights.data:
         return
     owned, hurry = [weights], threading.Event()
     with contextlib.suppress(RuntimeError):  # no thread can be started: the memory is freed on return

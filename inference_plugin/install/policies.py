@@ -304,7 +304,7 @@ class StandbyInstaller(PolicyInstaller):
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         storages, modules = self._fill(segment, throttle)
-        self._prepared = StandbyWeights(self._layout.moves(storages), modules)
+        self._prepared = self._layout.second_set(storages, modules)
         return sum(t.nbytes for t in storages.values()) + self._layout.rebuilt_nbytes
 
     def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
@@ -354,8 +354,8 @@ class StandbyInstaller(PolicyInstaller):
         self._keep(self._layout.swap(replaced))
 
     def _keep(self, weights: StandbyWeights) -> StandbyWeights:
-        self._spare = StandbyWeights(weights.moves, [])
-        return StandbyWeights([], weights.modules)
+        self._spare = StandbyWeights(weights.tensors, weights.data, [])
+        return StandbyWeights([], [], weights.modules)
 
     def discard(self) -> None:
         if self._prepared is not None:

@@ -13,38 +13,38 @@ from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.storages import flat
 from inference_plugin.wire.errors import CommitFailed, first_few
 
-__all__ = ["Move", "StandbyWeights"]
+__all__ = ["LiveTensor", "StandbyWeights"]
 
 
-class Move(NamedTuple):
-    """One live tensor and the data that it is to hold: `holder[name] is tensor`, and `key` names its storage."""
+class LiveTensor(NamedTuple):
+    """A tensor of the live model: `holder[name] is tensor`, and `key` names its storage."""
 
     key: str
     holder: dict[str, Any]
     name: str
     tensor: torch.Tensor
-    data: torch.Tensor
 
 
 @dataclass
 class StandbyWeights:
-    """Data of plain parameters, and parts of rebuilt modules."""
+    """What each of some live tensors is to hold, in the same order (`data`), and parts of rebuilt modules."""
 
-    moves: list[Move]
+    tensors: list[LiveTensor]
+    data: list[torch.Tensor]
     modules: list[RebuiltModule]
 
     @property
     def storages(self) -> dict[str, torch.Tensor]:
         """The plain storages of the set, flat, by their keys."""
         found: dict[str, torch.Tensor] = {}
-        for move in self.moves:
-            if move.key not in found:
-                found[move.key] = flat(move.data)
+        for live, data in zip(self.tensors, self.data, strict=True):
+            if live.key not in found:
+                found[live.key] = flat(data)
         return found
 
     def check_current(self) -> None:
         """Raises `CommitFailed` where the engine replaced a parameter since the set was made."""
-        if gone := [move.key for move in self.moves if move.holder.get(move.name) is not move.tensor]:
+        if gone := [live.key for live in self.tensors if live.holder.get(live.name) is not live.tensor]:
             raise CommitFailed(
                 f"the engine replaced parameters while the update was prepared: {first_few(gone)}",
                 hint="the next update prepares anew",
@@ -54,17 +54,16 @@ class StandbyWeights:
     def swap(self, live_modules: Mapping[str, nn.Module], *, in_place: bool) -> StandbyWeights:
         """Engine's thread: puts this set in the place of the live one; returns what was there.
 
-        No bytes move unless `in_place`, where addresses of parameters must stay.
+        No bytes move unless `in_place`, where addresses of parameters must stay. Generation stands meanwhile, and a model has
+        hundreds of tensors: the loops do nothing else.
         """
-        replaced = StandbyWeights([], [])
-        for move in self.moves:
-            tensor = move.tensor
-            held = tensor.data
-            replaced.moves.append(move._replace(data=held.clone() if in_place else held))
-            if in_place:
-                held.copy_(move.data)
-            else:
-                tensor.data = move.data
-        for module in self.modules:
-            replaced.modules.append(module.move_into(live_modules[module.module], in_place=in_place))
-        return replaced
+        held = [live.tensor.data for live in self.tensors]
+        if in_place:
+            live_data, held = held, [data.clone() for data in held]  # all of them first: tensors may share memory
+            for old, new in zip(live_data, self.data, strict=True):
+                old.copy_(new)
+        else:
+            for live, new in zip(self.tensors, self.data, strict=True):
+                live.tensor.data = new
+        modules = [module.move_into(live_modules[module.module], in_place=in_place) for module in self.modules]
+        return StandbyWeights(self.tensors, held, modules)

@@ -56,8 +56,8 @@ class ZoneInstaller(StandbyInstaller):
     def _lies_in(self, segment: torch.Tensor, weights: StandbyWeights) -> bool:
         base = segment.data_ptr()
         return all(
-            move.data.data_ptr() - move.data.storage_offset() * move.data.itemsize == base + self._spans[move.key].start
-            for move in weights.moves
+            data.data_ptr() - data.storage_offset() * data.itemsize == base + self._spans[live.key].start
+            for live, data in zip(weights.tensors, weights.data, strict=True)
         )
 
     def _fill(self, segment: torch.Tensor, throttle: Throttle) -> tuple[dict[str, torch.Tensor], list[RebuiltModule]]:
