@@ -189,19 +189,27 @@ AVX2 static inline uint64_t ended(const Digest *digest, const char *last_row, si
     return merged(accumulate(digest->sum, last, SECRET + SECRET_OF_LAST_STRIPE), rows * row_bytes);
 }
 
+enum { MOST_SPANS = 64, AHEAD_BYTES = 4096 };
+
+static inline size_t rows_in(size_t nbytes, size_t row_bytes)
+{
+    return nbytes > row_bytes ? nbytes / row_bytes : 1;
+}
+
+/* Where rows lie apart, the processor guesses wrong what is read next, so it is told; behind the last row it is told of memory
+ * that nobody reads. */
 AVX2 static uint64_t copy_and_digest(char *target, size_t target_stride, const char *source, size_t source_stride,
                                      size_t rows, size_t row_bytes)
 {
     const size_t stripes = stripes_before_last(row_bytes), done = stripes * STRIPE_BYTES;
+    const size_t ahead = source_stride == row_bytes ? 0 : source_stride * rows_in(AHEAD_BYTES, row_bytes);
     Digest digest = begun();
     for (size_t row = 1; row < rows; row++, target += target_stride, source += source_stride)
-        take_stripes(&digest, target, source, row_bytes / STRIPE_BYTES, 0);
+        take_stripes(&digest, target, source, row_bytes / STRIPE_BYTES, ahead);
     take_stripes(&digest, target, source, stripes, 0);
     memcpy(target + done, source + done, row_bytes - done);
     return ended(&digest, source, rows, row_bytes);
 }
-
-enum { MOST_SPANS = 64, AHEAD_BYTES = 4096 };
 
 /* Sources of any length, one after the other: a stripe that several of them make up goes by way of `joint`. The last stripe is
  * read back from the target, where it may overlap the one before it. The processor guesses where a source goes on within its
@@ -246,7 +254,7 @@ AVX2 static void digest_spans(Span *spans, int count, size_t stride, size_t rows
     Digest digests[MOST_SPANS];
     for (int i = 0; i < count; i++)
         digests[i] = begun();
-    const size_t rows_ahead = AHEAD_BYTES / spans[0].row_bytes, ahead = stride * (rows_ahead ? rows_ahead : 1);
+    const size_t ahead = stride * rows_in(AHEAD_BYTES, spans[0].row_bytes);
     for (size_t row = 1; row < rows; row++)
         for (int i = 0; i < count; i++) {
             take_stripes(&digests[i], NULL, spans[i].source, spans[i].row_bytes / STRIPE_BYTES, ahead);
