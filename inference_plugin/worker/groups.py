@@ -193,9 +193,10 @@ class GroupTable:
             self._readings.pop(member, None)
 
     def _tell(self, change: StateChanged) -> None:
-        """Calls listeners on a lane of their own, so that one that does not return blocks nothing else."""
-        if self._listeners.waiting() < MAX_UNTOLD:
-            hook = plugin_manager().hook.weightwire_state_changed
+        """Calls listeners on a lane of their own, so that one that does not return blocks nothing else. The lane sleeps if there
+        are none: while generation stands, it would take the interpreter from the engine's thread."""
+        hook = plugin_manager().hook.weightwire_state_changed
+        if hook.get_hookimpls() and self._listeners.waiting() < MAX_UNTOLD:
             told = {"replica": self._where.replica, "rank": self._where.rank}
             self._listeners.put(functools.partial(hook, **told, group=change.group, state=change.state))
 

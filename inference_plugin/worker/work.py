@@ -58,6 +58,10 @@ __all__ = ["GroupWork", "Update", "Where"]
 
 logger = logging.getLogger(__name__)
 
+SETTLE_AFTER_S = 0.005
+"""A commit's staging is settled this long after the engine's thread has finished: generation may stand until all ranks have, and
+another thread would take the interpreter from it, or make a zone."""
+
 
 @dataclass(frozen=True)
 class Where:
@@ -349,13 +353,16 @@ class GroupWork:
                 save(update.trace)
 
     def _settle(self, work: SettleStaging) -> None:
-        self.update(work.txn).bytes.settle()
+        update = self.update(work.txn)
+        update.cancelled.wait(SETTLE_AFTER_S)
+        update.bytes.settle()
 
     def _drop_staging(self, work: DropStaging) -> None:
         if work.reused:
             self._updates.pop(work.txn, None)
             return
         if (update := self._updates.get(work.txn)) is not None and update.staging is not None:
+            update.cancelled.wait(SETTLE_AFTER_S)
             update.staging.settle()
         self._free(work.txn)
 

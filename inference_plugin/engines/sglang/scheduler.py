@@ -53,6 +53,9 @@ class SchedulerRank:
         self._installations = 0
         self._held: list[Any] = []
         self._paused = False
+        can_ignore = "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters
+        # Before 0.5.21 a waiting request keeps the cache from being flushed.
+        self._but_for_waiting = {"ignore_waiting": True} if can_ignore else {}
 
     def close(self) -> None:
         """Ends what was started here: the engine goes on without us."""
@@ -186,11 +189,7 @@ class SchedulerRank:
                 self.name(request)
 
     def _idle_but_for_waiting(self) -> bool:
-        scheduler = self.scheduler
-        if "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters:
-            return bool(scheduler.is_fully_idle(ignore_waiting=True))
-            # Before 0.5.21 a waiting request keeps the cache from being flushed.
-        return bool(scheduler.is_fully_idle())
+        return bool(self.scheduler.is_fully_idle(**self._but_for_waiting))
 
     def name(self, request: Any) -> None:
         """Puts a request that has computed nothing yet into the present prefix namespace; not one whose conversation keeps its
