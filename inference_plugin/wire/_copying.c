@@ -22,7 +22,16 @@
 
 enum { LINE_BYTES = 64, SHORTEST_STREAM_BYTES = 512 };
 
-static void copy_streaming(char *target, const char *source, size_t nbytes)
+/* The processor guesses what is read next within a page only, and not where rows lie apart, so it is told: `ahead` is from where
+ * a byte is read to where memory is asked for. Past the end that is memory that nobody reads. */
+enum { AHEAD_BYTES = 4096 };
+
+static inline size_t ahead_of(size_t row_bytes, size_t stride)
+{
+    return stride == row_bytes ? AHEAD_BYTES : stride * (AHEAD_BYTES > row_bytes ? AHEAD_BYTES / row_bytes : 1);
+}
+
+static void copy_streaming(char *target, const char *source, size_t nbytes, size_t ahead)
 {
 #ifdef __SSE2__
     if (nbytes >= SHORTEST_STREAM_BYTES) {
@@ -30,6 +39,7 @@ static void copy_streaming(char *target, const char *source, size_t nbytes)
         memcpy(target, source, head);
         target += head, source += head, nbytes -= head;
         for (; nbytes >= LINE_BYTES; target += LINE_BYTES, source += LINE_BYTES, nbytes -= LINE_BYTES) {
+            _mm_prefetch((const char *)((uintptr_t)source + ahead), _MM_HINT_T0);
             const __m128i *from = (const __m128i *)source;
             __m128i *to = (__m128i *)target;
             __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
@@ -146,7 +156,7 @@ AVX2 static inline Digest begun(void)
                             _mm256_setr_epi64x((int64_t)PRIME64_4, PRIME32_2, (int64_t)PRIME64_5, PRIME32_1)}};
 }
 
-/* With a target, copies too; `ahead` is from where a byte is read to where memory is asked for one, or 0. */
+/* With a target, copies too; `ahead` as above, or 0. */
 AVX2 static inline __attribute__((always_inline)) void take_stripes(Digest *digest, char *target, const char *source,
                                                                     size_t stripes, size_t ahead)
 {
@@ -189,31 +199,21 @@ AVX2 static inline uint64_t ended(const Digest *digest, const char *last_row, si
     return merged(accumulate(digest->sum, last, SECRET + SECRET_OF_LAST_STRIPE), rows * row_bytes);
 }
 
-enum { MOST_SPANS = 64, AHEAD_BYTES = 4096 };
-
-static inline size_t rows_in(size_t nbytes, size_t row_bytes)
-{
-    return nbytes > row_bytes ? nbytes / row_bytes : 1;
-}
-
-/* Where rows lie apart, the processor guesses wrong what is read next, so it is told; behind the last row it is told of memory
- * that nobody reads. */
 AVX2 static uint64_t copy_and_digest(char *target, size_t target_stride, const char *source, size_t source_stride,
                                      size_t rows, size_t row_bytes)
 {
     const size_t stripes = stripes_before_last(row_bytes), done = stripes * STRIPE_BYTES;
-    const size_t ahead = source_stride == row_bytes ? 0 : source_stride * rows_in(AHEAD_BYTES, row_bytes);
+    const size_t ahead = ahead_of(row_bytes, source_stride);
     Digest digest = begun();
     for (size_t row = 1; row < rows; row++, target += target_stride, source += source_stride)
         take_stripes(&digest, target, source, row_bytes / STRIPE_BYTES, ahead);
-    take_stripes(&digest, target, source, stripes, 0);
+    take_stripes(&digest, target, source, stripes, AHEAD_BYTES);
     memcpy(target + done, source + done, row_bytes - done);
     return ended(&digest, source, rows, row_bytes);
 }
 
 /* Sources of any length, one after the other: a stripe that several of them make up goes by way of `joint`. The last stripe is
- * read back from the target, where it may overlap the one before it. The processor guesses where a source goes on within its
- * page only, so it is told; past the end of a source it is told of memory that nobody reads. */
+ * read back from the target, where it may overlap the one before it. */
 AVX2 static uint64_t copy_joined_and_digest(char *target, const Source *sources, size_t count, size_t total)
 {
     size_t stripes_left = stripes_before_last(total), held = 0;
@@ -247,14 +247,15 @@ typedef struct {
     uint64_t digest;
 } Span;
 
-/* Row by row over all spans: of spans that lie side by side memory is read in its own order, and once. Where it isn't,
- * the processor guesses wrong what comes next, so it is told. */
+enum { MOST_SPANS = 64 };
+
+/* Row by row over all spans: of spans that lie side by side memory is read in its own order, and once. */
 AVX2 static void digest_spans(Span *spans, int count, size_t stride, size_t rows)
 {
     Digest digests[MOST_SPANS];
     for (int i = 0; i < count; i++)
         digests[i] = begun();
-    const size_t ahead = stride * rows_in(AHEAD_BYTES, spans[0].row_bytes);
+    const size_t ahead = ahead_of(spans[0].row_bytes, stride);
     for (size_t row = 1; row < rows; row++)
         for (int i = 0; i < count; i++) {
             take_stripes(&digests[i], NULL, spans[i].source, spans[i].row_bytes / STRIPE_BYTES, ahead);
@@ -295,10 +296,11 @@ static PyObject *copy_rows(PyObject *self, PyObject *args)
     if (fits) {
         char *to = (char *)target.buf + target_start;
         const char *from = (const char *)source.buf + source_start;
+        const size_t ahead = row_bytes ? ahead_of((size_t)row_bytes, rows > 1 ? (size_t)source_stride : (size_t)row_bytes) : 0;
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t row = 0; row < rows; row++, to += target_stride, from += source_stride) {
             if (streaming)
-                copy_streaming(to, from, (size_t)row_bytes);
+                copy_streaming(to, from, (size_t)row_bytes, ahead);
             else
                 memcpy(to, from, (size_t)row_bytes);
         }
