@@ -1,4 +1,4 @@
-"""Parts of a rebuilt module where captured graphs hold addresses: what a module computes with stays where it is."""
+"""What is moved into the live model where captured graphs hold addresses: what it computes with stays where it is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from inference_plugin.install.rebuilt import RebuiltModule
+from inference_plugin.install.standby import LiveTensor, StandbyWeights
 from inference_plugin.wire.errors import CommitFailed
 
 
@@ -38,3 +39,17 @@ def test_a_derived_tensor_of_another_form_is_refused_where_addresses_must_stay(o
     assert not live.w_kc.any()
     RebuiltModule("attn", {("w_kc",): other}).move_into(live, in_place=False)
     assert live.w_kc is other
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_swap_gives_back_what_was_there_also_where_two_tensors_share_memory(in_place: bool) -> None:
+    memory, other = torch.arange(8.0), torch.arange(8.0) + 100
+    views = {"a": memory[:6], "b": memory[2:]}
+    address = memory.data_ptr()
+    live = [LiveTensor("a", views, name, tensor) for name, tensor in views.items()]
+    old = StandbyWeights(live, [other[:6], other[2:]], []).swap({}, in_place=in_place)
+    assert views["a"].tolist() == other[:6].tolist() and views["b"].tolist() == other[2:].tolist()
+    assert (views["a"].data_ptr() == address) is in_place
+    old.swap({}, in_place=in_place)
+    assert views["a"].tolist() == [0, 1, 2, 3, 4, 5] and views["b"].tolist() == [2, 3, 4, 5, 6, 7]
+    assert views["a"].data_ptr() == address
