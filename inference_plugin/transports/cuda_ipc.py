@@ -28,8 +28,8 @@ from inference_plugin.devices import SharedMemory, device_of, in_use, present
 from inference_plugin.net.addresses import boot_id, runtime_dir
 from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats
 from inference_plugin.transports.device_pieces import BATCH_BYTES, DevicePieces
+from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.transports.shm import TRANSPORT as SHM
-from inference_plugin.transports.shm import SegmentAddress, SharedSegment
 from inference_plugin.transports.zone import AnyZone, ZoneReceiver, ZoneStaging
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, TransportUnavailable

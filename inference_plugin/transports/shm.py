@@ -3,35 +3,19 @@
 1. the manager rank makes a memfd (or takes a spare one) and seals its size;
 2. every trainer rank maps it and copies its slices to their places; every worker of the host maps it read-only;
 3. digests are taken from the trainer's own memory and compared, in place, by the workers.
-
-A memfd has no name: when the last process that maps it is gone, killed or not, so is the memory. It doesn't count
-against the size of /dev/shm, and Python's resource tracker never sees it. Peers open it as `/proc/<pid>/fd/<fd>`,
-which the kernel allows to the same user only (ptrace access mode "read"), in the same pid namespace.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
-import fcntl
-import mmap
-import os
-import secrets
 import time
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import torch
 
-from inference_plugin.devices import in_use
-from inference_plugin.net.addresses import boot_id
 from inference_plugin.transports.base import Delivery, Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
 from inference_plugin.transports.pieces import Bytes, pieces_of, place_piece
+from inference_plugin.transports.segment import MIN_SEGMENT_BYTES, SegmentAddress, SharedSegment, why_no_segments
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
@@ -39,179 +23,9 @@ from inference_plugin.wire.errors import TransportUnavailable
 from inference_plugin.wire.geometry import Box, Piece, PiecePlace
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.messages.common import BootId, Count
 from inference_plugin.wire.tensors import box_view
 
-__all__ = ["TRANSPORT", "SegmentAddress", "SharedSegment"]
-
-MIN_SEGMENT_BYTES = 4096
-
-GIVEN_BACK_AT_ONCE = TOUCHED_AT_ONCE = 4 << 20
-"""Bytes of one system call, during which no other Python thread runs."""
-
-LARGE_PAGE_BYTES = 2 << 20
-
-MADV_POPULATE_WRITE = 23
-"""Linux 5.14. Python's mmap has no name for it."""
-
-
-class SegmentAddress(msgspec.Struct, frozen=True):
-    """The place where a segment can be opened, and proof that it is the right segment."""
-
-    segment_id: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    boot_id: BootId
-    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-    fd: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
-    inode: Count
-
-
-class SharedSegment:
-    """A mapped memfd. `tensor` is its bytes, uint8. Close it once nobody uses views of it; may be called twice."""
-
-    def __init__(self, fd: int, nbytes: int, segment_id: str, *, writable: bool, private: bool = False) -> None:
-        self.fd = fd
-        self.nbytes = nbytes
-        self.segment_id = segment_id
-        self._is_closed = self._is_unmapped = False
-        self._end_page_lock: Callable[[], None] | None = None
-        self._map: mmap.mmap | None = None
-        if private:  # by torch, whose mapping keeps no descriptor: a process may hold thousands of them
-            self.tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=False, size=nbytes, dtype=torch.uint8)
-            return
-        self._map = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch can't mark a tensor read-only and says so
-            # By way of numpy: its array keeps the mapping as long as a view lives, `torch.frombuffer` does not.
-            self.tensor = torch.from_numpy(np.frombuffer(self._map, dtype=np.uint8))
-
-    @staticmethod
-    def create(nbytes: int) -> SharedSegment:
-        """A new segment of at least `nbytes`, zero-filled, its size sealed. Raises `TransportUnavailable`."""
-        nbytes = max(nbytes, MIN_SEGMENT_BYTES)
-        try:
-            fd = os.memfd_create("weightwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except (OSError, AttributeError) as error:
-            raise TransportUnavailable(f"shm: memfd_create failed: {error}") from error
-        try:
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return SharedSegment(fd, nbytes, secrets.token_hex(8), writable=True)
-        except OSError as error:
-            os.close(fd)
-            raise TransportUnavailable(f"shm: a segment of {nbytes} bytes can't be made: {error}") from error
-
-    @staticmethod
-    def attach(address: SegmentAddress, *, writable: bool, private: bool = False) -> SharedSegment:
-        """The segment at `address`. `private`: pages that this process writes to become its own, and nobody else sees what it
-        wrote. Raises `TransportUnavailable` if this process can't reach it."""
-        if address.boot_id != boot_id():
-            raise TransportUnavailable("shm: the trainer is on another host", hint="use transport 'zmq'")
-        path = f"/proc/{address.pid}/fd/{address.fd}"
-        try:
-            # O_NONBLOCK: whatever else lies there (a FIFO), opening it must not wait.
-            fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise TransportUnavailable(
-                f"shm: process {os.getpid()} can't open {path}: {error.strerror}",
-                hint="trainer and engine must run as one user in one pid namespace; else use transport 'zmq'",
-            ) from error
-        try:
-            status = os.fstat(fd)
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            if status.st_ino != address.inode or status.st_size != address.nbytes or not seals & fcntl.F_SEAL_SHRINK:
-                raise TransportUnavailable(f"shm: {path} is not the segment that was announced")
-            return SharedSegment(fd, address.nbytes, address.segment_id, writable=writable, private=private)
-        except (OSError, ValueError, RuntimeError) as error:
-            os.close(fd)
-            raise TransportUnavailable(f"shm: {path} can't be mapped: {error}") from error
-        except TransportUnavailable:
-            os.close(fd)
-            raise
-
-    def lies_at(self, address: SegmentAddress) -> bool:
-        """Whether this is the memory that `address` describes; an id alone could be reused."""
-        return self.nbytes == address.nbytes and os.fstat(self.fd).st_ino == address.inode
-
-    @property
-    def address(self) -> SegmentAddress:
-        """The address for other processes, valid while this one lives and keeps the segment open."""
-        return SegmentAddress(self.segment_id, boot_id(), os.getpid(), self.fd, self.nbytes, os.fstat(self.fd).st_ino)
-
-    def set_writable(self, writable: bool) -> None:
-        """Ends, or begins anew, this process's permission to write; its page tables stay. Raises OSError."""
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        libc = ctypes.CDLL(None, use_errno=True)
-        address = ctypes.c_void_p(self.tensor.data_ptr())
-        if self._map is None or libc.mprotect(address, ctypes.c_size_t(self.nbytes), protection):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-    def page_lock(self) -> None:
-        """Has this process's device read it at full speed, where it can."""
-        self._end_page_lock = in_use().page_lock(self.tensor)
-
-    def keep_from_children(self) -> None:
-        """Keeps the mapping out of processes that this one forks, such as a data loader's."""
-        if self._map is not None:
-            self._map.madvise(mmap.MADV_DONTFORK)
-
-    def ask_for_large_pages(self, wanted: bool = True) -> None:
-        """Asks for pages of 2 MiB: page tables are built, protected and walked in a fraction of the time. Takes effect where
-        `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise`, on pages that do not exist yet. Not `wanted`: from now
-        on pages are small."""
-        if self._map is not None and self.nbytes >= LARGE_PAGE_BYTES:
-            with contextlib.suppress(OSError, ValueError):  # a kernel without them; closed meanwhile
-                self._map.madvise(mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE)
-
-    def touch(self, start: int, nbytes: int) -> bool:
-        """Maps the pages of `start:start + nbytes` for writing, in a fraction of the time that faults take. False: the system
-        can't, or the segment is closed."""
-        try:
-            return self.back(start, nbytes)
-        except OSError:
-            return False
-
-    def back(self, start: int, nbytes: int) -> bool:
-        """As `touch`, but raises OSError where the system has no memory for the pages. False: the kernel has no such call
-        (before Linux 5.14), or the segment is closed."""
-        end = min(start + nbytes, self.nbytes)
-        try:
-            for step in range(start - start % mmap.PAGESIZE, end, TOUCHED_AT_ONCE):
-                if (mapping := self._map) is None:
-                    return False
-                mapping.madvise(MADV_POPULATE_WRITE, step, min(TOUCHED_AT_ONCE, end - step))
-        except ValueError:  # closed meanwhile
-            return False
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            raise
-        return True
-
-    def give_back(self, start: int, end: int) -> None:
-        """Returns the memory of the pages `start:end` to the system; they read as zeros from then on, in every process.
-        Both are multiples of the page size. Has no effect on a closed segment."""
-        with contextlib.suppress(ValueError):  # closed meanwhile
-            for step in range(start, end, GIVEN_BACK_AT_ONCE):
-                if (mapping := self._map) is not None:
-                    mapping.madvise(mmap.MADV_REMOVE, step, min(GIVEN_BACK_AT_ONCE, end - step))
-
-    def close(self) -> bool:
-        """Unmaps it and closes the descriptor. False: views of `tensor` that are still held keep the mapping until they go."""
-        if self._is_closed:
-            return self._is_unmapped
-        self._is_closed = True
-        if self._end_page_lock is not None:
-            with contextlib.suppress(TransportUnavailable):  # the device is gone, and its hold on the pages with it
-                self._end_page_lock()
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-        mapping, self._map = self._map, None
-        os.close(self.fd)
-        if mapping is not None:
-            with contextlib.suppress(BufferError):  # a view keeps it
-                mapping.close()
-                self._is_unmapped = True
-        return self._is_unmapped
+__all__ = ["TRANSPORT"]
 
 
 class ShmStaging(Staging):
@@ -356,23 +170,11 @@ def _place_and_digest(
     return Piece(place.box, digest)
 
 
-def _why_not() -> str | None:
-    if not hasattr(os, "memfd_create"):
-        return "the operating system has no memfd_create (Linux 3.17 or later is needed)"
-    if not Path("/proc/self/fd").is_dir():
-        return "/proc is not mounted"
-    try:
-        SharedSegment.create(MIN_SEGMENT_BYTES).close()
-    except TransportUnavailable as error:
-        return error.message
-    return None
-
-
 TRANSPORT = Transport(
     name="shm",
     summary="same host: shared memory that trainer ranks write and workers read in place; 2 copies per byte",
     preference=10,
-    why_not=_why_not,
+    why_not=why_no_segments,
     sender=ShmSender,
     receiver=ShmReceiver,
     copies_per_byte=2,  # trainer -> segment -> parameter

@@ -22,8 +22,8 @@ from inference_plugin.transports.base import Put, Receiver, Staging, Target, Tra
 from inference_plugin.transports.bucket_staging import check_received, checked_pieces
 from inference_plugin.transports.lanes import Buffer, Lane
 from inference_plugin.transports.pieces import Bytes, typed
+from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.transports.shm import TRANSPORT as SHM
-from inference_plugin.transports.shm import SegmentAddress, SharedSegment
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.transports.zmq import ZmqSender
 from inference_plugin.wire.codec import decode_as

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_plugin.transports.shm import SharedSegment
+from inference_plugin.transports.segment import SharedSegment
 from inference_plugin.wire.errors import DigestMismatch, FetchFailed, StoreFull, TransportUnavailable
 from tests.batch.owners import (
     MIB,

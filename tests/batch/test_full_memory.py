@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 HEAD = """
 import os, torch
-from inference_plugin.transports.shm import SharedSegment
+from inference_plugin.transports.segment import SharedSegment
 from inference_plugin.wire.errors import TransportUnavailable
 from tests.batch.owners import fetched
 from trainer_adapters.batch.store import Store

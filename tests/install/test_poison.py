@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inference_plugin.install import layout, proof
-from inference_plugin.transports.shm import SharedSegment
+from inference_plugin.transports.segment import SharedSegment
 from tests.support import poison
 
 

@@ -22,6 +22,7 @@ from inference_plugin.net import channel
 from inference_plugin.net.channel import Channel
 from inference_plugin.net.report_files import last_report
 from inference_plugin.transports import shm
+from inference_plugin.transports.segment import SegmentAddress
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import (
     CommitFailed,
@@ -95,7 +96,7 @@ def test_one_update_may_take_two_transports(start: Start, monkeypatch: pytest.Mo
 
     def seen_by_the_first(sender: shm.ShmSender) -> bytes:
         asked.append(sender)
-        address = decode_as(probe(sender), shm.SegmentAddress)
+        address = decode_as(probe(sender), SegmentAddress)
         return msgspec.msgpack.encode(address if len(asked) == 1 else msgspec.structs.replace(address, inode=0))
 
     monkeypatch.setattr(shm.ShmSender, "probe", seen_by_the_first)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from inference_plugin.net.channel import Channel
-from inference_plugin.transports.shm import SegmentAddress
+from inference_plugin.transports.segment import SegmentAddress
 from inference_plugin.transports.stream import StreamSender
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ConfigError, NotFinite, TornReplica, WeightwireError

@@ -30,7 +30,7 @@ def spread_if_asked() -> None:
 def spread() -> Callable[[], None]:
     """Poisons second sets, skeletons in memory, stand-ins' storages, and staging memory, in this process, until what it
     returns is called. Twice is once."""
-    from inference_plugin.transports import bucket_staging, shm
+    from inference_plugin.transports import bucket_staging, segment
 
     before: list[tuple[Any, str, Any]] = []
 
@@ -43,7 +43,7 @@ def spread() -> Callable[[], None]:
         if not isinstance(module.torch, _Poisoned):
             replace(module, "torch", _Poisoned("torch"))
     for owner, name, do in (
-        (shm.SharedSegment, "create", lambda segment: _poison(segment.tensor)),
+        (segment.SharedSegment, "create", lambda made: _poison(made.tensor)),
         (bucket_staging.BucketReceiver, "open", lambda staging: _poison(staging.segment)),
     ):
         if (after := _after(vars(owner).get(name), do)) is not None:

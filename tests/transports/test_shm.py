@@ -22,7 +22,8 @@ import torch
 
 from inference_plugin.transports import shm
 from inference_plugin.transports.base import Delivery
-from inference_plugin.transports.shm import SegmentAddress, SharedSegment, ShmReceiver, ShmSender
+from inference_plugin.transports.segment import SegmentAddress, SharedSegment
+from inference_plugin.transports.shm import ShmReceiver, ShmSender
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
 from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest, TensorSpec
@@ -400,7 +401,8 @@ def test_a_write_through_a_readers_mapping_is_impossible(segment: SharedSegment)
 
 TINY = """
 import os, torch
-from inference_plugin.transports.shm import TRANSPORT, SharedSegment
+from inference_plugin.transports.segment import SharedSegment
+from inference_plugin.transports.shm import TRANSPORT
 assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 10
 assert TRANSPORT.why_not() is None
 made = SharedSegment.create(8 << 20)

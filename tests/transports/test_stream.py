@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inference_plugin.transports.base import Staging
-from inference_plugin.transports.shm import SharedSegment
+from inference_plugin.transports.segment import SharedSegment
 from inference_plugin.transports.stream import SharedPlace, StreamReceiver
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (

@@ -28,7 +28,7 @@ import zmq
 from inference_plugin.net.addresses import boot_id
 from inference_plugin.net.channel import Channel, take_ready
 from inference_plugin.net.processes import start_ticks
-from inference_plugin.transports.shm import SegmentAddress, SharedSegment
+from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Done, EndLeases

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from inference_plugin.transports.shm import LARGE_PAGE_BYTES, SharedSegment
+from inference_plugin.transports.segment import LARGE_PAGE_BYTES, SharedSegment
 from inference_plugin.wire.errors import TransportUnavailable
 from inference_plugin.wire.host_memory import gives_large_shared_pages
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from inference_plugin.transports.shm import SharedSegment
+from inference_plugin.transports.segment import SharedSegment
 from inference_plugin.wire.comparison import compare_rank
 from inference_plugin.wire.dtype_hint import dtype_rules
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError, first_few
