@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.models import SHAPE, _save, make_llama, make_qwen3, make_qwen3_moe
 
-__all__ = ["MAKERS", "make", "load", "rewrite"]
+__all__ = ["MAKERS", "in_w8a8", "load", "make", "rewrite"]
 
 Maker = Callable[[Path, int], Path]
 
@@ -107,9 +107,13 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def w8a8_int8(directory: Path, seed: int) -> Path:
-    """A Llama as compressed-tensors writes W8A8: int8 weights with a scale per output channel, activations scaled per
-    token while running."""
-    path = make_llama(directory, seed=seed, dtype=torch.bfloat16)
+    """A Llama in W8A8."""
+    return in_w8a8(make_llama(directory, seed=seed, dtype=torch.bfloat16))
+
+
+def in_w8a8(path: Path) -> Path:
+    """Rewrites a checkpoint as compressed-tensors writes W8A8: int8 weights with a scale per output channel, activations scaled
+    per token while running."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load(path).items():
         if name.split(".")[-2] not in _LINEAR:
