@@ -11,9 +11,9 @@ import click
 from inference_plugin import __version__
 from inference_plugin.cli.app import as_json_option, asked, job_option
 from inference_plugin.cli.output import line, print_json, problem
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, curve, listening
 from inference_plugin.wire.config import OTHER_VARIABLES, Config, misspelt_variables, settings
-from inference_plugin.wire.errors import ConfigError, WeightwireError
+from inference_plugin.wire.errors import AuthError, ConfigError, WeightwireError
 from inference_plugin.wire.messages import ReplicaCard
 
 __all__ = ["doctor"]
@@ -77,6 +77,7 @@ def _look_at_directory(job: str | None, facts: dict[str, Any], problems: list[st
         facts["runtime_dir"] = str(addresses.runtime_dir(job))
         facts["stale_replicas_removed"] = [card.replica for card in addresses.stale_replicas(job)]
         replicas = addresses.discover(job)
+        problems += addresses.unreadable_cards()
         problems += [f"runs without the plug-in: {text}" for text in addresses.problems(job)]
         facts["starting"] = addresses.starting(job)
         addresses.check_room(job)
@@ -95,10 +96,11 @@ def _look_at_environment(facts: dict[str, Any], problems: list[str]) -> None:
     variables = (*OTHER_VARIABLES, *(setting.variable for setting in settings()), "VLLM_PLUGINS", "SGLANG_PLUGINS")
     facts |= {variable: os.environ[variable] for variable in variables if variable in os.environ}
     problems += misspelt_variables()
-    try:
-        Config.from_environment()
-    except ConfigError as error:
-        problems.append(str(error))
+    for checked in (Config.from_environment, curve.job_key, addresses.registry_address, listening.check_own_address):
+        try:
+            checked()
+        except (ConfigError, AuthError) as error:
+            problems.append(str(error))
     if facts["engines_installed"] and not facts["entry_points"]:
         problems.append(
             "an engine is installed here, but no entry point of weightwire is: pip install weightwire beside it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import json
 import urllib.error
@@ -42,11 +43,15 @@ def probe(url: str, directory: Path, timeout_s: float) -> Probe:
     """Asks the vLLM or SGLang server at `url`. Ends the command where one of the two can't answer."""
     model = _model_of(directory)
     prompts = _prompts(int(model.config.get_text_config().vocab_size))
-    server = _Server(url.rstrip("/"), timeout_s)
+    try:
+        server = _Server(url.rstrip("/"), timeout_s)
+        told = [server.log_probabilities(prompt) for prompt in prompts]
+    except (LookupError, TypeError, ValueError) as error:
+        raise stop(f"{url} answers otherwise than vLLM's or SGLang's server would: {error!r}") from None
     apart = [
         abs(one - other)
-        for prompt in prompts
-        for one, other in zip(server.log_probabilities(prompt), _of_checkpoint(model, prompt), strict=True)
+        for prompt, answer in zip(prompts, told, strict=True)
+        for one, other in zip(answer, _of_checkpoint(model, prompt), strict=True)
     ]
     return Probe(url, len(apart), sum(apart) / len(apart), max(apart))
 
@@ -110,5 +115,5 @@ class _Server:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             raise stop(f"{self._url}{path} answers {error.code}: {error.read(500).decode(errors='replace')}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise stop(f"{self._url}{path} does not answer as vLLM's or SGLang's server would: {error}") from None

@@ -11,7 +11,7 @@ import click
 from inference_plugin.cli.app import Seconds, as_json_option, job_option
 from inference_plugin.cli.checkpoints import Checkpoint
 from inference_plugin.cli.output import line, print_json, problem, stop
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import ArgumentError, WeightwireError
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,9 @@ __all__ = ["push"]
 
 @click.command(short_help="Brings a checkpoint into all running replicas.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--version", type=click.IntRange(min=0), help="Default: one more than any replica of the job serves.")
+@click.option(
+    "--version", type=click.IntRange(0, 2**62 - 1), help="Default: one more than any replica of the job serves."
+)
 @click.option("--group", default="policy", help="Weight-update group.")
 @click.option("--dtype", help="Send every tensor in this dtype, such as bfloat16; default: as it is stored.")
 @click.option(
@@ -49,7 +51,7 @@ def push(
     job: str | None,
     as_json: bool,
 ) -> None:
-    """Brings a checkpoint into all running replicas, without a restart. Exit status 1: not every replica has it.
+    """Brings a checkpoint into all running replicas, without a restart. Exit status 1: a replica does not have it, or none runs.
 
     CHECKPOINT is a directory with *.safetensors, or one such file. The files are read tensor by tensor while they are sent.
     """
@@ -66,6 +68,8 @@ def push(
         try:
             report = manager.update(source, version)
             verified = manager.verify(source) if verify else None
+        except ArgumentError as error:
+            raise stop(str(error)) from None
         except WeightwireError as error:
             if as_json:
                 print_json(ok=False, version=error.version, error=error.info())

@@ -204,6 +204,11 @@ def discover(job: str | None = None) -> list[ReplicaCard]:
     return cards
 
 
+def unreadable_cards() -> list[str]:
+    """What this process could not read as a card so far, each with the reason: a replica that nobody finds."""
+    return [f"the card {path} can't be read: {why}" for path, why in sorted(_UNREADABLE)]
+
+
 def stale_replicas(job: str | None = None) -> list[ReplicaCard]:
     """Cards whose process is gone: it was killed, or the host rebooted. Processes of other pid namespaces are not judged."""
     return [card for card in _cards(job) if _is_stale(card)]

@@ -173,6 +173,12 @@ def make_private(directory: Path, *, of_root_too: bool = False) -> None:
         )
 
 
+def check_own_address() -> None:
+    """Raises `AuthError` if this process may not listen where `WEIGHTWIRE_LISTEN` says."""
+    if (address := listens_on()) != "ipc":
+        check_listen_address(address)
+
+
 def check_listen_address(address: str) -> None:
     """Raises `AuthError` for an address that other hosts could reach without a key, or that does not tell them where to
     connect."""

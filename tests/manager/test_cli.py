@@ -91,6 +91,7 @@ def test_status_and_doctor_tell_of_replicas_versions_and_processes(directory: Pa
         (("verify", "--checkpoint", "not-there"), "not-there does not exist"),
         (("verify", "--checkpoint", ".", "--timeout-s", "nan"), "NaN is no time"),
         (("push", ".", "--timeout-s", "inf"), "inf is not in the range"),
+        (("push", ".", "--version", str(2**62)), "is not in the range"),
         (("close", "policy"), "no replica of job 'default' runs; looked in"),
         (("check-engine", "vllm"), "vllm is no wheel (.whl), no source archive (.tar.gz) and no version such as"),
     ],
@@ -313,6 +314,19 @@ def test_doctor_tells_where_an_engine_s_own_list_leaves_the_plug_in_out(director
     ):
         code, doctor = run("doctor", **{variable: value})
         assert (code, any(variable in problem for problem in doctor["problems"])) == (int(complaint), complaint)
+
+
+def test_doctor_tells_of_a_key_addresses_and_a_card_that_nobody_can_use(directory: Path) -> None:
+    card = addresses.runtime_dir() / "vllm-1-2-3.card"
+    card.write_bytes(b"garbage")
+    code, doctor = run(
+        "doctor", WEIGHTWIRE_KEY="/nowhere/key", WEIGHTWIRE_REGISTRY="10.0.0.1", WEIGHTWIRE_LISTEN="tcp://*:*"
+    )
+    unread, key, registry, listening = doctor["problems"]
+    assert code == 1 and str(card) in unread and "WEIGHTWIRE_REGISTRY='10.0.0.1' is no address" in registry
+    assert "/nowhere/key can't be read" in key and "/nowhere/key can't be read" in listening
+    code, doctor = run("doctor", WEIGHTWIRE_LISTEN="tcp://*:*")
+    assert code == 1 and "can be reached from outside this host without authentication" in doctor["problems"][-1]
 
 
 def test_config_shows_where_each_value_comes_from_and_refuses_what_cannot_be_meant(directory: Path) -> None:
