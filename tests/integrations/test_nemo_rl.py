@@ -96,10 +96,32 @@ def failing() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_wrong_options_and_a_wrong_order_are_typed_errors() -> None:
-    with pytest.raises(ConfigError, match="time_out"):
-        made(time_out=3)
+    for wrong in ({"time_out": 3}, {"dtype": "float99"}, {"dtype": 5}):
+        with pytest.raises(ConfigError, match=f"refit_cfg.*{next(iter(wrong))}"):
+            made(**wrong)
     with pytest.raises(ProtocolError, match="init_policy_process_group"):
         asyncio.run(made().send_weights(iter(())))
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        (None, "weights are a NoneType"),
+        (5, "weights are a int"),
+        ([("a", 1)], "a is a int"),
+        ([(1, torch.zeros(2))], "the name 1 is a int"),
+        ([("a",)], "is no pair of a name and a tensor"),
+        ({"a": torch.zeros(2)}, "'a' is no pair of a name and a tensor"),
+    ],
+)
+def test_what_is_no_generator_of_named_tensors_is_a_typed_error_that_names_it(weights: Any, why: str) -> None:
+    engine = made()
+    engine.init_policy_process_group(worker_rank=0, train_world_size=1, rollout_world_size=1, metadata=[])
+    try:
+        with pytest.raises(WeightwireError, match=why):
+            asyncio.run(engine.send_weights(weights))
+    finally:
+        engine.finalize()
 
 
 @pytest.mark.skipif(not is_there(), reason="NeMo-RL is not installed")

@@ -8,6 +8,7 @@ our plug-in's entry point, without developer mode.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ from tests.support.greedy import greedy_batch
 from tests.support.models import make_llama
 from tests.support.trl_runner import PROMPTS
 from trainer_adapters.integrations.trl import refuse, replicas_behind, through_weightwire
+from trainer_adapters.integrations.trl_async import WeightTransfer
 
 PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
 PROGRAM = ROOT / "examples" / "trl" / "train.py"
@@ -196,8 +198,27 @@ def test_after_training_a_colocated_engine_holds_what_the_saved_model_holds(
 def test_what_is_no_class_and_a_misspelt_setting_are_refused_before_anything_starts() -> None:
     with pytest.raises(ArgumentError, match=r"object, not a class .*through_weightwire\(GRPOTrainer\)"):
         through_weightwire(object())  # type: ignore[type-var]
-    with pytest.raises(TypeError, match="instal"):
-        through_weightwire(object, instal="copy")
+    for wrong, why in (
+        ({"instal": "copy"}, "unexpected.*'instal'"),
+        ({"dtype": "float99"}, "float99"),
+        ({"dtype": 5}, "int"),
+    ):
+        with pytest.raises(ArgumentError, match=why):
+            through_weightwire(object, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=why):
+            WeightTransfer("http://127.0.0.1:8000", **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("server", ["", "localhost:8000", "ftp://x", None, 5, b"http://x"])
+def test_what_is_no_url_of_a_server_is_refused_at_once_and_not_waited_for(server: Any) -> None:
+    with pytest.raises(ArgumentError, match="is no URL of a server"):
+        WeightTransfer(server)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1, "x", True, 1e300])
+def test_no_wait_for_a_server_is_without_an_end(seconds: Any) -> None:
+    with pytest.raises(ArgumentError, match="server_timeout_s"):
+        WeightTransfer("http://127.0.0.1:8000", server_timeout_s=seconds)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference_plugin.wire.errors import CommitFailed, ManifestMismatch, WeightwireError
+from inference_plugin.wire.errors import ArgumentError, CommitFailed, ManifestMismatch, WeightwireError
 from tests.engines.conftest import Checkpoint
 from tests.support.engines import OLD_PYTHON, ROOT, Server
 from tests.support.greedy import greedy_tokens
@@ -197,3 +197,24 @@ def test_both_dialects_of_vllms_source_are_sources_and_nothing_is_gathered_to_de
     tensors["a.weight"] = torch.zeros(3, 3)
     with pytest.raises(ManifestMismatch, match=r"a\.weight"):
         list(source.slices())
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"rank": "0"}, "rank='0' is a str"),
+        ({"rank": True}, "rank=True is a bool"),
+        ({"rank": 1}, "rank=1, but torch.distributed says 0"),
+        ({"rank": 0}, "client is a NoneType without init_weight_transfer_engine"),
+        ({"rank": 1, "options": {"time_out": 3}}, "unexpected keyword argument 'time_out'"),
+        ({"rank": 1, "options": None}, "None is no mapping"),
+        ({"rank": 1, "dtype": "float99"}, "unknown dtype 'float99'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_when_it_is_given_and_not_in_the_first_update(
+    runtime: Path, given: dict[str, Any], why: str
+) -> None:
+    from trainer_adapters.integrations.vllm import WeightwireInitInfo, WeightwireTrainer
+
+    with pytest.raises(ArgumentError, match=why):
+        WeightwireTrainer.trainer_init(WeightwireInitInfo(**given), client=None)

@@ -16,13 +16,13 @@ NeMo-RL's class `CheckpointEngine` is not imported: its factory calls methods by
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import torch
 
 from inference_plugin.wire.errors import ConfigError, ProtocolError
+from trainer_adapters.integrations.options import checked_options
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
 from trainer_adapters.sources.read_once import ReadOnce
@@ -33,7 +33,7 @@ __all__ = ["WeightwireEngine"]
 class WeightwireEngine:
     """One worker's end of a refit. `dtype`: in which all tensors travel; default: as NeMo-RL yields them. `options`:
     `SyncManager`'s arguments. NeMo-RL's `bucket_size` is not used. Raises `ConfigError` for arguments that `SyncManager` does
-    not take.
+    not take, and for a dtype that is none.
     """
 
     shard_expert_weights = False
@@ -41,11 +41,8 @@ class WeightwireEngine:
     def __init__(
         self, bucket_size: int, release_after_refit: bool = False, *, dtype: str | None = None, **options: Any
     ) -> None:
-        try:
-            inspect.signature(SyncManager).bind(**options)
-        except TypeError as error:
-            raise ConfigError(f"policy.generation.refit_cfg of {__name__}: {error}") from None
-        self._dtype, self._options = dtype, options
+        self._options = checked_options(options, dtype, f"policy.generation.refit_cfg of {__name__}", ConfigError)
+        self._dtype = dtype
         self._manager: SyncManager | None = None
         self._once: ReadOnce | None = None
         self._source: ExportAdapter | None = None
@@ -77,7 +74,7 @@ class WeightwireEngine:
             raise ProtocolError("send_weights before init_policy_process_group", side="trainer")
         if self._once is None:
             self._once = ReadOnce(is_sender=self._manager.rank == 0)
-        self._once.given = weights
+        self._once.give(weights)
         try:
             if self._source is None:
                 self._source = ExportAdapter(self._once, dtype_rules=self._dtype)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import logging
 import operator
 import os
@@ -33,6 +32,7 @@ import torch.distributed as dist
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import ArgumentError, CommitFailed, EngineUnsupported, ManifestMismatch, PeerLost
 from inference_plugin.wire.reports import UpdateReport
+from trainer_adapters.integrations.options import checked_options
 from trainer_adapters.manager import SyncManager
 
 __all__ = ["through_weightwire"]
@@ -57,8 +57,9 @@ def through_weightwire(trainer: Trainer, *, dtype: torch.dtype | str | None = No
     `dtype`: in which all tensors travel, which is that of the engine's parameters; default: a colocated engine's dtype, for a
     server the trainer's own. `settings`: as `SyncManager` takes them. Nothing else changes: the same arguments, the same methods.
 
-    Raises `ArgumentError` for what is no class, `EngineUnsupported` where TRL is missing or another one. The constructor raises
-    `ArgumentError` for a trainer without vLLM and as `refuse` says, and `EngineUnsupported` for a server without our plug-in.
+    Raises `ArgumentError` for what is no class, for a setting that `SyncManager` does not have and for a dtype that is none;
+    `EngineUnsupported` where TRL is missing or another one. The constructor raises `ArgumentError` for a trainer without vLLM
+    and as `refuse` says, and `EngineUnsupported` for a server without our plug-in.
     `train()`, and whatever else generates, raises what `SyncManager.update` raises, the same on every rank, and `CommitFailed`
     on a rank whose engine took no part. If the update at the end fails, the model is trained all the same, and `save_model()`
     writes it.
@@ -68,7 +69,7 @@ def through_weightwire(trainer: Trainer, *, dtype: torch.dtype | str | None = No
             f"through_weightwire() was given {type(trainer).__name__}, not a class",
             hint="a trainer's constructor already joins TRL's own group: through_weightwire(GRPOTrainer)(model, ...)",
         )
-    inspect.signature(SyncManager).bind(**settings)  # a misspelt setting is an error now, not in the first step
+    checked_options(settings, dtype, "through_weightwire()")  # now, not in the first step
     check_places()
 
     @functools.wraps(trainer, updated=())

@@ -17,7 +17,7 @@ A PEFT adapter arrives merged, as TRL merges it for the time of a sync. Written 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +25,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from inference_plugin.wire.errors import PeerLost, ProtocolError
+from inference_plugin.wire.errors import ArgumentError, PeerLost, ProtocolError
+from trainer_adapters.integrations.options import checked_options
 from trainer_adapters.integrations.trl import check_took, replicas_behind
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
@@ -34,12 +35,14 @@ from trainer_adapters.sources.read_once import ReadOnce
 __all__ = ["WeightTransfer"]
 
 POLL_S = 1.0
+DAY_S = 86400.0
 
 
 class WeightTransfer:
     """TRL's `WeightTransferProtocol`. `server`: the URL of the vLLM server, the trainer's `vllm_server_base_url`. `dtype`: in
     which all tensors travel; default: the trainer's own. `server_timeout_s`: how long a server may take to start. `settings`:
-    as `SyncManager` takes them, without `process_group`. Raises `TypeError` for a setting that `SyncManager` does not have.
+    as `SyncManager` takes them, without `process_group`. Raises `ArgumentError` for what is no URL, no time or no
+    dtype, and for a setting that `SyncManager` does not have.
     """
 
     def __init__(
@@ -50,9 +53,11 @@ class WeightTransfer:
         server_timeout_s: float = 240.0,
         **settings: object,
     ) -> None:
-        inspect.signature(SyncManager).bind(**settings)
-        self._server, self._timeout_s = server.rstrip("/"), server_timeout_s
-        self._dtype, self._settings = dtype, settings
+        check_server(server, server_timeout_s)
+        if "process_group" in settings:
+            raise ArgumentError("process_group was given", hint="leave it out: one rank sends, by itself")
+        self._settings = checked_options(settings, dtype, "WeightTransfer()")
+        self._server, self._timeout_s, self._dtype = server.rstrip("/"), server_timeout_s, dtype
         self._manager: SyncManager | None = None
         self._once = ReadOnce(is_sender=True)
         self._source: ExportAdapter | None = None
@@ -71,7 +76,7 @@ class WeightTransfer:
         alone = None
         if dist.is_initialized() and dist.get_world_size() > 1:  # the other ranks make no manager, and no group
             alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        self._manager = SyncManager(process_group=alone, **self._settings)  # type: ignore[arg-type]
+        self._manager = SyncManager(process_group=alone, **self._settings)
 
     def pause(self) -> None:
         """Nothing: Weightwire stops generation itself, and only for the installation."""
@@ -85,7 +90,7 @@ class WeightTransfer:
         """
         if self._manager is None:
             raise ProtocolError("send_weights before init_weight_transfer", side="trainer")
-        self._once.given = iterator
+        self._once.give(iterator)
         try:
             if self._source is None:
                 self._source = ExportAdapter(self._once, dtype_rules=self._dtype)
@@ -106,3 +111,11 @@ class WeightTransfer:
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()
+
+
+def check_server(server: object, timeout_s: object) -> None:
+    """Raises `ArgumentError` for what is no URL, and for a time that no wait may have."""
+    if not isinstance(server, str) or not re.match("https?://.", server):
+        raise ArgumentError(f"server={server!r} is no URL of a server", hint="such as 'http://127.0.0.1:8000'")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= DAY_S:
+        raise ArgumentError(f"server_timeout_s={timeout_s!r}", hint="give it seconds, from 0 to a day")

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +32,7 @@ import torch
 
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ArgumentError, ConfigError, SyncTimeout, TransportUnavailable
+from trainer_adapters.integrations.options import checked_options
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
 from trainer_adapters.sources.read_once import ReadOnce
@@ -83,13 +83,10 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         dtype: str | None = None,
         **options: Any,
     ) -> None:
-        try:
-            inspect.signature(SyncManager).bind(**options)
-        except TypeError as error:
-            raise ConfigError(f"checkpoint_engine.engine_kwargs.{BACKEND}: {error}") from None
+        self._options = checked_options(options, dtype, f"checkpoint_engine.engine_kwargs.{BACKEND}", ConfigError)
         if weights not in ("export", "module"):
             raise ConfigError(f"checkpoint_engine.engine_kwargs.{BACKEND}: weights={weights!r}: 'export' or 'module'")
-        self._weights, self._dtype, self._options = weights, dtype, options
+        self._weights, self._dtype = weights, dtype
         self._manager: SyncManager | None = None
         self._source: ExportAdapter | None = None
         self._once: ReadOnce | None = None
@@ -141,7 +138,7 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         if not is_engine(weights):
             assert self._manager is not None
             self._once = self._once or ReadOnce(is_sender=self._manager.rank == 0)
-            self._once.given = weights
+            self._once.give(weights)
             export = self._once
         if self._source is None:
             self._source = ExportAdapter(export, dtype_rules=self._dtype)

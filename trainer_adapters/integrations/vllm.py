@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from inference_plugin.wire.errors import ArgumentError, CommitFailed, TransportUnavailable
 from inference_plugin.wire.messages import PROTOCOL_VERSION
+from trainer_adapters.integrations.options import checked_options
 from trainer_adapters.manager import SyncManager
 
 try:
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["WeightwireInitInfo", "WeightwireTrainer"]
 
 BACKEND = "weightwire"
+CALLED = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
+RANK = "give this process's rank in torch.distributed; 0 if it trains alone"
 
 _TrainerInitInfo: Any = getattr(base, "TrainerInitInfo", object)
 _TrainerEngine: Any = getattr(base, "TrainerWeightTransferEngine", object)
@@ -70,12 +73,24 @@ class WeightwireTrainer(_TrainerEngine):  # type: ignore[misc]
     init_info_cls = WeightwireInitInfo
 
     def __init__(self, init_info: WeightwireInitInfo, client: Any, source: Sendable | None) -> None:
-        self.is_sender = init_info.rank == 0
-        self.rank = init_info.rank
+        rank = init_info.rank
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise ArgumentError(f"rank={rank!r} is a {type(rank).__name__}", hint=RANK)
+        self.is_sender = rank == 0
+        self.rank = rank
+        if self.is_sender and (lacking := [name for name in CALLED if not callable(getattr(client, name, None))]):
+            raise ArgumentError(
+                f"client is a {type(client).__name__} without {', '.join(lacking)}",
+                hint="rank 0 needs a client of the engine, such as vLLM's HTTPVLLMWeightSyncClient(url)",
+            )
+        options = checked_options(init_info.options, init_info.dtype, "WeightwireInitInfo")
         self.client = client
         self.source = source
         self.dtype = init_info.dtype
-        self.manager = SyncManager(init_info.group, **init_info.options)
+        self.manager = SyncManager(init_info.group, **options)
+        if self.is_sender is not (self.manager.rank == 0):  # nobody would ask vLLM to confirm, or more than one would
+            self.manager.close()
+            raise ArgumentError(f"rank={rank}, but torch.distributed says {self.manager.rank}", hint=RANK)
 
     @classmethod
     def trainer_init(

@@ -121,13 +121,20 @@ class ExportAdapter(ExchangedSource):
             raise _changed(f"tensor {position} is {found}, the first time it was {before}")
 
 
-def _look(pairs: Iterable[tuple[str, Any]]) -> list[HeldBox]:
+def _look(pairs: Iterable[Any]) -> list[HeldBox]:
     """Runs through an export, or its metadata, to its end even if something is wrong with it. Raises `ManifestMismatch` for
     tensors that can't be sent."""
     items: dict[str, HeldBox] = {}
     problems = []
-    for name, tensor in pairs:
-        if name in items:
+    for pair in pairs:
+        try:
+            name, tensor = pair
+        except (TypeError, ValueError):
+            problems.append(f"{pair!r:.60} is no pair of a name and a tensor")
+            continue
+        if not isinstance(name, str):
+            problems.append(f"the name {name!r:.60} is a {type(name).__name__}")
+        elif name in items:
             problems.append(f"{name} occurs twice")
         elif not isinstance(tensor, torch.Tensor | TensorMetadata):
             problems.append(f"{name} is a {type(tensor).__name__}")

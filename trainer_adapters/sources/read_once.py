@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
-from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 
 __all__ = ["ReadOnce"]
 
@@ -19,15 +20,25 @@ class ReadOnce:
     """
 
     def __init__(self, *, is_sender: bool) -> None:
-        self.given: Iterable[tuple[str, torch.Tensor]] | None = None
+        self._given: Iterable[tuple[str, torch.Tensor]] | None = None
         self._is_sender = is_sender
         self._kept: list[tuple[str, torch.Tensor]] | None = None
         self._looked = False
 
+    def give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What the next export reads. Raises `ArgumentError` for what cannot be read."""
+        if not isinstance(weights, Iterable):
+            raise ArgumentError(
+                f"weights are a {type(weights).__name__}",
+                hint="a generator of pairs (name, tensor) is taken",
+                side="trainer",
+            )
+        self._given = weights
+
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         looked, self._looked = self._looked, True
         kept, self._kept = self._kept, None
-        given, self.given = self.given, None
+        given, self._given = self._given, None
         if kept is not None:
             yield from kept
         elif given is None:
@@ -39,5 +50,13 @@ class ReadOnce:
         elif looked:
             yield from given
         else:
-            self._kept = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in given]
+            self._kept = [copied(pair) for pair in given]
             yield from self._kept
+
+
+def copied(pair: Any) -> Any:
+    """The pair, its tensor copied into host memory. What is no such pair is left as it is: the adapter refuses it by name."""
+    match pair:
+        case (name, torch.Tensor() as tensor):
+            return name, tensor.detach().to("cpu", copy=True)
+    return pair
