@@ -20,7 +20,7 @@ from trainer_adapters.integrations.vllm import WeightwireInitInfo
 def main(path: str, url: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     trainer = WeightTransferTrainerFactory.trainer_init(
-        WeightwireInitInfo(rank=0), client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model)
+        WeightwireInitInfo(rank=0, dtype="engine"), client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model)
     )
     try:
         for _ in range(3):
