@@ -27,7 +27,7 @@ import torch
 
 from inference_plugin.engines.transformers import TransformersEngine
 from inference_plugin.wire.errors import ArgumentError, EngineUnsupported, PeerLost
-from tests.support.engines import ENGINE_ARGUMENTS, ROOT, Driver, HttpEngine, session_directory
+from tests.support.engines import ENGINE_ARGUMENTS, ROOT, Driver, HttpEngine, free_port, session_directory
 from tests.support.greedy import greedy_batch
 from tests.support.models import make_llama
 from tests.support.trl_runner import PROMPTS
@@ -37,6 +37,7 @@ from trainer_adapters.integrations.trl_async import WeightTransfer
 PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
 PROGRAM = ROOT / "examples" / "trl" / "train.py"
 COUNT, STEPS = 12, 3
+ALONE = {"WEIGHTWIRE_LISTEN": "", "WEIGHTWIRE_REGISTRY": ""}
 TIMEOUT_S = 900
 
 pytestmark = [pytest.mark.integration, pytest.mark.engine, pytest.mark.slow]
@@ -87,7 +88,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(runtime: Path, model: Path) -> Iterator[StockServer]:
-    with StockServer(runtime, MODEL=str(model)) as running:
+    other_hosts = {"WEIGHTWIRE_LISTEN": "tcp://127.0.0.1:*", "WEIGHTWIRE_REGISTRY": f"tcp://127.0.0.1:{free_port()}"}
+    with StockServer(runtime, MODEL=str(model), **other_hosts) as running:
         yield running
 
 
@@ -96,7 +98,7 @@ def train(engine: HttpEngine, command: Sequence[str | Path], **environment: str)
     return subprocess.run(
         [*map(str, command), "--steps", str(STEPS)],
         cwd=engine.runtime,
-        env=engine.environment | {"TORCHDYNAMO_DISABLE": "1"} | environment,
+        env=engine.environment | {"TORCHDYNAMO_DISABLE": "1", **ALONE} | environment,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -113,9 +115,14 @@ def test_after_training_the_server_says_what_the_saved_model_says(
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if how == "ddp" else []
     before, version = greedy_batch(model, PROMPTS, COUNT), server.version()
     options = ["--lora", "--lr", "5e-2"] if how == "lora" else []
-    ran = train(
-        server, [PYTHON, *launch, PROGRAM, "--model", model, "--server", server.url, "--save", tmp_path, *options]
-    )
+    elsewhere = {}
+    if (
+        how == "full"
+    ):  # as on another host: the server finds this trainer's registry while the trainer starts its first sync
+        registry = server.environment["WEIGHTWIRE_REGISTRY"]
+        elsewhere = {"WEIGHTWIRE_REGISTRY": registry, "WEIGHTWIRE_RUNTIME_DIR": str(tmp_path / "runtime")}
+    command = [PYTHON, *launch, PROGRAM, "--model", model, "--server", server.url, "--save", tmp_path, *options]
+    ran = train(server, command, **elsewhere)
     assert ran.returncode == 0, ran.stderr[-8000:]
     expected = greedy_batch(tmp_path, PROMPTS, COUNT)
     assert server.tokens() == expected != before

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from inference_plugin.wire.errors import ConfigError, ProtocolError
-from trainer_adapters.integrations.options import checked_options
+from trainer_adapters.integrations.options import await_registrations, checked_options
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
 from trainer_adapters.sources.read_once import ReadOnce
@@ -57,7 +57,9 @@ class WeightwireEngine:
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> None:
         """Makes the `SyncManager`; collective over the policy workers' torch.distributed."""
-        self._manager = self._manager or SyncManager(**self._options)
+        if self._manager is None:
+            self._manager = SyncManager(**self._options)
+            await_registrations(self._manager, 1)
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]

@@ -1,16 +1,18 @@
-"""What users give an integration for its `SyncManager`: checked when it is given, not in the first update."""
+"""What integrations share: a user's options for `SyncManager`, checked when they are given and not in the first update, and the
+wait for replicas before it."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from inference_plugin.wire.errors import ArgumentError, ConfigError, WeightwireError
+from inference_plugin.wire.errors import ArgumentError, ConfigError, SyncTimeout, WeightwireError
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.selection import DtypeRules
 
-__all__ = ["checked_options"]
+__all__ = ["await_registrations", "checked_options"]
 
 
 def checked_options(
@@ -34,3 +36,11 @@ def checked_options(
             f"{given_as}: dtype={dtype!r}: {why}", hint="a dtype is torch.bfloat16 or its name, 'bfloat16'"
         ) from None
     return dict(options)
+
+
+def await_registrations(manager: SyncManager, count: int) -> None:
+    """Rank 0 waits until `count` replicas are there: an engine on another host finds a new manager only when it tries again. After
+    `silence_s` nothing is raised: the update says what is missing."""
+    if manager.rank == 0:
+        with contextlib.suppress(SyncTimeout):
+            manager.wait_for_replicas(count, timeout_s=manager.settings.config.silence_s)

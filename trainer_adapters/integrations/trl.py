@@ -32,7 +32,7 @@ import torch.distributed as dist
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import ArgumentError, CommitFailed, EngineUnsupported, ManifestMismatch, PeerLost
 from inference_plugin.wire.reports import UpdateReport
-from trainer_adapters.integrations.options import checked_options
+from trainer_adapters.integrations.options import await_registrations, checked_options
 from trainer_adapters.manager import SyncManager
 
 __all__ = ["through_weightwire"]
@@ -110,6 +110,8 @@ class WeightSync:
         if self._manager is None:
             self._manager = SyncManager(**self._settings)
             weakref.finalize(self, self._manager.close)  # for syncs after the training
+            if self._generation.mode == "server" and self._manager.rank == 0:
+                await_registrations(self._manager, len(replicas_behind(self._generation.vllm_client.base_url)))
         try:
             # As FSDP wraps it, without the wrappers of DDP and DeepSpeed.
             report = self._manager.update(self._trainer.model, dtype=self._dtype)

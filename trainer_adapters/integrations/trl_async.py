@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError, PeerLost, ProtocolError
-from trainer_adapters.integrations.options import checked_options
+from trainer_adapters.integrations.options import await_registrations, checked_options
 from trainer_adapters.integrations.trl import check_took, replicas_behind
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
@@ -67,7 +67,7 @@ class WeightTransfer:
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                replicas_behind(self._server)
+                replicas = replicas_behind(self._server)
                 break
             except PeerLost:
                 if time.monotonic() > deadline_s:
@@ -77,6 +77,7 @@ class WeightTransfer:
         if dist.is_initialized() and dist.get_world_size() > 1:  # the other ranks make no manager, and no group
             alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         self._manager = SyncManager(process_group=alone, **self._settings)
+        await_registrations(self._manager, len(replicas))
 
     def pause(self) -> None:
         """Nothing: Weightwire stops generation itself, and only for the installation."""

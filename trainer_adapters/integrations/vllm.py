@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from inference_plugin.wire.errors import ArgumentError, CommitFailed, TransportUnavailable
 from inference_plugin.wire.messages import PROTOCOL_VERSION
-from trainer_adapters.integrations.options import checked_options
+from trainer_adapters.integrations.options import await_registrations, checked_options
 from trainer_adapters.manager import SyncManager
 
 try:
@@ -102,6 +102,7 @@ class WeightwireTrainer(_TrainerEngine):  # type: ignore[misc]
         if trainer.is_sender:
             try:
                 client.init_weight_transfer_engine({"group": init_info.group, "protocol": PROTOCOL_VERSION})
+                await_registrations(trainer.manager, 1)
             except BaseException:
                 trainer.shutdown()
                 raise
