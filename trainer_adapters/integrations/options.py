@@ -39,8 +39,8 @@ def checked_options(
 
 
 def await_registrations(manager: SyncManager, count: int) -> None:
-    """Rank 0 waits until `count` replicas are there: an engine on another host finds a new manager only when it tries again. After
-    `silence_s` nothing is raised: the update says what is missing."""
+    """Rank 0 waits until `count` replicas are there: an engine on another host finds a new manager only when it tries again.
+    After `silence_s` nothing is raised: the update says what is missing."""
     if manager.rank == 0:
         with contextlib.suppress(SyncTimeout):
             manager.wait_for_replicas(count, timeout_s=manager.settings.config.silence_s)
