@@ -234,6 +234,19 @@ def test_without_a_replica_it_says_where_it_looked_and_what_to_do(manager: SyncM
     assert "WEIGHTWIRE_JOB" in raised.value.hint and "weightwire doctor" in raised.value.hint
 
 
+def test_an_engine_of_another_model_ends_the_update_for_all_unless_the_manager_leaves_it_out(start: Start) -> None:
+    ours, other = start(), start(layers=1, RIG_MODEL="another")
+    before = other.peek()
+    with SyncManager(timeout_s=60) as manager:
+        with pytest.raises(ManifestMismatch) as raised:
+            manager.update(source(1), 1)
+        assert raised.value.replica == other.replica and "in all" in str(raised.value)
+        assert holds(ours, 0) and other.peek() == before
+    with SyncManager(timeout_s=60, replicas="plain") as manager:
+        manager.update(source(1), 1)
+    assert holds(ours, 1) and other.peek() == before
+
+
 def test_a_manager_for_some_replicas_of_the_job_leaves_the_others_alone(start: Start) -> None:
     policy, judge = start(), start(RIG_MODEL="a-reward-model")
     before = judge.peek()
