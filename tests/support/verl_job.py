@@ -99,7 +99,11 @@ class Job:
         self.group: Any = None
         variables = {name: os.environ[name] for name in SETTINGS if name in os.environ}
         ray.init(
-            num_cpus=2 * RANKS + 1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables}
+            "local",  # whatever cluster runs on this host
+            num_cpus=2 * RANKS + 1,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": variables},
         )
 
     def do_start(self, **options: Any) -> None:
