@@ -10,7 +10,7 @@ from inference_plugin.cli.output import stop
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "dtype_named"]
 
 
 class Checkpoint:
@@ -40,3 +40,13 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor | None:
         """The whole tensor; None if there is none of that name."""
         return self._where[name].get_tensor(name) if name in self._where else None
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """The dtype that `--dtype` names, None without it. Ends the command for what is none."""
+    import torch
+
+    found = getattr(torch, name, None) if name else None
+    if name is not None and not isinstance(found, torch.dtype):
+        raise stop(f"--dtype {name}: torch has no dtype of that name")
+    return found

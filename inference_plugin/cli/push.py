@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from inference_plugin.cli.app import Seconds, as_json_option, job_option
-from inference_plugin.cli.checkpoints import Checkpoint
+from inference_plugin.cli.checkpoints import Checkpoint, dtype_named
 from inference_plugin.cli.output import line, print_json, problem, stop
 from inference_plugin.wire.errors import ArgumentError, WeightwireError
 
@@ -55,13 +55,9 @@ def push(
 
     CHECKPOINT is a directory with *.safetensors, or one such file. The files are read tensor by tensor while they are sent.
     """
-    import torch
-
     from trainer_adapters import ModuleAdapter, SyncManager
 
-    sent = getattr(torch, dtype, None) if dtype else None
-    if dtype and not isinstance(sent, torch.dtype):
-        raise stop(f"--dtype {dtype}: torch has no dtype of that name")
+    sent = dtype_named(dtype)
     source = ModuleAdapter(_Tensors(Checkpoint(checkpoint)), dtype_rules={"*": sent} if sent else None)
     _use_job(job)
     with SyncManager(group, in_flight=in_flight, timeout_s=timeout_s) as manager:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from inference_plugin.cli.app import Seconds, as_json_option, coordinator_of, job_option
-from inference_plugin.cli.checkpoints import Checkpoint
+from inference_plugin.cli.checkpoints import Checkpoint, dtype_named
 from inference_plugin.cli.output import line, print_json, stop
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import WeightwireError
@@ -35,6 +35,9 @@ SHOWN_DIFFERENCES = 20
     help="Directory with *.safetensors, or one such file.",
 )
 @click.option("--group", default="policy", help="Weight-update group.")
+@click.option(
+    "--dtype", help="That in which the trainer sent the tensors, such as bfloat16; default: as they are stored."
+)
 @click.option("--replica", help="Only this replica.")
 @job_option
 @click.option("--timeout-s", type=Seconds(), default=120.0, help="Seconds for each replica.")
@@ -46,6 +49,7 @@ SHOWN_DIFFERENCES = 20
 def verify(
     checkpoint: Path,
     group: str,
+    dtype: str | None,
     replica: str | None,
     job: str | None,
     timeout_s: float,
@@ -60,7 +64,7 @@ def verify(
     """
     from inference_plugin.cli.probe import probe
 
-    tensor_named = Checkpoint(checkpoint).tensor
+    tensor_named = _in_dtype(Checkpoint(checkpoint).tensor, dtype_named(dtype))
     cards = [card for card in addresses.discover(job) if replica in (None, card.replica)]
     if not cards:
         raise stop(f"no such replica runs; looked in {addresses.runtime_dir(job)}")
@@ -83,6 +87,16 @@ def verify(
             if all(result["ok"] for result in results):
                 line("  It is not the weights: what is left comes from dtypes, kernels, attention or quantisation.")
     raise SystemExit(0 if all(result["ok"] for result in results) else 1)
+
+
+def _in_dtype(tensor_named: TensorNamed, dtype: torch.dtype | None) -> TensorNamed:
+    """The checkpoint's tensors as an update in `dtype` carries them."""
+
+    def cast(name: str) -> torch.Tensor | None:
+        tensor = tensor_named(name)
+        return tensor if tensor is None or dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    return cast
 
 
 def _verified(card: ReplicaCard, group: str, timeout_s: float, tensor_named: TensorNamed) -> dict[str, Any]:

@@ -222,6 +222,11 @@ def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(dire
         code, refused = run("push", str(tmp_path), "--version", "3", "--dtype", "float64")
         assert code == 1 and refused["ok"] is False and refused["error"]["kind"] == "ManifestMismatch"
         assert refused["version"] == 3
+        same = ["--checkpoint", str(tmp_path / "model.safetensors")]
+        assert shown("verify", *same)[0] == 0
+        code, differs, _ = shown("verify", *same, "--dtype", "float64")
+        assert code == 1 and "in the engine and torch.float64 in the source" in differs
+        assert shown("verify", *same, "--dtype", "float33")[0] == 2
         del tensors["embed.weight"]
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
         code, _, _ = shown("push", str(tmp_path))
