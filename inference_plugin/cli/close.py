@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from inference_plugin.cli.app import as_json_option, asked, job_option, worker_of
-from inference_plugin.cli.output import line, print_json, problem, stop
+from inference_plugin.cli.output import heard_or_not, line, print_json, problem, stop
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import CloseGroup, Done, ReplicaCard, WorkerCard
@@ -35,14 +35,15 @@ def close(group: str, job: str | None, as_json: bool) -> None:
         open_groups = sorted({each.group for replica in found for rank in replica["workers"] for each in rank.groups})
         raise stop(f"no replica has a group {group!r}; open groups: {', '.join(open_groups) or 'none'}")
     failed = any(row["problems"] for row in rows)
-    if as_json:
-        print_json(ok=not failed, group=group, replicas=rows)
-    else:
-        for row in rows:
-            state = "NOT closed" if row["problems"] else "closed" if row["had"] else "had no such group"
-            line(f"{row['replica']}: {state}")
-            for text in row["problems"]:
-                problem(text, indent="  ")
+    with heard_or_not():
+        if as_json:
+            print_json(ok=not failed, group=group, replicas=rows)
+        else:
+            for row in rows:
+                state = "NOT closed" if row["problems"] else "closed" if row["had"] else "had no such group"
+                line(f"{row['replica']}: {state}")
+                for text in row["problems"]:
+                    problem(text, indent="  ")
     raise SystemExit(1 if failed else 0)
 
 

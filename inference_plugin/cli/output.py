@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 import msgspec
 
-__all__ = ["JSON_SCHEMA", "ended_by", "line", "print_json", "problem", "stop", "table", "terminal"]
+__all__ = ["JSON_SCHEMA", "ended_by", "heard_or_not", "line", "print_json", "problem", "stop", "table", "terminal"]
 
 JSON_SCHEMA = 1
 """Version of the documents that `--json` prints. Fields may be added to a version; a field that changes its meaning or goes
@@ -70,3 +70,14 @@ def ended_by(error: OSError) -> SystemExit:
     if isinstance(error, BrokenPipeError):
         return SystemExit(2)
     return stop(f"could not read or write: {error}")
+
+
+@contextlib.contextmanager
+def heard_or_not() -> Iterator[None]:
+    """Prints what a command has done: output that cannot be written is told on stderr, and does not change its exit status."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        ended_by(error)

@@ -10,13 +10,14 @@ import click
 
 from inference_plugin.cli.app import Seconds, as_json_option, job_option
 from inference_plugin.cli.checkpoints import Checkpoint, dtype_named
-from inference_plugin.cli.output import line, print_json, problem, stop
+from inference_plugin.cli.output import heard_or_not, line, print_json, problem, stop
 from inference_plugin.wire.errors import ArgumentError, WeightwireError
 
 if TYPE_CHECKING:
     import torch
 
     from inference_plugin.wire.messages import InFlight
+    from inference_plugin.wire.reports import UpdateReport, VerifyReport
 
 __all__ = ["push"]
 
@@ -67,16 +68,23 @@ def push(
         except ArgumentError as error:
             raise stop(str(error)) from None
         except WeightwireError as error:
-            if as_json:
-                print_json(ok=False, version=error.version, error=error.info())
-            else:
-                problem(str(error))
+            with heard_or_not():
+                if as_json:
+                    print_json(ok=False, version=error.version, error=error.info())
+                else:
+                    problem(str(error))
             raise SystemExit(1) from None
     ok = not report.failed and (verified is None or verified.ok)
-    if as_json:
-        print_json(ok=ok, version=report.version, report=report, verified=verified)
-        raise SystemExit(0 if ok else 1)
-    line(f"version {report.version} of {group}: {report.bytes / 1e6:.1f} MB in {report.seconds:.3f} s")
+    with heard_or_not():
+        if as_json:
+            print_json(ok=ok, version=report.version, report=report, verified=verified)
+        else:
+            _print(report, verified)
+    raise SystemExit(0 if ok else 1)
+
+
+def _print(report: UpdateReport, verified: VerifyReport | None) -> None:
+    line(f"version {report.version} of {report.group}: {report.bytes / 1e6:.1f} MB in {report.seconds:.3f} s")
     for replica in report.replicas:
         why = (
             f": {replica.error.message}" if replica.error else f", generation stopped {replica.stopped_s * 1000:.1f} ms"
@@ -86,7 +94,6 @@ def push(
         line(f"  {compared.replica}: {'equal' if compared.ok else 'DIFFERENT'} ({compared.boxes} boxes compared)")
         for text in (*compared.differ, *compared.unreadable):
             line(f"    {text}")
-    raise SystemExit(0 if ok else 1)
 
 
 class _Tensors(Mapping[str, "torch.Tensor"]):

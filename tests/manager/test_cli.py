@@ -219,9 +219,11 @@ def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(dire
         assert (code, pushed["ok"], pushed["version"]) == (0, True, 1), pushed
         assert [replica["status"] for replica in pushed["report"]["replicas"]] == ["committed"]
         assert run("push", str(tmp_path))[1]["version"] == 2, "one more than any replica serves"
-        code, refused = run("push", str(tmp_path), "--version", "3", "--dtype", "float64")
+        code, _, told = weightwire(["push", str(tmp_path)], into=Path("/dev/full"))
+        assert code == 0 and "No space left on device" in told, "what it has done does not change with who hears of it"
+        code, refused = run("push", str(tmp_path), "--version", "4", "--dtype", "float64")
         assert code == 1 and refused["ok"] is False and refused["error"]["kind"] == "ManifestMismatch"
-        assert refused["version"] == 3
+        assert refused["version"] == 4
         same = ["--checkpoint", str(tmp_path / "model.safetensors")]
         assert shown("verify", *same)[0] == 0
         code, differs, _ = shown("verify", *same, "--dtype", "float64")

@@ -15,14 +15,16 @@ from tests.support.rig import eventually, fork
 __all__ = ["weightwire"]
 
 
-def weightwire(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of `weightwire ARGUMENTS`, whose output goes into files."""
+def weightwire(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, *, into: Path | None = None
+) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of `weightwire ARGUMENTS`, whose output goes into files; with `into`, into that device."""
     with tempfile.TemporaryDirectory() as name:
         out, told, status = (Path(name) / each for each in ("out", "told", "status"))
-        where = {"out": str(out), "told": str(told), "status": str(status)}
+        where = {"out": str(into or out), "told": str(told), "status": str(status)}
         fork("tests.support.commands:run", {**os.environ, **(environment or {})}, arguments=arguments, **where)
         eventually(status.exists, "the command's end")
-        return int(status.read_text()), out.read_text(), told.read_text()
+        return int(status.read_text()), "" if into else out.read_text(), told.read_text()
 
 
 def run(arguments: list[str], out: str, told: str, status: str) -> None:
