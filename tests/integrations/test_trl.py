@@ -115,14 +115,12 @@ def test_after_training_the_server_says_what_the_saved_model_says(
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if how == "ddp" else []
     before, version = greedy_batch(model, PROMPTS, COUNT), server.version()
     options = ["--lora", "--lr", "5e-2"] if how == "lora" else []
-    elsewhere = {}
-    if (
-        how == "full"
-    ):  # as on another host: the server finds this trainer's registry while the trainer starts its first sync
-        registry = server.environment["WEIGHTWIRE_REGISTRY"]
-        elsewhere = {"WEIGHTWIRE_REGISTRY": registry, "WEIGHTWIRE_RUNTIME_DIR": str(tmp_path / "runtime")}
     command = [PYTHON, *launch, PROGRAM, "--model", model, "--server", server.url, "--save", tmp_path, *options]
-    ran = train(server, command, **elsewhere)
+    with session_directory() as elsewhere:
+        registry = {"WEIGHTWIRE_REGISTRY": server.environment["WEIGHTWIRE_REGISTRY"]}
+        # As on another host: the server finds this trainer's registry while the trainer starts its first sync.
+        other_host = registry | {"WEIGHTWIRE_RUNTIME_DIR": str(elsewhere)} if how == "full" else {}
+        ran = train(server, command, **other_host)
     assert ran.returncode == 0, ran.stderr[-8000:]
     expected = greedy_batch(tmp_path, PROMPTS, COUNT)
     assert server.tokens() == expected != before
