@@ -13,7 +13,8 @@ from inference_plugin.wire.errors import TransportUnavailable
 __all__ = ["check_fits", "free_host_bytes", "gives_large_shared_pages", "large_pages"]
 
 CGROUPS = Path("/sys/fs/cgroup")
-"""Where control groups of version 2 are mounted (https://docs.kernel.org/admin-guide/cgroup-v2.html)."""
+"""Where control groups of version 2 are mounted (https://docs.kernel.org/admin-guide/cgroup-v2.html), and those of version 1 that
+bound memory in its folder `memory` (https://docs.kernel.org/admin-guide/cgroup-v1/memory.html)."""
 
 PROC = Path("/proc")
 
@@ -74,16 +75,25 @@ def left_to_promise(proc: Path) -> Iterator[int]:
 def left_in_groups(membership: Path, mounted: Path) -> Iterator[int]:
     """What each control group that bounds this process leaves: its limit, less what it holds beside files that can be dropped."""
     try:
-        own = [line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")]
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
         return
-    for group in [mounted / name.lstrip("/") for name in own]:
-        for each in (group, *group.parents):
-            if not each.is_relative_to(mounted):
-                break
-            with contextlib.suppress(OSError, ValueError):  # the root has no limit, and "max" is none
-                limit = int((each / "memory.max").read_text())
-                held = int((each / "memory.current").read_text())
-                lines = (each / "memory.stat").read_text().splitlines()
-                files = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-                yield max(0, limit - held + files)
+    for _, controllers, name in lines:
+        if not controllers:
+            yield from _left_in(mounted, name, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            yield from _left_in(mounted / "memory", name, *names)
+
+
+def _left_in(mounted: Path, name: str, limit_file: str, held_file: str, files_field: str) -> Iterator[int]:
+    """What a group and those around it leave. A group without a limit yields nothing, or more than any host has."""
+    group = mounted / name.lstrip("/")
+    for each in (group, *group.parents):
+        if not each.is_relative_to(mounted):
+            break
+        with contextlib.suppress(OSError, ValueError):  # the root has no limit, and "max" is none
+            limit, held = (int((each / file).read_text()) for file in (limit_file, held_file))
+            lines = (each / "memory.stat").read_text().splitlines()
+            files = sum(int(line.split()[1]) for line in lines if line.startswith(f"{files_field} "))
+            yield max(0, limit - held + files)

@@ -30,6 +30,20 @@ def test_a_container_s_limit_counts_and_so_do_those_around_it(tmp_path: Path) ->
     assert list(left_in_groups(membership, tmp_path)) == [0, 500]
 
 
+def test_limits_of_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
+    membership = tmp_path / "cgroup"
+    membership.write_text("5:cpu,cpuacct:/\n4:memory:/pod/engine\n0::/\n")
+    for path, limit, held in (("pod", 1000, 700), ("pod/engine", 1 << 63, 600)):
+        group = tmp_path / "memory" / path
+        group.mkdir(parents=True)
+        (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (group / "memory.usage_in_bytes").write_text(f"{held}\n")
+        (group / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 200\n")
+    assert min(left_in_groups(membership, tmp_path)) == 500
+    membership.write_text("4:memory:/pod\n")
+    assert list(left_in_groups(membership, tmp_path)) == [500]
+
+
 @pytest.mark.parametrize("said", ["", "1:memory:/pod\n", "0::/nowhere\n"])
 def test_without_groups_the_host_alone_counts(tmp_path: Path, said: str) -> None:
     (tmp_path / "cgroup").write_text(said)
