@@ -39,7 +39,8 @@ class BucketStaging(Staging):
     """Private memory laid out by the manifest. Only pages of what the worker needs are ever touched.
 
     Where workers relay buckets, every piece that arrives is kept whole: another worker may need the rest of it.
-    `release` gets the memory back once the staging is closed and nobody is fed from it any more.
+    `release` gets the memory back once the staging is closed and nobody is fed from it any more. `others`: number of stagings
+    of this receiver that are open already: under `copy`, that of the version before is the way back.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class BucketStaging(Staging):
         memory: torch.Tensor,
         release: Callable[[torch.Tensor], None],
         *,
+        others: int = 0,
         relays: RelayTerms | None = None,
     ) -> None:
         self._manifest = manifest
@@ -57,7 +59,8 @@ class BucketStaging(Staging):
         self._release = release
         self.segment = memory[: manifest.layout.nbytes]
         self.segment_id = secrets.token_hex(8)
-        self.extra_bytes = sum(manifest.box_nbytes(box) for box in needs)
+        self._stagings = 1 + others
+        self.extra_bytes = self._stagings * sum(manifest.box_nbytes(box) for box in needs)
         self._received: dict[Box, int] = {}
         self.takes_late = relays is not None
         self._relay = BucketRelay(manifest, memory, relays.silence_s) if relays is not None else None
@@ -125,7 +128,7 @@ class BucketStaging(Staging):
                 self._relay.check_heard(f"{len(missing)} of {len(pieces)} pieces are missing")
                 self._arrived.wait(CANCEL_S)
             self._complete = True
-            self.extra_bytes = sum(self._manifest.box_nbytes(box) for box in self._received)
+            self.extra_bytes = self._stagings * sum(self._manifest.box_nbytes(box) for box in self._received)
 
     def settle(self) -> None:
         if self._relay is not None:
@@ -192,6 +195,8 @@ class BucketReceiver(Receiver):
 
     def __init__(self) -> None:
         self._spare: torch.Tensor | None = None
+        self._open: set[int] = set()
+        """Where the memory of each open staging begins."""
         self._closed = False
 
     def check_probe(self, probe: bytes) -> None:
@@ -209,7 +214,9 @@ class BucketReceiver(Receiver):
             except OSError as error:
                 raise TransportUnavailable(f"no memory to stage {nbytes} bytes: {error}") from error
             memory = torch.frombuffer(anonymous, dtype=torch.uint8)
-        return self.staging(manifest, needs, memory, self._take_back, relays=relays)
+        staging = self.staging(manifest, needs, memory, self._take_back, others=len(self._open), relays=relays)
+        self._open.add(memory.data_ptr())
+        return staging
 
     def drop_kept(self) -> None:
         self._spare = None
@@ -219,5 +226,6 @@ class BucketReceiver(Receiver):
         self._spare = None
 
     def _take_back(self, memory: torch.Tensor) -> None:
+        self._open.discard(memory.data_ptr())
         if not self._closed:
             self._spare = memory
