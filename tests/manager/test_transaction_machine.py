@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from inference_plugin.wire.errors import (
     CommitFailed,
     DigestMismatch,
+    EngineUnsupported,
     ManifestMismatch,
     PeerLost,
     ProtocolError,
@@ -175,6 +177,32 @@ def test_what_is_wrong_with_the_trainer_fails_the_update_and_what_is_wrong_with_
     assert played.machine.error is error and error.replica == "a"
     aborts = [each for each in played.on(AbortAll("why")) if isinstance(each, TellAbort)]
     assert [each.replica for each in aborts] == ["a"], "the other one has been told"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_refusal_is_the_lowest_rank_s_whichever_rank_answers_first(order: tuple[int, ...]) -> None:
+    answers = [OPENED, EngineUnsupported("stage 1"), EngineUnsupported("stage 2")]
+    played = Played("a", workers=3)
+    for worker in order:
+        assert played.machine.is_busy
+        played.say("a", answers[worker], worker)
+    assert played.machine.participants["a"].error is answers[1] and not played.machine.is_busy
+
+
+def test_a_refusal_waits_for_no_rank_that_is_lost_and_for_a_silent_one_until_the_step_ends() -> None:
+    refusal = EngineUnsupported("stage 1")
+    played = Played("a", workers=3)
+    played.say("a", refusal, 1)
+    played.say("a", PeerLost("ended"), 0)
+    assert played.machine.participants["a"].error is refusal and not played.machine.is_busy
+    played = Played("a", workers=3)
+    played.say("a", lost := PeerLost("ended"), 0)
+    assert played.machine.participants["a"].error is lost and not played.machine.is_busy
+    played = Played("a", workers=3)
+    played.say("a", refusal, 1)
+    played.now_s = TIMEOUT_S
+    played.on(Tick())
+    assert played.machine.participants["a"].error is refusal and not played.machine.is_busy
 
 
 def test_nothing_that_comes_after_the_commit_changes_an_outcome() -> None:

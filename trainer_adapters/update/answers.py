@@ -52,11 +52,12 @@ def answered(state: TransactionState, event: Answered) -> None:
 
 
 def _take_opened(state: TransactionState, one: Participant, worker: int, answer: object) -> None:
-    if not isinstance(answer, GroupOpened | TransportUnavailable):
-        state.fail(one, as_error(answer, GroupOpened))
+    one.answers[worker] = answer if isinstance(answer, GroupOpened) else as_error(answer, GroupOpened)
+    is_lost = isinstance(answer, PeerLost | SyncTimeout)  # it answers no more, so nothing is worth waiting for
+    if len(one.answers) < one.workers and not is_lost:
         return
-    one.answers[worker] = answer
-    if len(one.answers) < one.workers:
+    if (refusal := one.refusal) is not None or is_lost:
+        state.fail(one, refusal or as_error(answer, GroupOpened))
         return
     answers = [one.answers[i] for i in range(one.workers)]
     if refused := [each for each in answers if isinstance(each, TransportUnavailable)]:

@@ -222,6 +222,8 @@ class TransactionMachine(TransactionState):
 
     def _too_late(self, one: Participant) -> WeightwireError:
         if one.state == "opening":
+            if (refusal := one.refusal) is not None:
+                return refusal
             waits = "the group was still being opened when the others had to go on"
             hint = "the first opening traces and proves a plan, some seconds per GB: give timeout_s more"
             words = waits if self._others_wait else "the group was not opened"

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import PeerLost, SyncTimeout, TransportUnavailable, WeightwireError
 from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Begin, Body, Commit, Committed, InFlight, InstallPolicy, Sealed, Sender
@@ -195,6 +195,14 @@ class Participant:
     sealed: tuple[Sealed, ...] = ()
     committed: Committed | None = None
     error: WeightwireError | None = None
+
+    @property
+    def refusal(self) -> WeightwireError | None:
+        """Why its workers, or some of them, refuse to open the group by any transport: the words of the lowest rank, because it
+        is chance which one answers first."""
+        answers = [self.answers[worker] for worker in sorted(self.answers)]
+        no_words = TransportUnavailable | PeerLost | SyncTimeout
+        return next((e for e in answers if isinstance(e, WeightwireError) and not isinstance(e, no_words)), None)
 
     @property
     def is_in(self) -> bool:
