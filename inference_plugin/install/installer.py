@@ -19,7 +19,7 @@ from inference_plugin.install.policies import (
 )
 from inference_plugin.install.streaming import StreamingInstaller
 from inference_plugin.install.verify import live_digests
-from inference_plugin.install.zones import ZoneCopyInstaller, zone_installer, zone_layout
+from inference_plugin.install.zones import zone_installer, zone_layout
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
@@ -46,8 +46,8 @@ class ModelInstaller:
         self, manifest: Manifest, policy: str, *, partial: bool, zone: bool = False, sharing: int = 1
     ) -> InstallTerms:
         """Raises as `agree` does, and `EngineUnsupported` if the policy does not fit. The earlier terms then stay in force."""
-        agreement = self._agree(manifest, partial)
-        has_second, layout = self._has_second_set, None
+        agreement = self._agree(manifest, partial, sharing)
+        has_second, layout = self._agreement is not None and self._policy.holds_second_set, None
         kind, why = _choose(agreement, policy, has_second=has_second, sharing=sharing)
         if zone:
             layout, kind = zone_layout(agreement, kind), zone_installer(kind)
@@ -73,7 +73,7 @@ class ModelInstaller:
             takes_bytes=0 if has_second else _second_bytes(agreement, chosen),
         )
 
-    def _agree(self, manifest: Manifest, partial: bool) -> Agreement:
+    def _agree(self, manifest: Manifest, partial: bool, sharing: int) -> Agreement:
         """The agreement on a manifest. It is kept until it is in force: a trainer whose zone is refused opens the group again at
         once with another transport, and needs no second proof."""
         model = self._served.for_names([*manifest.index, *manifest.tied])
@@ -82,14 +82,8 @@ class ModelInstaller:
             if known is not None and (known.manifest, known.partial, known.expert_places) == asked:
                 return known
         with model.lock:
-            self._proven = agree(model, manifest, partial=partial)
+            self._proven = agree(model, manifest, partial=partial, sharing=sharing)
         return self._proven
-
-    @property
-    def _has_second_set(self) -> bool:
-        return self._agreement is not None and isinstance(
-            self._policy, StandbyInstaller | StagedInstaller | ZoneCopyInstaller
-        )
 
     def check_terms(self) -> None:
         if self._agreement is not None and self._agreement.expert_places != self._agreement.model.expert_places():

@@ -15,27 +15,32 @@ from inference_plugin.install.live_storages import live_ties
 from inference_plugin.install.parts import ProvenParts, prove_parts
 from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
+from inference_plugin.install.storages import storage_views
 from inference_plugin.install.trace import trace_plan
-from inference_plugin.install.trial_load import LoaderCoverage, loader_coverage
+from inference_plugin.install.trial_load import LoaderCoverage, check_trial_fits, loader_coverage
 from inference_plugin.wire.dtype_hint import dtype_line, dtype_rules
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
+from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
 
 __all__ = ["agree"]
 
 
-def agree(model: EngineModel, manifest: Manifest, *, partial: bool) -> Agreement:
-    """Traces and proves the placement plan for `manifest`, off the live model. The caller holds `model.lock`.
+def agree(model: EngineModel, manifest: Manifest, *, partial: bool, sharing: int = 1) -> Agreement:
+    """Traces and proves the placement plan for `manifest`, off the live model. The caller holds `model.lock`. `sharing`: number
+    of replicas that do so on this host at the same moment.
 
-    Raises `ManifestMismatch` if the trainer has to change something, `EngineUnsupported` if no update can keep the model correct.
+    Raises `ManifestMismatch` if the trainer has to change something, `EngineUnsupported` if no update can keep the model correct,
+    or if memory is too small for the trial loads.
     """
-    return _Negotiation(model, manifest, partial).agree()
+    return _Negotiation(model, manifest, partial, sharing).agree()
 
 
 class _Negotiation:
-    def __init__(self, model: EngineModel, manifest: Manifest, partial: bool) -> None:
+    def __init__(self, model: EngineModel, manifest: Manifest, partial: bool, sharing: int) -> None:
         self._model = model
+        self._sharing = sharing
         self._manifest = manifest
         self._partial = partial
         self._tensors = _tensor_infos(manifest)
@@ -182,24 +187,39 @@ class _Negotiation:
                 phase="open",
             )
 
+    def _free_bytes(self) -> int:
+        """Host memory that a proof may take."""
+        model = self._model
+        return model.free_share_bytes(self._sharing) if model.device.type == "cpu" else free_host_bytes()
+
     def _why_loader(self, plan: PlacementPlan, traced: PlacementPlan) -> str:
         """Why the engine's own loader has to install; "" if the plan can."""
         if plan.refusal is not None:
             return plan.refusal
         if plan.refused:
             return f"{first_few(list(plan.refused))} are computed while loading"
-        wrong = prove_plan(traced, self._model.skeleton, self._load, self._tensors)
+        wrong = prove_plan(traced, self._model.skeleton, self._load, self._tensors, self._free_bytes())
         return f"the placement plan failed its proof: {wrong}" if wrong else ""
 
     def _parts(self, traced: PlacementPlan, ties: Mapping[str, str]) -> ProvenParts:
         """The parts that the loader has to fill, if it can fill them one by one while a plan covers the rest."""
         if not traced.refused or not traced.refused.keys().isdisjoint({*ties, *ties.values()}):
             return ProvenParts()
-        if prove_plan(traced, self._model.skeleton, self._load, self._tensors):
+        if prove_plan(traced, self._model.skeleton, self._load, self._tensors, self._free_bytes()):
             return ProvenParts()
-        return prove_parts(traced, self._model.skeleton, self._load, self._tensors, self._model.device)
+        return prove_parts(
+            traced,
+            self._model.skeleton,
+            self._load,
+            self._tensors,
+            self._model.device,
+            self._model.free_share_bytes(self._sharing),
+        )
 
     def _cover_by_loader(self, tensors: Sequence[TensorInfo]) -> LoaderCoverage:
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in tensors]
+        storages = sum(flat.nbytes for flat in storage_views(self._model.skeleton).values())
+        check_trial_fits(storages + max(sizes, default=0), self._model.free_share_bytes(self._sharing))
         try:
             return loader_coverage(self._model.skeleton, self._load, tensors, self._model.device)
         except Exception as error:

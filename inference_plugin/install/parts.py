@@ -8,6 +8,7 @@ at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,14 @@ from torch import nn
 from inference_plugin.install.plan import LoadWeights, PlacementPlan, TensorInfo
 from inference_plugin.install.proof import BUDGET_BYTES
 from inference_plugin.install.storages import equal_bytes, named_tensors, storage_views
-from inference_plugin.install.trial_load import POISON, Materialised, materialised, poisoned, trial_tensors
+from inference_plugin.install.trial_load import (
+    POISON,
+    Materialised,
+    check_trial_fits,
+    materialised,
+    poisoned,
+    trial_tensors,
+)
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["Part", "ProvenParts", "load_part", "parts_of", "prove_parts"]
@@ -73,18 +81,28 @@ def load_part(
 
 
 def prove_parts(
-    plan: PlacementPlan, skeleton: nn.Module, load: LoadWeights, tensors: Sequence[TensorInfo], device: torch.device
+    plan: PlacementPlan,
+    skeleton: nn.Module,
+    load: LoadWeights,
+    tensors: Sequence[TensorInfo],
+    device: torch.device,
+    free_bytes: float = math.inf,
 ) -> ProvenParts:
     """Loads trial tensors into all parts at once (beside the rest of the checkpoint, where it is small), then into each part
-    alone, and compares the two bit for bit."""
+    alone, and compares the two bit for bit. Raises `EngineUnsupported`, before it takes anything, if that is more than the
+    `free_bytes` of the device."""
     parts = parts_of(plan, skeleton)
     if not parts:
         return ProvenParts(why="their source tensors are unknown")
     infos = {info[0]: info for info in tensors}
-    whole = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in tensors) <= BUDGET_BYTES
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors}
+    whole = sum(sizes.values()) <= min(BUDGET_BYTES, free_bytes / 3)
+    batches = _batches(parts, sizes, min(BUDGET_BYTES, free_bytes / 3))
+    storages = {key: flat.nbytes for key, flat in storage_views(skeleton).items()}
+    check_trial_fits(max(_trial_bytes(batch, sizes, storages) for batch in batches), free_bytes)
     uncovered: dict[str, int] = {}
     try:
-        for batch in _batches(parts, infos):
+        for batch in batches:
             given = dict(
                 trial_tensors(tensors if whole else [infos[n] for part in batch for n in part.sources], device)
             )
@@ -132,15 +150,22 @@ def _poison(_: str, flat: torch.Tensor) -> None:
     bytes_view(flat).fill_(POISON)
 
 
-def _batches(parts: Sequence[Part], infos: Mapping[str, TensorInfo]) -> list[list[Part]]:
-    """The parts in groups of about `BUDGET_BYTES`."""
+def _batches(parts: Sequence[Part], sizes: Mapping[str, int], budget_bytes: float) -> list[list[Part]]:
+    """The parts in groups whose tensors take about `budget_bytes`."""
     batches: list[list[Part]] = []
-    room = 0
+    room = 0.0
     for part in parts:
-        nbytes = sum(torch.Size(infos[n][1]).numel() * infos[n][2].itemsize for n in part.sources)
+        nbytes = sum(sizes[name] for name in part.sources)
         if not batches or nbytes > room:
             batches.append([])
-            room = BUDGET_BYTES
+            room = budget_bytes
         batches[-1].append(part)
         room -= nbytes
     return batches
+
+
+def _trial_bytes(batch: Sequence[Part], sizes: Mapping[str, int], storages: Mapping[str, int]) -> int:
+    """What the tensors of a batch take, its storages, and once more those of the part that is loaded alone."""
+    given = {name for part in batch for name in part.sources}
+    loaded = [sum(storages[key] for key in part.destinations) for part in batch]
+    return sum(sizes[name] for name in given) + sum(loaded) + max(loaded)

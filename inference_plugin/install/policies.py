@@ -76,6 +76,11 @@ class PolicyInstaller(abc.ABC):
         if self._agreement.plan.repeats:
             self._agreement.check_repeats(self._sources(segment))
 
+    @property
+    def holds_second_set(self) -> bool:
+        """Whether the memory of a second set is held between updates."""
+        return False
+
     @abc.abstractmethod
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         """The background half of an installation; returns the additional bytes that it holds."""
@@ -259,6 +264,10 @@ class StagedInstaller(CopyInstaller):
         self._staged: tuple[Replay, list[RebuiltModule]] | None = None
         self._memory: dict[str, torch.Tensor] = {}
 
+    @property
+    def holds_second_set(self) -> bool:
+        return bool(self._memory)
+
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         live, sources, plain = self._layout.live_storages(), self._sources(segment), self._layout.plain_placements
         if not self._memory:
@@ -301,6 +310,10 @@ class StandbyInstaller(PolicyInstaller):
         super().__init__(agreement, way_back)
         self._prepared: StandbyWeights | None = None
         self._spare: StandbyWeights | None = None
+
+    @property
+    def holds_second_set(self) -> bool:
+        return self._spare is not None
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         storages, modules = self._fill(segment, throttle)

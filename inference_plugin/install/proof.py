@@ -8,6 +8,7 @@ checkpoint tensors.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inference_plugin.install.plan import Fill, LoadWeights, Placement, PlacementPlan, TensorInfo
 from inference_plugin.install.replay import Replay
 from inference_plugin.install.storages import storage_id, storage_views, written_tensors
-from inference_plugin.install.trial_load import materialised
+from inference_plugin.install.trial_load import check_trial_fits, materialised
+from inference_plugin.wire.errors import EngineUnsupported
 
 __all__ = ["BUDGET_BYTES", "prove_plan"]
 
@@ -31,18 +33,25 @@ _Write = TypeVar("_Write", Placement, Fill)
 
 
 def prove_plan(
-    plan: PlacementPlan, skeleton: nn.Module, load_weights: LoadWeights, tensors: Sequence[TensorInfo]
+    plan: PlacementPlan,
+    skeleton: nn.Module,
+    load_weights: LoadWeights,
+    tensors: Sequence[TensorInfo],
+    free_bytes: float = math.inf,
 ) -> str:
     """Proves `plan`, as traced from `skeleton`, `load_weights` and `tensors`. Returns what is wrong with it; "" if it is proven.
 
-    Uses about `BUDGET_BYTES` at a time; more if one set of tensors that belong together (the experts of a layer) is larger, or
-    if the loader insists on every name. Leaves the skeleton as it was, apart from what its loader keeps in plain attributes.
+    Uses about `BUDGET_BYTES` at a time, less where `free_bytes` are fewer; more if one set of tensors that belong together (the
+    experts of a layer) is larger, or if the loader insists on every name. Raises `EngineUnsupported`, before it takes anything,
+    if that is more than is free. Leaves the skeleton as it was, apart from what its loader keeps in plain attributes.
     """
     if plan.refusal is not None:
         return f"the plan is refused: {plan.refusal}"
-    proof = _Proof(plan, skeleton, load_weights, tensors)
+    proof = _Proof(plan, skeleton, load_weights, tensors, free_bytes)
     try:
-        findings = proof.run_batches(_batches(plan, tensors, proof.storage_bytes()))
+        findings = proof.run_batches(_batches(plan, tensors, proof.storage_bytes(), min(BUDGET_BYTES, free_bytes)))
+    except EngineUnsupported:
+        raise
     except Exception as error:  # noqa: BLE001 - a plan that doesn't fit the skeleton at all
         findings = dict.fromkeys(plan.extents, f"{type(error).__name__}: {error}")
         findings = findings or {"": f"{type(error).__name__}: {error}"}
@@ -56,9 +65,13 @@ class _Batch(NamedTuple):
     sources: tuple[str, ...]
     planned: tuple[str, ...]
     refused: tuple[str, ...]
+    nbytes: int
+    """What loading and replaying them takes."""
 
 
-def _batches(plan: PlacementPlan, tensors: Sequence[TensorInfo], storage_bytes: Mapping[str, int]) -> list[_Batch]:
+def _batches(
+    plan: PlacementPlan, tensors: Sequence[TensorInfo], storage_bytes: Mapping[str, int], budget_bytes: float
+) -> list[_Batch]:
     """The connected sets of sources and destinations, packed into batches that fit the budget, in checkpoint order."""
     groups = _Groups()
     for placement in plan.placements:
@@ -69,28 +82,36 @@ def _batches(plan: PlacementPlan, tensors: Sequence[TensorInfo], storage_bytes: 
     for name in plan.unused:  # loaded too: the plan says that they write nothing
         groups.join(("source", name), ("source", name))
     components = [c for c in groups.sets() if any(kind == "planned" for kind, _ in c) or c[0][1] in plan.unused]
-    source_bytes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors}
+    cost = _Cost(tensors, storage_bytes)
     order = {name: i for i, (name, _, _) in enumerate(tensors)}
     components.sort(key=lambda c: min(order[name] for kind, name in c if kind == "source"))
-    # A planned destination takes its memory twice: loaded and replayed.
-    cost = {
-        "source": source_bytes,
-        "planned": {n: 2 * size for n, size in storage_bytes.items()},
-        "refused": storage_bytes,
-    }
     packed: list[list[tuple[str, str]]] = []
-    room = 0
+    room = 0.0
     for component in components:
-        nbytes = sum(cost[kind].get(name, 0) for kind, name in component)
+        nbytes = cost.of(component)
         if not packed or nbytes > room:
             packed.append([])
-            room = BUDGET_BYTES
+            room = budget_bytes
         packed[-1] += component
         room -= nbytes
-    return [_batch(members, order) for members in packed]
+    return [_batch(members, order, cost.of(members)) for members in packed]
 
 
-def _batch(members: Iterable[tuple[str, str]], order: Mapping[str, int]) -> _Batch:
+class _Cost:
+    """What tensors and storages take in a proof. A planned destination takes its memory twice: loaded and replayed."""
+
+    def __init__(self, tensors: Sequence[TensorInfo], storage_bytes: Mapping[str, int]) -> None:
+        self._nbytes = {
+            "source": {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors},
+            "planned": {name: 2 * nbytes for name, nbytes in storage_bytes.items()},
+            "refused": storage_bytes,
+        }
+
+    def of(self, members: Iterable[tuple[str, str]]) -> int:
+        return sum(self._nbytes[kind].get(name, 0) for kind, name in members)
+
+
+def _batch(members: Iterable[tuple[str, str]], order: Mapping[str, int], nbytes: int) -> _Batch:
     names: dict[str, list[str]] = defaultdict(list)
     for kind, name in members:
         names[kind].append(name)
@@ -98,6 +119,7 @@ def _batch(members: Iterable[tuple[str, str]], order: Mapping[str, int]) -> _Bat
         tuple(sorted(names["source"], key=order.__getitem__)),
         tuple(names["planned"]),
         tuple(names["refused"]),
+        nbytes,
     )
 
 
@@ -136,7 +158,9 @@ class _Proof:
         skeleton: nn.Module,
         load_weights: LoadWeights,
         tensors: Sequence[TensorInfo],
+        free_bytes: float,
     ) -> None:
+        self._free_bytes = free_bytes
         self._plan, self._skeleton, self._load_weights = plan, skeleton, load_weights
         self._infos = {name: (shape, dtype) for name, shape, dtype in tensors}
         self._placements = _by_dest(plan.placements)
@@ -149,12 +173,19 @@ class _Proof:
 
     def run_batches(self, batches: Sequence[_Batch]) -> dict[str, str]:
         findings: dict[str, str] = {}
+        check_trial_fits(max((batch.nbytes for batch in batches), default=0), self._free_bytes)
         try:
             for batch in batches:
                 findings |= self._run_batch(batch)
         except _LoaderRaised as error:
             # Some loaders insist on every name: try again with all of them.
-            everything = _Batch(tuple(self._infos), tuple(self._plan.extents), tuple(self._plan.refused))
+            everything = _Batch(
+                tuple(self._infos),
+                tuple(self._plan.extents),
+                tuple(self._plan.refused),
+                sum(batch.nbytes for batch in batches),
+            )
+            check_trial_fits(everything.nbytes, self._free_bytes)
             try:
                 return self._run_batch(everything)
             except _LoaderRaised as again:

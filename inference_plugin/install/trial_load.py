@@ -16,7 +16,16 @@ from inference_plugin.install.storages import named_tensors, storage_id, storage
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["POISON", "LoaderCoverage", "Materialised", "loader_coverage", "materialised", "poisoned", "trial_tensors"]
+__all__ = [
+    "POISON",
+    "LoaderCoverage",
+    "Materialised",
+    "check_trial_fits",
+    "loader_coverage",
+    "materialised",
+    "poisoned",
+    "trial_tensors",
+]
 
 POISON = 0xFF
 
@@ -120,6 +129,16 @@ def loader_coverage(
         written = frozenset(name for name, flat in held.flats.items() if poisoned(flat) < flat.numel())
         sums = {name: zlib.crc32(bytes_view(flat.cpu()).numpy().data) for name, flat in held.flats.items()}
     return LoaderCoverage(unwritten, written, sums)
+
+
+def check_trial_fits(nbytes: int, free_bytes: float) -> None:
+    """Before a trial load takes host memory: raises `EngineUnsupported`, with both numbers, if this rank has less."""
+    if nbytes > free_bytes:
+        raise EngineUnsupported(
+            f"a trial of the engine's loader takes {nbytes >> 20} MiB, and {int(free_bytes) >> 20} MiB are free for this rank",
+            hint="free memory on the engine's host; nothing was changed, and the next update opens the group again",
+            phase="open",
+        )
 
 
 def trial_tensors(tensors: Iterable[TensorInfo], device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -43,6 +43,10 @@ class ZoneInstaller(StandbyInstaller):
         self._is_in_zone = False
         """Whether the live weights lie in a zone of these terms."""
 
+    @property
+    def holds_second_set(self) -> bool:
+        return self._is_in_zone
+
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         spare, self._spare = self._spare, None
         if spare is not None and self._layout.is_whole(spare) and self._lies_in(segment, spare):
@@ -110,6 +114,10 @@ class ZoneCopyInstaller(CopyInstaller):
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
         super().__init__(agreement, way_back)
         self._spans = _spans(agreement)[0]
+
+    @property
+    def holds_second_set(self) -> bool:
+        return True
 
     def _bind_segment(self, segment: torch.Tensor) -> tuple[Replay, Tensors]:
         zone = {

@@ -177,7 +177,9 @@ class WeightwireError(Exception):
         """`error` itself if it is ours, else a `WeightwireError` that names its type and text."""
         if isinstance(error, WeightwireError):
             return error
-        wrapped = WeightwireError(f"{type(error).__name__}: {error}")
+        short = isinstance(error, MemoryError) or "can't start new thread" in str(error)
+        hint = "the process has reached a limit of memory or of processes (`ulimit -a`); raise it" if short else ""
+        wrapped = WeightwireError(f"{type(error).__name__}: {error}", hint=hint)
         wrapped.__cause__ = error
         return wrapped
 

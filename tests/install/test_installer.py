@@ -16,6 +16,7 @@ from inference_plugin.wire.errors import (
     TornReplica,
     TransportUnavailable,
 )
+from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
 from tests.install.installing import segment_of
 from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, digests_expected, live_digests, manifest_of
@@ -329,9 +330,19 @@ class Cramped(PlainEngineModel):
         return self.left_bytes
 
 
+def take(installer: ModelInstaller, manifest: Manifest, version: int) -> None:
+    """A whole update."""
+    segment = segment_of(checkpoint(version), manifest)
+    installer.prepare(segment, lambda _: None)
+    installer.install(segment)
+    installer.finish()
+
+
 def test_a_second_set_that_does_not_fit_is_refused_with_both_numbers_and_auto_does_without() -> None:
     model = Cramped(2, 0, 1)
     installer, manifest = ModelInstaller(model), manifest_of(checkpoint(0), TIED)
+    model.left_bytes = 1 << 30
+    installer.open(manifest, "copy", partial=False)  # the plan is proven
     model.left_bytes = 1 << 10
     with pytest.raises(
         EngineUnsupported, match=r"a second set of \d+ MiB does not fit: 0 MiB are free for this rank .* install='copy'"
@@ -341,17 +352,64 @@ def test_a_second_set_that_does_not_fit_is_refused_with_both_numbers_and_auto_do
     model.left_bytes = 1 << 30
     assert installer.open(manifest, "auto", partial=False).install == "standby"
     model.left_bytes = manifest.nbytes
+    assert installer.open(manifest, "auto", partial=False).install == "copy", "its second set was never made"
+    model.left_bytes = 1 << 30
+    installer.open(manifest, "auto", partial=False)
+    take(installer, manifest, 1)
+    model.left_bytes = manifest.nbytes
     assert installer.open(manifest, "auto", partial=False).install == "standby", "its second set is held already"
+
+
+class Portions(Cramped):
+    """Notes the bytes of each load."""
+
+    def __init__(self, layers: int) -> None:
+        self.loaded_bytes: list[int] = []
+        super().__init__(layers, 0, 1)
+        self.loaded_bytes.clear()  # of the live model
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        tensors = list(tensors)
+        self.loaded_bytes.append(sum(tensor.nbytes for _, tensor in tensors if not tensor.is_meta))
+        return super().load_weights(model, tensors)
+
+
+def test_a_plan_is_proven_in_the_memory_that_is_free_or_refused_with_both_numbers_before_any_is_taken() -> None:
+    model = Portions(40)
+    manifest = manifest_of(checkpoint(0, 40), TIED)
+    embedding = checkpoint(0)["embed.weight"].nbytes
+    model.left_bytes = 3 * embedding - 1  # it is loaded, and replayed into a third place
+    with pytest.raises(
+        EngineUnsupported, match=r"a trial of the engine's loader takes \d+ MiB, and \d+ MiB are free"
+    ) as raised:
+        ModelInstaller(model).open(manifest, "copy", partial=False)
+    assert raised.value.phase == "open" and set(model.loaded_bytes) == {0}
+    model.left_bytes = 3 * embedding
+    assert ModelInstaller(model).open(manifest, "copy", partial=False).mechanism == "plan"
+    assert sum(model.loaded_bytes) >= manifest.nbytes and max(model.loaded_bytes) <= model.left_bytes
+
+
+def test_trials_of_a_loader_that_computes_are_refused_with_both_numbers_before_they_take_anything() -> None:
+    class Computing(Portions, ComputingLoader):
+        pass
+
+    model = Computing(2)
+    manifest = manifest_of(checkpoint(0), TIED)
+    model.left_bytes = 1 << 10
+    with pytest.raises(EngineUnsupported, match="a trial of the engine's loader takes"):
+        ModelInstaller(model).open(manifest, "copy", partial=False)
+    assert set(model.loaded_bytes) == {0}
 
 
 def test_ranks_that_share_a_host_do_not_each_count_on_all_of_its_memory() -> None:
     model = Cramped(2, 0, 2)
     installer, manifest = ModelInstaller(model), manifest_of(checkpoint(0), TIED)
-    model.left_bytes = (
-        manifest.nbytes * 3 // 2
-    )  # enough for the second set of one rank, which holds more than half of it all
-    assert ModelInstaller(model).open(manifest, "standby", partial=False).install == "standby"
-    model.ranks, model.left_bytes = 2, manifest.nbytes
+    model.left_bytes = 1 << 30
+    installer.open(manifest, "copy", partial=False)  # the plan is proven
+    model.ranks, model.left_bytes = 1, manifest.nbytes  # a rank's second set is more than half of it all
+    assert installer.open(manifest, "standby", partial=False).install == "standby"
+    installer.open(manifest, "copy", partial=False)
+    model.ranks = 2
     with pytest.raises(EngineUnsupported, match="does not fit"):
         installer.open(manifest, "standby", partial=False)
     assert installer.open(manifest, "auto", partial=False).install == "copy"
@@ -360,6 +418,8 @@ def test_ranks_that_share_a_host_do_not_each_count_on_all_of_its_memory() -> Non
 def test_replicas_that_share_a_host_do_not_each_count_on_all_of_its_memory() -> None:
     model = Cramped(2, 0, 1)
     installer, manifest = ModelInstaller(model), manifest_of(checkpoint(0), TIED)
+    model.left_bytes = 1 << 30
+    installer.open(manifest, "copy", partial=False)  # the plan is proven
     model.left_bytes = 3 * manifest.nbytes
     with pytest.raises(EngineUnsupported, match="does not fit"):
         installer.open(manifest, "standby", partial=False, sharing=4)
@@ -367,6 +427,7 @@ def test_replicas_that_share_a_host_do_not_each_count_on_all_of_its_memory() -> 
     assert (two.install, two.takes_bytes) == ("copy", 0)
     alone = installer.open(manifest, "auto", partial=False)
     assert alone.install == "standby" and alone.takes_bytes >= manifest.nbytes
+    take(installer, manifest, 1)
     held = installer.open(manifest, "auto", partial=False, sharing=2)
     assert (held.install, held.takes_bytes) == ("standby", 0)
 

@@ -29,7 +29,7 @@ def test_what_is_enough_for_one_replica_is_not_enough_for_each_of_two(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_second_sets_that_do_not_fit_together_are_refused_with_both_numbers(start: Start, replicas: int) -> None:
-    rigs = [start(**{FREE_BYTES: str(NBYTES * 3 // 2)}) for _ in range(replicas)]
+    rigs = [start(**{FREE_BYTES: str(NBYTES * 9 // 5)}) for _ in range(replicas)]
     with SyncManager(install="standby", timeout_s=60) as manager:
         if replicas == 1:
             assert manager.update(source(1), 1).failed == () and holds(rigs[0], 1)
