@@ -127,6 +127,7 @@ FULL = (
             "test_a_torn_replica_refuses_on_both_ranks_and_is_healed_by_an_update",
         )
     ),
+    f"{ENGINES}test_memory_policy.py",
     # faults: of each family the corners stay
     *(
         f"{ENGINES}test_{file}.py::{test}"

@@ -40,6 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         "llama_deep": functools.partial(models.make_llama, num_hidden_layers=4),  # for three stages of a pipeline
         "qwen3": models.make_qwen3,
         "qwen3_wide": functools.partial(models.make_qwen3, vocab_size=65536),  # its embedding fills several buckets
+        "qwen3_large": functools.partial(models.make_qwen3, vocab_size=65536, hidden_size=320),  # 80 MiB
         "qwen3_moe": models.make_qwen3_moe,
     }
     root = tmp_path_factory.mktemp("models")

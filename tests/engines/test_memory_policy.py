@@ -1,0 +1,205 @@
+"""Memory that does not suffice, on real engines of two ranks: an update is refused with both numbers before anything is taken,
+the old version is served, and the next update finds what it needs. And a report says of memory what the processes hold.
+
+What a process may take is limited by the system (`RLIMIT_AS`). The model is of 80 MiB, 40 MiB for each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from inference_plugin.wire.errors import EngineUnsupported, TransportUnavailable
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_faults import Faulty, all_idle
+from tests.engines.test_vllm_tokens import source
+from tests.support import poison
+from tests.support.engines import Driver, eventually, segments_of
+from tests.support.managers import SyncManager
+from tests.support.sglang_engines import SglangDriver
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+MIB = 1 << 20
+BUCKET_BYTES = 4 * MIB
+FREED_S = 1.0
+"""What an update replaced is freed within this time, beside the engine."""
+TRIAL = re.compile(r"a trial of the engine's loader takes (\d+) MiB, and (\d+) MiB are free for this rank")
+SECOND_SET = re.compile(r"a second set of (\d+) MiB does not fit: (\d+) MiB are free for this rank")
+TOGETHER = re.compile(
+    r"second sets of (\d+) MiB and a segment of (\d+) MiB do not fit: (\d+) MiB are free on this host"
+)
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def tp2_engine(runtime: Path, checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Iterator[Faulty]:
+    model_a, model_b = (checkpoint("qwen3_large", tied=True, seed=seed) for seed in (1, 2))
+    plain = {poison.VARIABLE: "0"}  # what is written to fresh memory would count
+    with SglangDriver(runtime, tp=2, **plain) if request.param == "sglang" else Driver(runtime, **plain) as driver:
+        if isinstance(driver, SglangDriver):
+            driver.open(model_a)
+        else:
+            driver.open(model_a, plain=True, tensor_parallel_size=2, max_model_len=1024)
+        yield Faulty(driver, runtime / f"no-faults-{request.param}", model_a, model_b)
+    assert driver.leftovers() == []
+
+
+@pytest.fixture
+def tp2(tp2_engine: Faulty) -> Faulty:
+    tp2_engine.settle()
+    with SyncManager(install="copy", timeout_s=60) as sync:
+        tp2_engine.update(sync=sync)  # no second set is left
+    return tp2_engine
+
+
+def nbytes_of(tp2: Faulty) -> int:
+    return source(tp2.models["A"]).manifest().nbytes
+
+
+def workers(tp2: Faulty) -> list[int]:
+    return [worker.pid for worker in tp2.card.workers]
+
+
+@contextlib.contextmanager
+def limited(pids: Sequence[int], left_bytes: int) -> Iterator[None]:
+    """Each of these processes may take `left_bytes` more of addresses."""
+    before = {pid: resource.prlimit(pid, resource.RLIMIT_AS) for pid in pids}
+    try:
+        for pid, (_, hard) in before.items():
+            size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.prlimit(pid, resource.RLIMIT_AS, (size + left_bytes, hard))
+        yield
+    finally:
+        for pid, limits in before.items():
+            resource.prlimit(pid, resource.RLIMIT_AS, limits)
+
+
+def held_segments(tp2: Faulty) -> list[list[int]]:
+    return [segments_of(process) for process in tp2.engine.family()]
+
+
+def refused(tp2: Faulty, sync: SyncManager, words: re.Pattern[str], pids: Sequence[int], left_bytes: int) -> list[int]:
+    """An update while these processes are limited, which is refused before it takes anything; then the version that was served
+    before, and an update without the limit. The numbers of MiB in the refusal's text."""
+    held, weights = held_segments(tp2), source(tp2.models[tp2.other])
+    with limited(pids, left_bytes):
+        with pytest.raises((EngineUnsupported, TransportUnavailable)) as raised:
+            sync.update(weights, tp2.version + 1)
+        assert held_segments(tp2) == held
+        tp2.assert_serves()
+    found = words.search(str(raised.value))
+    assert found, raised.value
+    tp2.update(sync=sync)
+    tp2.assert_serves()
+    return [int(number) for number in found.groups()]
+
+
+def test_a_plan_whose_trial_does_not_fit_is_refused_before_the_trial(tp2_engine: Faulty) -> None:
+    """The first one for this engine: from then on the plan is proven."""
+    nbytes = nbytes_of(tp2_engine)
+    with SyncManager(timeout_s=60) as sync:
+        wanted, free = refused(tp2_engine, sync, TRIAL, workers(tp2_engine), nbytes)
+    assert nbytes < wanted * MIB <= 2 * nbytes, "the embedding's tensor, and a rank's half of it twice"
+    assert nbytes // 4 < free * MIB <= nbytes // 2, "each of two ranks of a host counts on half of what is free"
+
+
+def test_a_second_set_that_does_not_fit_is_refused_before_anything_is_taken(tp2: Faulty) -> None:
+    shard = nbytes_of(tp2) // 2
+    with SyncManager(install="standby", timeout_s=60) as sync:
+        wanted, free = refused(tp2, sync, SECOND_SET, workers(tp2), shard)
+    assert wanted in (shard // MIB, shard // MIB + 1) and shard // 4 < free * MIB <= shard // 2
+
+
+def test_auto_takes_copy_where_a_second_set_does_not_fit_and_says_both_numbers(tp2: Faulty) -> None:
+    with SyncManager(timeout_s=60) as sync:
+        with limited(workers(tp2), 2 * nbytes_of(tp2) - 4 * MIB):
+            (replica,) = tp2.update(sync=sync).replicas
+            tp2.assert_serves()
+        assert replica.install == "copy"
+        assert re.search(r"\d+ MiB are free for this rank, too few for a second set of 4[01] MiB", replica.why), (
+            replica.why
+        )
+    tp2.update()
+    tp2.assert_serves()
+
+
+def test_an_update_needs_no_more_memory_than_it_makes_anew(tp2: Faulty) -> None:
+    """What an engine computes with as the checkpoint has it lies in zones, which are there. What it makes something else of
+    (vLLM's tied head) is made anew by each update."""
+    with SyncManager(install="standby", timeout_s=60) as sync:
+        for _ in range(2):
+            (replica,) = tp2.update(sync=sync).replicas
+        if replica.derived:
+            refused(tp2, sync, SECOND_SET, workers(tp2), 24 * MIB)
+        else:
+            with limited(workers(tp2), 24 * MIB):
+                tp2.update(sync=sync)
+                tp2.assert_serves()
+
+
+def test_a_segment_that_does_not_fit_beside_second_sets_is_refused_by_the_trainer(tp2: Faulty) -> None:
+    nbytes = nbytes_of(tp2)
+    with SyncManager(transport="shm", install="standby", timeout_s=60) as sync:
+        sets, segment, free = refused(tp2, sync, TOGETHER, [os.getpid()], nbytes * 3 // 2)
+    assert segment == nbytes // MIB <= sets <= segment + 2
+    assert nbytes < free * MIB <= nbytes * 3 // 2, "enough for either"
+
+
+# --- what a report says -----------------------------------------------------------------------------------------------------
+
+
+def memory(pids: Sequence[int]) -> int:
+    """Resident bytes of these processes: of each its own, and of our shared segments and zones each once."""
+    own, shared = 0, dict[str, int]()
+    for pid in pids:
+        inode = ""
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                inode = line.split()[4] if "/memfd:weightwire" in line else ""
+            elif line.startswith("Rss:") and inode:
+                shared[inode] = max(shared.get(inode, 0), int(line.split()[1]) << 10)
+            elif line.startswith("Anonymous:") and not inode:
+                own += int(line.split()[1]) << 10
+    return own + sum(shared.values())
+
+
+@pytest.mark.parametrize(
+    ("transport", "install", "buckets"),
+    [
+        ("zone", "standby", 0),
+        ("shm", "standby", 0),
+        ("shm", "copy", 0),
+        ("zmq", "standby", 2),
+        ("zmq", "copy", 2),
+        ("auto", "streaming", 0),
+    ],
+)
+def test_what_a_report_says_of_memory_is_what_the_processes_hold(
+    tp2: Faulty, transport: str, install: str, buckets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 3 MiB for each process, and for each rank the `buckets` that it received last, which malloc keeps."""
+    monkeypatch.setenv("WEIGHTWIRE_BUCKET_BYTES", str(BUCKET_BYTES))
+    pids = [os.getpid(), *workers(tp2)]
+    tp2.update()  # what both versions take in this process is there
+    eventually(lambda: all_idle(tp2.card))
+    time.sleep(FREED_S)
+    before = memory(pids)
+    with SyncManager(transport=transport, install=install, timeout_s=60) as sync:
+        for _ in range(4):
+            report = tp2.update(sync=sync)
+        eventually(lambda: all_idle(tp2.card))
+        time.sleep(FREED_S)
+        held = memory(pids) - before
+    said = sum(report.memory.values())
+    print(f"{transport}/{install}: {report.memory}, {held} bytes held")
+    assert held - said <= len(pids) * 3 * MIB + 2 * buckets * BUCKET_BYTES
+    assert said - held <= len(pids) * 3 * MIB
+    (replica,) = report.replicas
+    assert set(report.memory) == {"trainer", f"{replica.transport}/{install}"}
