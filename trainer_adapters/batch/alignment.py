@@ -72,7 +72,8 @@ def aligned_entries(entries: Iterable[Entry], owners: Mapping[str, Owner]) -> di
     order: list[str] = []
     rows: dict[str, int] = {}
     for key, listed in by_key.items():
-        if stranger := next((entry for entry in listed if entry.owner not in owners), None):
+        if not owners.keys() >= {entry.owner for entry in listed}:
+            stranger = next(entry for entry in listed if entry.owner not in owners)
             raise BatchError(
                 f"entry {stranger.shard} is of owner {stranger.owner!r}, who is not among the given owners"
             )
@@ -80,15 +81,14 @@ def aligned_entries(entries: Iterable[Entry], owners: Mapping[str, Owner]) -> di
         if len(set(tasks)) != len(tasks):
             twice = Counter(tasks).most_common(1)[0][0]
             raise BatchError(f"key {key!r} has two entries of task {twice!r}")
+        counts = [entry.rows for entry in listed]
+        if counts != (known := list(map(rows.setdefault, tasks, counts))):
+            i = next(i for i, count in enumerate(counts) if count != known[i])
+            raise BatchError(f"task {tasks[i]!r} has {known[i]} rows of one key and {counts[i]} of key {key!r}")
         order = order or tasks
         if tasks != order and set(tasks) == set(order):
             positions = {task: i for i, task in enumerate(order)}
             listed.sort(key=lambda entry: positions[entry.shard.task_id])
-        for entry in listed:
-            if (known := rows.setdefault(entry.shard.task_id, entry.rows)) != entry.rows:
-                raise BatchError(
-                    f"task {entry.shard.task_id!r} has {known} rows of one key and {entry.rows} of key {key!r}"
-                )
     return by_key
 
 
