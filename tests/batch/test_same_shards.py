@@ -116,7 +116,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         yield made
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lists_of_rows())
 def test_any_list_of_tensors_makes_the_shard_that_its_tensors_make_one_by_one(
     store: Store, rows: list[torch.Tensor]
