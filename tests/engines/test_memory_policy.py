@@ -19,7 +19,7 @@ import pytest
 from inference_plugin.wire.errors import EngineUnsupported, TransportUnavailable
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import Faulty, all_idle
-from tests.engines.test_vllm_tokens import source
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
 from tests.support import poison
 from tests.support.engines import Driver, eventually, segments_of
 from tests.support.managers import SyncManager
@@ -150,6 +150,47 @@ def test_a_segment_that_does_not_fit_beside_second_sets_is_refused_by_the_traine
         sets, segment, free = refused(tp2, sync, TOGETHER, [os.getpid()], nbytes * 3 // 2)
     assert segment == nbytes // MIB <= sets <= segment + 2
     assert nbytes < free * MIB <= nbytes * 3 // 2, "enough for either"
+
+
+def test_two_replicas_of_a_host_count_its_memory_once(tp2: Faulty, runtime: Path) -> None:
+    """The other has one rank, so its second set is the whole model."""
+    nbytes, weights = nbytes_of(tp2), [source(tp2.models[which]) for which in "AB"]
+    with beside(tp2, runtime) as other, SyncManager(transport="shm", install="copy", timeout_s=120) as sync:
+        tp2.version += 1
+        assert sync.update(weights[1], tp2.version).failed == ()  # both have proven their plans
+        sync.close()
+        with SyncManager(transport="shm", install="standby", timeout_s=120) as manager:
+            ranks = [worker.pid for card in tp2.engine.cards for worker in card.workers]
+            with limited(ranks, nbytes * 3 // 2), pytest.raises(EngineUnsupported, match=SECOND_SET.pattern):
+                manager.update(weights[0], tp2.version + 1)  # enough for each of them alone
+            with limited([os.getpid()], nbytes * 5 // 2), pytest.raises(TransportUnavailable) as raised:
+                manager.update(weights[0], tp2.version + 2)  # enough for both second sets, or for the segment
+            found = TOGETHER.search(str(raised.value))
+            assert found, raised.value
+            sets, segment, free = (int(number) * MIB for number in found.groups())
+            assert 2 * nbytes - MIB < sets <= 2 * nbytes + 4 * MIB and segment <= nbytes < free <= nbytes * 5 // 2
+            for engine in (tp2.engine, other):
+                assert isinstance(engine, Driver) and engine.tokens(PROMPTS, COUNT) == reference(tp2.models["B"])
+            tp2.version += 3
+            assert manager.update(weights[0], tp2.version).failed == ()
+            for engine in (tp2.engine, other):
+                assert isinstance(engine, Driver) and engine.tokens(PROMPTS, COUNT) == reference(tp2.models["A"])
+    tp2.serves = "A"
+    tp2.assert_serves()
+
+
+@contextlib.contextmanager
+def beside(tp2: Faulty, runtime: Path) -> Iterator[Driver]:
+    """A second replica of the same engine, of one rank."""
+    options = {"job": tp2.engine.job, poison.VARIABLE: "0"}
+    if isinstance(tp2.engine, SglangDriver):
+        with SglangDriver(runtime, **options) as driver:
+            driver.open(tp2.models["A"])
+            yield driver
+    else:
+        with Driver(runtime, in_process=True, **options) as driver:
+            driver.open(tp2.models["A"], plain=True)
+            yield driver
 
 
 # --- what a report says -----------------------------------------------------------------------------------------------------
