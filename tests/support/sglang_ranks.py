@@ -24,7 +24,7 @@ from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.sglang.control import FollowerControl, LeaderControl
 from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
-from inference_plugin.engines.sglang.turn import EngineOperation, Turn
+from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, Turn
 from inference_plugin.plugins import plugin_manager
 from tests.support.fault_plugin import FaultPlugin
 from tests.support.plain_engine import PlainEngineModel, die_with_parent
@@ -40,6 +40,7 @@ class PlainRank(SchedulerRank):
         self.model = PlainEngineModel(LAYERS, ranks.rank, ranks.size)  # type: ignore[assignment]
         self.runtime = RankRuntime(RankIdentity(replica, ranks.rank, tp_rank=ranks.rank), self.model)
         self.scheduler = SimpleNamespace(is_fully_idle=lambda: not (directory / "busy").exists())
+        self.bell = Doorbell(None, replica, ranks.rank)  # it never sleeps
         self.refusal: str | None = None
         self.asked: list[str] = []
 
@@ -87,7 +88,7 @@ def one_rank(rank: int, directory: str) -> None:
         dist.broadcast(due, 0)
         if int(due):
             before, one.asked[:] = ranks.collectives, []
-            turns.handle(Turn())
+            turns.handle(Turn(turns.rung))
             line: dict[str, Any] = {"asked": one.asked, "collectives": ranks.collectives - before}
             with (root / f"log{rank}").open("a") as log:
                 log.write(json.dumps(line | {"refusal": one.refusal}) + "\n")

@@ -29,6 +29,7 @@ def scheduler_rank(unsure: str) -> Any:
     one = object.__new__(SchedulerRank)
     one.rank, one.ranks, one.refusal, one.replica = 0, Apart(), None, "sglang-1"
     one.runtime = SimpleNamespace(unsure=lambda: unsure)
+    one.bell = SimpleNamespace(quiet=lambda rung: None)
     one.ended = []
     one._paused = False
     one._retract = lambda: one.ended.append("retract")  # type: ignore[method-assign]

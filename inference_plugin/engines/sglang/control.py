@@ -35,6 +35,7 @@ from inference_plugin.engines.actions import (
 from inference_plugin.engines.commit import CommitPlan, commit_on_all_ranks
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.coordinator import ReplicaCoordinator
+from inference_plugin.engines.monkeypatch import contained
 from inference_plugin.engines.operations import RankReply, with_error
 from inference_plugin.engines.rank_calls import RankCalls
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
@@ -56,14 +57,18 @@ class _TurnControl(abc.ABC):
         self._rank = rank
         self._ranks = rank.ranks
         self._in_commit = False
+        self.rung = 0
+        """How often the bells were rung from here."""
 
-    def handle(self, _: Turn) -> None:
+    def handle(self, turn: Turn) -> None:
         """SGLang's handler of a `Turn`. Nothing that fails here may reach SGLang's event loop: it would end the server."""
         try:
             self.take_turn()
         except Exception:
             self._rank.refuse_what_is_unknown()
             logger.exception("weightwire: rank %d left a turn", self._rank.rank)
+        with contained("answering the bell", logger):
+            self._rank.bell.quiet(turn.rung)
 
     @abc.abstractmethod
     def take_turn(self) -> None:
@@ -144,19 +149,26 @@ class LeaderControl(_TurnControl, EngineControl):
         self._commit_waits = False
         self._lock = threading.Lock()
         self._bells = [_connected(address) for address in bells if address]
+        self._answered = 0
         self.coordinator: ReplicaCoordinator | None = None
         """Set once it serves."""
 
     def submit(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        with self._lock, contextlib.suppress(zmq.Again):  # a bell whose queue is full has been rung
+        with self._lock:
+            self.rung += 1
             for bell in self._bells:
-                bell.send(b"", zmq.DONTWAIT)
+                with contextlib.suppress(zmq.Again):  # a bell whose queue is full has been rung
+                    bell.send(b"%d" % self.rung, zmq.DONTWAIT)
+
+    def handle(self, turn: Turn) -> None:
+        super().handle(turn)
+        self._answered = turn.rung
 
     def wants_turn(self) -> bool:
         if self._waiting is not None and self._rank.scheduler.is_fully_idle():
             return True
-        return bool(self._commands)
+        return bool(self._commands) or self._answered != self.rung
 
     def take_turn(self) -> None:
         """Runs the submitted commands up to the first commit; a commit is the last of its turn."""

@@ -57,10 +57,8 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
         requests = original(self)
         if requests is not None and _rank is not None and _turns is not None:
             with contained("a pass of the event loop", logger):
-                if not _turns.wants_turn():
-                    _rank.bell.quiet()
                 if _turns.wants_turn():
-                    requests.append(Turn())
+                    requests.append(Turn(_turns.rung))
         return requests
 
     @wrap(Scheduler, "get_next_batch_to_run")

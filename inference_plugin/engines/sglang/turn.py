@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any, Literal
 
@@ -18,8 +17,10 @@ __all__ = ["Doorbell", "EngineOperation", "EngineReply", "Step", "Turn"]
 
 @dataclasses.dataclass
 class Turn:
-    """Travels among SGLang's requests: every rank takes a turn in the pass in which it arrives."""
+    """Travels among SGLang's requests: every rank takes a turn in the pass in which it arrives. It answers the rings up to number
+    `rung`."""
 
+    rung: int = 0
     rid: str = "weightwire"
     http_worker_ipc: None = None
 
@@ -50,10 +51,16 @@ class Step(msgspec.Struct, frozen=True):
     failed: bool = False
 
 
+RING_LIMIT_MS = 1000
+"""Longest wait for a ring that was sent to this rank: SGLang itself looks up once a second."""
+
+
 class Doorbell:
     """Wakes a rank that sleeps while it is idle. `address` is empty where the rank never sleeps.
 
-    Ranks that have requests of their own sleep: the first one, and with data-parallel attention the others, too.
+    Ranks that have requests of their own sleep: the first one, and with data-parallel attention the others, too. Each pass of
+    the event loop is a collective of all of them, so a rank that is awake waits for those that sleep. Therefore all bells get
+    every ring, which is its number, and all ranks answer a ring in the same turn.
     """
 
     def __init__(self, sleeper: Any, replica: str, rank: int) -> None:
@@ -66,6 +73,7 @@ class Doorbell:
             self._gate = Gate(self._socket, self.address)
             poller.register(self._socket, zmq.POLLIN)
         self._poller: Any = poller
+        self._heard = 0
 
     def close(self) -> None:
         """Later rings reach nobody."""
@@ -75,8 +83,7 @@ class Doorbell:
             self._socket.close(linger=0)
             self._socket = None
 
-    def quiet(self) -> None:
-        """Discards the rings so far; called in each pass of the event loop."""
-        with contextlib.suppress(zmq.Again):
-            while self._socket is not None:
-                self._socket.recv(zmq.DONTWAIT)
+    def quiet(self, rung: int) -> None:
+        """Discards the rings up to number `rung`, of which the last may still be on its way."""
+        while self._socket is not None and self._heard < rung:
+            self._heard = int(self._socket.recv()) if self._socket.poll(RING_LIMIT_MS) else rung
