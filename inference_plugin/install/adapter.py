@@ -117,8 +117,8 @@ class AdapterInstaller:
     def discard(self) -> None:
         self._next = None
 
-    def forget_segments(self) -> None:
-        """The prepared tensors are copies: there are no views of segments."""
+    def free_kept(self) -> None:
+        """Nothing is kept: the prepared tensors are copies, which the commit puts into the slots."""
 
     @property
     def claims(self) -> frozenset[str]:

@@ -199,8 +199,8 @@ class Installer(Protocol):
     def discard(self) -> None:
         """Drops the result of `prepare`."""
 
-    def forget_segments(self) -> None:
-        """Drops all views of segments: the trainer that owned them is gone."""
+    def free_kept(self) -> None:
+        """Frees what is kept for the next update, and drops all views of segments: the trainer is gone."""
 
     @property
     def claims(self) -> frozenset[str]:

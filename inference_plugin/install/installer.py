@@ -120,9 +120,10 @@ class ModelInstaller:
         if self._agreement is not None:
             self._policy.discard()
 
-    def forget_segments(self) -> None:
+    def free_kept(self) -> None:
         if self._agreement is not None:
             self._policy.forget_segments()
+            self._policy.drop_second_set()
 
     def close(self) -> None:
         if self._agreement is not None:

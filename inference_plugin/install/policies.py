@@ -129,6 +129,9 @@ class PolicyInstaller(abc.ABC):
     def forget_segments(self) -> None:  # noqa: B027 -- standby keeps none
         """Drops views of segments."""
 
+    def drop_second_set(self) -> None:  # noqa: B027 -- copy on the host has none
+        """Frees the second set that the next update would use."""
+
     def close(self) -> None:
         """Frees everything but the live model."""
         self._way_back.replaced = None
@@ -295,9 +298,11 @@ class StagedInstaller(CopyInstaller):
     def discard(self) -> None:
         self._staged = None
 
+    def drop_second_set(self) -> None:
+        self._staged, self._memory = None, {}
+
     def close(self) -> None:
-        self._staged = None
-        self._memory = {}
+        self.drop_second_set()
         super().close()
 
 
@@ -374,6 +379,10 @@ class StandbyInstaller(PolicyInstaller):
         if self._prepared is not None:
             self._keep(self._prepared)
             self._prepared = None
+
+    def drop_second_set(self) -> None:
+        self._spare = None
+        return_freed_memory()
 
     def close(self) -> None:
         self._prepared = self._spare = None

@@ -368,7 +368,7 @@ class GroupWork:
 
     def _free_memory(self, work: FreeMemory) -> None:
         self._free(work.previous)
-        self.installer.forget_segments()
+        self.installer.free_kept()
         if self._in_force is not None:
             self._in_force.receiver.drop_kept()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
@@ -102,6 +103,24 @@ def test_an_installation_that_never_began_needs_no_way_back() -> None:
         case.installer.install(segment_of(checkpoint(1), case.manifest))
     case.installer.undo(None)
     assert case.serves(0)
+
+
+def alive(addresses: set[int]) -> set[int]:
+    """Those addresses at which a tensor lies."""
+    return addresses & {one.data_ptr() for one in gc.get_objects() if isinstance(one, torch.Tensor)}
+
+
+def test_once_the_trainer_is_gone_no_second_set_is_held_and_the_next_update_makes_one() -> None:
+    case = Case("standby")
+    replaced = set(addresses_of(case.model.live).values())
+    case.update(1)
+    assert alive(replaced) == replaced, "it serves the next update"
+    case.installer.free_kept()
+    assert alive(replaced) == set() and case.serves(1)
+    assert case.installer.open(case.manifest, "standby", partial=False).takes_bytes > 0
+    for version in (2, 1):
+        case.update(version)
+        assert case.serves(version)
 
 
 def test_a_swap_keeps_every_parameter_object_and_takes_two_sets_in_turn() -> None:

@@ -95,8 +95,8 @@ class KeepingInstaller:
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
         return iter(())
 
-    def forget_segments(self) -> None:
-        self._note("forget_segments")
+    def free_kept(self) -> None:
+        self._note("free_kept")
 
     def close(self) -> None:
         self.calls.append("close")
