@@ -51,8 +51,11 @@ class Step(msgspec.Struct, frozen=True):
     failed: bool = False
 
 
-RING_LIMIT_MS = 1000
-"""Longest wait for a ring that was sent to this rank: SGLang itself looks up once a second."""
+RING_LIMIT_MS = 100
+"""Longest wait for a ring that was sent to this rank, since a turn may stop generation. A ring that comes later wakes this rank
+alone, which then waits for the others: they look up once a second."""
+
+LONGEST_RING_BYTES = 19
 
 
 class Doorbell:
@@ -84,6 +87,9 @@ class Doorbell:
             self._socket = None
 
     def quiet(self, rung: int) -> None:
-        """Discards the rings up to number `rung`, of which the last may still be on its way."""
+        """Discards the rings up to number `rung`, of which the last may still be on its way, and what is no ring."""
         while self._socket is not None and self._heard < rung:
-            self._heard = int(self._socket.recv()) if self._socket.poll(RING_LIMIT_MS) else rung
+            if not self._socket.poll(RING_LIMIT_MS):
+                self._heard = rung  # it was lost
+            elif (said := self._socket.recv()).isdigit() and len(said) <= LONGEST_RING_BYTES:
+                self._heard = min(int(said), rung)
