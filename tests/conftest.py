@@ -110,7 +110,10 @@ FULL = (
         f"test_every_token_of_a_quantised_engine_is_of_its_version_while_updates_alternate[{case}"
         for case in ("copy-llama-fp8", "standby-llama-w4a16")
     ),
-    f"{ENGINES}test_vllm_models.py::test_a_manifest_that_lacks_anything_is_refused_when_the_group_is_opened[opt",
+    *(
+        f"{ENGINES}test_vllm_models.py::test_a_manifest_that_lacks_anything_is_refused_when_the_group_is_opened[{model}"
+        for model in ("opt", "llama")
+    ),
     *(
         f"{ENGINES}test_vllm_models.py::test_five_updates_in_a_row_reach_what_hangs_beside_the_modules[{case}"
         for case in ("gpt-oss-float16-plain", "fp8-kv-scales-whole")
@@ -147,6 +150,11 @@ FULL = (
     f"{ENGINES}test_sglang_pipeline_faults.py::test_an_installation_that_fails_on_one_rank_is_undone_on_all[copy-1-after",
     f"{ENGINES}test_vllm_streaming.py::test_a_silent_worker_fails_the_update_by_the_deadline_and_the_next_one_heals[1",
     f"{ENGINES}test_sglang_streaming.py::test_a_silent_worker_fails_the_update_by_the_deadline_and_the_next_one_heals[0",
+    *(
+        f"{ENGINES}test_rebuilt_faults.py::"
+        f"test_a_fault_where_ranks_reduce_what_they_quantise_by_leaves_all_ranks_as_they_were[{case}"
+        for case in ("copy-note-seal-1", "copy-reduce-commit-0", "standby-note-seal-0", "standby-reduce-commit-1")
+    ),
     # what happens in the trainer, whichever engine is on the other side
     *(
         f"{ENGINES}test_sglang_faults.py::{test}"
