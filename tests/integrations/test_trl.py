@@ -2,7 +2,7 @@
 in the trainer's own process. What the engine then says is what `transformers`, or a fresh engine, says of the saved model.
 
 The trainer runs in `.venvs/trl`, which has no vLLM: in server mode none is needed beside it. The server is vLLM's own, found by
-our plug-in's entry point, without developer mode.
+our plug-in's entry point, without developer mode. `tools/versions.py` says of which versions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,15 @@ import torch
 
 from inference_plugin.engines.transformers import TransformersEngine
 from inference_plugin.wire.errors import ArgumentError, EngineUnsupported, PeerLost
-from tests.support.engines import ENGINE_ARGUMENTS, ROOT, Driver, HttpEngine, free_port, session_directory
+from tests.support.engines import (
+    ENGINE_ARGUMENTS,
+    INTEGRATIONS_PYTHON,
+    ROOT,
+    Driver,
+    HttpEngine,
+    free_port,
+    session_directory,
+)
 from tests.support.greedy import greedy_batch
 from tests.support.models import make_llama
 from tests.support.trl_runner import PROMPTS
@@ -49,6 +56,7 @@ needs_trl = pytest.mark.skipif(
 class StockServer(HttpEngine):
     """`vllm serve` as a user starts it; its own interpreter, nothing of the tests in it."""
 
+    python = INTEGRATIONS_PYTHON
     preloads = ()
 
     def start(self) -> None:
@@ -73,6 +81,10 @@ class StockServer(HttpEngine):
     def version(self) -> int:
         (replica,) = self.request("GET", "/ready")[1]["replicas"]
         return int(replica["versions"].get("policy", 0))
+
+
+class FreshEngine(Driver):
+    python = INTEGRATIONS_PYTHON
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +199,8 @@ def test_after_training_a_colocated_engine_holds_what_the_saved_model_holds(
 ) -> None:
     """TRL gives its engine no dtype, so vLLM takes bfloat16 for a model in float32: the trainer's weights travel in that."""
     (packages,) = PYTHON.parent.parent.glob("lib/python*/site-packages")
-    runner = [sys.executable, ROOT / "tests" / "support" / "trl_runner.py", packages, PROGRAM]
-    with Driver(runtime, VLLM_CPU_KVCACHE_SPACE="1") as fresh:
+    runner = [INTEGRATIONS_PYTHON, ROOT / "tests" / "support" / "trl_runner.py", packages, PROGRAM]
+    with FreshEngine(runtime, VLLM_CPU_KVCACHE_SPACE="1") as fresh:
         ran = train(fresh, [*runner, "--model", model, "--save", tmp_path], WEIGHTWIRE_JOB=f"{fresh.job}-colocated")
         assert ran.returncode == 0, ran.stderr[-8000:]
         found = json.loads(ran.stdout.splitlines()[-1])

@@ -34,6 +34,7 @@ from tests.support import poison
 from tests.support.preloaded import SHOW_STACKS, ForkedProgram, nursery
 
 __all__ = [
+    "INTEGRATIONS_PYTHON",
     "OLD_PYTHON",
     "ROOT",
     "Driver",
@@ -48,6 +49,8 @@ __all__ = [
 ROOT = Path(__file__).parents[2]
 OLD_PYTHON = str(ROOT / ".venvs" / "vllm-old" / "bin" / "python")
 """Of an environment with an older vLLM."""
+INTEGRATIONS_PYTHON = os.environ.get("WEIGHTWIRE_TEST_VLLM_PYTHON", sys.executable)
+"""Of the environment whose vLLM other projects' trainers run into; `tools/versions.py` names older ones."""
 START_TIMEOUT_S = 900.0
 """A last resort: an ordinary start is six processes that import 10 seconds each, and the machine may be shared."""
 ANSWER_TIMEOUT_S = 180.0

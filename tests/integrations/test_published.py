@@ -1,0 +1,169 @@
+"""Pages that show lines for a project that has no place for an adapter file: the lines fit its published source.
+
+The release that the page names is unpacked without its dependencies, read, and never imported. Nothing of it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from inference_plugin.engines.patch_points import PatchPoint
+from inference_plugin.engines.source_places import Release, wrong_in
+from tests.support.engines import ROOT
+from tests.support.pages import blocks
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+PIP_S = 300
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What a page's lines replace and read."""
+
+    replaced: dict[str, str]
+    """A function of the lines, and the class of theirs (`module:Class`) whose method of that name it replaces."""
+    read: dict[str, tuple[str, ...]]
+    """What the lines read of `self`, by class of theirs."""
+    places: tuple[PatchPoint, ...] = ()
+    """What else the lines use, and what the page names."""
+
+
+TITAN = "torchtitan.experiments.rl"
+PAGES = {
+    "torchtitan": Lines(
+        {
+            "push_model_state_dict": f"{TITAN}.actors.trainer:PolicyTrainer",
+            "_pull_model_state_dict": f"{TITAN}.actors.generator:VLLMGenerator",
+        },
+        {
+            f"{TITAN}.actors.trainer:PolicyTrainer": ("model", "policy_version"),
+            f"{TITAN}.actors.generator:VLLMGenerator": ("policy_version",),
+        },
+        (
+            PatchPoint(f"{TITAN}.components.weight_sync:WeightSyncManager.start_async_push_pull", ("version",)),
+            PatchPoint(f"{TITAN}.components.weight_sync:WeightSyncManager.wait_prev_push"),
+            PatchPoint(f"{TITAN}.components.weight_sync:WeightSyncManager.wait_prev_pull"),
+        ),
+    ),
+    "skyrl": Lines(
+        dict.fromkeys(
+            ("init_weight_sync_state", "broadcast_to_inference_engines"),
+            "skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:FSDPPolicyWorkerBase",
+        ),
+        {"skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker:FSDPPolicyWorkerBase": ("model",)},
+        (
+            PatchPoint("skyrl.train.config.config:InferenceEngineConfig", ("model_dtype",)),
+            PatchPoint("skyrl.backends.skyrl_train.weight_sync:_VLLM_RECEIVE_BACKENDS"),
+        ),
+    ),
+    "openrlhf": Lines(
+        {"broadcast_to_vllm": "openrlhf.trainer.ray.ppo_actor:ActorPPOTrainer"},
+        {"openrlhf.trainer.ray.ppo_actor:ActorPPOTrainer": ("actor",)},
+        (
+            PatchPoint("openrlhf.trainer.ray.vllm_worker_wrap:WorkerWrap.update_weight"),
+            PatchPoint("openrlhf.trainer.ray.vllm_worker_wrap:WorkerWrap.update_weight_cuda_ipc"),
+            PatchPoint("openrlhf.trainer.ray.vllm_worker_wrap:WorkerWrap.init_process_group"),
+        ),
+    ),
+    "areal": Lines(
+        {"update_weights": "areal.engine.fsdp_engine:FSDPEngine"},
+        {"areal.engine.fsdp_engine:FSDPEngine": ("model",)},
+        (
+            PatchPoint("areal.engine.fsdp_engine:FSDPEngine._offload_aware_context"),
+            PatchPoint("areal.api.io_struct:WeightUpdateMeta", ("type", "version")),
+            PatchPoint("areal.api.engine_api:TrainEngine.connect_engine", ("engine", "meta")),
+            PatchPoint("areal.api.engine_api:TrainEngine.set_version", ("version",)),
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=list(PAGES))
+def page(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def release(page: str, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """The release that the page was written from, as pip unpacks it."""
+    (named,) = re.findall(r"the source of (\w+) ([\d.]+\d), the released package", text_of(page))
+    directory = tmp_path_factory.mktemp(page)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--no-input",
+        "install",
+        "--quiet",
+        "--no-deps",
+    ]
+    command += ["--only-binary", ":all:", "--no-compile", "--ignore-requires-python", "--target", str(directory)]
+    ran = subprocess.run([*command, "==".join(named)], capture_output=True, text=True, timeout=PIP_S)
+    if ran.returncode:
+        pytest.skip(f"pip can't get {' '.join(named)}: {ran.stderr.strip().splitlines()[-1]}")
+
+    @functools.cache
+    def read(path: str) -> str | None:
+        file = directory / path
+        return file.read_text() if file.is_file() else None
+
+    return Release(*named, read)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / "integrations" / f"{page}.md").read_text()
+
+
+def functions_of(page: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions of the page's lines, those in its classes too."""
+    (block,) = blocks(ROOT / "docs" / "integrations" / f"{page}.md", "python")
+    nodes = ast.walk(ast.parse(block.text))
+    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def class_of(release: Release, place: str) -> ast.ClassDef:
+    module, _, name = place.partition(":")
+    tree = release.module(module)
+    assert tree is not None, f"{release.distribution} {release.version} has no {module}"
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return found
+
+
+def kept_by(node: ast.ClassDef) -> Iterator[str]:
+    """What the methods of a class set on `self`."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and ast.unparse(each.value) == "self":
+            yield each.attr
+
+
+def test_a_function_of_the_lines_has_the_name_and_the_parameters_of_the_method_that_it_replaces(
+    page: str, release: Release
+) -> None:
+    ours = functions_of(page)
+    for name, place in PAGES[page].replaced.items():
+        (theirs,) = [node for node in class_of(release, place).body if getattr(node, "name", "") == name]
+        assert isinstance(theirs, type(ours[name])), f"{name}: only one of the two is a coroutine function"
+        assert [each.arg for each in ours[name].args.args] == [each.arg for each in theirs.args.args]  # type: ignore[attr-defined]
+        assert len(ours[name].args.defaults) == len(theirs.args.defaults)  # type: ignore[attr-defined]
+        decorators = {ast.unparse(each) for each in theirs.decorator_list if "endpoint" in ast.unparse(each)}  # type: ignore[attr-defined]
+        assert decorators == {ast.unparse(each) for each in ours[name].decorator_list}
+
+
+def test_what_the_lines_read_of_their_class_is_set_there(page: str, release: Release) -> None:
+    for place, names in PAGES[page].read.items():
+        assert set(names) - set(kept_by(class_of(release, place))) == set()
+
+
+def test_the_places_that_the_page_names_are_there(page: str, release: Release) -> None:
+    wrong = {point.place: why for point in PAGES[page].places if (why := wrong_in(release, point))}
+    assert wrong == {}
