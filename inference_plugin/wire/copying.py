@@ -125,8 +125,10 @@ def copy_joined_and_digest(target: Any, start: int, addresses: list[int], sizes:
 def digest_spans(source: Any, spans: list[tuple[int, int]]) -> list[int]:
     """The `digest_bytes` of each span (start, bytes) of a buffer. Releases the GIL."""
     memory = memoryview(source)
-    digests: dict[tuple[int, int], int] = {}
     long = [span for span in spans if span[1] >= SHORTEST_STRIPED]
+    if len(long) == len(spans) <= SPANS_AT_ONCE and (found := _digest_in_one_pass(memory, 0, 1, spans)) is not None:
+        return found
+    digests: dict[tuple[int, int], int] = {}
     for first in range(0, len(long), SPANS_AT_ONCE):
         some = long[first : first + SPANS_AT_ONCE]
         digests.update(zip(some, _digest_in_one_pass(memory, 0, 1, some) or (), strict=False))

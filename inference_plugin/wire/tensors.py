@@ -65,8 +65,10 @@ def packed_rows(tensors: tuple[object, ...]) -> PackedRows | None:
     dtype = rows[0].dtype
     if (name := _NAMES.get(dtype)) is None or (dtype.is_floating_point and any(map(torch.Tensor.is_neg, rows))):
         return None
-    offsets = map(torch.Tensor.storage_offset, rows)
-    if any(offset and address == offset * dtype.itemsize for address, offset in zip(addresses, offsets, strict=True)):
+    offsets = list(map(torch.Tensor.storage_offset, rows))
+    if any(offsets) and any(
+        offset and address == offset * dtype.itemsize for address, offset in zip(addresses, offsets, strict=True)
+    ):
         return None  # its storage begins at null: it was freed
     return PackedRows(addresses, sizes, shape, lengths, name)
 

@@ -70,11 +70,13 @@ class LeasedBytes:
 
     __slots__ = ("__array_interface__", "_consumer", "_index", "_memory", "_number", "_owner", "address", "nbytes")
 
-    def __init__(self, mapped: Mapped, offset: int, nbytes: int, consumer: Consumer, *lease: Any) -> None:
-        """`lease`: the owner, the number of the lease, and the shard's index in it."""
+    def __init__(
+        self, mapped: Mapped, offset: int, nbytes: int, consumer: Consumer, owner: Owner, number: int, index: int
+    ) -> None:
+        """`number`: of the lease at `owner`; `index`: of the shard in it."""
         self._memory = mapped.memory
         self._consumer = consumer
-        self._owner, self._number, self._index = lease
+        self._owner, self._number, self._index = owner, number, index
         self.address, self.nbytes = mapped.address + offset, nbytes
 
     def array(self, typestr: str = "|u1", shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:

@@ -149,23 +149,23 @@ class LeaseExchange(Exchange):
         except TransportUnavailable:
             self.give_up()
             raise
-        for entry, place in zip(leased, reply.places, strict=True):
-            if entry.nbytes and not (
-                place.segment < len(segments) and place.offset + entry.nbytes <= segments[place.segment].memory.size
-            ):
+        sizes = [segment.memory.size for segment in segments]
+        in_segment: list[list[int]] = [[] for _ in segments]
+        empty: list[int] = []
+        for index, (entry, place) in enumerate(zip(leased, reply.places, strict=True)):
+            if not entry.nbytes:
+                empty.append(index)
+            elif place.segment < len(sizes) and place.offset + entry.nbytes <= sizes[place.segment]:
+                in_segment[place.segment].append(index)
+            else:
                 raise ProtocolError(
                     f"{self._owner.id} places shard {entry.shard} outside of the segments that it named"
                 )
         self._is_handed_over = True
-        in_segment: dict[int, list[int]] = {}
-        for index, entry in enumerate(leased):
-            if entry.nbytes:
-                in_segment.setdefault(reply.places[index].segment, []).append(index)
-            else:
-                arrivals.keep(entry, torch.empty(0, dtype=torch.uint8), digest_bytes(b""))
-                self._consumer.end(self._owner, self._number, index)
-        for number, indexes in in_segment.items():
-            segment = segments[number]
+        for index in empty:
+            arrivals.keep(leased[index], torch.empty(0, dtype=torch.uint8), digest_bytes(b""))
+            self._consumer.end(self._owner, self._number, index)
+        for segment, indexes in zip(segments, in_segment, strict=True):
             for some in _in_groups(indexes, leased):
                 if time.monotonic() > deadline_s:
                     late = SyncTimeout("the deadline passed before it was checked", hint=LATE)
@@ -176,8 +176,8 @@ class LeaseExchange(Exchange):
                 spans = [(reply.places[index].offset, leased[index].nbytes) for index in some]
                 digests = digest_spans(segment.memory, spans)
                 for index, (start, nbytes), digest in zip(some, spans, digests, strict=True):
-                    shard = LeasedBytes(segment, start, nbytes, self._consumer, self._owner, self._number, index)
-                    arrivals.keep(leased[index], shard, digest)
+                    data = LeasedBytes(segment, start, nbytes, self._consumer, self._owner, self._number, index)
+                    arrivals.keep(leased[index], data, digest)
 
     def give_up(self) -> None:
         if not self._is_handed_over:  # else each shard has a lease of its own

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from inference_plugin.wire.copying import copy_joined_and_digest
 from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.wire.tensors import PackedRows
 from trainer_adapters.batch.memory import Block
 from trainer_adapters.batch.parts import Sources
 
 __all__ = ["fill"]
 
 
-def fill(block: Block, sources: Sources) -> int:
-    """Copies `sources` (`block.nbytes` in all) one after the other into a block; returns the digest of its bytes.
+def fill(block: Block, sources: Sources | PackedRows) -> int:
+    """Copies `sources`, `block.nbytes` in all, one after the other into a block; returns the digest of its bytes.
+
+    The caller keeps the memory of `sources` alive.
 
     Raises `TransportUnavailable` where the system has no memory for it.
     """

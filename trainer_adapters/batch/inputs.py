@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from inference_plugin.wire.errors import BatchError, ManifestMismatch
-from inference_plugin.wire.tensors import dtype_name, packed_rows
-from trainer_adapters.batch.parts import ListedPart, LocalPart, Sources
+from inference_plugin.wire.tensors import PackedRows, dtype_name, packed_rows
+from trainer_adapters.batch.parts import ListedPart, LocalPart
 from trainer_adapters.batch.records import MAX_ROWS, Kind, ShardId
 from trainer_adapters.batch.values import plain_values
 
@@ -25,7 +25,7 @@ class GivenPart(NamedTuple):
     """A part that was just made of what a user gave, and where its bytes lie if that is known already."""
 
     part: LocalPart
-    sources: Sources | None = None
+    sources: PackedRows | None = None
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +60,7 @@ def parts_of_task(task_id: str, data: Mapping[str, Any]) -> dict[ShardId, GivenP
 
 def _given_part(value: Any) -> GivenPart:
     if type(value) is list and (packed := packed_rows(rows := tuple(value))) is not None:
-        return GivenPart(ListedPart(rows, packed), Sources(packed.addresses, packed.sizes, rows))
+        return GivenPart(ListedPart(rows, packed), packed)
     return GivenPart(_part_of(value))
 
 
