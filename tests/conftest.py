@@ -195,6 +195,7 @@ FULL = (
     f"{ENGINES}test_vllm_images.py::test_under_every_policy_models_whose_images_torchvision_prepares_answer_as_fresh_engines",
     f"{ENGINES}test_async_rl.py::test_a_batch_holds_rollouts_of_several_versions_and_none_staler_than_it_may",
     f"{ENGINES}test_async_rl.py::test_a_rollout_worker_that_is_killed_loses_its_samples_and_the_loop_goes_on",
+    f"{ENGINES}test_worker_in_engine.py",
     f"{ENGINES}test_async_rl.py::test_a_controller_that_is_killed_leaks_nothing_and_a_new_one_goes_on",
 )
 """Left to `make test-full`, which runs everything: variants of tests that stay, whole programs, and the long random ones."""
