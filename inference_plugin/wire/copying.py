@@ -126,8 +126,8 @@ def digest_spans(source: Any, spans: list[tuple[int, int]]) -> list[int]:
     """The `digest_bytes` of each span (start, bytes) of a buffer. Releases the GIL."""
     memory = memoryview(source)
     long = [span for span in spans if span[1] >= SHORTEST_STRIPED]
-    if len(long) == len(spans) <= SPANS_AT_ONCE and (found := _digest_in_one_pass(memory, 0, 1, spans)) is not None:
-        return found
+    if len(long) == len(spans) <= SPANS_AT_ONCE and (in_one := _digest_in_one_pass(memory, 0, 1, spans)) is not None:
+        return in_one
     digests: dict[tuple[int, int], int] = {}
     for first in range(0, len(long), SPANS_AT_ONCE):
         some = long[first : first + SPANS_AT_ONCE]
