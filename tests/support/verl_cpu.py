@@ -15,7 +15,8 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 __all__ = ["PlatformCPU"]
 
 NOTHING = {
-    name: lambda *_args, **_kwargs: 0 for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")
+    name: lambda *_args, **_kwargs: 0
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 }
 NOTHING |= {name: lambda *_args, **_kwargs: None for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats")}
 
@@ -74,6 +75,9 @@ class PlatformCPU(PlatformCUDA):  # type: ignore[misc]
 
     def ray_resource_name(self) -> str:
         return "CPU"
+
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        return {}
 
     def ray_noset_envvars(self) -> list[str]:
         return []
