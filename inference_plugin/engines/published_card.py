@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -36,8 +37,14 @@ class PublishedCard:
         self._registration: Registration | None = None
 
     def start(self) -> None:
-        """Writes the card and registers the replica: from now on trainers find it."""
-        self._write()
+        """Writes the card and registers the replica: from now on trainers find it. On a full disk trainers of this host find it
+        as soon as there is room."""
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            logger.warning("weightwire: trainers of this host don't find the engine before its card has room: %s", error)
         self._registration = Registration(self._registry, self.card, self._write)
 
     def show(self) -> None:

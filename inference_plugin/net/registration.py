@@ -32,15 +32,15 @@ ASK_TIMEOUT_S = 5.0
 
 class Registration:
     """Keeps `card` registered from construction to `close`. `address`: a registry besides those of this host, or None.
-    `publish(again)` writes the card if it is not written yet, or in any case if `again`; it is called until it succeeds. The card
-    has been written once; without `publish` there is none on this host."""
+    `publish(again)` writes the card if it is not written yet, or in any case if `again`; it is called until it succeeds.
+    Without `publish` there is no card on this host."""
 
     def __init__(self, address: str | None, card: ReplicaCard, publish: Callable[[bool], None] | None = None) -> None:
         self._address = address
         self._silence_s = Config.from_environment().silence_s
         self._card = card
         self._publish = publish
-        self._unpublished = False
+        self._unpublished = publish is not None and not addresses.is_published(card)
         self._news = threading.Event()
         self._closing = False
         self._channels: dict[str, Channel] = {}
@@ -77,22 +77,23 @@ class Registration:
         self._leave()
 
     def _publish_again(self) -> bool:
-        """Writes the card if it is not written yet or was removed. Returns whether it was removed."""
+        """Writes the card if it is not written yet or was removed. Returns whether there was none."""
         if self._publish is None:
             return False
-        removed = not addresses.is_published(self._card)
+        missing, removed = not addresses.is_published(self._card), not self._unpublished
         try:
-            self._publish(removed)
+            self._publish(missing)
         except Exception as error:  # noqa: BLE001 -- a full disk, say; it is logged once, and tried again
             if not self._unpublished:
                 logger.warning("weightwire: the card of %s can't be written: %s; trying on", self._card.replica, error)
             self._unpublished = True
             return False
         self._unpublished = False
-        if removed:
-            logger.warning("weightwire: the card of %s was removed while in use; it is there again", self._card.replica)
+        if missing:
+            why = "was removed while in use; it is there again" if removed else "is written now"
+            logger.warning("weightwire: the card of %s %s", self._card.replica, why)
             self._told.clear()
-        return removed
+        return missing
 
     def _leave(self) -> None:
         """Tells every registry that exists now: a manager of this host that started later has read the card by itself."""

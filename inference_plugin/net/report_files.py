@@ -6,7 +6,7 @@ import contextlib
 
 import msgspec
 
-from inference_plugin.net.addresses import runtime_dir
+from inference_plugin.net.addresses import replace_file, runtime_dir
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.reports import UpdateReport
 
@@ -15,10 +15,7 @@ __all__ = ["last_report", "last_reports", "save_report"]
 
 def save_report(report: UpdateReport) -> None:
     """Replaces the last report of the report's group. Raises OSError where the directory can't be written."""
-    path = runtime_dir() / f"{report.group}.report"
-    temporary = path.with_suffix(".report-tmp")
-    temporary.write_bytes(msgspec.msgpack.encode(report))
-    temporary.replace(path)
+    replace_file(runtime_dir() / f"{report.group}.report", msgspec.msgpack.encode(report))
 
 
 def last_report(group: str, job: str | None = None) -> UpdateReport | None:

@@ -139,7 +139,8 @@ class Storm(Troubles[Rig]):
     @contextlib.contextmanager
     def unwritable_files(self) -> Iterator[None]:
         directory = addresses.runtime_dir()
-        paths = [directory / f"{rig.replica}.tmp" for rig in self.replicas] + [directory / "policy.report-tmp"]
+        written = [f"{rig.replica}.{kind}" for rig in self.replicas for kind in ("card", "counts")]
+        paths = [directory / f"{name}.tmp" for name in (*written, "policy.report")]
         paths = self.chance.sample(paths, k=self.chance.randint(1, len(paths)))
         for path in paths:
             path.mkdir()
