@@ -1,7 +1,8 @@
 """Memory that does not suffice, on real engines of two ranks: an update is refused with both numbers before anything is taken,
 the old version is served, and the next update finds what it needs. And a report says of memory what the processes hold.
 
-What a process may take is limited by the system (`RLIMIT_AS`). The model is of 80 MiB, 40 MiB for each rank.
+What a process may take is limited by the system (`RLIMIT_AS`), what all ranks take together by a control group, as a container
+does. The model is of 80 MiB, 40 MiB for each rank.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from inference_plugin.wire.errors import EngineUnsupported, TransportUnavailable
+from inference_plugin.wire.host_memory import CGROUPS
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import Faulty, all_idle
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
@@ -81,15 +83,49 @@ def limited(pids: Sequence[int], left_bytes: int) -> Iterator[None]:
             resource.prlimit(pid, resource.RLIMIT_AS, limits)
 
 
+@contextlib.contextmanager
+def in_a_control_group(pids: Sequence[int], left_bytes: int) -> Iterator[None]:
+    """These processes together may take `left_bytes` more of memory, of whichever version the host's control groups are."""
+    first = (CGROUPS / "memory" / "memory.limit_in_bytes").exists()
+    mounted, limit = (CGROUPS / "memory", "memory.limit_in_bytes") if first else (CGROUPS, "memory.max")
+    group = mounted / f"weightwire-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(left_bytes))  # what they took before counts in their old group
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    before = {pid: group_of(pid, mounted, "memory" if first else "") for pid in pids}
+    try:
+        for pid in pids:
+            (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        for pid, old in before.items():
+            (old / "cgroup.procs").write_text(str(pid))
+        group.rmdir()
+
+
+def group_of(pid: int, mounted: Path, controller: str) -> Path:
+    lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    return next(mounted / name.lstrip("/") for _, controllers, name in lines if controller in controllers.split(","))
+
+
+BOUNDS = {"addresses": limited, "control-group": in_a_control_group}
+
+
 def held_segments(tp2: Faulty) -> list[list[int]]:
     return [segments_of(process) for process in tp2.engine.family()]
 
 
-def refused(tp2: Faulty, sync: SyncManager, words: re.Pattern[str], pids: Sequence[int], left_bytes: int) -> list[int]:
+def refused(
+    tp2: Faulty, sync: SyncManager, words: re.Pattern[str], pids: Sequence[int], left_bytes: int, bound: str = "addresses"
+) -> list[int]:
     """An update while these processes are limited, which is refused before it takes anything; then the version that was served
     before, and an update without the limit. The numbers of MiB in the refusal's text."""
     held, weights = held_segments(tp2), source(tp2.models[tp2.other])
-    with limited(pids, left_bytes):
+    with BOUNDS[bound](pids, left_bytes):
         with pytest.raises((EngineUnsupported, TransportUnavailable)) as raised:
             sync.update(weights, tp2.version + 1)
         assert held_segments(tp2) == held
@@ -110,16 +146,18 @@ def test_a_plan_whose_trial_does_not_fit_is_refused_before_the_trial(tp2_engine:
     assert nbytes // 4 < free * MIB <= nbytes // 2, "each of two ranks of a host counts on half of what is free"
 
 
-def test_a_second_set_that_does_not_fit_is_refused_before_anything_is_taken(tp2: Faulty) -> None:
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_second_set_that_does_not_fit_is_refused_before_anything_is_taken(tp2: Faulty, bound: str) -> None:
     shard = nbytes_of(tp2) // 2
     with SyncManager(install="standby", timeout_s=60) as sync:
-        wanted, free = refused(tp2, sync, SECOND_SET, workers(tp2), shard)
+        wanted, free = refused(tp2, sync, SECOND_SET, workers(tp2), shard, bound)
     assert wanted in (shard // MIB, shard // MIB + 1) and shard // 4 < free * MIB <= shard // 2
 
 
-def test_auto_takes_copy_where_a_second_set_does_not_fit_and_says_both_numbers(tp2: Faulty) -> None:
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_auto_takes_copy_where_a_second_set_does_not_fit_and_says_both_numbers(tp2: Faulty, bound: str) -> None:
     with SyncManager(timeout_s=60) as sync:
-        with limited(workers(tp2), 2 * nbytes_of(tp2) - 4 * MIB):
+        with BOUNDS[bound](workers(tp2), 2 * nbytes_of(tp2) - 4 * MIB):
             (replica,) = tp2.update(sync=sync).replicas
             tp2.assert_serves()
         assert replica.install == "copy"

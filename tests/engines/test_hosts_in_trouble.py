@@ -1,0 +1,108 @@
+"""What happens to a host while real engines are updated: its runtime directory fills up, an engine ends and starts again."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
+from tests.support.engines import Driver, eventually
+from tests.support.rig import kill
+from tests.support.sglang_engines import SglangDriver
+from trainer_adapters import SyncManager
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+ENGINES = ["vllm", "sglang"]
+
+
+def engine_of(kind: str, runtime: Path, log: Path, *, job: str = "") -> Driver:
+    engine = SglangDriver(runtime, job=job) if kind == "sglang" else Driver(runtime, in_process=True, job=job)
+    engine.log = log
+    return engine
+
+
+@pytest.fixture
+def models(checkpoint: Checkpoint) -> tuple[Path, Path]:
+    a, b = (checkpoint("llama", tied=False, seed=seed) for seed in (1, 2))
+    return a, b
+
+
+@pytest.fixture
+def small_directory() -> Iterator[Path]:
+    """A runtime directory of 256 KiB."""
+    path = Path(tempfile.mkdtemp(prefix="ww-", dir="/tmp"))  # short enough for sockets
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(path)], check=False)
+    try:
+        if mounted.returncode:
+            pytest.skip("mounting is not permitted here")
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def full(directory: Path) -> Iterator[None]:
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    yield
+    filler.unlink()
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_full_runtime_directory_costs_records_and_no_update(
+    kind: str, small_directory: Path, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    a, b = models
+    with engine_of(kind, small_directory, tmp_path / "log") as engine:
+        with full(small_directory):
+            engine.open(a)
+            with SyncManager(timeout_s=5) as manager, pytest.raises(Exception, match="no replica"):
+                manager.update(source(b), 1)  # there is no room for its card, so nobody finds it
+            assert engine.tokens(PROMPTS, COUNT) == reference(a)
+        with SyncManager(timeout_s=60) as manager:
+            eventually(lambda: engine.cards, what="the card that could not be written")
+            for version, model in ((1, b), (2, a)):
+                assert [r.status for r in manager.update(source(model), version).replicas] == ["committed"]
+            with full(small_directory):
+                for version, model in ((3, b), (4, a), (5, b)):
+                    assert [r.status for r in manager.update(source(model), version).replicas] == ["committed"]
+                    assert engine.tokens(PROMPTS, COUNT) == reference(model)
+                assert manager.verify(source(b)).ok
+            with full(small_directory), SyncManager(timeout_s=60) as newcomer:
+                assert [r.status for r in newcomer.update(source(a), 6).replicas] == ["committed"]
+        assert engine.tokens(PROMPTS, COUNT) == reference(a)
+        assert not [path for path in small_directory.rglob("*") if "tmp" in path.suffix], "half a file"
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_engine_that_starts_again_between_two_updates_takes_the_next_one(
+    kind: str, runtime: Path, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it ended by itself, and after `kill -9`."""
+    a, b = models
+    job = f"again-{kind}"
+    monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(runtime))
+    monkeypatch.setenv("WEIGHTWIRE_JOB", job)
+    with SyncManager(install="standby", timeout_s=60) as manager:
+        for first, updated, killed in ((1, (b, a, b), False), (4, (b, a, b), True), (7, (b, a, b), False)):
+            with engine_of(kind, runtime, tmp_path / f"log-{first}", job=job) as engine:
+                engine.open(a)
+                for version, model in enumerate(updated, first):
+                    report = manager.update(source(model), version)
+                    assert [r.status for r in report.replicas if r.status != "lost"] == ["committed"], report
+                    assert engine.tokens(PROMPTS, COUNT) == reference(model)
+                if killed:
+                    for process in engine.family():
+                        kill(process.pid)
+                    engine.stop = lambda: None  # type: ignore[method-assign]
