@@ -44,7 +44,9 @@ class PublishedCard:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            logger.warning("weightwire: trainers of this host don't find the engine before its card has room: %s", error)
+            logger.warning(
+                "weightwire: trainers of this host don't find the engine before its card has room: %s", error
+            )
         self._registration = Registration(self._registry, self.card, self._write)
 
     def show(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,19 +23,22 @@ __all__ = ["RebuiltModule", "operands", "rebuild"]
 
 @dataclass
 class RebuiltModule:
-    """The parts of a rebuilt module that differ from the live one: attributes by path, tensors by name."""
+    """The parts of a rebuilt module that differ from the live one: attributes by path, tensors by name. `copied`: the tensors are
+    copies of those that the attributes were made from."""
 
     module: str
     attributes: dict[Path, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    copied: bool = False
 
     def move_into(self, live: nn.Module, *, in_place: bool) -> RebuiltModule:
         """Engine's thread: puts these parts into the live module; returns the replaced parts.
 
-        `in_place`: addresses of parameters, and of tensors in attributes, must stay. Raises `CommitFailed` if a shape or dtype
-        makes that impossible.
+        `in_place`: addresses of parameters, and of tensors in attributes, must stay. Other objects are replaced all the same, and
+        may point to the tensors that they were made from (oneDNN's matrix products do, to scales): these live as long as they.
+        Raises `CommitFailed` if a shape or dtype makes that impossible.
         """
-        old = RebuiltModule(self.module)
+        old = RebuiltModule(self.module, copied=in_place)
         for path, value in self.attributes.items():
             *way, name = path
             node = child_at(live, tuple(way))
@@ -43,6 +48,8 @@ class RebuiltModule:
                 old.attributes[path] = _overwrite(present, value)
             else:
                 old.attributes[path] = _set(node, str(name), value)
+                if in_place and not self.copied:
+                    _outlive(value, list(self.tensors.values()))
         for name, tensor in self.tensors.items():
             holder = live._parameters if name in live._parameters else live._buffers
             held = holder[name]
@@ -121,6 +128,18 @@ def _overwrite(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     before = held.detach().clone()
     held.data.copy_(tensor)
     return before
+
+
+def _outlive(value: Any, tensors: list[torch.Tensor]) -> None:
+    """Keeps `tensors` until the objects in `value` are gone."""
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            _outlive(each, tensors)
+    elif isinstance(value, dict):
+        _outlive(list(value.values()), tensors)
+    else:
+        with contextlib.suppress(TypeError):  # a number or a text, which points to nothing
+            weakref.finalize(value, tensors.clear).atexit = False
 
 
 def _set(node: Any, name: str, value: Any) -> Any:

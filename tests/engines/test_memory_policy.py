@@ -120,7 +120,12 @@ def held_segments(tp2: Faulty) -> list[list[int]]:
 
 
 def refused(
-    tp2: Faulty, sync: SyncManager, words: re.Pattern[str], pids: Sequence[int], left_bytes: int, bound: str = "addresses"
+    tp2: Faulty,
+    sync: SyncManager,
+    words: re.Pattern[str],
+    pids: Sequence[int],
+    left_bytes: int,
+    bound: str = "addresses",
 ) -> list[int]:
     """An update while these processes are limited, which is refused before it takes anything; then the version that was served
     before, and an update without the limit. The numbers of MiB in the refusal's text."""

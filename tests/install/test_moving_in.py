@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -53,3 +56,39 @@ def test_a_swap_gives_back_what_was_there_also_where_two_tensors_share_memory(in
     old.swap({}, in_place=in_place)
     assert views["a"].tolist() == [0, 1, 2, 3, 4, 5] and views["b"].tolist() == [2, 3, 4, 5, 6, 7]
     assert views["a"].data_ptr() == address
+
+
+class Product:
+    """Points to its scales, as an object of a kernel's library does: it holds no tensor."""
+
+    def __init__(self, scales: torch.Tensor) -> None:
+        self.scales = weakref.ref(scales.untyped_storage())
+
+
+class Quantised(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.full((4,), value), requires_grad=False)
+        self.product = Product(self.scales)
+        self.products = [Product(self.scales)]
+
+
+def test_what_an_object_was_made_from_lives_as_long_as_the_object_where_addresses_must_stay() -> None:
+    live = Quantised(0)
+    first, address = live.product, live.scales.data_ptr()
+    replaced = []
+    for value in (1, 2):
+        made = Quantised(value)
+        attributes = {("product",): made.product, ("products",): made.products}
+        new = RebuiltModule("layer", attributes, {"scales": made.scales.detach()})
+        replaced.append(new.move_into(live, in_place=True))
+        del made, attributes, new
+        assert live.product.scales() is not None and live.products[0].scales() is not None
+        assert live.scales.data_ptr() == address and bool((live.scales == value).all())
+    second = weakref.ref(live.product.scales())
+    for old in reversed(replaced):
+        old.move_into(live, in_place=True)
+        assert live.product.scales() is not None
+    assert live.product is first and not live.scales.any()
+    gc.collect()
+    assert second() is None, "nobody points to what the undone update brought"
