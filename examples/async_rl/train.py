@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -97,8 +98,9 @@ def train(arguments: argparse.Namespace, running: ExitStack) -> None:
     source = FSDPAdapter(model, dtype_rules={"*": torch.bfloat16})
     manager = running.enter_context(SyncManager(in_flight="keep", timeout_s=WAIT_S))
     store = running.enter_context(Store(budget_bytes=STORE_BYTES, name="trainer"))
-    version = first_version(manager)
-    manager.update(source, version)  # what the engine samples with has a version from the first token on
+    if dist.get_rank() == 0:
+        manager.wait_for_replicas(1, timeout_s=WAIT_S)
+    version = manager.update(source).version  # one more than the engines served: every token has a version from now on
     controller = Controller(arguments, model.config.vocab_size, version) if dist.get_rank() == 0 else None
     if controller:
         running.enter_context(controller.pool)
@@ -142,9 +144,7 @@ def next_rows(
             with torch.no_grad():
                 old, before = log_probabilities(model, rows)[1], log_probabilities(reference, rows)[0].bfloat16()
             computed = {"old_logprobs": old, "reference_logprobs": before}
-            lengths = rows.lengths("token_ids").tolist()
-            rows = None  # gives the leases back
-            batch.add({key: [row[:n] for row, n in zip(each, lengths, strict=True)] for key, each in computed.items()})
+            batch.add({key: rows.unpadded(each, "token_ids") for key, each in computed.items()})
             if controller:
                 rewards = batch.read(["rewards"]).dense("rewards")
                 batch.add_whole({"advantages": advantages(rewards, batch.whole.row_tasks("rewards"))})
@@ -156,7 +156,7 @@ def next_rows(
 
 def advantages(rewards: torch.Tensor, tasks: list[str | None]) -> torch.Tensor:
     """The reward of each row, less the mean of its group: the rows of one task."""
-    groups = torch.tensor([list(dict.fromkeys(tasks)).index(task) for task in tasks])
+    groups = torch.from_numpy(np.unique(np.array(tasks), return_inverse=True)[1])
     sums = torch.zeros(len(tasks)).index_add(0, groups, rewards)
     return rewards - (sums / groups.bincount(minlength=len(tasks)))[groups]
 
@@ -183,14 +183,6 @@ def learn(model: Any, rows: DistributedBatch) -> None:
     dist.all_reduce(tokens)
     # FSDP averages gradients over the ranks; the mean over all tokens needs their sum.
     (-((gain - KL_PENALTY * penalty) * mask).sum() * dist.get_world_size() / tokens).backward()
-
-
-def first_version(manager: SyncManager) -> int:
-    """The version after the one that the engines serve; 0 if they have none. Rank 0 asks."""
-    if dist.get_rank():
-        return int(gathered(None)[0])
-    manager.wait_for_replicas(1, timeout_s=WAIT_S)
-    return int(gathered(1 + max(-1 if v is None else v for v in manager.versions().values()))[0])
 
 
 def gathered(value: Any) -> list[Any]:

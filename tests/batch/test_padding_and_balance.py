@@ -54,6 +54,20 @@ def test_pads_by_key_and_concat_of_other_lengths() -> None:
     assert DistributedBatch.concat([narrow, wide])["x"].is_nested
 
 
+def test_what_was_computed_from_padded_rows_is_as_long_as_they_are(client: MemoryClient, owner: MemoryOwner) -> None:
+    rows = {"input_ids": [torch.arange(1, 2), torch.arange(1, 4)], "reward": torch.ones(2)}
+    batch = DistributedBatch.of_entries(owner.put("t", rows), [owner.owner])
+    computed = torch.arange(16).reshape(2, 4, 2)
+    assert [row.tolist() for row in batch.unpadded(computed, "input_ids")] == [[[0, 1]], [[8, 9], [10, 11], [12, 13]]]
+    again = batch.fetch().unpadded(batch.padded(0)["input_ids"], "input_ids")
+    assert [row.tolist() for row in again] == [[1], [1, 2, 3]]
+    for wrong in (torch.ones(3, 4), torch.ones(2, 2), torch.ones(2)):
+        with pytest.raises(BatchError, match=r"has no padded rows like key 'input_ids': need \[2, 3 or more"):
+            batch.unpadded(wrong, "input_ids")
+    with pytest.raises(BatchError, match="rows without length"):
+        batch.unpadded(torch.ones(2, 4), "reward")
+
+
 def test_a_padded_batch_still_knows_its_tasks(client: MemoryClient, owner: MemoryOwner) -> None:
     batch = DistributedBatch.of_entries(owner.put("t", {"x": [torch.ones(1), torch.ones(2)]}), [owner.owner])
     assert batch.fetch().padded(0).task_ids == ("t",)

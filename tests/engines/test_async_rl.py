@@ -150,8 +150,7 @@ def test_a_batch_holds_rollouts_of_several_versions_and_none_staler_than_it_may(
         SyncManager(timeout_s=TIMEOUT_S) as manager,
     ):
         manager.wait_for_replicas(1, timeout_s=TIMEOUT_S)
-        first = 1 + max(-1 if version is None else version for version in manager.versions().values())
-        manager.update(source, first)
+        first = manager.update(source).version
 
         def submit_and_update_meanwhile(task_id: str, versions: Sequence[int]) -> RolloutFuture:
             future = pool.submit(task_id, LONG)

@@ -142,6 +142,11 @@ class DistributedBatch(BatchMetadata):
                 columns[key].entries = column.entries
         return self._like(columns)
 
+    def unpadded(self, tensor: torch.Tensor, like: str) -> list[torch.Tensor]:
+        """What was computed from padded rows, `[n, longest, ...]`, as one row for each row of key `like`, as long as that. Views;
+        needs no fetch. Raises `BatchError` for a tensor of another shape."""
+        return padding.unpadded(tensor, self._column(like))
+
     # Rows
 
     def chunk(self, parts: int) -> list[DistributedBatch]:

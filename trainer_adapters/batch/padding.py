@@ -12,7 +12,7 @@ from inference_plugin.wire.errors import BatchError, first_few
 from trainer_adapters.batch.columns import Column
 from trainer_adapters.batch.records import Kind
 
-__all__ = ["PadValue", "dense", "is_mask", "padded"]
+__all__ = ["PadValue", "dense", "is_mask", "padded", "unpadded"]
 
 PadValue = bool | int | float | Mapping[str, bool | int | float]
 """One pad for all keys, or a pad for each key (masks need none)."""
@@ -43,6 +43,18 @@ def padded(column: Column, pad_value: PadValue) -> torch.Tensor:
     out = pad.expand(shape).clone()
     out[present] = flat
     return out
+
+
+def unpadded(tensor: torch.Tensor, column: Column) -> list[torch.Tensor]:
+    """The rows of a tensor `[n, longest, ...]` as views, each as long as the column's. Raises `BatchError` for another shape."""
+    lengths = column.lengths()
+    longest = int(lengths.max()) if len(lengths) else 0
+    if tensor.dim() < 2 or len(tensor) != len(lengths) or tensor.shape[1] < longest:
+        raise BatchError(
+            f"a tensor of shape {list(tensor.shape)} has no padded rows like key {column.key!r}: "
+            f"need [{len(lengths)}, {longest} or more, ...]"
+        )
+    return [row[:length] for row, length in zip(tensor, lengths.tolist(), strict=True)]
 
 
 def dense(column: Column) -> torch.Tensor:
