@@ -1,7 +1,7 @@
 """verl's own trainer (FSDP2 on gloo, two Ray actors) into a real vLLM, by the checkpoint manager that verl's config names.
 
-verl runs in `.venvs/verl`, without an engine beside it (`tests/support/verl_job.py`). Which versions of vLLM this is run with is
-said in `tools/versions.py`; verl 0.9.1 pins 0.24.0.
+verl runs in `.venvs/verl`, without an engine beside it (`tests/support/verl_job.py`, and `verl_ppo.py` for its own loop).
+`tools/versions.py` says which versions of vLLM this is run with; verl 0.9.1 pins 0.24.0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.conftest import Checkpoint, checkpoint, runtime  # noqa: F401 -- fixtures
 from tests.engines.test_vllm_tokens import PROMPTS
+from tests.integrations.test_trl import COUNT, StockServer
 from tests.support.engines import INTEGRATIONS_PYTHON, ROOT, Driver
 from tests.support.greedy import greedy_batch
+from tests.support.models import make_llama
+from tests.support.trl_runner import PROMPTS as TRL_PROMPTS
 
 PYTHON = Path(os.environ.get("WEIGHTWIRE_TEST_VERL", ROOT / ".venvs" / "verl" / "bin" / "python"))
 
@@ -35,6 +39,7 @@ pytestmark = [
 JOB_S = 600
 LONG = 960
 RAY_STARTS = 5
+STEPS = 3
 
 
 class Engine(Driver):
@@ -49,22 +54,24 @@ class VerlError(RuntimeError):
         self.types, self.rank = types, rank
 
 
+VARIABLES = {
+    "PYTHONPATH": str(ROOT),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_raylet_start_wait_time_s": "40",
+    "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for this
+    "VERL_LOGGING_LEVEL": "WARN",
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "tests.support.verl_cpu",
+}
+
+
 class VerlJob:
     """The process of `verl_job.py`."""
 
     def __init__(self, model: Path, engine: Driver) -> None:
         self.log = engine.runtime / "verl.log"
         self.command = [str(PYTHON), "-m", "tests.support.verl_job", str(model)]
-        self.variables = {
-            **engine.environment,
-            "PYTHONPATH": str(ROOT),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_raylet_start_wait_time_s": "40",
-            "VERL_ENGINE_DEVICE": "cuda",  # verl registers its FSDP engine for this
-            "VERL_LOGGING_LEVEL": "WARN",
-            "VERL_PLATFORM": "cpu",
-            "VERL_USE_EXTERNAL_MODULES": "tests.support.verl_cpu",
-        }
+        self.variables = {**engine.environment, **VARIABLES}
         for _ in range(RAY_STARTS):
             if self._start():
                 return
@@ -236,3 +243,25 @@ def test_the_modules_own_shards_travel_where_the_config_says_so(
     assert verl("update", step=20)["weightwire/version"] == 20
     verl("export", directory=str(tmp_path))
     assert engine.tokens(PROMPTS) == expected(tmp_path)
+
+
+# --- verl's own loop --------------------------------------------------------------------------------------------------
+
+
+def test_after_verls_own_loop_the_server_says_what_the_trained_model_says(
+    runtime: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """verl's `OneStepOffRayTrainer` with GRPO, its agent loop, reward loop and optimizer; a stock server."""
+    model = make_llama(tmp_path / "llama", seed=1, dtype=torch.float32)
+    (model / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    with StockServer(runtime, MODEL=str(model)) as server:
+        before = server.tokens()
+        command = [str(PYTHON), "-m", "tests.support.verl_ppo", str(model), server.url, str(tmp_path), str(STEPS)]
+        variables = {**server.environment, **VARIABLES, "TORCHDYNAMO_DISABLE": "1"}
+        ran = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=JOB_S)
+        assert ran.returncode == 0, (ran.stdout[-4000:], ran.stderr[-8000:])
+        told = json.loads(ran.stdout.splitlines()[-1])["steps"]
+        assert server.tokens() == greedy_batch(tmp_path / "saved", TRL_PROMPTS, COUNT) != before
+        assert told == [*range(STEPS + 2)], "before the loop, before each step, and at the end"
+        assert server.version() == STEPS + 1

@@ -31,6 +31,7 @@ class PlatformCPU(PlatformCUDA):  # type: ignore[misc]
         **NOTHING,
         current_device=lambda: "cpu",
         device_count=lambda: 1,
+        get_device_name=lambda *_: "cpu",
         is_available=lambda: True,
         mem_get_info=lambda *_: (1 << 30, 1 << 30),
         set_device=lambda *_: None,

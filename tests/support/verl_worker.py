@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -59,3 +60,7 @@ class TrainerWorker(ActorRolloutRefWorker):  # type: ignore[misc]
             return some(), None
 
         engine.get_per_tensor_param = failing
+
+
+class LoopWorker(TrainerWorker, DetachActorWorker):  # type: ignore[misc]
+    """The worker of verl's trainers whose replicas have devices of their own."""
