@@ -130,7 +130,28 @@ FULL = (
             "test_a_torn_replica_refuses_on_both_ranks_and_is_healed_by_an_update",
         )
     ),
+    *(
+        f"{ENGINES}test_vllm_shared_experts.py::{test}"
+        for test in (
+            "test_both_ranks_are_one_replica_and_serve_what_a_fresh_engine_would_there_and_back[parts",
+            "test_an_installation_that_fails_on_one_rank_is_undone_on_both[experts-copy-0",
+            "test_an_installation_that_fails_on_one_rank_is_undone_on_both[experts-standby-1",
+            "test_requests_of_both_ranks_follow_the_policy[experts-recompute",
+            "test_requests_of_both_ranks_follow_the_policy[experts-drain",
+        )
+    ),
+    *(
+        f"{ENGINES}test_vllm_faults.py::test_post_processing_that_fails_half_way_on_one_rank_is_undone_on_all[{case}"
+        for case in ("0-copy-commit", "1-standby-seal")
+    ),
     f"{ENGINES}test_memory_policy.py",
+    *(
+        f"{ENGINES}test_hosts_in_trouble.py::{test}[sglang"
+        for test in (
+            "test_a_full_runtime_directory_costs_records_and_no_update",
+            "test_an_engine_that_starts_again_between_two_updates_takes_the_next_one",
+        )
+    ),
     # faults: of each family the corners stay
     *(
         f"{ENGINES}test_{file}.py::{test}"
