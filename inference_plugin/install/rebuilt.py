@@ -35,10 +35,12 @@ class RebuiltModule:
         """Engine's thread: puts these parts into the live module; returns the replaced parts.
 
         `in_place`: addresses of parameters, and of tensors in attributes, must stay. Other objects are replaced all the same, and
-        may point to the tensors that they were made from (oneDNN's matrix products do, to scales): these live as long as they.
-        Raises `CommitFailed` if a shape or dtype makes that impossible.
+        may point to the tensors that they were made from (oneDNN's matrix products do, to scales): these live as long as they,
+        also where only their values went into the live module. Raises `CommitFailed` if a shape or dtype makes that impossible.
         """
         old = RebuiltModule(self.module, copied=in_place)
+        objects: list[Any] = []
+        written: list[torch.Tensor] = []
         for path, value in self.attributes.items():
             *way, name = path
             node = child_at(live, tuple(way))
@@ -46,10 +48,10 @@ class RebuiltModule:
             if in_place and isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
                 _check_form(words(self.module, path), present, value)
                 old.attributes[path] = _overwrite(present, value)
+                written.append(value)
             else:
                 old.attributes[path] = _set(node, str(name), value)
-                if in_place and not self.copied:
-                    _outlive(value, list(self.tensors.values()))
+                objects.append(value)
         for name, tensor in self.tensors.items():
             holder = live._parameters if name in live._parameters else live._buffers
             held = holder[name]
@@ -59,9 +61,12 @@ class RebuiltModule:
             if in_place or (holder is live._buffers and alike):
                 _check_form(f"{self.module}.{name}", held, tensor)
                 old.tensors[name] = _overwrite(held, tensor)
+                written.append(tensor)
             else:
                 old.tensors[name] = held.data
                 held.data = tensor
+        if written and not self.copied:
+            _outlive(objects, written)
         return old
 
 
@@ -139,7 +144,7 @@ def _outlive(value: Any, tensors: list[torch.Tensor]) -> None:
         _outlive(list(value.values()), tensors)
     else:
         with contextlib.suppress(TypeError):  # a number or a text, which points to nothing
-            weakref.finalize(value, tensors.clear).atexit = False
+            weakref.finalize(value, list(tensors).clear).atexit = False  # each has its own list
 
 
 def _set(node: Any, name: str, value: Any) -> Any:

@@ -84,6 +84,8 @@ def test_what_an_object_was_made_from_lives_as_long_as_the_object_where_addresse
         replaced.append(new.move_into(live, in_place=True))
         del made, attributes, new
         assert live.product.scales() is not None and live.products[0].scales() is not None
+        live.products.clear()
+        assert live.product.scales() is not None, "also where another object that was made of them is gone"
         assert live.scales.data_ptr() == address and bool((live.scales == value).all())
     second = weakref.ref(live.product.scales())
     for old in reversed(replaced):
