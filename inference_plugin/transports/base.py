@@ -25,7 +25,7 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
-from inference_plugin.transports.pieces import DigestPass, Lying, digest_passes, in_segment, pieces_of, place_piece
+from inference_plugin.transports.pieces import DigestPass, DigestPasses, Lying, in_segment, pieces_of, place_piece
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import (
@@ -109,6 +109,8 @@ class Staging(abc.ABC):
     """Whether buckets may still arrive after the seal was requested."""
     streams: bool = False
     """Whether nothing is staged: each piece goes from its bucket to its place, on the engine's thread, by `place`."""
+    passes: DigestPasses | None = None
+    """Where a receiver keeps them for its next transaction."""
 
     def receive(self, bucket: Bucket, payload: memoryview) -> None:
         """Takes the bytes of a bucket. Raises `ProtocolError` on a transport that sends no buckets."""
@@ -151,17 +153,17 @@ class Staging(abc.ABC):
                 for one in passes:
                     if failed.is_set():
                         break
-                    for piece, digest in zip(one.pieces, one.digests(self.segment), strict=True):
-                        if digest != piece.digest:
+                    for position, digest in zip(one.pieces, one.digests(self.segment), strict=True):
+                        if digest != listed[position].digest:
                             failed.set()
-                            raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
+                            box = listed[position].box
+                            raise DigestMismatch(f"{manifest.describe(box)} is not what the trainer sent")
                     checked += one.nbytes
                     between(one.nbytes)
             return checked
 
-        passes = digest_passes(
-            manifest, ((piece, where) for piece in pieces for where in self.lying(manifest, piece.box))
-        )
+        listed = list(pieces)
+        passes = (self.passes or DigestPasses()).of(manifest, (piece.box for piece in listed), self.lying)
         if threads == 1 or len(passes) < threads:
             return check_some(passes)
         ends = list(itertools.accumulate(one.nbytes for one in passes))

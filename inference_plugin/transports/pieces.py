@@ -16,17 +16,17 @@ from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.copying import copy_rows, digest_rows
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ManifestMismatch
-from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Region, Slice, rows_region
+from inference_plugin.wire.geometry import Box, PiecePlace, Region, Slice, rows_region
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 
 __all__ = [
     "Bytes",
     "DigestPass",
+    "DigestPasses",
     "Lying",
     "PieceRows",
     "checked_dtype",
-    "digest_passes",
     "in_segment",
     "part_of",
     "pieces_of",
@@ -207,9 +207,10 @@ def in_segment(manifest: Manifest, box: Box) -> Lying:
 
 @dataclass
 class DigestPass:
-    """Pieces whose digests one pass over memory gives: their rows are the same rows of a tensor; or a single piece."""
+    """Pieces whose digests one pass over memory gives: their rows are the same rows of a tensor; or a single piece. `pieces`:
+    their positions in the list of pieces."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[int] = field(default_factory=list)
     lying: list[Lying] = field(default_factory=list)
     nbytes: int = 0
 
@@ -228,19 +229,39 @@ class DigestPass:
         return digest_rows(memory.numpy(), regions[0].strides[0], regions[0].sizes[0], spans)
 
 
-def digest_passes(manifest: Manifest, lying: Iterable[tuple[Piece, Lying]]) -> list[DigestPass]:
-    """Pieces, and where each lies, grouped for reading in the order of memory."""
+class DigestPasses:
+    """The passes over lists of boxes that repeat with every update: only a new list is grouped."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Manifest | None, tuple[Box, ...], list[DigestPass]] = None, (), []
+
+    def of(
+        self, manifest: Manifest, boxes: Iterable[Box], lying: Callable[[Manifest, Box], Iterable[Lying]]
+    ) -> list[DigestPass]:
+        """In the order of memory. `lying` says where a box lies, the same at every call."""
+        boxes = tuple(boxes)
+        of, known, passes = self._known
+        if manifest is not of or boxes != known:
+            passes = _grouped(manifest, boxes, lying)
+            self._known = manifest, boxes, passes
+        return passes
+
+
+def _grouped(
+    manifest: Manifest, boxes: Sequence[Box], lying: Callable[[Manifest, Box], Iterable[Lying]]
+) -> list[DigestPass]:
     passes: defaultdict[Hashable, DigestPass] = defaultdict(DigestPass)
-    for piece, where in lying:
-        rows = where.rows
-        if rows is None or rows.sizes[0] == 1:
-            group = passes[where.base, piece.box]
-        else:
-            first_row = (rows.offset - where.base) // rows.strides[0]
-            group = passes[where.base, first_row, rows.sizes[0], rows.strides[0]]
-        group.pieces.append(piece)
-        group.lying.append(where)
-        group.nbytes += manifest.box_nbytes(piece.box)
+    for position, box in enumerate(boxes):
+        for where in lying(manifest, box):
+            rows = where.rows
+            if rows is None or rows.sizes[0] == 1:
+                group = passes[where.base, box]
+            else:
+                first_row = (rows.offset - where.base) // rows.strides[0]
+                group = passes[where.base, first_row, rows.sizes[0], rows.strides[0]]
+            group.pieces.append(position)
+            group.lying.append(where)
+            group.nbytes += manifest.box_nbytes(box)
     return sorted(passes.values(), key=lambda group: group.start)
 
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from inference_plugin.transports.base import Delivery, Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
-from inference_plugin.transports.pieces import Bytes, pieces_of, place_piece
+from inference_plugin.transports.pieces import Bytes, DigestPasses, pieces_of, place_piece
 from inference_plugin.transports.segment import MIN_SEGMENT_BYTES, SegmentAddress, SharedSegment, why_no_segments
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows_and_digest
@@ -31,7 +31,8 @@ __all__ = ["TRANSPORT"]
 class ShmStaging(Staging):
     """The segment of one transaction, shared with the receiver that keeps it mapped for the next one."""
 
-    def __init__(self, segment: SharedSegment, nbytes: int) -> None:
+    def __init__(self, segment: SharedSegment, nbytes: int, passes: DigestPasses) -> None:
+        self.passes = passes
         self.segment = segment.tensor[:nbytes]
         self.segment_id = segment.segment_id
         self.extra_bytes = 0
@@ -47,6 +48,7 @@ class ShmReceiver(Receiver):
 
     def __init__(self) -> None:
         self._segments: dict[str, SharedSegment] = {}
+        self._passes = DigestPasses()
 
     def check_probe(self, probe: bytes) -> None:
         segment = SharedSegment.attach(decode_as(probe, SegmentAddress), writable=False)
@@ -70,7 +72,7 @@ class ShmReceiver(Receiver):
         self._segments[address.segment_id] = segment
         while len(self._segments) > self.KEPT:
             self._segments.pop(next(iter(self._segments))).close()
-        return ShmStaging(segment, manifest.layout.nbytes)
+        return ShmStaging(segment, manifest.layout.nbytes, self._passes)
 
     def drop_kept(self) -> None:
         while self._segments:

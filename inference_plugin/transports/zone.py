@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from inference_plugin.transports.base import Delivery, Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
-from inference_plugin.transports.pieces import Bytes, Lying, PieceRows, rows_of_pieces, typed
+from inference_plugin.transports.pieces import Bytes, DigestPasses, Lying, PieceRows, rows_of_pieces, typed
 from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.transports.shm import TRANSPORT as SHM
 from inference_plugin.wire.codec import decode_as
@@ -112,6 +112,7 @@ class ZoneStaging(Staging):
         self._receiver = receiver
         self._zone: AnyZone | None = zone
         self._layout = zone.layout
+        self.passes = receiver.passes
         self.segment = zone.memory
         self.segment_id = zone.address.segment.segment_id
         self.extra_bytes = 0
@@ -138,6 +139,7 @@ class ZoneReceiver(Receiver):
     """Two zones used in turn: the live one, and that of the next update."""
 
     def __init__(self) -> None:
+        self.passes = DigestPasses()
         self._layout: ZoneLayout | None = None
         self._live: AnyZone | None = None
         self._spare: AnyZone | None = None
@@ -149,7 +151,7 @@ class ZoneReceiver(Receiver):
     def land_in(self, layout: ZoneLayout, device: str) -> None:
         if device != "cpu":
             raise TransportUnavailable(f"zone: the weights are on {device}", hint="transport 'shm' brings them there")
-        self._layout = layout
+        self._layout, self.passes = layout, DigestPasses()
 
     def open(self, manifest: Manifest, description: bytes, needs: Sequence[Box]) -> Staging:
         if self._layout is None:

@@ -193,6 +193,23 @@ def test_a_byte_that_changed_after_it_was_written_fails_the_check(receiver: Zone
         staging.segment[at] ^= 1
 
 
+def test_every_update_is_checked_by_its_own_digests_and_its_own_cuts(
+    receiver: ZoneReceiver, sender: ZoneSender
+) -> None:
+    cuts = [[(0, 8)], [(0, 8)], [(0, 3), (3, 8)], [(0, 4), (4, 8)], [(0, 8)]]
+    for round_, rows in enumerate(cuts):
+        staging = receiver.open(MANIFEST, b"", ())
+        tensor = any_bits(torch.bfloat16, 8, 6, seed=10 + round_)
+        slices = [LocalSlice(Box(0, (a, 0), (b - a, 6)), tensor[a:b]) for a, b in rows]
+        pieces = write(sender, MANIFEST, [*slices, whole_slices()[1]], [target_of(staging.landing)])
+        assert staging.check(MANIFEST, pieces, lambda _: None) == 48 + 20
+        staging.segment[24] ^= 1
+        with pytest.raises(DigestMismatch, match=r"t0\[.*\] is not what the trainer sent"):
+            staging.check(MANIFEST, pieces, lambda _: None)
+        staging.segment[24] ^= 1
+        staging.settle()
+
+
 def test_pieces_that_were_not_cut_where_a_place_begins_are_refused(receiver: ZoneReceiver, sender: ZoneSender) -> None:
     staging = receiver.open(MANIFEST, b"", ())
     target = target_of(staging.landing)
