@@ -54,7 +54,8 @@ class RankRuntime:
         self.model = model
         model.ranks = identity.ranks
         config = Config.from_environment()
-        self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding, config)
+        beside = identity.ranks if model.device.type == "cpu" else 1
+        self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding, config, beside)
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._where = where
         self._asleep: set[MemoryTag] = set()

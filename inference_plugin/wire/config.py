@@ -127,7 +127,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = 4
     background_share: Annotated[
         Share,
-        _for("engine", "share of its time that work beside decoding may take, because both use the memory bandwidth"),
+        _for(
+            "engine",
+            "share of the time that work beside decoding may take, all ranks of a replica on a CPU together, because both use "
+            "the memory bandwidth",
+        ),
     ] = 1 / 3
     profile_dir: Annotated[
         Directory, _for("both", "directory for a trace file of every update and process; none is made without it")

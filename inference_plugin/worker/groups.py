@@ -53,7 +53,8 @@ CLOSE_S = 5.0
 class GroupTable:
     """All groups of one worker. Make it on the engine's own thread.
 
-    It calls `sooner`, on any thread, when `wakes_at_s` becomes earlier.
+    It calls `sooner`, on any thread, when `wakes_at_s` becomes earlier. `beside`: the workers that decode together on the same
+    cores.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class GroupTable:
         make_installer: Callable[[str], Installer],
         decoding: Callable[[], bool] = lambda: False,
         config: Config | None = None,
+        beside: int = 1,
     ) -> None:
         self.sooner: Callable[[], None] = lambda: None
-        self._where = Where(replica, rank, in_use().current(), config or Config(), decoding)
+        self._where = Where(replica, rank, in_use().current(), config or Config(), decoding, beside)
         self._make_installer = make_installer
         self._machine = WorkerGroups(rank, boot_id())
         self._lock = threading.Lock()

@@ -52,7 +52,7 @@ from inference_plugin.worker.actions import (
 )
 from inference_plugin.worker.events import WorkEnded
 from inference_plugin.worker.lane import Lane
-from inference_plugin.worker.throttle import DecodingThrottle
+from inference_plugin.worker.throttle import DecodingThrottle, TeamTime
 
 __all__ = ["GroupWork", "Update", "Where"]
 
@@ -65,13 +65,15 @@ another thread would take the interpreter from it, or make a zone."""
 
 @dataclass(frozen=True)
 class Where:
-    """The worker that the work is done in. `device` is its accelerator, as `Device.use` takes it."""
+    """The worker that the work is done in. `device` is its accelerator, as `Device.use` takes it; `beside` are the workers that
+    decode together on the same cores."""
 
     replica: str
     rank: int
     device: int | None
     config: Config
     decoding: Callable[[], bool]
+    beside: int = 1
 
 
 @dataclass(eq=False)
@@ -323,10 +325,11 @@ class GroupWork:
                 staging.wait_for(update.wanted, update.cancelled)
             started_s = time.perf_counter()
             with under(update.trace), span("check"):
-                checked_bytes = staging.check(manifest, update.wanted, self._throttle(update, threads), threads)
+                throttle = self._throttle(update, threads, time.thread_time)
+                checked_bytes = staging.check(manifest, update.wanted, throttle, threads)
             checked_s = time.perf_counter()
             with under(update.trace), span("prepare"):
-                extra_bytes = self.installer.prepare(staging.segment, self._throttle(update))
+                extra_bytes = self.installer.prepare(staging.segment, self._throttle(update, 1, TeamTime()))
         except BaseException:
             staging.close()
             raise
@@ -339,8 +342,10 @@ class GroupWork:
             extra_bytes=extra_bytes + staging.extra_bytes,
         )
 
-    def _throttle(self, update: Update, threads: int = 1) -> Throttle:
-        return DecodingThrottle(self._where.config.background_share, threads, self._where.decoding, update.cancelled)
+    def _throttle(self, update: Update, threads: int, worked_s: Callable[[], float]) -> Throttle:
+        where = self._where
+        share = where.config.background_share
+        return DecodingThrottle(share, threads * where.beside, where.decoding, update.cancelled, worked_s)
 
     def _clean_up(self, work: CleanUp) -> None:
         update = self._updates.pop(work.txn, None)

@@ -6,9 +6,10 @@ import threading
 import time
 
 import pytest
+import torch
 
 from inference_plugin.wire.errors import VersionConflict
-from inference_plugin.worker.throttle import DecodingThrottle
+from inference_plugin.worker.throttle import DecodingThrottle, TeamTime
 
 
 class Rests(threading.Event):
@@ -56,6 +57,43 @@ def test_a_thread_that_waited_does_not_rest_for_it() -> None:
     time.sleep(1.0)  # as on a host whose processors others use
     throttle(1)
     assert rests.asked_s[0] < 1.0, "twice a second by the clock"
+
+
+def test_the_threads_among_which_torch_divides_an_operation_count() -> None:
+    counted_s: list[float] = []
+
+    def compute() -> None:
+        team_s, own_s = TeamTime(), time.thread_time()
+        numbers = torch.ones(1 << 20)
+        before_s = team_s()
+        while time.thread_time() - own_s < 0.2:
+            numbers.sin_()
+        team_s()  # sees the threads for the first time
+        counted_s.extend([team_s() - before_s, time.thread_time() - own_s])
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # a thread that begins now takes it over
+    try:
+        for _ in range(2):  # the second one's OpenMP may give it the first one's threads
+            began_s = time.process_time()
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()
+            all_s, (team_s, own_s) = time.process_time() - began_s, counted_s[-2:]
+            assert own_s * 1.5 < team_s < all_s
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_threads_that_work_for_others_do_not_count() -> None:
+    numbers = torch.ones(1 << 20)
+    numbers.sin_()
+    own_s, team_s = time.thread_time(), TeamTime()
+    before_s = team_s()
+    thread = threading.Thread(target=lambda: work(0.1))
+    thread.start()
+    thread.join()
+    assert team_s() - before_s <= time.thread_time() - own_s
 
 
 def test_an_idle_engine_is_not_given_way_to_and_a_cancelled_update_ends() -> None:
