@@ -33,7 +33,7 @@ def give() -> None:
 
     def write_card_unless(card: Any) -> None:
         if os.environ.get(VARIABLE) == "card":
-            raise OSError(errno.ENOSPC, "planned fault: no space left on device")
+            raise OSError(errno.EACCES, "planned fault: permission denied")
         write_card(card)
 
     register_parameter = nn.Module.register_parameter
