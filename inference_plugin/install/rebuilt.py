@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -135,16 +136,27 @@ def _overwrite(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return before
 
 
+_made_from: dict[int, list[torch.Tensor]] = {}
+"""By the `id` of an object that lives: the tensors that it may point to."""
+
+
 def _outlive(value: Any, tensors: list[torch.Tensor]) -> None:
-    """Keeps `tensors` until the objects in `value` are gone."""
+    """Keeps `tensors` until the objects in `value` are gone, or were given others: what outlives all updates keeps one set."""
     if isinstance(value, (list, tuple)):
         for each in value:
             _outlive(each, tensors)
     elif isinstance(value, dict):
         _outlive(list(value.values()), tensors)
-    else:
-        with contextlib.suppress(TypeError):  # a number or a text, which points to nothing
-            weakref.finalize(value, list(tensors).clear).atexit = False  # each has its own list
+    elif not isinstance(value, type) and (not inspect.isroutine(value) or _is_made(value)):
+        with contextlib.suppress(TypeError):  # a number or a text, say, which points to nothing
+            if id(value) not in _made_from:
+                weakref.finalize(value, _made_from.pop, id(value), None).atexit = False
+            _made_from[id(value)] = tensors
+
+
+def _is_made(routine: Any) -> bool:
+    """Whether a function captures something, or a method is of an object. Others were there before."""
+    return bool(getattr(routine, "__closure__", None)) or inspect.ismethod(routine)
 
 
 def _set(node: Any, name: str, value: Any) -> Any:

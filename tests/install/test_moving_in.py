@@ -94,3 +94,23 @@ def test_what_an_object_was_made_from_lives_as_long_as_the_object_where_addresse
     assert live.product is first and not live.scales.any()
     gc.collect()
     assert second() is None, "nobody points to what the undone update brought"
+
+
+def linear() -> None:
+    """Is there before any update and after all of them, as `torch.nn.functional.linear` is."""
+
+
+SINGLETON = Product(torch.empty(1))
+
+
+def test_what_was_made_for_updates_that_are_over_is_freed_also_where_modules_share_an_object_that_stays() -> None:
+    live = Quantised(0)
+    made_from = []
+    for value in range(1, 5):
+        made = Quantised(value)
+        made_from.append(weakref.ref(made.scales.untyped_storage()))
+        attributes = {("product",): made.product, ("forward",): linear, ("products",): [SINGLETON]}
+        RebuiltModule("layer", attributes, {"scales": made.scales.detach()}).move_into(live, in_place=True)
+        del made, attributes
+    gc.collect()
+    assert [each() is None for each in made_from] == [True, True, True, False]
