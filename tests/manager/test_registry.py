@@ -49,6 +49,10 @@ def names(found: Registry) -> list[str]:
     return names_of(found.cards())
 
 
+def state_of(found: Registry, replica: str) -> str:
+    return next(each.state for each in found.cards() if each.replica == replica)
+
+
 def test_a_replica_is_there_for_as_long_as_it_renews_and_leaves_at_once(there: Registry) -> None:
     with Channel(there.address) as channel:
         channel.request(Register(card("plain-1-a"), 60), Done, timeout_s=60)
@@ -98,7 +102,8 @@ def test_replicas_of_this_host_tell_every_manager_and_nobody_looks_for_them(
     rigs[0].ask("fault", step="undo")
     with SyncManager(timeout_s=60) as manager:
         assert [r.replica for r in manager.update(ShardSource(checkpoint(1)), 1).failed] == [rigs[0].replica]
-    eventually(lambda: one.heard_s(rigs[0].replica) > 0 and one.cards()[0].state == "torn", "the news that it is torn")
+    torn = rigs[0].replica
+    eventually(lambda: one.heard_s(torn) > 0 and state_of(one, torn) == "torn", "the news that it is torn")
     kill(rigs[0].pid)
     rigs[1].ask("stop")
     eventually(lambda: names(one) == names(another) == [], "that one was killed and the other left")
