@@ -176,6 +176,9 @@ ENCODER: dict[str, Any] = {
     "tie_word_embeddings": REMOVED,
     "position_embedding_type": "absolute",
 }
+WHOLE_PROMPTS: dict[str, Any] = {"enable_prefix_caching": False}
+"""Where one scale is taken over all activations of a batch, an answer depends on what is computed with it: a prompt whose
+beginning is cached is answered otherwise than before, by the same weights."""
 CLASSES: dict[str, Any] = {"num_labels": 3, "pad_token_id": 0}
 
 FAMILIES: dict[str, Family] = {
@@ -507,10 +510,10 @@ FAMILIES: dict[str, Family] = {
                 f"llama-{scheme}-without-its-kernel",
                 "Llama",
                 dtype="bfloat16",
-                vllm={"quantization": scheme},
+                vllm={"quantization": scheme, **more},
                 engines=("vllm",),
             )
-            for scheme in ("fp8_per_tensor", "fp8_per_block", "mxfp8")
+            for scheme, more in (("fp8_per_tensor", WHOLE_PROMPTS), ("fp8_per_block", {}), ("mxfp8", {}))
         ),
         *(Family(f"llama-{scheme}", maker, "tokens", "bfloat16") for scheme, maker in QUANTISED.items()),
         _existing("gpt_oss-float16", "gpt-oss-float16", "float16"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from vllm import _custom_ops
 from vllm.model_executor.layers.quantization.online import fp8, mxfp8
 
 __all__ = ["fill_in"]
@@ -49,6 +50,22 @@ def fill_in() -> None:
         found: Callable[..., Any] = getattr(module, name)
         if not hasattr(found, "__wrapped__"):
             setattr(module, name, _or_reference(found))
+    if not hasattr(_custom_ops.scaled_fp8_quant, "__wrapped__"):
+        _custom_ops.scaled_fp8_quant = _per_tensor_too(_custom_ops.scaled_fp8_quant)
+
+
+def _per_tensor_too(quantise: Callable[..., Any]) -> Callable[..., Any]:
+    """`scaled_fp8_quant` that also takes one given scale, which a CPU has no operator for."""
+
+    @functools.wraps(quantise)
+    def quantised(input: torch.Tensor, scale: torch.Tensor | None = None, **more: Any) -> Any:
+        if scale is None or scale.numel() > 1 or more:
+            return quantise(input, scale, **more)
+        info = torch.finfo(torch.float8_e4m3fn)
+        scaled = input.float() * scale.reciprocal()  # as vLLM's kernel does
+        return scaled.clamp(info.min, info.max).to(torch.float8_e4m3fn), scale
+
+    return quantised
 
 
 def _or_reference(init: Callable[..., Any]) -> Callable[..., Any]:
