@@ -29,7 +29,7 @@ def close(group: str, job: str | None, as_json: bool) -> None:
     """
     found = [asked(card) for card in addresses.discover(job)]
     if not found:
-        raise stop(f"no replica of job {job or addresses.job_name()!r} runs; looked in {addresses.runtime_dir(job)}")
+        raise stop(addresses.none_runs(job))
     rows = [_closed(group, replica) for replica in found]
     if not any(row["had"] or row["problems"] for row in rows):
         open_groups = sorted({each.group for replica in found for rank in replica["workers"] for each in rank.groups})

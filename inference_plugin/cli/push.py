@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from inference_plugin.wire.messages import InFlight
-    from inference_plugin.wire.reports import UpdateReport, VerifyReport
 
 __all__ = ["push"]
 
@@ -60,7 +60,8 @@ def push(
 
     sent = dtype_named(dtype)
     source = ModuleAdapter(_Tensors(Checkpoint(checkpoint)), dtype_rules={"*": sent} if sent else None)
-    _use_job(job)
+    if job is not None:
+        os.environ["WEIGHTWIRE_JOB"] = job  # this process joins the job
     with SyncManager(group, in_flight=in_flight, timeout_s=timeout_s) as manager:
         try:
             report = manager.update(source, version)
@@ -79,21 +80,10 @@ def push(
         if as_json:
             print_json(ok=ok, version=report.version, report=report, verified=verified)
         else:
-            _print(report, verified)
+            line(str(report))
+            if verified is not None:
+                line(str(verified))
     raise SystemExit(0 if ok else 1)
-
-
-def _print(report: UpdateReport, verified: VerifyReport | None) -> None:
-    line(f"version {report.version} of {report.group}: {report.bytes / 1e6:.1f} MB in {report.seconds:.3f} s")
-    for replica in report.replicas:
-        why = (
-            f": {replica.error.message}" if replica.error else f", generation stopped {replica.stopped_s * 1000:.1f} ms"
-        )
-        line(f"  {replica.replica}: {replica.status}, serves version {replica.version}{why}")
-    for compared in verified.replicas if verified is not None else ():
-        line(f"  {compared.replica}: {'equal' if compared.ok else 'DIFFERENT'} ({compared.boxes} boxes compared)")
-        for text in (*compared.differ, *compared.unreadable):
-            line(f"    {text}")
 
 
 class _Tensors(Mapping[str, "torch.Tensor"]):
@@ -113,11 +103,3 @@ class _Tensors(Mapping[str, "torch.Tensor"]):
 
     def __len__(self) -> int:
         return len(self._checkpoint.names)
-
-
-def _use_job(job: str | None) -> None:
-    """Makes this process a member of the job."""
-    import os
-
-    if job is not None:
-        os.environ["WEIGHTWIRE_JOB"] = job

@@ -77,6 +77,8 @@ def keygen(file: Path) -> None:
     """
     try:
         curve.make_key(file)
+    except FileExistsError:
+        raise stop(f"{file} exists; a key is never overwritten") from None
     except OSError as error:
         raise stop(f"{file}: {error.strerror}") from None
     line(f"{file}: a new key; who can read it can update the engines")

@@ -39,14 +39,12 @@ def status(job: str | None, as_json: bool) -> None:
         problem(f"runs without the plug-in: {text}")
     if not found and not starting:
         line(f"no replica of job {job or addresses.job_name()!r} runs; looked in {addresses.runtime_dir(job)}")
-        line(
-            "an engine that was started just now appears once it has imported its modules; `weightwire doctor` looks for problems"
-        )
+        line("an engine appears once it has imported its modules; `weightwire doctor` looks for problems")
         return
     for replica in found:
         _print_replica(replica)
     for report in reports.values():
-        _print_report(report)
+        line(f"last update: {report}")
 
 
 def _standing(ranks: list[GroupStatus], last: UpdateReport | None) -> str:
@@ -82,16 +80,3 @@ def _print_replica(replica: dict[str, Any]) -> None:
             line(f"  rank {worker.rank}: no group yet")
     for text in replica["problems"]:
         problem(text, indent="  ")
-
-
-def _print_report(report: UpdateReport) -> None:
-    phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.phases.items() if "." not in name)
-    line(
-        f"last update of {report.group}: version {report.version}, {report.bytes / 1e6:.1f} MB in {report.seconds:.3f} s "
-        f"({phases}), {report.messages} messages",
-    )
-    for replica in report.replicas:
-        error = f": {replica.error.message}" if replica.error else ""
-        line(
-            f"  {replica.replica}: {replica.status}, generation stopped {replica.stopped_s * 1000:.1f} ms{error}",
-        )

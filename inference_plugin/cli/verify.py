@@ -67,15 +67,19 @@ def verify(
     tensor_named = _in_dtype(Checkpoint(checkpoint).tensor, dtype_named(dtype))
     cards = [card for card in addresses.discover(job) if replica in (None, card.replica)]
     if not cards:
-        raise stop(f"no such replica runs; looked in {addresses.runtime_dir(job)}")
+        raise stop(
+            addresses.none_runs(job)
+            if replica is None
+            else f"no replica {replica} runs; `weightwire status` lists them"
+        )
     results = [_verified(card, group, timeout_s, tensor_named) for card in cards]
     probed = None if probe_url is None else probe(probe_url, checkpoint, timeout_s)
     if as_json:
         print_json(group=group, replicas=results, probe=probed)
     else:
         for result in results:
-            verdict = "equal" if result["ok"] else "DIFFERENT"
-            line(f"{result['replica']}: {verdict} ({result['boxes']} boxes compared)")
+            verdict = "equal" if result["ok"] else "DIFFERENT" if result["boxes"] else "NOT COMPARED"
+            line(f"{result['replica']}: {verdict} ({result['boxes']} boxes)")
             problems = result["problems"]
             shown = problems if show_all else problems[:SHOWN_DIFFERENCES]
             for problem in shown:

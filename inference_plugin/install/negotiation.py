@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
@@ -25,6 +26,9 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
 
 __all__ = ["agree"]
+
+SHOWN_MISFITS, SHOWN_CHARACTERS = 8, 200
+"""Tensors that an error names, and characters of the loader's reason for each: vLLM's lists all parameters of the model."""
 
 
 def agree(model: EngineModel, manifest: Manifest, *, partial: bool, sharing: int = 1) -> Agreement:
@@ -141,14 +145,19 @@ class _Negotiation:
         if plan.refusal is not None:
             # The loader raised for all tensors together: try them one by one to find those that it can't take.
             if plan.broke and (wrong := self._misfits()):
-                raise ManifestMismatch(f"the engine's model can't take: {first_few(wrong)}", phase="open")
+                raise ManifestMismatch(
+                    f"the engine's model can't take: {first_few(wrong)}",
+                    hint="leave out what the engine lacks, such as a value head, with exclude= or rename={name: None} of the "
+                    "trainer's adapter; else compare names and shapes with the engine's model; nothing was changed",
+                    phase="open",
+                )
             return
         if wrong := [f"{name}: {why}" for name, why in plan.dtype_conflicts.items()]:
             changed = {self._manifest.sent_name(name): dtype for name, dtype in plan.dtypes_wanted.items()}
             own = {spec.name: spec.dtype for spec in self._manifest.tensors}
             wanted = own | {name: dtype_name(dtype) for name, dtype in changed.items()}
             error = ManifestMismatch(
-                f"dtypes differ: {first_few(wrong)}",
+                f"dtypes differ: {first_few(wrong, 3)}",
                 hint="nothing is cast silently: dtype=\"engine\" takes the engine's dtypes; or give the trainer's adapter, or "
                 f"update, {dtype_line(wanted)}",
                 phase="open",
@@ -161,11 +170,16 @@ class _Negotiation:
             )
 
     def _misfits(self) -> list[str]:
-        wrong = []
-        for info in self._tensors:
-            plan = trace_plan(self._model.skeleton, self._load, [info])
+        alone = {info: trace_plan(self._model.skeleton, self._load, [info]) for info in self._tensors}
+        fitting = [info for info, plan in alone.items() if not plan.broke]
+        wrong: list[str] = []
+        for info in [info for info, plan in alone.items() if plan.broke]:
+            plan = alone[info]
+            if len(wrong) < SHOWN_MISFITS:  # a tied head fits only beside its embedding
+                plan = trace_plan(self._model.skeleton, self._load, [*fitting, info])
             if plan.broke:
-                wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {plan.refusal}")
+                why = textwrap.shorten(plan.refusal or "", SHOWN_CHARACTERS, placeholder=" ...")
+                wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {why}")
         return wrong
 
     def _check_modules(self) -> None:

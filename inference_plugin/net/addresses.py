@@ -272,6 +272,14 @@ def starting(job: str | None = None) -> list[str]:
     return found
 
 
+def none_runs(job: str | None = None) -> str:
+    """Says that the job has no replica here: where that was looked up, and which engines start or run without the plug-in."""
+    told = [f"no replica of job {job or job_name()!r} runs; looked in {runtime_dir(job)}"]
+    told += [f"starting: {text}" for text in starting(job)]
+    told += [f"without the plug-in: {text}" for text in problems(job)]
+    return "; ".join(told)
+
+
 def is_orphaned(card: ReplicaCard) -> bool:
     """Whether the process that started this engine, such as its API server, has ended while the engine goes on. False for a
     replica of another host or pid namespace."""

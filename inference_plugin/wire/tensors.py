@@ -25,7 +25,7 @@ def torch_dtype(name: str) -> torch.dtype:
     try:
         return _DTYPES[name]
     except KeyError:
-        raise ManifestMismatch(f"unknown dtype {name!r}; known: {', '.join(_DTYPES)}") from None
+        raise ManifestMismatch(f"unknown dtype {name!r}", hint=f"use one of {', '.join(_DTYPES)}") from None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

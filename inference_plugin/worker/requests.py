@@ -93,7 +93,11 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
                 return
             must_equal = installed.digest
         if request.version < installed.version:
-            raise VersionConflict(f"version {request.version} is not newer than the installed {installed.version}")
+            raise VersionConflict(
+                f"version {request.version} is not newer than the installed {installed.version}",
+                hint="versions of a group must increase, over restarts of the trainer too; without a version the "
+                "update takes the next one",
+            )
     if isinstance(finished, RankCommit):
         raise VersionConflict(f"transaction {request.txn} is committed already")
     if current is not None and current.version > request.version:

@@ -32,6 +32,30 @@ class KeepsOneForAnother(PlainEngineModel):
         return super().load_weights(model, known)
 
 
+class NamesAllParameters(PlainEngineModel):
+    """Refuses a name that it doesn't know by a list of all parameters, and a tied head without its embedding, as vLLM does."""
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        held = dict(tensors)
+        if unknown := held.keys() - checkpoint(0).keys() - TIED.keys():
+            raise ValueError(
+                f"There is no {unknown}. The available parameters are {list(dict(model.named_parameters())) * 99}"
+            )
+        if not TIED.items() & {(alias, name) for alias in held for name in held} and TIED.keys() & held.keys():
+            raise ValueError("the head is tied, and its embedding was not found")
+        return super().load_weights(model, held.items())
+
+
+def test_a_tensor_that_the_engine_lacks_is_named_alone_and_briefly_and_the_hint_says_how_to_leave_it_out() -> None:
+    installer = ModelInstaller(NamesAllParameters(2, 0, 1))
+    tensors = checkpoint(1) | {"value_head.weight": torch.zeros(3)}
+    with pytest.raises(
+        ManifestMismatch, match=r"can't take: value_head\.weight \[3\] float32: .*\(1 in all\)"
+    ) as raised:
+        installer.open(manifest_of(tensors, TIED), "standby", partial=False)
+    assert len(raised.value.message) < 400 and "exclude=" in raised.value.hint
+
+
 @pytest.mark.parametrize("missing", ["layers.0.v.weight", "layers.1.out.bias", "norm.weight"])
 def test_a_model_that_is_not_whole_is_refused_where_the_plan_is(missing: str) -> None:
     tensors = {name: tensor for name, tensor in checkpoint(1).items() if name != missing}

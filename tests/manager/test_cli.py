@@ -121,6 +121,7 @@ def test_status_shows_an_engine_that_starts_until_its_process_ends(directory: Pa
     assert run("status")[1]["starting"] == [f"vllm process {pid}: model m"]
     printed = shown("status")[1]
     assert f"starting: vllm process {pid}" in printed and "no replica" not in printed
+    assert f"runs; looked in {directory}/default; starting: vllm process {pid}: model m" in shown("close", "policy")[2]
     code, doctor = run("doctor")
     assert code == 0 and doctor["facts"]["starting"] == [f"vllm process {pid}: model m"]
     assert "no problem found; an engine is starting" in shown("doctor")[1]
@@ -219,15 +220,23 @@ def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(dire
         assert (code, pushed["ok"], pushed["version"]) == (0, True, 1), pushed
         assert [replica["status"] for replica in pushed["report"]["replicas"]] == ["committed"]
         assert run("push", str(tmp_path))[1]["version"] == 2, "one more than any replica serves"
+        code, printed, _ = shown("push", str(tmp_path), "--verify")
+        assert code == 0 and printed.startswith("policy version 3: 1 of 1 replicas serve it, ")
+        assert "\npolicy: 1 of 1 replicas hold what the trainer holds\n" in printed
+        assert "\nlast update: policy version 3: 1 of 1 replicas serve it, " in shown("status")[1]
         code, _, told = weightwire(["push", str(tmp_path)], into=Path("/dev/full"))
         assert code == 0 and "No space left on device" in told, "what it has done does not change with who hears of it"
-        code, refused = run("push", str(tmp_path), "--version", "4", "--dtype", "float64")
+        code, refused = run("push", str(tmp_path), "--version", "5", "--dtype", "float64")
         assert code == 1 and refused["ok"] is False and refused["error"]["kind"] == "ManifestMismatch"
-        assert refused["version"] == 4
+        assert refused["version"] == 5
         same = ["--checkpoint", str(tmp_path / "model.safetensors")]
         assert shown("verify", *same)[0] == 0
         code, differs, _ = shown("verify", *same, "--dtype", "float64")
         assert code == 1 and "in the engine and torch.float64 in the source" in differs
+        assert (
+            "NOT COMPARED (0 boxes)\n  no weight-update group is named 'other'"
+            in shown("verify", *same, "--group", "other")[1]
+        )
         assert shown("verify", *same, "--dtype", "float33")[0] == 2
         del tensors["embed.weight"]
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
@@ -432,5 +441,5 @@ def test_keygen_makes_a_key_once_and_never_writes_over_one(directory: Path, monk
     monkeypatch.setenv(curve.VARIABLE, str(directory / "key"))
     made = curve.job_key()
     again = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert again.returncode == 2 and "File exists" in again.stderr
+    assert again.returncode == 2 and "key exists; a key is never overwritten" in again.stderr
     assert curve.job_key() == made is not None

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import torch
 
-from inference_plugin.net import channel
+from inference_plugin.net import addresses, channel
 from inference_plugin.net.channel import Channel
 from inference_plugin.net.report_files import last_report
 from inference_plugin.transports import shm
@@ -226,12 +226,14 @@ def test_a_failed_update_in_the_background_is_in_future_and_callback(manager: Sy
 
 
 def test_without_a_replica_it_says_where_it_looked_and_what_to_do(manager: SyncManager, directory: Path) -> None:
-    with pytest.raises(
-        PeerLost, match=f"no replica of job 'default' is running; looked in {directory}/default"
-    ) as raised:
+    with pytest.raises(PeerLost, match=f"no replica of job 'default' runs; looked in {directory}/default") as raised:
         manager.update(source(1), 1)
     assert (raised.value.phase, raised.value.side, raised.value.group) == ("agree", "manager", "policy")
     assert "WEIGHTWIRE_JOB" in raised.value.hint and "weightwire doctor" in raised.value.hint
+    addresses.note_start("vllm", "model m")
+    with pytest.raises(PeerLost, match=f"; starting: vllm process {os.getpid()}: model m") as raised:
+        manager.update(source(1), 1)
+    assert "wait_for_replicas()" in raised.value.hint
 
 
 def test_an_engine_of_another_model_ends_the_update_for_all_unless_the_manager_leaves_it_out(start: Start) -> None:
@@ -266,9 +268,9 @@ def test_a_manager_for_some_replicas_of_the_job_leaves_the_others_alone(start: S
 def test_a_function_that_chooses_no_replica_or_raises_is_told_apart_from_a_job_without_any(start: Start) -> None:
     start()
     with SyncManager(timeout_s=60, replicas=lambda card: False) as manager:
-        with pytest.raises(PeerLost, match=r"1 replicas of job .* run, and replicas= leaves out every one"):
+        with pytest.raises(PeerLost, match=r"replicas= leaves out every replica of job 'default' \(1 in all\)"):
             manager.update(source(1))
-        with pytest.raises(PeerLost, match="leaves out every one"):
+        with pytest.raises(PeerLost, match="leaves out every replica"):
             manager.pause()
     with (
         SyncManager(timeout_s=60, replicas=lambda card: card.name == "m") as manager,  # type: ignore[attr-defined]

@@ -127,7 +127,7 @@ def test_tensors_without_plain_bytes_are_refused() -> None:
 
 
 def test_unknown_dtypes_are_refused_by_name_and_by_value() -> None:
-    with pytest.raises(ManifestMismatch, match=r"unknown dtype 'float7'; known: float64, float32"):
+    with pytest.raises(ManifestMismatch, match=r"unknown dtype 'float7' -- use one of float64, float32"):
         torch_dtype("float7")
     with pytest.raises(ManifestMismatch, match=r"torch.quint8 can't travel"):
         dtype_name(torch.quint8)

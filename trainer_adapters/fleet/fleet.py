@@ -96,15 +96,16 @@ class Fleet:
         job = addresses.job_name()
         if others := self.registry.cards():
             return PeerLost(
-                f"{len(others)} replicas of job {job!r} run, and replicas= leaves out every one",
+                f"replicas= leaves out every replica of job {job!r} ({len(others)} in all)",
                 hint="name the model as the engine was started with it; `weightwire status` shows it",
                 side="manager",
                 phase=phase,
             )
         return PeerLost(
-            f"no replica of job {job!r} is running; looked in {addresses.runtime_dir()}",
-            hint="start the engine with the plug-in installed, the same WEIGHTWIRE_JOB and WEIGHTWIRE_RUNTIME_DIR; "
-            "`weightwire doctor` tells what is there; on other hosts also the same WEIGHTWIRE_REGISTRY and WEIGHTWIRE_KEY",
+            addresses.none_runs(),
+            hint="wait for an engine that starts with wait_for_replicas() on rank 0; else start one with the plug-in and "
+            "the trainer's WEIGHTWIRE_JOB and WEIGHTWIRE_RUNTIME_DIR (on another host WEIGHTWIRE_REGISTRY and WEIGHTWIRE_KEY); "
+            "`weightwire doctor` looks for problems",
             side="manager",
             phase=phase,
         )
