@@ -157,9 +157,9 @@ compares every tensor and value that the model's modules reach.
 
 *llama-...-without-its-kernel* are weights that vLLM quantises while it loads, and has no kernel for on this CPU. A kernel of
 the tests multiplies by the dequantised weights instead. Such a row shows that loading and post-processing are repeated; its
-tokens are that kernel's. For `fp8_per_tensor` vLLM lacks the kernel that quantises, and the tests bring that; torch multiplies. Its
-activations share one scale per batch, so a prompt whose beginning is cached is answered otherwise than before: engines of this row
-run without the prefix cache.
+tokens are that kernel's. For `fp8_per_tensor` vLLM lacks the kernel that quantises, and the tests bring that; torch
+multiplies. Its activations share one scale per batch, so a prompt whose beginning is cached is answered otherwise than
+before: engines of this row run without the prefix cache.
 
 *Mechanism* and *policy* are those of the update's report; *verified* is what `SyncManager.verify` says after the last update.
 vLLM is tried in two layouts: *packed* (linear layers are packed by oneDNN, its default on a CPU) and *plain* (as on a GPU).

@@ -58,7 +58,7 @@ def _per_tensor_too(quantise: Callable[..., Any]) -> Callable[..., Any]:
     """`scaled_fp8_quant` that also takes one given scale, which a CPU has no operator for."""
 
     @functools.wraps(quantise)
-    def quantised(input: torch.Tensor, scale: torch.Tensor | None = None, **more: Any) -> Any:
+    def quantised(input: torch.Tensor, scale: torch.Tensor | None = None, **more: Any) -> Any:  # noqa: A002 -- vLLM's name
         if scale is None or scale.numel() > 1 or more:
             return quantise(input, scale, **more)
         info = torch.finfo(torch.float8_e4m3fn)
