@@ -33,11 +33,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from inference_plugin.wire.errors import PeerLost, StaleRollout
-from trainer_adapters import FSDPAdapter, PendingUpdate, SyncManager
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.ranks import RankBatch
 from trainer_adapters.batch.rollouts.pool import RolloutPool
 from trainer_adapters.batch.store import Store
+from weightwire import FSDPAdapter, PendingUpdate, SyncManager
 
 TASKS, PROMPT_TOKENS = 4, 8
 MOST_WEIGHT, KL_PENALTY = 2.0, 0.01

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rl_smollm2"))
 from server import Server, running_server
 
 from inference_plugin.wire.errors import EngineUnsupported
-from trainer_adapters import ModuleAdapter, SyncManager
+from weightwire import ModuleAdapter, SyncManager
 
 PROMPTS = [[5, 17, 80, 3], [9, 2, 41]]
 ANSWER_TOKENS = 12

@@ -29,7 +29,7 @@ from safetensors import safe_open
 
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.manifest import Manifest
-from trainer_adapters import LocalSlice, ModuleAdapter, SyncManager, WeightSource
+from weightwire import LocalSlice, ModuleAdapter, SyncManager, WeightSource
 
 console = Console()
 

@@ -47,7 +47,7 @@ class Trainer:
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoModelForCausalLM
 
-        from trainer_adapters import FSDPAdapter, SyncManager
+        from weightwire import FSDPAdapter, SyncManager
 
         store = self.store or dist.TCPStore(*meeting, self.ranks, timeout=timedelta(seconds=MEETING_S))
         backend = "nccl" if torch.cuda.is_available() else "gloo"

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from trainer_adapters import FSDPAdapter, SyncManager
+from weightwire import FSDPAdapter, SyncManager
 
 SENT_AS = torch.bfloat16
 MICRO_BATCH = 32

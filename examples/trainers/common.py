@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from inference_plugin.wire.reports import UpdateReport
-from trainer_adapters import SyncManager
+from weightwire import SyncManager
 
 BATCH, LENGTH = 2, 16
 

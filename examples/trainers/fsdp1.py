@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM
 
-from trainer_adapters import FSDPAdapter, SyncManager
+from weightwire import FSDPAdapter, SyncManager
 
 
 def main() -> None:

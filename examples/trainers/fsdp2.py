@@ -10,7 +10,7 @@ from common import begin, export, leave, next_versions, tell, train_step
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from trainer_adapters import FSDPAdapter, SyncManager
+from weightwire import FSDPAdapter, SyncManager
 
 
 def main() -> None:

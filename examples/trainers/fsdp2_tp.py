@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
-from trainer_adapters import DTensorAdapter, SyncManager
+from weightwire import DTensorAdapter, SyncManager
 
 TP = 2
 PLAN: dict[str, Any] = {

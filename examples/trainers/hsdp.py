@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from trainer_adapters import FSDPAdapter, SyncManager
+from weightwire import FSDPAdapter, SyncManager
 
 COPIES = 2
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from trainer_adapters import MergedLoRAAdapter, SyncManager
+from weightwire import MergedLoRAAdapter, SyncManager
 
 
 def adapted(checkpoint: Path) -> Any:

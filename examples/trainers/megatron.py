@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import destroy_model_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from trainer_adapters import MegatronAdapter, SyncManager
+from weightwire import MegatronAdapter, SyncManager
 
 
 def main() -> None:
