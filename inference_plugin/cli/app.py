@@ -10,7 +10,7 @@ from typing import Any
 from inference_plugin import __version__
 from inference_plugin.cli.output import ended_by
 from inference_plugin.net import addresses
-from inference_plugin.net.channel import Channel
+from inference_plugin.net.channel import coordinator_channel, worker_channel
 from inference_plugin.wire.config import misspelt_variables
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"the weightwire command needs more packages ({error}): pip install 'weightwire[cli]'") from None
 
-__all__ = ["Seconds", "app", "as_json_option", "asked", "coordinator_of", "job_option", "worker_of"]
+__all__ = ["Seconds", "app", "as_json_option", "asked", "job_option"]
 
 COMMANDS = {
     "status": "status",
@@ -110,13 +110,13 @@ def asked(card: ReplicaCard) -> dict[str, Any]:
     problems: list[str] = []
     workers: list[WorkerCard] = []
     try:
-        with coordinator_of(card) as channel:
+        with coordinator_channel(card) as channel:
             card = channel.request(Describe(), ReplicaCard, timeout_s=ASK_TIMEOUT_S)
     except WeightwireError as error:
         problems.append(f"coordinator: {error}")
     for worker in card.workers:
         try:
-            with worker_of(card, worker) as channel:
+            with worker_channel(card, worker) as channel:
                 workers.append(channel.request(Describe(), WorkerCard, timeout_s=ASK_TIMEOUT_S))
         except WeightwireError as error:
             problems.append(f"rank {worker.rank}: {error}")
@@ -130,27 +130,3 @@ def asked(card: ReplicaCard) -> dict[str, Any]:
             f"end process {card.pid}"
         )
     return {"card": card, "workers": workers, "state": state, "problems": problems}
-
-
-def coordinator_of(card: ReplicaCard) -> Channel:
-    """A channel to the replica's coordinator."""
-    return Channel(
-        card.address,
-        pid=card.pid,
-        start_ticks=card.start_ticks,
-        peer_boot_id=card.boot_id,
-        side="coordinator",
-        replica=card.replica,
-    )
-
-
-def worker_of(card: ReplicaCard, worker: WorkerCard) -> Channel:
-    """A channel to one of the replica's workers."""
-    return Channel(
-        worker.address,
-        pid=worker.pid,
-        start_ticks=worker.start_ticks,
-        peer_boot_id=card.boot_id,
-        side="worker",
-        rank=worker.rank,
-    )

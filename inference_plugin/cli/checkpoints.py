@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "dtype_named"]
 
 
-class Checkpoint:
-    """Tensors by name, each read when it is asked for. Ends the command where `path` is no checkpoint."""
+class Checkpoint(Mapping[str, "torch.Tensor"]):
+    """Whole tensors by name, each read when it is asked for. Ends the command where `path` is no checkpoint."""
 
     def __init__(self, path: Path) -> None:
         """`path`: a directory with *.safetensors, or one such file."""
@@ -33,13 +34,15 @@ class Checkpoint:
             raise stop(f"{path} can't be read as safetensors: {error}") from None
         self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 -- not a dict
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._where)
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor
 
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """The whole tensor; None if there is none of that name."""
-        return self._where[name].get_tensor(name) if name in self._where else None
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from inference_plugin.cli.app import as_json_option, asked, job_option, worker_of
+from inference_plugin.cli.app import as_json_option, asked, job_option
 from inference_plugin.cli.output import heard_or_not, line, print_json, problem, stop
 from inference_plugin.net import addresses
+from inference_plugin.net.channel import worker_channel
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import CloseGroup, Done, ReplicaCard, WorkerCard
 
@@ -56,7 +57,7 @@ def _closed(group: str, replica: dict[str, Any]) -> dict[str, Any]:
     problems = [f"rank {rank} does not answer" for rank in sorted(silent)]
     for worker in having:
         try:
-            with worker_of(card, worker) as channel:
+            with worker_channel(card, worker) as channel:
                 channel.request(CloseGroup(group), Done, timeout_s=CLOSE_TIMEOUT_S)
         except WeightwireError as error:
             problems.append(f"rank {worker.rank}: {error}")

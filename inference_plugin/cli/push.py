@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,6 @@ from inference_plugin.cli.output import heard_or_not, line, print_json, problem,
 from inference_plugin.wire.errors import ArgumentError, WeightwireError
 
 if TYPE_CHECKING:
-    import torch
-
     from inference_plugin.wire.messages import InFlight
 
 __all__ = ["push"]
@@ -59,7 +56,7 @@ def push(
     from trainer_adapters import ModuleAdapter, SyncManager
 
     sent = dtype_named(dtype)
-    source = ModuleAdapter(_Tensors(Checkpoint(checkpoint)), dtype_rules={"*": sent} if sent else None)
+    source = ModuleAdapter(Checkpoint(checkpoint), dtype_rules={"*": sent} if sent else None)
     if job is not None:
         os.environ["WEIGHTWIRE_JOB"] = job  # this process joins the job
     with SyncManager(group, in_flight=in_flight, timeout_s=timeout_s) as manager:
@@ -84,22 +81,3 @@ def push(
             if verified is not None:
                 line(str(verified))
     raise SystemExit(0 if ok else 1)
-
-
-class _Tensors(Mapping[str, "torch.Tensor"]):
-    """A checkpoint as a mapping: each tensor is read when it is asked for."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._checkpoint.tensor(name)
-        if tensor is None:
-            raise KeyError(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.names)
-
-    def __len__(self) -> int:
-        return len(self._checkpoint.names)

@@ -9,7 +9,7 @@ import click
 from inference_plugin.cli.app import as_json_option, asked, job_option
 from inference_plugin.cli.output import line, print_json, problem
 from inference_plugin.net import addresses
-from inference_plugin.net.report_files import last_report
+from inference_plugin.net.records import last_report
 from inference_plugin.wire.messages import GroupStatus, ReplicaCard
 from inference_plugin.wire.reports import UpdateReport
 

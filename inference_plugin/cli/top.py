@@ -13,8 +13,7 @@ import click
 from inference_plugin.cli.app import Seconds, as_json_option, job_option
 from inference_plugin.cli.output import print_json, terminal
 from inference_plugin.net import addresses
-from inference_plugin.net.records import record_of
-from inference_plugin.net.report_files import last_reports
+from inference_plugin.net.records import last_reports, record_of
 
 __all__ = ["top"]
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from inference_plugin.cli.app import Seconds, as_json_option, coordinator_of, job_option
+from inference_plugin.cli.app import Seconds, as_json_option, job_option
 from inference_plugin.cli.checkpoints import Checkpoint, dtype_named
 from inference_plugin.cli.output import line, print_json, stop
 from inference_plugin.net import addresses
+from inference_plugin.net.channel import coordinator_channel
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import ReplicaCard, Verified, Verify
 
@@ -64,7 +65,7 @@ def verify(
     """
     from inference_plugin.cli.probe import probe
 
-    tensor_named = _in_dtype(Checkpoint(checkpoint).tensor, dtype_named(dtype))
+    tensor_named = _in_dtype(Checkpoint(checkpoint).get, dtype_named(dtype))
     cards = [card for card in addresses.discover(job) if replica in (None, card.replica)]
     if not cards:
         raise stop(
@@ -107,7 +108,7 @@ def _verified(card: ReplicaCard, group: str, timeout_s: float, tensor_named: Ten
     """One replica's row of the answer."""
     from inference_plugin.wire.comparison import compare_rank  # imports torch
 
-    with coordinator_of(card) as channel:
+    with coordinator_channel(card) as channel:
         try:
             answer = channel.request(Verify(group, timeout_s), Verified, timeout_s=timeout_s + 5)
         except WeightwireError as error:

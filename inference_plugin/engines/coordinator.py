@@ -46,11 +46,10 @@ from inference_plugin.engines.events import (
     Submit,
     Turn,
 )
-from inference_plugin.engines.listeners import CommitListeners
 from inference_plugin.engines.machine import ReplicaMachine
 from inference_plugin.engines.published_card import PublishedCard, replica_card
 from inference_plugin.engines.rank_calls import RankCalls
-from inference_plugin.engines.recorder import CommitRecorder
+from inference_plugin.engines.recorder import CommitListeners, CommitRecorder
 from inference_plugin.engines.standing import Held
 from inference_plugin.net import addresses
 from inference_plugin.net.processes import ProcessId

@@ -1,4 +1,5 @@
-"""Logs and counts a replica's commits, on a thread of its own: neither a full pipe nor a slow disk delays the engine."""
+"""Logs and counts a replica's commits, and tells third parties' listeners of them, each on a thread of its own: neither a full
+pipe, a slow disk nor a slow listener delays the engine's next step or the manager's answer."""
 
 from __future__ import annotations
 
@@ -10,17 +11,41 @@ from functools import partial
 import msgspec
 
 from inference_plugin.net.records import GroupRecord, ReplicaRecord, save_record
+from inference_plugin.plugins import plugin_manager
 from inference_plugin.wire.errors import ErrorInfo, WeightwireError
 from inference_plugin.wire.messages import Committed
 from inference_plugin.worker.lane import Lane
 
-__all__ = ["CommitRecorder"]
+__all__ = ["CommitListeners", "CommitRecorder"]
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
-"""Most commits that wait for a log or a disk that hangs; later ones are neither logged nor counted."""
+"""Most commits that wait for a log, a disk or a listener that hangs; later ones are neither logged, counted nor told."""
 CLOSE_TIMEOUT_S = 2.0
+
+
+class CommitListeners:
+    """Calls `weightwire_committed` of every plug-in, in the order of the commits."""
+
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
+        self._lane = Lane("weightwire-listeners")
+
+    def start(self) -> None:
+        self._lane.start()
+
+    def tell(self, group: str, version: int, stopped_s: float) -> None:
+        """Any thread; returns at once."""
+        if self._lane.waiting() >= MAX_WAITING:
+            logger.warning("weightwire: a listener hangs; it is not told of version %d of %s", version, group)
+            return
+        hook = plugin_manager().hook.weightwire_committed
+        self._lane.put(partial(hook, replica=self._replica, group=group, version=version, stopped_s=stopped_s))
+
+    def close(self) -> None:
+        """Waits up to `CLOSE_TIMEOUT_S` for listeners that are running; may be called twice."""
+        self._lane.close(CLOSE_TIMEOUT_S)
 
 
 class CommitRecorder:

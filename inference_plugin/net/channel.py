@@ -19,9 +19,9 @@ from inference_plugin.wire import codec
 from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, WeightwireError
-from inference_plugin.wire.messages import Body, Failed
+from inference_plugin.wire.messages import Body, Failed, ReplicaCard, WorkerCard
 
-__all__ = ["Channel", "Outgoing", "fan_out", "take_ready"]
+__all__ = ["Channel", "Outgoing", "coordinator_channel", "fan_out", "take_ready", "worker_channel"]
 
 RESEND_S = 10.0
 """A request without a reply is sent again after this time, then after twice that, and so on: requests are idempotent, and
@@ -220,6 +220,21 @@ class Channel(Closing):
         if not isinstance(reply, kind):
             raise ProtocolError(f"expected {kind.__name__}, got {type(reply).__name__}", **self.where)
         return reply
+
+
+def coordinator_channel(card: ReplicaCard, silence_s: float | None = None) -> Channel:
+    """A channel to a replica's coordinator, for the calling thread."""
+    return _member(card, card, side="coordinator", silence_s=silence_s)
+
+
+def worker_channel(card: ReplicaCard, worker: WorkerCard, silence_s: float | None = None) -> Channel:
+    """A channel to one of a replica's workers, for the calling thread."""
+    return _member(card, worker, side="worker", rank=worker.rank, silence_s=silence_s)
+
+
+def _member(card: ReplicaCard, peer: ReplicaCard | WorkerCard, **named: Any) -> Channel:
+    named |= {"pid": peer.pid, "start_ticks": peer.start_ticks, "peer_boot_id": card.boot_id, "replica": card.replica}
+    return Channel(peer.address, **named)
 
 
 class Outgoing(msgspec.Struct, frozen=True):

@@ -1,9 +1,9 @@
-"""What a replica has counted since its engine started, as a file beside its card: for `/metrics`, `/ready` and `weightwire top`.
-
-The coordinator replaces the file after each commit. Reading it asks no process, so a scrape waits for nobody.
-"""
+"""Files of the runtime directory that are read without asking a process, so that a reader waits for nobody: what a replica has
+counted since its engine started (its coordinator replaces the file after each commit), and each group's last report."""
 
 from __future__ import annotations
+
+import contextlib
 
 import msgspec
 
@@ -11,8 +11,17 @@ from inference_plugin.net.addresses import replace_file, runtime_dir
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ProtocolError
 from inference_plugin.wire.messages import ReplicaCard
+from inference_plugin.wire.reports import UpdateReport
 
-__all__ = ["GroupRecord", "ReplicaRecord", "record_of", "save_record"]
+__all__ = [
+    "GroupRecord",
+    "ReplicaRecord",
+    "last_report",
+    "last_reports",
+    "record_of",
+    "save_record",
+    "save_report",
+]
 
 
 class GroupRecord(msgspec.Struct, frozen=True):
@@ -45,3 +54,23 @@ def record_of(card: ReplicaCard) -> ReplicaRecord:
         return decode_as((runtime_dir(card.job) / f"{card.replica}.counts").read_bytes(), ReplicaRecord)
     except (OSError, ProtocolError):
         return ReplicaRecord()
+
+
+def save_report(report: UpdateReport) -> None:
+    """Replaces the last report of the report's group. Raises OSError where the directory can't be written."""
+    replace_file(runtime_dir() / f"{report.group}.report", msgspec.msgpack.encode(report))
+
+
+def last_report(group: str, job: str | None = None) -> UpdateReport | None:
+    """The last update of `group` in `job`, whichever manager sent it. None if no update was reported."""
+    path = runtime_dir(job) / f"{group}.report"
+    return decode_as(path.read_bytes(), UpdateReport) if path.exists() else None
+
+
+def last_reports(job: str | None) -> list[tuple[UpdateReport, float]]:
+    """The last update of every group of `job`, with the Unix time at which it was reported."""
+    found = []
+    for path in sorted(runtime_dir(job).glob("*.report")):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((decode_as(path.read_bytes(), UpdateReport), path.stat().st_mtime))
+    return found

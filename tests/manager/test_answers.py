@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inference_plugin.net.addresses import runtime_dir
-from inference_plugin.net.report_files import last_report
+from inference_plugin.net.records import last_report
 from inference_plugin.transports.shm import ShmSender
 from inference_plugin.transports.zone import ZoneSender
 from inference_plugin.wire.errors import CommitFailed, ProtocolError, SyncTimeout, WeightwireError

@@ -20,7 +20,7 @@ import torch
 
 from inference_plugin.net import addresses, channel
 from inference_plugin.net.channel import Channel
-from inference_plugin.net.report_files import last_report
+from inference_plugin.net.records import last_report
 from inference_plugin.transports import shm
 from inference_plugin.transports.segment import SegmentAddress
 from inference_plugin.wire.codec import decode_as

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from inference_plugin.wire import finite
 from inference_plugin.wire.manifest import DTYPE_BYTES
 from inference_plugin.wire.tensors import bytes_view, torch_dtype
+from trainer_adapters.update import finite
 
 WAYS = [finite._has_all_bits, finite._has_all_bits_by_numpy]
 FLOATS = [name for name in DTYPE_BYTES if name.startswith(("float", "bfloat", "complex"))]

@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from inference_plugin.wire.errors import PeerLost
-from inference_plugin.wire.report_texts import gib
 from inference_plugin.wire.reports import (
     PauseReport,
     ReplicaPause,
@@ -16,6 +15,7 @@ from inference_plugin.wire.reports import (
     ReplicaVerify,
     UpdateReport,
     VerifyReport,
+    gib,
 )
 
 LOST = PeerLost("the process is gone", hint="restart it").info()

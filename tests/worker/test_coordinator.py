@@ -392,7 +392,7 @@ def test_nothing_that_is_told_after_a_commit_can_make_it_a_failure(
 
     control = Control(lambda operation: committed(operation, 1))
     coordinator = coordinator_of(control, 1)
-    monkeypatch.setattr("inference_plugin.engines.listeners.CommitListeners.tell", broken)
+    monkeypatch.setattr("inference_plugin.engines.recorder.CommitListeners.tell", broken)
     monkeypatch.setattr("inference_plugin.engines.coordinator.span_since", broken)
     monkeypatch.setattr("inference_plugin.engines.published_card.PublishedCard.show", broken)
     assert commit(coordinator).version == 1 and control.refusal is None and control.escaped == []

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from inference_plugin.net import addresses
-from inference_plugin.net.channel import Channel, take_ready
+from inference_plugin.net.channel import Channel, coordinator_channel, take_ready
 from inference_plugin.net.processes import start_ticks
 from inference_plugin.wire.errors import PeerLost, SyncTimeout, VersionConflict, WeightwireError
 from inference_plugin.wire.messages import (
@@ -35,7 +35,7 @@ from inference_plugin.wire.messages import (
 from inference_plugin.wire.reports import PauseReport, ReplicaPause
 from trainer_adapters.fleet.asking import Ask, ask_all
 from trainer_adapters.fleet.fleet import Fleet
-from trainer_adapters.fleet.session import all_connections, coordinator_channel
+from trainer_adapters.fleet.session import all_connections
 from trainer_adapters.settings import Settings
 
 __all__ = ["Pauses"]

@@ -6,43 +6,26 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from inference_plugin.net import addresses
-from inference_plugin.net.channel import Channel
+from inference_plugin.net.channel import Channel, coordinator_channel, worker_channel
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.host_memory import free_host_bytes
-from inference_plugin.wire.messages import Body, ReplicaCard, Target, WorkerCard
+from inference_plugin.wire.messages import Body, ReplicaCard, Target
 from trainer_adapters.fleet.asking import Ask, Connect
 from trainer_adapters.fleet.machine_io import Agreed
 
-__all__ = ["ReplicaSession", "all_connections", "coordinator_channel", "worker_connections"]
-
-
-def coordinator_channel(card: ReplicaCard, silence_s: float) -> Channel:
-    """A channel to a replica's coordinator, for the calling thread."""
-    return Channel(
-        card.address, pid=card.pid, start_ticks=card.start_ticks, side="coordinator", **_where(card, silence_s)
-    )
+__all__ = ["ReplicaSession", "all_connections", "worker_connections"]
 
 
 def worker_connections(card: ReplicaCard, silence_s: float) -> dict[str, Connect]:
     """For each worker's address, a function that connects to the worker."""
-
-    def connect(worker: WorkerCard) -> Channel:
-        named: dict[str, Any] = {"side": "worker", "rank": worker.rank, **_where(card, silence_s)}
-        return Channel(worker.address, pid=worker.pid, start_ticks=worker.start_ticks, **named)
-
-    return {worker.address: functools.partial(connect, worker) for worker in card.workers}
+    return {w.address: functools.partial(worker_channel, card, w, silence_s) for w in card.workers}
 
 
 def all_connections(card: ReplicaCard, silence_s: float) -> tuple[Connect, ...]:
     """Functions that connect to each process of a replica: a commit, a pause or a verification depends on all of them."""
     return (lambda: coordinator_channel(card, silence_s), *worker_connections(card, silence_s).values())
-
-
-def _where(card: ReplicaCard, silence_s: float) -> dict[str, Any]:
-    return {"replica": card.replica, "peer_boot_id": card.boot_id, "silence_s": silence_s}
 
 
 @dataclass(eq=False)

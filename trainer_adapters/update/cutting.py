@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from inference_plugin.wire import geometry
 from inference_plugin.wire.geometry import Box, Edges, cut_at_edges
-from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.sources.base import LocalSlice, narrowed
 
 __all__ = ["cut_slices", "edges_of"]
 
@@ -30,7 +30,5 @@ def cut_slices(
             yield item
             continue
         for box in parts:
-            tensor = item.tensor
-            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                tensor = tensor.narrow(dim, start - item.box.offsets[dim], size)
-            yield LocalSlice(box, tensor)
+            offsets = [start - first for start, first in zip(box.offsets, item.box.offsets, strict=True)]
+            yield LocalSlice(box, narrowed(item.tensor, offsets, box.sizes))

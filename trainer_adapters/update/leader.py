@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from inference_plugin.net import addresses
-from inference_plugin.net.report_files import save_report
+from inference_plugin.net.records import save_report
 from inference_plugin.transports.base import Sender, Transport
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.wire.errors import ManifestMismatch, TransportUnavailable, VersionConflict, WeightwireError
