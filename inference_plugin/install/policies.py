@@ -347,12 +347,10 @@ class StandbyInstaller(PolicyInstaller):
     def _second_storages(self) -> dict[str, torch.Tensor]:
         """A storage for each plain storage that the group writes: those that were swapped out last, or new ones, which start as
         0xFF. Elements that the group leaves unwritten are copied from the live storages at the commit."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            return spare.storages
-        own = self._layout.own_storages()
+        own = {} if self._spare is not None else self._layout.own_storages()
         self._check_fits(sum(t.nbytes for t in own.values()) + self._layout.rebuilt_nbytes)
-        return {key: _poisoned_like(live) for key, live in own.items()}
+        spare, self._spare = self._spare, None
+        return spare.storages if spare is not None else {key: _poisoned_like(live) for key, live in own.items()}
 
     def _put(self, segment: torch.Tensor) -> None:
         if self._prepared is None:

@@ -109,8 +109,10 @@ class Engine(LiveModel):
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         return ("projection",) if isinstance(module, Attention) else ()
 
+    left_bytes = 1 << 40
+
     def free_bytes(self) -> int:
-        return 1 << 40
+        return self.left_bytes
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -186,6 +188,21 @@ def test_beside_a_decoding_engine_modules_are_made_one_by_one_with_a_rest_after_
     installer.install(segment)
     installer.finish()
     assert engine.noted == [] and engine.live.computes_with() == cold(1, False)
+
+
+def test_modules_that_every_update_makes_anew_are_refused_where_memory_lacks_though_a_second_set_is_held() -> None:
+    engine, manifest = Engine(False), manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "standby", partial=False)
+    update(installer, manifest, weights(1))
+    engine.left_bytes = 10
+    with pytest.raises(EngineUnsupported, match=r"a second set of \d+ MiB does not fit: 0 MiB are free") as raised:
+        update(installer, manifest, weights(2))
+    assert raised.value.phase == "seal" and engine.live.computes_with() == cold(1, False)
+    installer.discard()
+    engine.left_bytes = 1 << 40
+    update(installer, manifest, weights(3))
+    assert engine.live.computes_with() == cold(3, False)
 
 
 @removes
