@@ -28,6 +28,9 @@ EVENTS = (
 )
 
 
+REFUSALS = 2
+"""A peer with another key says nothing and closes each connection. A single one may close for any reason: the peer ended."""
+
 LAST_WORDS_S = 5.0
 """Longest wait for libzmq's thread, which may get no processor time, to read what a dead peer left."""
 
@@ -45,7 +48,7 @@ class Link:
 
         self._receive = recv_monitor_message
         socket.setsockopt(zmq.IPV6, 1 if address.startswith("tcp://[") else 0)
-        secure_client(socket)
+        self._has_key = secure_client(socket)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(silence_s / HEARTBEATS * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silence_s * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -53,6 +56,7 @@ class Link:
         self._socket = socket
         self.monitor = socket.get_monitor_socket(EVENTS)
         self.refused = False
+        self._unexplained = 0
         self.down_since_s = time.monotonic()
         self._connected_once = False
 
@@ -64,9 +68,13 @@ class Link:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 again = self._connected_once
                 self._connected_once = True
+                self._unexplained = 0
                 self.down_since_s = math.inf
             elif event == zmq.EVENT_DISCONNECTED:
                 self.down_since_s = min(self.down_since_s, time.monotonic())
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._unexplained += 1
+                self.refused |= self._has_key and self._unexplained >= REFUSALS
             else:
                 self.refused = True
         return again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import threading
 from collections.abc import Iterator
@@ -117,17 +118,36 @@ def test_a_client_without_the_servers_key_is_told_so_and_never_served(
     assert server.answered == 0
 
 
+@pytest.mark.parametrize("with_key", [True, False], ids=["with the key", "without any"])
+def test_a_peer_that_ends_in_the_handshake_is_reached_where_it_starts_again(
+    key: Path, with_key: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_key:
+        monkeypatch.delenv(curve.VARIABLE)
+    ending = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{ending.getsockname()[1]}"
+    with Channel(address) as channel:
+        channel.send(Describe())
+        ending.accept()[0].close()
+        ending.close()
+        server = Server(address)
+        try:
+            channel.receive(Done, timeout_s=60)
+        finally:
+            server.close()
+
+
 def test_a_client_that_knows_the_servers_public_key_only_is_not_served(server: Server) -> None:
     key = curve.job_key()
     assert key is not None
     context = zmq.Context()
-    socket = context.socket(zmq.REQ)
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_serverkey = key.public
-    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    socket.connect(server.address)
+    client = context.socket(zmq.REQ)
+    client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+    client.curve_serverkey = key.public
+    monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    client.connect(server.address)
     assert monitor.poll(60_000)
-    socket.disable_monitor()
+    client.disable_monitor()
     monitor.close(linger=0)
     context.destroy(linger=0)
     assert server.answered == 0
