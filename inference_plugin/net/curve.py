@@ -71,12 +71,11 @@ def job_key() -> JobKey | None:
     return key
 
 
-def secure_client(socket: zmq.Socket[Any]) -> bool:
-    """To be called before a client's TCP socket connects. Returns whether there is a key."""
+def secure_client(socket: zmq.Socket[Any]) -> None:
+    """To be called before a client's TCP socket connects."""
     if (key := job_key()) is not None:
         socket.curve_publickey, socket.curve_secretkey = key.public, key.secret
         socket.curve_serverkey = key.public
-    return key is not None
 
 
 class Guard:

@@ -29,7 +29,8 @@ EVENTS = (
 
 
 REFUSALS = 2
-"""A peer with another key says nothing and closes each connection. A single one may close for any reason: the peer ended."""
+"""Connections in a row that a peer closes without a word before it counts as one with another key. A single one may close for any
+reason: the peer ended."""
 
 LAST_WORDS_S = 5.0
 """Longest wait for libzmq's thread, which may get no processor time, to read what a dead peer left."""
@@ -48,7 +49,7 @@ class Link:
 
         self._receive = recv_monitor_message
         socket.setsockopt(zmq.IPV6, 1 if address.startswith("tcp://[") else 0)
-        self._has_key = secure_client(socket)
+        secure_client(socket)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(silence_s / HEARTBEATS * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(silence_s * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -74,7 +75,7 @@ class Link:
                 self.down_since_s = min(self.down_since_s, time.monotonic())
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._unexplained += 1
-                self.refused |= self._has_key and self._unexplained >= REFUSALS
+                self.refused |= self._unexplained >= REFUSALS
             else:
                 self.refused = True
         return again
