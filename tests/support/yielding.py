@@ -1,9 +1,11 @@
-"""Keeps processes that wait by `sched_yield` from starving all others.
+"""Keeps processes that wait by `sched_yield` from starving all others, and from burning the cores that tests share.
 
-Ranks of a vLLM engine on a CPU wait for each other by calling `sched_yield` without pause. Linux 6.18 and its neighbours then
-lose count of who ran how long (mended in April 2026: "sched/fair: Fix zero_vruntime tracking" and what followed it): a
-process that wakes beside such ranks was seen to wait 28 s for a core of an otherwise idle machine. Tests would call it silent,
-rightly. So the processes of tests get a `sched_yield` that spins for some microseconds, and each 32nd time sleeps.
+Ranks of a vLLM engine on a CPU, and its engine core, wait for each other by calling `sched_yield` without pause, for up to a
+second after each message. Linux 6.18 and its neighbours then lose count of who ran how long (mended in April 2026: "sched/fair:
+Fix zero_vruntime tracking" and what followed it): a process that wakes beside such ranks was seen to wait 28 s for a core of an
+otherwise idle machine. Tests would call it silent, rightly. And the waiting itself took a third of an engine's CPU time. So the
+processes of tests get a `sched_yield` that spins for some microseconds, and then sleeps for an eighth of the time that the
+process has waited.
 """
 
 from __future__ import annotations
