@@ -100,6 +100,12 @@ class SglangModel(LiveModel):
         known = inspect.signature(ask).parameters  # none before 0.5.21
         return (ask(self.live) if known else ask()) or why_underivable(self.live)
 
+    def why_stale(self) -> str | None:
+        for option in ("hicache_storage_backend", "enable_lmcache", "enable_flexkv"):
+            if value := getattr(self._arguments, option, None):
+                return f"SGLang's cache outside it ({option}={value}) keeps what the old weights computed"
+        return None
+
     def why_no_sleep(self, level: SleepLevel) -> str | None:
         if not self._updater.memory_saver_adapter.enabled:
             return "SGLang was started without --enable-memory-saver (which needs a GPU)"

@@ -103,7 +103,7 @@ class CoreControl(EngineControl):
             self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def installed(self, group: str, version: int, in_flight: InFlight) -> None:
-        if in_flight == "keep":
+        if in_flight == "keep" or self._connector is not None:
             self._turn_prefix_root(group, version)
         # Tokens are the served model's, whichever draft proposed them.
         if group != DRAFT and hasattr(self.core, "set_weight_version"):  # since 0.27
@@ -217,7 +217,8 @@ class CoreControl(EngineControl):
         if drops and core.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=True):
             if self._encodes:
                 core.reset_encoder_cache()
-            return  # nobody held a block, or an encoding: all are gone
+            if self._connector is None:
+                return  # nobody held a block, or an encoding: all are gone
         if caches:
             hash_fn = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
             root = (kv_cache_utils.NONE_HASH, f"weightwire:{group}:{version}")
@@ -242,6 +243,12 @@ class CoreControl(EngineControl):
         if self.core.request_block_hasher is not None:
             request.update_block_hashes()
         request.weightwire_epoch = epoch
+
+    @property
+    def _connector(self) -> Any:
+        """The KV connector, if there is one. What it reaches other replicas fill as well, with versions of their own: only the
+        root of the hashes, by which it finds blocks, tells their versions apart."""
+        return getattr(self.core.scheduler, "connector", None)
 
     @property
     def _encodes(self) -> bool:

@@ -12,6 +12,7 @@ from inference_plugin.engines.live_model import without_wrappers
 from inference_plugin.engines.vllm.draft import NoDraft, draft_of
 from inference_plugin.engines.vllm.lora import VllmAdapterSlots
 from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
+from inference_plugin.engines.vllm.outside_caches import why_stale
 from inference_plugin.engines.vllm.together import TogetherModel
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.wire.errors import EngineUnsupported
@@ -43,6 +44,9 @@ class ServedModel(VllmModel):
             # The sgl kernels use AMX tiles without asking the kernel first; a first forward of four tokens or fewer
             # would die of SIGILL.
             torch.cpu._init_amx()
+
+    def why_stale(self) -> str | None:
+        return why_stale(self._worker.vllm_config)
 
     def draft_model(self) -> EngineModel:
         if self._draft is None:
