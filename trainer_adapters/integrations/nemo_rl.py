@@ -1,11 +1,5 @@
 """NeMo-RL: a checkpoint engine, chosen by `policy.generation.refit_transport`, whose transfer is a Weightwire update.
 
-    policy:
-      generation:
-        refit_transport: "trainer_adapters.integrations.nemo_rl:WeightwireEngine"
-        refit_cfg:
-          "trainer_adapters.integrations.nemo_rl:WeightwireEngine": {dtype: bfloat16}
-
 1. NeMo-RL makes one `WeightwireEngine` in each policy worker and one in each vLLM worker;
 2. the policy workers' ones make a `SyncManager` together, and send what NeMo-RL's generator yields straight into the engines;
 3. the vLLM workers' ones yield nothing to load.
@@ -23,9 +17,8 @@ import torch
 
 from inference_plugin.wire.errors import ConfigError, ProtocolError
 from trainer_adapters.integrations.options import await_registrations, checked_options
+from trainer_adapters.integrations.read_once import GeneratorUpdates
 from trainer_adapters.manager import SyncManager
-from trainer_adapters.sources.export import ExportAdapter
-from trainer_adapters.sources.read_once import ReadOnce
 
 __all__ = ["WeightwireEngine"]
 
@@ -44,8 +37,6 @@ class WeightwireEngine:
         self._options = checked_options(options, dtype, f"policy.generation.refit_cfg of {__name__}", ConfigError)
         self._dtype = dtype
         self._manager: SyncManager | None = None
-        self._once: ReadOnce | None = None
-        self._source: ExportAdapter | None = None
 
     def get_target_weight_layout(self) -> None:
         """None: each inference worker takes its own part of the whole tensors."""
@@ -59,6 +50,7 @@ class WeightwireEngine:
         """Makes the `SyncManager`; collective over the policy workers' torch.distributed."""
         if self._manager is None:
             self._manager = SyncManager(**self._options)
+            self._updates = GeneratorUpdates(self._manager, self._dtype)
             await_registrations(self._manager, 1)
 
     def init_rollout_process_group(
@@ -74,16 +66,7 @@ class WeightwireEngine:
         """
         if self._manager is None:
             raise ProtocolError("send_weights before init_policy_process_group", side="trainer")
-        if self._once is None:
-            self._once = ReadOnce(is_sender=self._manager.rank == 0)
-        self._once.give(weights)
-        try:
-            if self._source is None:
-                self._source = ExportAdapter(self._once, dtype_rules=self._dtype)
-            report = self._manager.update(self._source)
-        except BaseException:
-            self._source = self._once = None  # on all ranks, as the error is
-            raise
+        report = self._updates.update(weights)
         if self._options.keys().isdisjoint(("on_failure", "stragglers")):
             report.raise_failed()  # a lost replica too
 
@@ -95,6 +78,6 @@ class WeightwireEngine:
 
     def finalize(self) -> None:
         """Closes the `SyncManager`; NeMo-RL calls it at the end, and with `release_after_refit` after each refit."""
-        manager, self._manager, self._source, self._once = self._manager, None, None, None
+        manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()

@@ -27,10 +27,9 @@ import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError, PeerLost, ProtocolError
 from trainer_adapters.integrations.options import await_registrations, checked_options
+from trainer_adapters.integrations.read_once import GeneratorUpdates
 from trainer_adapters.integrations.trl import check_took, replicas_behind
 from trainer_adapters.manager import SyncManager
-from trainer_adapters.sources.export import ExportAdapter
-from trainer_adapters.sources.read_once import ReadOnce
 
 __all__ = ["WeightTransfer"]
 
@@ -59,8 +58,6 @@ class WeightTransfer:
         self._settings = checked_options(settings, dtype, "WeightTransfer()")
         self._server, self._timeout_s, self._dtype = server.rstrip("/"), server_timeout_s, dtype
         self._manager: SyncManager | None = None
-        self._once = ReadOnce(is_sender=True)
-        self._source: ExportAdapter | None = None
 
     def init_weight_transfer(self) -> None:
         """Raises `PeerLost` if the server does not answer in time, `EngineUnsupported` if it runs without our plug-in."""
@@ -77,6 +74,7 @@ class WeightTransfer:
         if dist.is_initialized() and dist.get_world_size() > 1:  # the other ranks make no manager, and no group
             alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         self._manager = SyncManager(process_group=alone, **self._settings)
+        self._updates = GeneratorUpdates(self._manager, self._dtype)
         await_registrations(self._manager, len(replicas))
 
     def pause(self) -> None:
@@ -91,14 +89,10 @@ class WeightTransfer:
         """
         if self._manager is None:
             raise ProtocolError("send_weights before init_weight_transfer", side="trainer")
-        self._once.give(iterator)
         try:
-            if self._source is None:
-                self._source = ExportAdapter(self._once, dtype_rules=self._dtype)
-            report = self._manager.update(self._source)
+            report = self._updates.update(iterator)
         except BaseException:
-            self._once, self._source = ReadOnce(is_sender=True), None
-            with contextlib.suppress(ValueError):  # the manager's thread still reads it
+            with contextlib.suppress(TypeError, ValueError):  # it can't be read; the manager's thread still reads it
                 for _ in iterator:
                     pass
             raise

@@ -1,13 +1,5 @@
 """verl (extra `verl`): a checkpoint manager whose `update_weights` is a Weightwire update, and the backend that it needs.
 
-    actor_rollout_ref:
-      rollout:
-        checkpoint_manager_class: trainer_adapters.integrations.verl.WeightwireManager
-        checkpoint_engine:
-          backend: weightwire
-          custom_backend_module: trainer_adapters.integrations.verl
-          engine_kwargs: {weightwire: {dtype: bfloat16}}
-
 1. Each trainer rank has a `WeightwireEngine`, verl's name for its end of a transfer, and in it a `SyncManager`;
 2. `WeightwireManager.update_weights`, on the driver, has rank 0 wait until verl's replicas have registered;
 3. all ranks update: each asks its training engine for its tensors, and they go straight into the inference engines;
@@ -24,7 +16,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import ray
@@ -33,9 +25,9 @@ import torch
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ArgumentError, ConfigError, SyncTimeout, TransportUnavailable
 from trainer_adapters.integrations.options import checked_options
+from trainer_adapters.integrations.read_once import GeneratorUpdates
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
-from trainer_adapters.sources.read_once import ReadOnce
 
 try:
     from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineManager, CheckpointEngineRegistry
@@ -89,7 +81,6 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         self._weights, self._dtype = weights, dtype
         self._manager: SyncManager | None = None
         self._source: ExportAdapter | None = None
-        self._once: ReadOnce | None = None
         self._version: int | None = None
 
     def join(self, replicas: int) -> None:
@@ -97,6 +88,7 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         `SyncTimeout`."""
         if self._manager is None:
             self._manager = SyncManager(**self._options)
+            self._updates = GeneratorUpdates(self._manager, self._dtype)
         if self._manager.rank == 0:
             self._manager.wait_for_replicas(replicas, timeout_s=self._manager.settings.timeout_s)
 
@@ -115,12 +107,17 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
         if self._weights == "module" and is_engine(weights):
             config = getattr(weights.model_config, "hf_config", None)
             report = self._manager.update(weights.module, version, dtype=self._dtype, hf_config=config)
-        else:
-            try:
-                report = self._manager.update(self._source_of(weights), version)
+        elif is_engine(weights):
+            try:  # the source is kept: only the first update has to find out names, shapes and dtypes
+                self._source = self._source or ExportAdapter(
+                    functools.partial(exported, weights), dtype_rules=self._dtype
+                )
+                report = self._manager.update(self._source, version)
             except BaseException:
-                self._source = self._once = None  # on all ranks, as the error is: what is sent may be another model now
+                self._source = None  # on all ranks, as the error is: what is sent may be another model now
                 raise
+        else:
+            report = self._updates.update(weights, version)
         self._version = report.version
         if self._options.keys().isdisjoint(("on_failure", "stragglers")):
             report.raise_failed()  # a lost replica too: verl does not start it again, and would go on asking it
@@ -131,18 +128,6 @@ class WeightwireEngine(CheckpointEngine):  # type: ignore[misc]
             "weightwire/seconds": report.seconds,
             "weightwire/stopped_s": max(replica.stopped_s for replica in report.replicas),
         }
-
-    def _source_of(self, weights: Any) -> ExportAdapter:
-        """The source is kept: only the first update has to find out names, shapes and dtypes."""
-        export: Callable[[], Named] = functools.partial(exported, weights)
-        if not is_engine(weights):
-            assert self._manager is not None
-            self._once = self._once or ReadOnce(is_sender=self._manager.rank == 0)
-            self._once.give(weights)
-            export = self._once
-        if self._source is None:
-            self._source = ExportAdapter(export, dtype_rules=self._dtype)
-        return self._source
 
     def close(self) -> None:
         """Closes this rank's `SyncManager`."""

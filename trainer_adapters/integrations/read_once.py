@@ -1,4 +1,4 @@
-"""Exports of generators that can be read only once, of which a framework passes a new one for each update."""
+"""Updates from generators that can be read once, of which a framework passes a new one for each update."""
 
 from __future__ import annotations
 
@@ -8,8 +8,33 @@ from typing import Any
 import torch
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from inference_plugin.wire.reports import UpdateReport
+from trainer_adapters.manager import SyncManager
+from trainer_adapters.sources.export import ExportAdapter
 
-__all__ = ["ReadOnce"]
+__all__ = ["GeneratorUpdates"]
+
+
+class GeneratorUpdates:
+    """Updates of one manager, each from a new generator. `dtype`: in which all tensors travel."""
+
+    def __init__(self, manager: SyncManager, dtype: torch.dtype | str | None) -> None:
+        self._manager = manager
+        self._dtype = dtype
+        self._once = ReadOnce(is_sender=manager.rank == 0)
+        self._source: ExportAdapter | None = None
+
+    def update(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> UpdateReport:
+        """As `SyncManager.update`; collective like it. A failed update's names and shapes are forgotten, on all ranks as the
+        error is raised on all: what is sent next may be another model."""
+        self._once.give(weights)
+        try:
+            if self._source is None:
+                self._source = ExportAdapter(self._once, dtype_rules=self._dtype)
+            return self._manager.update(self._source, version)
+        except BaseException:
+            self._once, self._source = ReadOnce(is_sender=self._manager.rank == 0), None
+            raise
 
 
 class ReadOnce:
