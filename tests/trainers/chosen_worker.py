@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import weightwire
 from tests.trainers.observing import Result, main, observe, refused, state, tiny_qwen3
 from trainer_adapters.sources.chosen import source_for
 
@@ -19,7 +20,12 @@ PLAN = {"model.layers.*.self_attn.q_proj": ColwiseParallel(), "model.layers.*.se
 
 def chosen(model: Any, gold: dict[str, torch.Tensor], **options: Any) -> Result:
     source = source_for(model, **options)
-    return observe(source, gold) | {"kind": type(source).__name__}
+    return observe(source, gold) | {"kind": kind_of(source)}
+
+
+def kind_of(source: Any) -> str:
+    """The adapter as users know it."""
+    return next(kind.__name__ for kind in type(source).__mro__ if kind.__name__ in weightwire.__all__)
 
 
 def shard(model: Any, **options: Any) -> Any:
@@ -57,7 +63,7 @@ def adapters() -> Result:
 
 def adapters_alone() -> Result:
     source = source_for(shard(adapted()), group="lora.policy")
-    return {"kind": type(source).__name__, "names": [spec.name for spec in source.manifest().tensors]}
+    return {"kind": kind_of(source), "names": [spec.name for spec in source.manifest().tensors]}
 
 
 def adapted() -> Any:
@@ -71,6 +77,25 @@ def adapted() -> Any:
 def merged() -> dict[str, torch.Tensor]:
     """Where nothing is adapted: the sum's own bits are tested in `test_lora.py`."""
     return {name: tensor for name, tensor in state(tiny_qwen3()).items() if "q_proj" not in name}
+
+
+def in_engine_dtypes() -> Result:
+    """The dtypes of a manifest before and after the source adopted those of an engine, by kind of model."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    models = {
+        "fsdp2": shard(tiny_qwen3()),
+        "fsdp1": FullyShardedDataParallel(tiny_qwen3(), use_orig_params=True, device_id=torch.device("cpu")),
+        "tensor parallel": parallelize_module(tiny_qwen3(key_heads=2), mesh, PLAN),
+        "merged": shard(adapted()),
+    }
+    seen: Result = {}
+    for name, model in models.items():
+        source = source_for(model, dtype="engine")
+        dtypes = [{spec.dtype for spec in source.manifest().tensors}]
+        adopted = source.adopt_dtypes({"*": "bfloat16"})
+        dtypes.append({spec.dtype for spec in source.manifest().tensors})
+        seen[name] = source.follows_engine, adopted, dtypes, dict(source.engine_dtypes)
+    return seen
 
 
 def refuse_adapters_in_other_sources() -> Result:
@@ -101,6 +126,7 @@ if __name__ == "__main__":
             mapping,
             adapters,
             adapters_alone,
+            in_engine_dtypes,
             refuse_adapters_in_other_sources,
         ],
         [hybrid, fsdp2_over_tensor_parallel],

@@ -44,6 +44,12 @@ def test_the_adapter_follows_from_the_model_and_every_byte_arrives(ranks: Ranks,
         assert {spec.dtype for spec in manifest.tensors} == {"float64"}
 
 
+def test_every_adapter_of_a_sharded_model_adopts_the_dtypes_of_the_engine_where_it_is_told_to(ranks: Ranks) -> None:
+    for seen in of(ranks, "in_engine_dtypes"):
+        for kind in ("fsdp2", "fsdp1", "tensor parallel", "merged"):
+            assert seen[kind] == (True, True, [{"float32"}, {"bfloat16"}], {"*": "bfloat16"}), kind
+
+
 def test_a_peft_model_is_merged_and_in_a_lora_group_its_adapter_goes_alone(ranks: Ranks) -> None:
     seen = of(ranks, "adapters")
     assert {rank["kind"] for rank in seen} == {"MergedLoRAAdapter"}

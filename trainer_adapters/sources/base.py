@@ -16,7 +16,7 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.geometry import Box, PiecePlace
 from inference_plugin.wire.manifest import Manifest
 
-__all__ = ["LocalSlice", "WeightSource", "narrowed"]
+__all__ = ["LocalSlice", "WeightSource", "WrappingSource", "narrowed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,46 @@ class WeightSource(ABC):
     def engine_dtypes(self) -> Mapping[str, str]:
         """The rules that `adopt_dtypes` took."""
         return {}
+
+
+class WrappingSource(WeightSource):
+    """Sends what another source sends, but for what a subclass overrides."""
+
+    _source: WeightSource | None = None
+    """The other source; None until it is made."""
+
+    @abstractmethod
+    def _ready(self) -> WeightSource:
+        """The other source, made if need be. Raises `ManifestMismatch` if it no longer fits the model."""
+
+    def manifest(self) -> Manifest:
+        return self._ready().manifest()
+
+    def slices(self) -> Iterator[LocalSlice]:
+        return self._ready().slices()
+
+    def claims(self) -> tuple[Box, ...] | None:
+        return self._ready().claims()
+
+    def made_together(self) -> frozenset[int]:
+        return self._ready().made_together()
+
+    def copies(self) -> Iterator[LocalSlice]:
+        return self._ready().copies()
+
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        return self._ready().kept_equal()
+
+    def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
+        return self._source is not None and self._source.adopt_dtypes(rules)
+
+    @property
+    def follows_engine(self) -> bool:
+        return self._source is not None and self._source.follows_engine
+
+    @property
+    def engine_dtypes(self) -> Mapping[str, str]:
+        return self._source.engine_dtypes if self._source is not None else {}
 
 
 def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

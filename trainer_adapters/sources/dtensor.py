@@ -7,7 +7,7 @@ Private parts of torch used here: a DTensor's `_spec` and `_local_tensor` (`to_l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor, Placement
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from trainer_adapters.sources.base import LocalSlice
-from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.lora_layers import refuse_lora_layers
-from trainer_adapters.sources.module import Buffers, module_stream, module_ties
+from trainer_adapters.sources.module import Buffers, SourceOfModule, module_stream
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Dims, Rename, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, memory_of, why_not_plain
+from trainer_adapters.sources.scan import Inspection, LocalShards, ScanOptions, memory_of, why_not_plain
 from trainer_adapters.sources.selection import Rules
 
 __all__ = ["DTensorAdapter", "ShardedSource"]
@@ -33,34 +32,16 @@ FREED_HINT = (
 )
 
 
-class ShardedSource(ScannedSource):
+class ShardedSource(SourceOfModule):
     """The common base of sources of DTensors: inspects them, and finds the boxes of this rank's shards."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        dtype_rules: Rules = None,
-        include_buffers: Buffers = "persistent",
-        rename: Rename = None,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
+        self, model: torch.nn.Module, *, include_buffers: Buffers = "persistent", **options: Unpack[ScanOptions]
     ) -> None:
         if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
             raise ArgumentError("parts of this model are sharded by FullyShardedDataParallel: use FSDPAdapter")
-        refuse_lora_layers(model, rename)
-        super().__init__(
-            module_stream(model, include_buffers),
-            ties=lambda: module_ties(model),
-            layout=lambda: checkpoint_layout(model),
-            rescan=True,
-            twins=True,
-            dtype_rules=dtype_rules,
-            rename=rename,
-            include=include,
-            exclude=exclude,
-        )
-        self._model = model
+        refuse_lora_layers(model, options.get("rename"))
+        super().__init__(model, module_stream(model, include_buffers), **options)
         self._meshes: dict[tuple[DeviceMesh, tuple[Placement, ...]], Mesh] = {}
         self._spreads: dict[tuple[Mesh, Dims, Dims], Spread] = {}
         self._known: dict[int, tuple[Any, Dims, Dims, Any, str]] = {}

@@ -6,18 +6,15 @@ does, and the copies that FSDP keeps equal are divided between the ranks. FSDP1'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import Shard
 
-from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
-from inference_plugin.wire.geometry import Box
-from inference_plugin.wire.manifest import Manifest
-from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.base import WeightSource, WrappingSource
 from trainer_adapters.sources.dtensor import ShardedSource
 from trainer_adapters.sources.fsdp1 import FlatSource
 from trainer_adapters.sources.module import Buffers
@@ -29,7 +26,7 @@ from trainer_adapters.sources.selection import Rules
 __all__ = ["FSDPAdapter"]
 
 
-class FSDPAdapter(WeightSource):
+class FSDPAdapter(WrappingSource):
     """A source for a model that only FSDP has sharded: FSDP2 (`fully_shard`) over one mesh dimension or, with HSDP, over
     (replicate, shard); or FSDP1 (`FullyShardedDataParallel`) with any sharding strategy.
 
@@ -73,23 +70,8 @@ class FSDPAdapter(WeightSource):
             exclude=exclude,
         )
 
-    def configure(self, config: Config) -> None:
-        self._source.configure(config)
-
-    def manifest(self) -> Manifest:
-        return self._source.manifest()
-
-    def slices(self) -> Iterator[LocalSlice]:
-        return self._source.slices()
-
-    def kept_equal(self) -> Iterator[LocalSlice]:
-        return self._source.kept_equal()
-
-    def claims(self) -> tuple[Box, ...] | None:
-        return self._source.claims()
-
-    def made_together(self) -> frozenset[int]:
-        return self._source.made_together()
+    def _ready(self) -> WeightSource:
+        return self._source
 
 
 class FullyShardSource(ShardedSource):

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -27,43 +27,21 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from inference_plugin.wire.errors import ManifestMismatch
 from trainer_adapters.sources.base import LocalSlice
-from trainer_adapters.sources.experts import checkpoint_layout
-from trainer_adapters.sources.module import Buffers, module_stream, module_ties, walk
-from trainer_adapters.sources.plan import PlannedSlice, Rename, TensorInfo, shards_of_run, whole_shard
-from trainer_adapters.sources.scan import Inspection, LocalShards, Pairs, ScannedSource, why_not_plain
-from trainer_adapters.sources.selection import Rules
+from trainer_adapters.sources.module import Buffers, SourceOfModule, module_stream, walk
+from trainer_adapters.sources.plan import PlannedSlice, TensorInfo, shards_of_run, whole_shard
+from trainer_adapters.sources.scan import Inspection, LocalShards, Pairs, ScanOptions, why_not_plain
 
 __all__ = ["FlatSource"]
 
 logger = logging.getLogger(__name__)
 
 
-class FlatSource(ScannedSource):
+class FlatSource(SourceOfModule):
     """A source for a model that `FullyShardedDataParallel` wraps, in whole or in nested units; see `FSDPAdapter`."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        dtype_rules: Rules,
-        include_buffers: Buffers,
-        rename: Rename,
-        include: Iterable[str],
-        exclude: Iterable[str],
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, *, include_buffers: Buffers, **options: Unpack[ScanOptions]) -> None:
         self._plain = module_stream(model, include_buffers)
-        super().__init__(
-            self._all,
-            ties=lambda: module_ties(model),
-            layout=lambda: checkpoint_layout(model),
-            rescan=True,
-            twins=True,
-            dtype_rules=dtype_rules,
-            rename=rename,
-            include=include,
-            exclude=exclude,
-        )
-        self._model = model
+        super().__init__(model, self._all, **options)
 
     def made_together(self) -> frozenset[int]:
         plan = self._slice_plan().plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,11 @@ from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.lora_layers import refuse_lora_layers
 from trainer_adapters.sources.plan import Rename, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import LocalShards, Pairs, ScannedSource, Stream
+from trainer_adapters.sources.scan import LocalShards, Pairs, ScannedSource, ScanOptions, Stream
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import is_fully_sharded, is_wrapped_by_fsdp1
 
-__all__ = ["Buffers", "ModuleAdapter", "module_stream", "module_ties", "walk"]
+__all__ = ["Buffers", "ModuleAdapter", "SourceOfModule", "module_stream", "module_ties", "walk"]
 
 Buffers: TypeAlias = Literal["persistent", "all", "none"]
 
@@ -100,6 +100,21 @@ class ModuleAdapter(ScannedSource):
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
         return 0, 1
+
+
+class SourceOfModule(ScannedSource):
+    """The common base of sources of a sharded module, whose tensors all live at the same time."""
+
+    def __init__(self, model: torch.nn.Module, stream: Stream, **options: Unpack[ScanOptions]) -> None:
+        super().__init__(
+            stream,
+            ties=lambda: module_ties(model),
+            layout=lambda: checkpoint_layout(model),
+            rescan=True,
+            twins=True,
+            **options,
+        )
+        self._model = model
 
 
 def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persistent") -> Stream:

@@ -23,19 +23,9 @@ from trainer_adapters.sources.base import narrowed
 from trainer_adapters.sources.selection import DtypeRules, NameFilter
 
 __all__ = [
-    "Dims",
-    "TensorInfo",
-    "CheckpointLayout",
-    "LocalShard",
-    "Plan",
-    "Target",
-    "Rename",
-    "PlannedSlice",
-    "make_plan",
-    "shards_of_run",
-    "planned_slices",
-    "whole_shard",
-]
+    "Dims", "TensorInfo", "CheckpointLayout", "LocalShard", "Plan", "Target", "Rename", "PlannedSlice", "make_plan",
+    "shards_of_run", "planned_slices", "whole_shard",
+]  # fmt: skip
 
 Dims: TypeAlias = tuple[int, ...]
 Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None] | None

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -40,7 +40,7 @@ from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.sharded import is_dtensor
 from trainer_adapters.sources.sharing import share_boxes, some_of
 
-__all__ = ["LocalShards", "Inspection", "Pairs", "ScannedSource", "Stream", "memory_of", "why_not_plain"]
+__all__ = ["LocalShards", "Inspection", "Pairs", "ScanOptions", "ScannedSource", "Stream", "memory_of", "why_not_plain"]
 
 Pairs: TypeAlias = Iterable[tuple[str, Any]]
 Stream: TypeAlias = Callable[[], Pairs]
@@ -83,6 +83,15 @@ class SlicePlan:
     claims: tuple[Box, ...]
 
 
+class ScanOptions(TypedDict, total=False):
+    """What a user says of names and dtypes: arguments of `ScannedSource`."""
+
+    dtype_rules: Rules
+    rename: Rename
+    include: Iterable[str]
+    exclude: Iterable[str]
+
+
 class ScannedSource(WeightSource):
     """A source that scans a stream, plans, and cuts slices.
 
@@ -99,10 +108,10 @@ class ScannedSource(WeightSource):
         layout: Callable[[], CheckpointLayout | None] = lambda: None,
         rescan: bool,
         twins: bool,
-        dtype_rules: Rules,
-        rename: Rename,
-        include: Iterable[str],
-        exclude: Iterable[str],
+        dtype_rules: Rules = None,
+        rename: Rename = None,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
     ) -> None:
         self._stream = stream
         self._ties = ties

@@ -7,17 +7,16 @@ what was sent, bit for bit. Each rank sends the shards that it holds; nothing is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import torch_dtype
-from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.base import LocalSlice, WeightSource, WrappingSource
 from trainer_adapters.sources.lora.factors import check_kind, source_of
 from trainer_adapters.sources.lora.peft_model import AddedProduct, PeftStructure, structure_of
 from trainer_adapters.sources.lora.product import saved_name, scaled
@@ -26,7 +25,7 @@ from trainer_adapters.sources.selection import Rules
 __all__ = ["LoRAAdapter"]
 
 
-class LoRAAdapter(WeightSource):
+class LoRAAdapter(WrappingSource):
     """A source for adapter `adapter` of a PEFT model, sharded by `fully_shard`, of DTensors, or unsharded, active or not.
 
     Send it as the group `lora.NAME`, where NAME is the engine's name of the adapter: `SyncManager(group="lora.policy")`.
@@ -75,20 +74,6 @@ class LoRAAdapter(WeightSource):
 
     def kept_equal(self) -> Iterator[LocalSlice]:
         return self._scaled(self._ready().kept_equal())
-
-    def claims(self) -> tuple[Box, ...] | None:
-        return self._ready().claims()
-
-    def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
-        return self._source is not None and self._source.adopt_dtypes(rules)
-
-    @property
-    def follows_engine(self) -> bool:
-        return self._source is not None and self._source.follows_engine
-
-    @property
-    def engine_dtypes(self) -> Mapping[str, str]:
-        return self._source.engine_dtypes if self._source is not None else {}
 
     def _ready(self) -> WeightSource:
         if self._source is None:

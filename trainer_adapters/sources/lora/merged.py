@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import torch_dtype
-from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.base import LocalSlice, WeightSource, WrappingSource
 from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.lora.factors import PeftFactors, source_of
 from trainer_adapters.sources.lora.peft_model import AddedBias, AddedProduct, Addition, PeftStructure, structure_of
@@ -42,7 +41,7 @@ class _AdaptedTensor:
     target: Target
 
 
-class MergedLoRAAdapter(WeightSource):
+class MergedLoRAAdapter(WrappingSource):
     """A source for a PEFT model with LoRA adapters, sharded by `fully_shard`, of DTensors, or unsharded: the base model
     with its active adapters merged in.
 
@@ -83,7 +82,7 @@ class MergedLoRAAdapter(WeightSource):
         }
         self._structure = PeftStructure()
         self._seen: set[str] = set()
-        self._base: WeightSource | None = None
+        self._source: WeightSource | None = None
         self._manifest = Manifest(())
         self._adapted: dict[int, _AdaptedTensor] = {}
 
@@ -92,10 +91,10 @@ class MergedLoRAAdapter(WeightSource):
 
     def manifest(self) -> Manifest:
         structure = structure_of(self._model)
-        if structure.inside != self._structure.inside or self._base is None:  # names in the base would be the old ones
-            self._base = source_of(self._model, self._final_name, self._ranks, **self._options)
+        if structure.inside != self._structure.inside or self._source is None:  # its names would be the old ones
+            self._source = source_of(self._model, self._final_name, self._ranks, **self._options)
         self._structure = structure
-        self._manifest = self._base.manifest()
+        self._manifest = self._source.manifest()
         self._check_names()
         self._adapted = self._places()
         self._check_magnitudes()
@@ -111,27 +110,13 @@ class MergedLoRAAdapter(WeightSource):
     def kept_equal(self) -> Iterator[LocalSlice]:
         return self._merging(self._ready().kept_equal(), anew=False)
 
-    def claims(self) -> tuple[Box, ...] | None:
-        return self._ready().claims()
-
     def made_together(self) -> frozenset[int]:
         self._ready()
         return frozenset(self._adapted) if self._factors.sharded else frozenset()
 
-    def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
-        return self._base is not None and self._base.adopt_dtypes(rules)
-
-    @property
-    def follows_engine(self) -> bool:
-        return self._base is not None and self._base.follows_engine
-
-    @property
-    def engine_dtypes(self) -> Mapping[str, str]:
-        return self._base.engine_dtypes if self._base is not None else {}
-
     def _ready(self) -> WeightSource:
         """The base model's source. Raises `ManifestMismatch` if adapters have changed since the manifest was made."""
-        if self._base is None:
+        if self._source is None:
             self.manifest()
         elif structure_of(self._model) != self._structure:
             raise ManifestMismatch(
@@ -139,8 +124,8 @@ class MergedLoRAAdapter(WeightSource):
                 hint="start the update again: each one makes a manifest of its own",
                 side="trainer",
             )
-        assert self._base is not None
-        return self._base
+        assert self._source is not None
+        return self._source
 
     def _merging(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
         factors = self._factors.whole(anew=anew)
@@ -218,7 +203,7 @@ class MergedLoRAAdapter(WeightSource):
         """Raises `ManifestMismatch` for DoRA if a rank has parts of rows: DoRA scales each row by its norm."""
         cut = [
             self._manifest.describe(box)
-            for box in (self._base.claims() if self._base is not None else None) or ()
+            for box in (self._source.claims() if self._source is not None else None) or ()
             if (adapted := self._adapted.get(box.tensor)) is not None
             and any(isinstance(a, AddedProduct) and a.magnitude for a in adapted.additions)
             and box.sizes[-1] != self._manifest.tensors[box.tensor].shape[-1]

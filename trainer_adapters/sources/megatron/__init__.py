@@ -24,22 +24,7 @@ from trainer_adapters.sources.megatron.rules import (
 )
 
 __all__ = [
-    "PADDING",
-    "QKV",
-    "Architecture",
-    "ColumnParallel",
-    "GatedMLP",
-    "ModelDims",
-    "Norm",
-    "NotSent",
-    "Replicated",
-    "RowParallel",
-    "Rule",
-    "Run",
-    "VocabParallel",
-    "architectures",
-    "decoder_layer",
-    "families",
-    "megatron_architecture",
-    "mtp_layer",
-]
+    "PADDING", "QKV", "Architecture", "ColumnParallel", "GatedMLP", "ModelDims", "Norm", "NotSent", "Replicated",
+    "RowParallel", "Rule", "Run", "VocabParallel", "architectures", "decoder_layer", "families",
+    "megatron_architecture", "mtp_layer",
+]  # fmt: skip

@@ -24,20 +24,9 @@ import torch
 from trainer_adapters.sources.megatron.dims import ModelDims
 
 __all__ = [
-    "PADDING",
-    "QKV",
-    "ColumnParallel",
-    "GatedMLP",
-    "Norm",
-    "NotSent",
-    "Replicated",
-    "RowParallel",
-    "Rule",
-    "Run",
-    "VocabParallel",
-    "decoder_layer",
-    "mtp_layer",
-]
+    "PADDING", "QKV", "ColumnParallel", "GatedMLP", "Norm", "NotSent", "Replicated", "RowParallel", "Rule", "Run",
+    "VocabParallel", "decoder_layer", "mtp_layer",
+]  # fmt: skip
 
 PADDING = -1
 """`Run.part` of rows that are in no checkpoint tensor."""
