@@ -11,15 +11,6 @@ from inference_plugin.devices.registry import DEVICES, device_of, in_use, presen
 from inference_plugin.devices.threads import start_thread
 
 __all__ = [
-    "DEVICES",
-    "Device",
-    "Digests",
-    "Mark",
-    "Queue",
-    "SharedMemory",
-    "Unused",
-    "device_of",
-    "in_use",
-    "present",
+    "DEVICES", "Device", "Digests", "Mark", "Queue", "SharedMemory", "Unused", "device_of", "in_use", "present",
     "start_thread",
-]
+]  # fmt: skip

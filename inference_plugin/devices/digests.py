@@ -26,16 +26,8 @@ from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = [
-    "BLOCK_BYTES",
-    "KEYS",
-    "LANES",
-    "LAST_KEYS",
-    "SCRAMBLE_KEYS",
-    "STARTS",
-    "BlockDigests",
-    "Digests",
-    "TorchDigests",
-]
+    "BLOCK_BYTES", "KEYS", "LANES", "LAST_KEYS", "SCRAMBLE_KEYS", "STARTS", "BlockDigests", "Digests", "TorchDigests",
+]  # fmt: skip
 
 LANES = 8
 STRIPES = 16

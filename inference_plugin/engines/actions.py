@@ -15,20 +15,9 @@ from inference_plugin.engines.operations import RankOperation
 from inference_plugin.wire.messages import Committed, InFlight, MemoryTag
 
 __all__ = [
-    "AnnounceCommit",
-    "Ask",
-    "EngineAction",
-    "Finish",
-    "Hold",
-    "NoteSpan",
-    "Publish",
-    "Refuse",
-    "Rest",
-    "ResumeSteps",
-    "Steps",
-    "StopSteps",
-    "TellListeners",
-]
+    "AnnounceCommit", "Ask", "EngineAction", "Finish", "Hold", "NoteSpan", "Publish", "Refuse", "Rest", "ResumeSteps",
+    "Steps", "StopSteps", "TellListeners",
+]  # fmt: skip
 
 
 class Ask(Struct, frozen=True):

@@ -15,21 +15,9 @@ from inference_plugin.wire.errors import SyncTimeout
 from inference_plugin.wire.messages import Body, Commit, Verify
 
 __all__ = [
-    "AllRead",
-    "Asked",
-    "Command",
-    "ManagerEnded",
-    "NotSubmitted",
-    "Overwritten",
-    "Perform",
-    "Performed",
-    "PublishCard",
-    "Reply",
-    "Start",
-    "Submit",
-    "Tick",
-    "Turn",
-]
+    "AllRead", "Asked", "Command", "ManagerEnded", "NotSubmitted", "Overwritten", "Perform", "Performed", "PublishCard",
+    "Reply", "Start", "Submit", "Tick", "Turn",
+]  # fmt: skip
 
 Start: TypeAlias = Callable[[], Steps[Body]]
 

@@ -22,18 +22,9 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "Boundary",
-    "Path",
-    "captured_by",
-    "child_at",
-    "copied",
-    "equivalent",
-    "helpers_under",
-    "is_helper",
-    "state_of",
-    "tensors_under",
-    "words",
-]
+    "Boundary", "Path", "captured_by", "child_at", "copied", "equivalent", "helpers_under", "is_helper", "state_of",
+    "tensors_under", "words",
+]  # fmt: skip
 
 Path: TypeAlias = tuple[str | int, ...]
 """The attribute names, keys and positions that lead from a module to a value."""

@@ -16,16 +16,9 @@ from torch.utils._pytree import tree_leaves
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = [
-    "equal_bytes",
-    "flat",
-    "held_tensors",
-    "keys_by_name",
-    "named_tensors",
-    "storage_id",
-    "storage_views",
-    "with_data",
+    "equal_bytes", "flat", "held_tensors", "keys_by_name", "named_tensors", "storage_id", "storage_views", "with_data",
     "written_tensors",
-]
+]  # fmt: skip
 
 
 def storage_views(model: nn.Module) -> dict[str, Tensor]:

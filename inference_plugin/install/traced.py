@@ -13,15 +13,8 @@ from inference_plugin.install.storages import named_tensors, storage_id
 from inference_plugin.wire.geometry import Region, c_strides
 
 __all__ = [
-    "CopiedRegion",
-    "Derived",
-    "Joined",
-    "Refused",
-    "bindings",
-    "check_plain",
-    "destination",
-    "outermost_first",
-]
+    "CopiedRegion", "Derived", "Joined", "Refused", "bindings", "check_plain", "destination", "outermost_first",
+]  # fmt: skip
 
 
 class CopiedRegion(NamedTuple):

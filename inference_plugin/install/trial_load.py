@@ -17,15 +17,9 @@ from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = [
-    "POISON",
-    "LoaderCoverage",
-    "Materialised",
-    "check_trial_fits",
-    "loader_coverage",
-    "materialised",
-    "poisoned",
+    "POISON", "LoaderCoverage", "Materialised", "check_trial_fits", "loader_coverage", "materialised", "poisoned",
     "trial_tensors",
-]
+]  # fmt: skip
 
 POISON = 0xFF
 

@@ -33,31 +33,11 @@ from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError
 from inference_plugin.wire.messages import ReplicaCard
 
 __all__ = [
-    "boot_id",
-    "check_room",
-    "checked_job",
-    "discover",
-    "ipc_address",
-    "is_orphaned",
-    "is_published",
-    "job_name",
-    "listen_address",
-    "local_pools",
-    "local_registries",
-    "new_registry_address",
-    "new_replica_id",
-    "note_problem",
-    "note_start",
-    "problems",
-    "registry_address",
-    "remove_card",
-    "remove_replica",
-    "replace_file",
-    "runtime_dir",
-    "stale_replicas",
-    "starting",
-    "write_card",
-]
+    "boot_id", "check_room", "checked_job", "discover", "ipc_address", "is_orphaned", "is_published", "job_name",
+    "listen_address", "local_pools", "local_registries", "new_registry_address", "new_replica_id", "note_problem",
+    "note_start", "problems", "registry_address", "remove_card", "remove_replica", "replace_file", "runtime_dir",
+    "stale_replicas", "starting", "write_card",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,8 @@ from inference_plugin.wire.messages import ReplicaCard
 from inference_plugin.wire.reports import UpdateReport
 
 __all__ = [
-    "GroupRecord",
-    "ReplicaRecord",
-    "last_report",
-    "last_reports",
-    "record_of",
-    "save_record",
-    "save_report",
-]
+    "GroupRecord", "ReplicaRecord", "last_report", "last_reports", "record_of", "save_record", "save_report",
+]  # fmt: skip
 
 
 class GroupRecord(msgspec.Struct, frozen=True):

@@ -42,19 +42,9 @@ from inference_plugin.wire.tracing import carried, span
 from inference_plugin.wire.zone import ZoneLayout
 
 __all__ = [
-    "Delivery",
-    "Kept",
-    "Put",
-    "Receiver",
-    "Sender",
-    "Slice",
-    "Staging",
-    "Target",
-    "Transport",
-    "WriteStats",
-    "pieces_of",
-    "place_piece",
-]
+    "Delivery", "Kept", "Put", "Receiver", "Sender", "Slice", "Staging", "Target", "Transport", "WriteStats",
+    "pieces_of", "place_piece",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

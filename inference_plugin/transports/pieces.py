@@ -21,19 +21,9 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
 
 __all__ = [
-    "Bytes",
-    "DigestPass",
-    "DigestPasses",
-    "Lying",
-    "PieceRows",
-    "checked_dtype",
-    "in_segment",
-    "part_of",
-    "pieces_of",
-    "place_piece",
-    "rows_of_pieces",
-    "typed",
-]
+    "Bytes", "DigestPass", "DigestPasses", "Lying", "PieceRows", "checked_dtype", "in_segment", "part_of", "pieces_of",
+    "place_piece", "rows_of_pieces", "typed",
+]  # fmt: skip
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Contiguous bytes. numpy's calls cost a fraction of torch's, and a copy of this size needs one thread only."""

@@ -21,16 +21,9 @@ from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES
 from inference_plugin.wire.errors import ConfigError
 
 __all__ = [
-    "OTHER_VARIABLES",
-    "PIECE_BYTES",
-    "Config",
-    "Setting",
-    "misspelt_variables",
-    "settings",
-    "unknown_variables",
-    "variable_of",
-    "written",
-]
+    "OTHER_VARIABLES", "PIECE_BYTES", "Config", "Setting", "misspelt_variables", "settings", "unknown_variables",
+    "variable_of", "written",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

@@ -12,35 +12,12 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 __all__ = [
-    "ArgumentError",
-    "AuthError",
-    "BatchError",
-    "CommitFailed",
-    "ConfigError",
-    "DigestMismatch",
-    "EngineUnsupported",
-    "ErrorInfo",
-    "FetchFailed",
-    "FetchFailure",
-    "ManagerClosed",
-    "ManifestMismatch",
-    "NotFetched",
-    "NotFinite",
-    "PeerLost",
-    "PoolClosed",
-    "ProtocolError",
-    "ReplicaAsleep",
-    "RolloutFailed",
-    "StaleRollout",
-    "StoreFull",
-    "SyncTimeout",
-    "TornReplica",
-    "TransportUnavailable",
-    "UnknownKey",
-    "VersionConflict",
-    "WeightwireError",
+    "ArgumentError", "AuthError", "BatchError", "CommitFailed", "ConfigError", "DigestMismatch", "EngineUnsupported",
+    "ErrorInfo", "FetchFailed", "FetchFailure", "ManagerClosed", "ManifestMismatch", "NotFetched", "NotFinite",
+    "PeerLost", "PoolClosed", "ProtocolError", "ReplicaAsleep", "RolloutFailed", "StaleRollout", "StoreFull",
+    "SyncTimeout", "TornReplica", "TransportUnavailable", "UnknownKey", "VersionConflict", "WeightwireError",
     "first_few",
-]
+]  # fmt: skip
 
 
 MAX_TEXT, MAX_NAME = 1 << 16, 256

@@ -12,14 +12,8 @@ from inference_plugin.wire.errors import ErrorInfo, WeightwireError
 from inference_plugin.wire.messages import MemoryTag, ReplicaState
 
 __all__ = [
-    "PauseReport",
-    "ReplicaPause",
-    "ReplicaReport",
-    "ReplicaVerify",
-    "UpdateReport",
-    "VerifyReport",
-    "gib",
-]
+    "PauseReport", "ReplicaPause", "ReplicaReport", "ReplicaVerify", "UpdateReport", "VerifyReport", "gib",
+]  # fmt: skip
 
 GIB = 1 << 30
 PHASES = ("scan", "agree", "stage", "seal", "commit")

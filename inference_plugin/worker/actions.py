@@ -14,32 +14,10 @@ from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.messages import Bucket, GroupOpened, GroupState, OpenGroup, Relay
 
 __all__ = [
-    "Action",
-    "AgreeOnTerms",
-    "Cancel",
-    "CheckPieces",
-    "CleanUp",
-    "CloseWork",
-    "DropStaging",
-    "Fail",
-    "FreeMemory",
-    "KeepTerms",
-    "MapStaging",
-    "Mapped",
-    "PassOn",
-    "PutInForce",
-    "ReadingState",
-    "ReceiveBucket",
-    "Reply",
-    "SettleStaging",
-    "Stage",
-    "StartWork",
-    "StateChanged",
-    "Terms",
-    "Warn",
-    "WayBack",
-    "Work",
-]
+    "Action", "AgreeOnTerms", "Cancel", "CheckPieces", "CleanUp", "CloseWork", "DropStaging", "Fail", "FreeMemory",
+    "KeepTerms", "MapStaging", "Mapped", "PassOn", "PutInForce", "ReadingState", "ReceiveBucket", "Reply",
+    "SettleStaging", "Stage", "StartWork", "StateChanged", "Terms", "Warn", "WayBack", "Work",
+]  # fmt: skip
 
 # --- work: what takes time. One at a time for each group, but for `Stage`, which runs beside it -----------------------
 

@@ -14,28 +14,10 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Body
 
 __all__ = [
-    "Awake",
-    "CheckReading",
-    "CheckSealed",
-    "CheckStream",
-    "CloseAll",
-    "Event",
-    "Finished",
-    "Install",
-    "MaySleep",
-    "Process",
-    "ReleaseCheck",
-    "Request",
-    "StartFinish",
-    "StartReading",
-    "StartUndo",
-    "StopReading",
-    "Tear",
-    "TearAll",
-    "Tick",
-    "Undone",
-    "WorkEnded",
-]
+    "Awake", "CheckReading", "CheckSealed", "CheckStream", "CloseAll", "Event", "Finished", "Install", "MaySleep",
+    "Process", "ReleaseCheck", "Request", "StartFinish", "StartReading", "StartUndo", "StopReading", "Tear", "TearAll",
+    "Tick", "Undone", "WorkEnded",
+]  # fmt: skip
 
 Process = tuple[int, int]
 """A process of this host: its pid and its start."""

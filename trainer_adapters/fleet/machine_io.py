@@ -17,29 +17,10 @@ if TYPE_CHECKING:
     from inference_plugin.transports.base import Kept
 
 __all__ = [
-    "Action",
-    "Agreed",
-    "CardsSeen",
-    "CatchUp",
-    "CaughtUp",
-    "Closed",
-    "Event",
-    "Generation",
-    "GroupClosed",
-    "NotCaughtUp",
-    "ReplicaState",
-    "ReplicaStatus",
-    "Retained",
-    "RetainedVersion",
-    "SegmentTaken",
-    "Settled",
-    "Tell",
-    "Tick",
-    "TookPart",
-    "Unreachable",
-    "UpdateBegan",
-    "UpdateEnded",
-]
+    "Action", "Agreed", "CardsSeen", "CatchUp", "CaughtUp", "Closed", "Event", "Generation", "GroupClosed",
+    "NotCaughtUp", "ReplicaState", "ReplicaStatus", "Retained", "RetainedVersion", "SegmentTaken", "Settled", "Tell",
+    "Tick", "TookPart", "Unreachable", "UpdateBegan", "UpdateEnded",
+]  # fmt: skip
 
 ReplicaState: TypeAlias = Literal["joining", "current", "behind", "torn", "lost"]
 """`joining`: the replica has not taken the group yet. `current`: it serves the group's last version. `behind`: it serves an

@@ -18,35 +18,10 @@ from trainer_adapters.fleet.machine_io import Agreed
 from trainer_adapters.settings import Stragglers
 
 __all__ = [
-    "AT_WORK",
-    "TellAbort",
-    "AbortAll",
-    "Action",
-    "Answered",
-    "Ask",
-    "AskToOpen",
-    "BeginAll",
-    "CommitAll",
-    "Drop",
-    "Dropped",
-    "EndStream",
-    "Event",
-    "Holds",
-    "INSTALLING_S",
-    "LeaveBehind",
-    "Joining",
-    "ENDED",
-    "OpenAll",
-    "Participant",
-    "SEAL_WAIT_S",
-    "SealAll",
-    "State",
-    "Step",
-    "StopWaiting",
-    "TermsAgreed",
-    "Terms",
-    "Tick",
-]
+    "AT_WORK", "TellAbort", "AbortAll", "Action", "Answered", "Ask", "AskToOpen", "BeginAll", "CommitAll", "Drop",
+    "Dropped", "EndStream", "Event", "Holds", "INSTALLING_S", "LeaveBehind", "Joining", "ENDED", "OpenAll",
+    "Participant", "SEAL_WAIT_S", "SealAll", "State", "Step", "StopWaiting", "TermsAgreed", "Terms", "Tick",
+]  # fmt: skip
 
 
 INSTALLING_S = 4.0

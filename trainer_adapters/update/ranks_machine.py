@@ -19,17 +19,8 @@ from inference_plugin.wire.messages import Failed, Go, Outcome, Ready, Wrote
 from trainer_adapters.update.turns import Turns
 
 __all__ = [
-    "EnterOperation",
-    "FailAll",
-    "Gather",
-    "Gone",
-    "RanksMachine",
-    "Reply",
-    "Said",
-    "SendGo",
-    "SendOutcome",
-    "Tick",
-]
+    "EnterOperation", "FailAll", "Gather", "Gone", "RanksMachine", "Reply", "Said", "SendGo", "SendOutcome", "Tick",
+]  # fmt: skip
 
 HINT = (
     "call update and verify on every rank, in one order and with the same versions; as soon as all ranks call the same "

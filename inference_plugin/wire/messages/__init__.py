@@ -61,119 +61,24 @@ from inference_plugin.wire.messages.worker import (
 )
 
 __all__ = [
-    "PROTOCOL_VERSION",
-    "Abort",
-    "Announce",
-    "Announced",
-    "AskStands",
-    "Begin",
-    "Begun",
-    "Body",
-    "BoxDigest",
-    "Bucket",
-    "ClearTasks",
-    "CloseGroup",
-    "Commit",
-    "Committed",
-    "Describe",
-    "Done",
-    "EndLeases",
-    "Envelope",
-    "Failed",
-    "Go",
-    "GoTransport",
-    "GroupOpened",
-    "GroupState",
-    "GroupStatus",
-    "Hop",
-    "InFlight",
-    "InstallPolicy",
-    "Lease",
-    "Leased",
-    "Leave",
-    "LeavePool",
-    "MemoryTag",
-    "OpenGroup",
-    "Outcome",
-    "Pause",
-    "Pull",
-    "Pulled",
-    "RankCommit",
-    "RankVerify",
-    "Ready",
-    "Register",
-    "Relay",
-    "Relaying",
-    "Release",
-    "Renew",
-    "RenewPause",
-    "ReplicaCard",
-    "ReplicaState",
-    "Resume",
-    "Seal",
-    "Sealed",
-    "Sender",
-    "SleepLevel",
-    "Stands",
-    "Take",
-    "TakesBytes",
-    "Target",
-    "TasksCleared",
-    "Verified",
-    "Verify",
-    "Work",
-    "WorkerCard",
-    "Wrote",
-]
+    "PROTOCOL_VERSION", "Abort", "Announce", "Announced", "AskStands", "Begin", "Begun", "Body", "BoxDigest", "Bucket",
+    "ClearTasks", "CloseGroup", "Commit", "Committed", "Describe", "Done", "EndLeases", "Envelope", "Failed", "Go",
+    "GoTransport", "GroupOpened", "GroupState", "GroupStatus", "Hop", "InFlight", "InstallPolicy", "Lease", "Leased",
+    "Leave", "LeavePool", "MemoryTag", "OpenGroup", "Outcome", "Pause", "Pull", "Pulled", "RankCommit", "RankVerify",
+    "Ready", "Register", "Relay", "Relaying", "Release", "Renew", "RenewPause", "ReplicaCard", "ReplicaState", "Resume",
+    "Seal", "Sealed", "Sender", "SleepLevel", "Stands", "Take", "TakesBytes", "Target", "TasksCleared", "Verified",
+    "Verify", "Work", "WorkerCard", "Wrote",
+]  # fmt: skip
 
 Body = (
-    Describe
-    | OpenGroup
-    | Begin
-    | Bucket
-    | AskStands
-    | Relay
-    | Seal
-    | Renew
-    | Abort
-    | Release
-    | CloseGroup
-    | Commit
-    | Verify
-    | Pause
-    | RenewPause
-    | Resume
-    | Register
-    | Leave
-    | Ready
-    | Wrote
-    | Go
-    | Outcome
-    | Done
-    | Failed
-    | WorkerCard
-    | ReplicaCard
-    | GroupOpened
-    | Begun
-    | TakesBytes
-    | Relaying
-    | Sealed
-    | Committed
-    | Stands
-    | Verified
-    | Take
-    | Work
-    | Announce
-    | Announced
-    | LeavePool
-    | Lease
-    | EndLeases
-    | Pull
-    | ClearTasks
-    | Leased
-    | Pulled
-    | TasksCleared
-)
+    Describe | ReplicaCard | WorkerCard | Register | Leave | Done | Failed
+    | OpenGroup | GroupOpened | Begin | Begun | Bucket | AskStands | TakesBytes | Relay | Relaying  # to a worker
+    | Seal | Sealed | Renew | Abort | Release | CloseGroup
+    | Commit | Committed | Verify | Verified | Pause | RenewPause | Resume | Stands  # to a coordinator
+    | Ready | Go | Wrote | Outcome  # between trainer ranks
+    | Take | Work | Announce | Announced | LeavePool  # between rollout workers and a pool
+    | Lease | Leased | EndLeases | Pull | Pulled | ClearTasks | TasksCleared  # to an owner's store
+)  # fmt: skip
 
 
 class Envelope(msgspec.Struct, frozen=True):

@@ -13,22 +13,9 @@ import msgspec
 from inference_plugin.wire.messages.common import Count, Description, Sender, Session
 
 __all__ = [
-    "MAX_PULL_BYTES",
-    "MAX_TASKS",
-    "MAX_WANTED",
-    "ClearTasks",
-    "Cut",
-    "EndLeases",
-    "Lease",
-    "LeaseEnd",
-    "Leased",
-    "Place",
-    "Pull",
-    "Pulled",
-    "RefusedShard",
-    "TasksCleared",
-    "WantedShard",
-]
+    "MAX_PULL_BYTES", "MAX_TASKS", "MAX_WANTED", "ClearTasks", "Cut", "EndLeases", "Lease", "LeaseEnd", "Leased",
+    "Place", "Pull", "Pulled", "RefusedShard", "TasksCleared", "WantedShard",
+]  # fmt: skip
 
 MAX_WANTED = 1 << 14
 """Shards in one request."""

@@ -21,18 +21,9 @@ from inference_plugin.wire.messages.common import (
 )
 
 __all__ = [
-    "BoxDigest",
-    "Commit",
-    "Committed",
-    "Pause",
-    "RankCommit",
-    "RankVerify",
-    "RenewPause",
-    "Resume",
-    "Stands",
-    "Verified",
-    "Verify",
-]
+    "BoxDigest", "Commit", "Committed", "Pause", "RankCommit", "RankVerify", "RenewPause", "Resume", "Stands",
+    "Verified", "Verify",
+]  # fmt: skip
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):

@@ -14,21 +14,9 @@ from inference_plugin.wire.errors import ErrorInfo
 from inference_plugin.wire.messages.common import Count, ReplicaId, Seconds, Word
 
 __all__ = [
-    "MAX_ANNOUNCED",
-    "MAX_CLEARED",
-    "MAX_ENTRIES_BYTES",
-    "MAX_SLOTS",
-    "MAX_TAGS",
-    "MAX_TASK_BYTES",
-    "Announce",
-    "Announced",
-    "AssignedTask",
-    "Finished",
-    "LeavePool",
-    "Take",
-    "TaskRef",
-    "Work",
-]
+    "MAX_ANNOUNCED", "MAX_CLEARED", "MAX_ENTRIES_BYTES", "MAX_SLOTS", "MAX_TAGS", "MAX_TASK_BYTES", "Announce",
+    "Announced", "AssignedTask", "Finished", "LeavePool", "Take", "TaskRef", "Work",
+]  # fmt: skip
 
 MAX_SLOTS = 1 << 14
 """Tasks that one worker runs at a time."""

@@ -33,23 +33,9 @@ from inference_plugin.wire.messages.common import (
 )
 
 __all__ = [
-    "Abort",
-    "AskStands",
-    "Begin",
-    "Begun",
-    "Bucket",
-    "CloseGroup",
-    "GroupOpened",
-    "Hop",
-    "OpenGroup",
-    "Relay",
-    "Relaying",
-    "Release",
-    "Renew",
-    "Seal",
-    "Sealed",
-    "TakesBytes",
-]
+    "Abort", "AskStands", "Begin", "Begun", "Bucket", "CloseGroup", "GroupOpened", "Hop", "OpenGroup", "Relay",
+    "Relaying", "Release", "Renew", "Seal", "Sealed", "TakesBytes",
+]  # fmt: skip
 
 
 class OpenGroup(msgspec.Struct, frozen=True, tag="open"):
