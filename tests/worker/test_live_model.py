@@ -1,6 +1,8 @@
-"""What the brake goes by: whether the engine is decoding."""
+"""What an engine's model tells of itself: whether the engine is decoding, and how much memory a rank may take."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 from inference_plugin.engines import live_model as live
 from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.skeleton import Skeleton
 
 
 def test_an_engine_is_decoding_through_all_of_a_step_and_a_while_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +31,25 @@ def test_a_step_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError), model.step():
         raise RuntimeError
     assert not model.decoding()
+
+
+def test_a_draft_and_its_served_model_as_one_count_on_one_ranks_part_of_the_free_memory() -> None:
+    from inference_plugin.engines.vllm.model import VllmModel
+    from inference_plugin.engines.vllm.together import TogetherModel
+
+    settings = SimpleNamespace(dtype=torch.float32, enforce_eager=True, enable_sleep_mode=False)
+    served, draft = (
+        VllmModel(
+            nn.Sequential(nn.Linear(2, 2)),
+            torch.device("cpu"),
+            SimpleNamespace(model_config=settings),
+            settings,
+            Skeleton(nn.Sequential(nn.Linear(2, 2, device="meta")), {}),
+        )
+        for _ in range(2)
+    )
+    served.ranks = draft.ranks = 2
+    together = TogetherModel(served, draft)
+    served.free_bytes = together.free_bytes = lambda: 1000  # type: ignore[method-assign]
+    assert served.free_share_bytes() == together.free_share_bytes() == 500
+    assert together.free_share_bytes(5) == 100
