@@ -6,7 +6,6 @@ import argparse
 import gc
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from inference_plugin.wire.reports import UpdateReport
-from weightwire import SyncManager
 
 BATCH, LENGTH = 2, 16
 
@@ -49,14 +47,6 @@ def leave() -> None:
 def device() -> torch.device:
     """This rank's own, whose memory the process group moves."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def next_versions(manager: SyncManager, steps: int) -> Iterator[int]:
-    """As many versions as there are steps, above what the engines serve. The ranks ask rank 0."""
-    newest = max([v or 0 for v in manager.versions().values()] or [0]) if dist.get_rank() == 0 else 0
-    served = torch.tensor([newest], device=device())
-    dist.broadcast(served, 0)
-    return iter(range(int(served) + 1, int(served) + 1 + steps))
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 import torch
-from common import begin, device, export, leave, next_versions, tell, train_step
+from common import begin, device, export, leave, tell, train_step
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM
@@ -26,9 +26,9 @@ def main() -> None:
 
     source = FSDPAdapter(model)
     with SyncManager() as manager:
-        for version in next_versions(manager, arguments.steps):
-            train_step(model, optimizer, seed=version)
-            tell(manager.update(source, version))
+        for step in range(arguments.steps):
+            train_step(model, optimizer, seed=step)
+            tell(manager.update(source))
     export(model, arguments.model, arguments.export)
 
 

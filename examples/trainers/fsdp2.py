@@ -6,7 +6,7 @@ torchrun --nproc-per-node 4 examples/trainers/fsdp2.py MODEL [--steps 2] [--expo
 from __future__ import annotations
 
 import torch
-from common import begin, export, leave, next_versions, tell, train_step
+from common import begin, export, leave, tell, train_step
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -23,9 +23,9 @@ def main() -> None:
 
     source = FSDPAdapter(model)
     with SyncManager() as manager:
-        for version in next_versions(manager, arguments.steps):
-            train_step(model, optimizer, seed=version)
-            tell(manager.update(source, version))
+        for step in range(arguments.steps):
+            train_step(model, optimizer, seed=step)
+            tell(manager.update(source))
     export(model, arguments.model, arguments.export)
 
 

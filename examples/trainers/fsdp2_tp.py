@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import begin, export, leave, next_versions, tell, train_step
+from common import begin, export, leave, tell, train_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -42,9 +42,9 @@ def main() -> None:
 
     source = DTensorAdapter(model)
     with SyncManager() as manager:
-        for version in next_versions(manager, arguments.steps):
-            train_step(model, optimizer, seed=version)
-            tell(manager.update(source, version))
+        for step in range(arguments.steps):
+            train_step(model, optimizer, seed=step)
+            tell(manager.update(source))
     export(model, arguments.model, arguments.export)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import begin, leave, next_versions, tell, train_step
+from common import begin, leave, tell, train_step
 from peft import LoraConfig, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -35,9 +35,9 @@ def main() -> None:
 
     source = MergedLoRAAdapter(model)
     with SyncManager() as manager:
-        for version in next_versions(manager, arguments.steps):
-            train_step(model, optimizer, seed=version)
-            tell(manager.update(source, version))
+        for step in range(arguments.steps):
+            train_step(model, optimizer, seed=step)
+            tell(manager.update(source))
     export_merged(model, arguments.model, arguments.export)
 
 

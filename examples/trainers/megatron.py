@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import BATCH, LENGTH, begin, leave, next_versions, tell, write_checkpoint
+from common import BATCH, LENGTH, begin, leave, tell, write_checkpoint
 from megatron.bridge import AutoBridge
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -34,9 +34,9 @@ def main() -> None:
 
     source = MegatronAdapter(model, bridge.hf_pretrained.config)
     with SyncManager() as manager:
-        for version in next_versions(manager, arguments.steps):
-            train_step(model, optimizer, provider.vocab_size, seed=version)
-            tell(manager.update(source, version))
+        for step in range(arguments.steps):
+            train_step(model, optimizer, provider.vocab_size, seed=step)
+            tell(manager.update(source))
     if arguments.export:
         tensors = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
         write_checkpoint(tensors, arguments.model, arguments.export)

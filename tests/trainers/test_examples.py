@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,19 +34,6 @@ def test_a_rank_has_its_own_device_before_anything_takes_the_current_one_for_it(
     monkeypatch.setattr(sys, "argv", ["example", "model"])
     common.begin("")
     assert done == [("device", 3), ("group", "nccl")]
-
-
-def test_what_is_broadcast_lies_on_the_device_of_the_process_group(
-    common: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL moves no CPU memory; the meta device stands for a GPU."""
-    devices = []
-    monkeypatch.setattr(common, "device", lambda: torch.device("meta"))
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, _: devices.append(tensor.device.type))
-    with pytest.raises(RuntimeError, match="meta"):  # a broadcast has no result there
-        common.next_versions(SimpleNamespace(versions=lambda: {"a": 4}), 2)
-    assert devices == ["meta"]
 
 
 ENDS = """
