@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.base import WeightSource
-from trainer_adapters.sources.lora_layers import has_lora_layers
 from trainer_adapters.sources.selection import DtypeRules
-from trainer_adapters.sources.sharded import is_dtensor, is_fully_sharded, is_wrapped_by_fsdp1
+from trainer_adapters.sources.sharded import has_lora_layers, is_dtensor, is_fully_sharded, is_wrapped_by_fsdp1
 from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
 
 if TYPE_CHECKING:

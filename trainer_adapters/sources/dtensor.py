@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Placement
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from trainer_adapters.sources.base import LocalSlice
-from trainer_adapters.sources.lora_layers import refuse_lora_layers
 from trainer_adapters.sources.module import Buffers, SourceOfModule, module_stream
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Dims, Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import Inspection, LocalShards, ScanOptions, memory_of, why_not_plain
 from trainer_adapters.sources.selection import Rules
+from trainer_adapters.sources.sharded import refuse_lora_layers
 
 __all__ = ["DTensorAdapter", "ShardedSource"]
 

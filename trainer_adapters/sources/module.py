@@ -11,11 +11,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from trainer_adapters.sources.experts import checkpoint_layout
-from trainer_adapters.sources.lora_layers import refuse_lora_layers
 from trainer_adapters.sources.plan import Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards, Pairs, ScannedSource, ScanOptions, Stream
 from trainer_adapters.sources.selection import Rules
-from trainer_adapters.sources.sharded import is_fully_sharded, is_wrapped_by_fsdp1
+from trainer_adapters.sources.sharded import is_fully_sharded, is_wrapped_by_fsdp1, refuse_lora_layers
 
 __all__ = ["Buffers", "ModuleAdapter", "SourceOfModule", "module_stream", "module_ties", "walk"]
 

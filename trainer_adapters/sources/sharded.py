@@ -1,17 +1,22 @@
-"""Tests whether torch has sharded a module or a tensor, without importing torch's sharding modules.
+"""Tests whether torch has sharded a module or a tensor, and whether a module has PEFT's adapters, without importing torch's
+sharding modules or PEFT.
 
-That import takes seconds, and a trainer that shards has already made it: no object exists of a class that nobody imported.
+That takes seconds, and a trainer that uses them has already done it: no object exists of a class that nobody imported.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from inference_plugin.wire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "is_fully_sharded", "is_wrapped_by_fsdp1"]
+__all__ = ["has_lora_layers", "is_dtensor", "is_fully_sharded", "is_wrapped_by_fsdp1", "refuse_lora_layers"]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -27,6 +32,23 @@ def is_fully_sharded(module: object) -> bool:
 def is_wrapped_by_fsdp1(module: object) -> bool:
     """Whether this is a FullyShardedDataParallel, which holds the module that it wraps."""
     return _is("torch.distributed.fsdp", "FullyShardedDataParallel", module)
+
+
+def has_lora_layers(model: torch.nn.Module) -> bool:
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and any(isinstance(part, tuners.BaseTunerLayer) for part in model.modules())
+
+
+def refuse_lora_layers(model: torch.nn.Module, rename: object) -> None:
+    """Raises `ArgumentError` for a model with adapters, unless a `rename` is given: no engine knows PEFT's names, and the base
+    weights alone are not what was trained."""
+    if rename is None and has_lora_layers(model):
+        raise ArgumentError(
+            "this model has PEFT adapters",
+            hint="for LoRA use MergedLoRAAdapter, which sends the base model with the adapters merged in, or LoRAAdapter for the "
+            "adapter alone; `update(model)` finds the first by itself",
+            side="trainer",
+        )
 
 
 def _is(module: str, name: str, value: object) -> bool:
