@@ -270,7 +270,8 @@ class SyncManager:
         return self._fleet.cards() if self._fleet is not None else self.settings.chosen(addresses.discover())
 
     def wait_for_replicas(self, count: int, *, timeout_s: float) -> list[ReplicaCard]:
-        """Rank 0: `discover()` once at least `count` replicas are there. Raises `SyncTimeout`. Not collective."""
+        """Rank 0: `discover()` once at least `count` replicas are there. Raises `SyncTimeout`. Not collective: if other ranks
+        call `update` meanwhile, their `timeout_s` runs."""
         self._thread.check_open()
         return leading(self._fleet).wait(count, timeout_s)
 
