@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import zmq
 
 from inference_plugin.net import curve
 from inference_plugin.net.addresses import boot_id
-from inference_plugin.net.gate import check_room
+from inference_plugin.net.gate import check_room, check_threads
 from inference_plugin.net.link import LastWords, Link
 from inference_plugin.net.processes import ProcessWatch
 from inference_plugin.wire import codec
@@ -39,7 +40,7 @@ class Channel(Closing):
     Where `pid`, `start_ticks` and `peer_boot_id` name a process of this host, a wait ends with `PeerLost` when that process
     dies. `silence_s` is used on TCP; the default is the environment's (see `Config`). With `resends` false a request is sent
     only once: for a peer that replies when others are ready, not when it is asked. Raises `TransportUnavailable` where too few
-    descriptors are free: libzmq would abort the process.
+    descriptors are free, or no thread can be started: libzmq would abort the process.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Channel(Closing):
         self._resend_at_s = math.inf
         self._process: ProcessWatch | None = None
         check_room(DESCRIPTORS)
-        self._socket = (context or zmq.Context.instance()).socket(zmq.REQ)
+        self._socket = (context or _context_of_process()).socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._last_words: LastWords | None = None
         self._link: Link | None = None
@@ -230,6 +231,19 @@ def coordinator_channel(card: ReplicaCard, silence_s: float | None = None) -> Ch
 def worker_channel(card: ReplicaCard, worker: WorkerCard, silence_s: float | None = None) -> Channel:
     """A channel to one of a replica's workers, for the calling thread."""
     return _member(card, worker, side="worker", rank=worker.rank, silence_s=silence_s)
+
+
+_started: weakref.WeakSet[zmq.Context[Any]] = weakref.WeakSet()
+"""Contexts whose threads run."""
+
+
+def _context_of_process() -> zmq.Context[Any]:
+    """This process's context. Raises `TransportUnavailable` where its threads can't be started."""
+    context: zmq.Context[Any] = zmq.Context.instance()
+    if context not in _started:
+        check_threads()
+        _started.add(context)
+    return context
 
 
 def _member(card: ReplicaCard, peer: ReplicaCard | WorkerCard, **named: Any) -> Channel:

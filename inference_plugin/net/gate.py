@@ -29,7 +29,7 @@ import zmq
 
 from inference_plugin.wire.errors import TransportUnavailable
 
-__all__ = ["Gate", "check_room"]
+__all__ = ["Gate", "check_room", "check_threads"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ LEAST_RESERVE, MOST_RESERVE = 16, 512
 FIND_TIMEOUT_MS = 5000
 ACCEPT_TIMEOUT_MS = 1000
 COUNT_AGAIN_S = 10.0
+CONTEXT_THREADS = 2
+"""Threads that libzmq starts with the first socket of a context: one for input and output, one that ends sockets."""
+PROBE_S = 5.0
 REFUSALS_APART_MS = 10
 """Shortest time between two refusals, since a refused peer connects again at once."""
 
@@ -232,6 +235,28 @@ def check_room(count: int) -> None:
             raise _too_few(f"{soft - any_fd} of {soft} are free")
     finally:
         os.close(any_fd)
+
+
+def check_threads() -> None:
+    """Raises `TransportUnavailable` where this process can't start the threads of a libzmq context: libzmq would abort it. To be
+    called before the first socket of a context is made."""
+    stop = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(CONTEXT_THREADS):
+            thread = threading.Thread(target=stop.wait, args=(PROBE_S,), name="weightwire-probe", daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise TransportUnavailable(
+            f"no thread can be started for a socket: {error}",
+            hint="raise the limit of processes or of memory (ulimit -u, ulimit -v, or the control group's pids.max)",
+            phase="start",
+        ) from error
+    finally:
+        stop.set()
+        for thread in started:
+            thread.join(PROBE_S)
 
 
 def _too_few(text: str) -> TransportUnavailable:

@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 
 from inference_plugin.net.curve import VARIABLE, Guard, job_key
-from inference_plugin.net.gate import Gate, check_room
+from inference_plugin.net.gate import Gate, check_room, check_threads
 from inference_plugin.wire.errors import AuthError, ConfigError
 
 __all__ = ["MEND_EVERY_S", "Listener", "check_listen_address", "listens_on", "make_private"]
@@ -43,7 +43,7 @@ class Listener:
     `listen` is `ipc://PATH`, or `tcp://HOST:PORT` with an address of this host or an interface's name; port `*` takes a free
     one. Raises `AuthError` for a TCP address that other hosts could reach without a key, or that does not tell them where to
     connect; for an address that can't be bound; for the path of a living socket or of any other file. Raises
-    `TransportUnavailable` where too few descriptors are free.
+    `TransportUnavailable` where too few descriptors are free, or no thread can be started.
 
     Peers are let in while the process has descriptors to spare; others are refused (`net.gate`).
     """
@@ -51,6 +51,7 @@ class Listener:
     def __init__(self, kind: int, listen: str, *, max_bytes: int) -> None:
         check_listen_address(listen)
         check_room(DESCRIPTORS)
+        check_threads()
         self.context = zmq.Context()
         self._guard: Guard | None = None
         self._gate: Gate | None = None

@@ -5,6 +5,7 @@ An error crosses processes as an `ErrorInfo` and is raised on the other side as 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -156,6 +157,8 @@ class WeightwireError(Exception):
             return error
         short = isinstance(error, MemoryError) or "can't start new thread" in str(error)
         hint = "the process has reached a limit of memory or of processes (`ulimit -a`); raise it" if short else ""
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            hint = "raise the limit of open files (ulimit -n)"
         wrapped = WeightwireError(f"{type(error).__name__}: {error}", hint=hint)
         wrapped.__cause__ = error
         return wrapped

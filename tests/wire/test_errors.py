@@ -78,6 +78,10 @@ def test_a_foreign_error_keeps_its_type_text_and_cause(foreign: Exception) -> No
     assert WeightwireError.wrap(wrapped) is wrapped
 
 
+def test_a_process_without_descriptors_is_told_which_limit_to_raise() -> None:
+    assert "ulimit -n" in WeightwireError.wrap(OSError(24, "Too many open files", "card")).hint
+
+
 def test_long_lists_are_cut_and_counted() -> None:
     assert first_few(["a", "b"]) == "a, b (2 in all)"
     assert first_few([str(i) for i in range(20)]) == "0, 1, 2, 3, 4, 5, 6, 7, ... (20 in all)"

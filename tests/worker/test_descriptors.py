@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from inference_plugin.wire import codec
 from inference_plugin.wire.errors import SyncTimeout, TransportUnavailable
 from inference_plugin.wire.messages import Describe, Pause, ReplicaCard, Resume, Sender, Stands, WorkerCard
 from tests.manager.conftest import start  # noqa: F401 -- a fixture
-from tests.support.rig import Rig, eventually, few_descriptors, gone
+from tests.support.rig import ROOT, Rig, eventually, few_descriptors, gone
 
 IDLE_PEERS = 200
 FLOOD = 1000
@@ -162,6 +165,34 @@ def test_a_socket_is_refused_with_a_typed_error_where_libzmq_would_end_the_proce
     with few_descriptors(5), pytest.raises(TransportUnavailable, match="too few file descriptors") as raised:
         socket(f"ipc://{tmp_path}/s")
     assert "ulimit -n" in raised.value.hint
+
+
+WITHOUT_THREADS = """
+import re, resource, sys
+from pathlib import Path
+import zmq
+from inference_plugin.net.channel import Channel
+from inference_plugin.net.listening import Listener
+from inference_plugin.wire.errors import TransportUnavailable
+
+size = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (size + (32 << 20), resource.RLIM_INFINITY))
+address = f"ipc://{sys.argv[1]}/s"
+for make in (lambda: Channel(address), lambda: Listener(zmq.ROUTER, address, max_bytes=1 << 20)):
+    try:
+        make()
+    except TransportUnavailable as error:
+        print(error.message, error.hint)
+"""
+
+
+def test_a_socket_is_refused_with_a_typed_error_where_no_thread_can_be_started(tmp_path: Path) -> None:
+    """Memory suffices for everything but a thread's stack."""
+    stack = functools.partial(resource.setrlimit, resource.RLIMIT_STACK, (64 << 20, resource.RLIM_INFINITY))
+    command = [sys.executable, "-c", WITHOUT_THREADS, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, preexec_fn=stack)
+    assert (ended.returncode, ended.stdout.count("no thread can be started for a socket")) == (0, 2), ended.stderr
+    assert "ulimit -u" in ended.stdout
 
 
 def test_a_listener_that_is_closed_leaves_no_descriptor(directory: Path) -> None:

@@ -185,7 +185,8 @@ class _Update:
             save_report(report)
         for replica in report.failed:
             words = "weightwire: replica %s failed to take version %d: %s"
-            logger.warning(words, replica.replica, self.version, replica.error)
+            text = WeightwireError.of(replica.error) if replica.error is not None else "lost"
+            logger.warning(words, replica.replica, self.version, text)
         return report
 
     def _agree(self) -> tuple[GoTransport, ...]:
