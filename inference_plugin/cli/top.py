@@ -18,17 +18,8 @@ from inference_plugin.net.records import last_reports, record_of
 __all__ = ["top"]
 
 REPLICA_COLUMNS = (
-    "replica",
-    "engine",
-    "state",
-    "group",
-    "version",
-    "behind",
-    "committed",
-    "commits",
-    "failed",
-    "stopped",
-)
+    "replica", "engine", "state", "group", "version", "behind", "committed", "commits", "failed", "stopped",
+)  # fmt: skip
 UPDATE_COLUMNS = ("group", "version", "when", "replicas", "failed", "size", "seconds", "throughput")
 
 

@@ -27,16 +27,9 @@ from inference_plugin.wire.tensors import bytes_view, dtype_name, torch_dtype
 __all__ = ["AllNoted", "Answers", "Collectives", "Noted", "Operand", "Reduced", "Share", "own_share", "shares_of"]
 
 NAMES = (
-    "all_reduce",
-    "allreduce",
-    "all_gather",
-    "allgather",
-    "reduce_scatter",
-    "broadcast",
-    "alltoall",
-    "all_to_all",
+    "all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast", "alltoall", "all_to_all",
     "barrier",
-)
+)  # fmt: skip
 """Parts of the names of collectives: torch's (`c10d`, `_c10d_functional`) and the engines' own operators."""
 
 REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {"MAX": torch.maximum, "MIN": torch.minimum}

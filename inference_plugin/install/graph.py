@@ -30,21 +30,9 @@ Path: TypeAlias = tuple[str | int, ...]
 """The attribute names, keys and positions that lead from a module to a value."""
 
 _TORCH_OWN = frozenset(nn.Module().__dict__)
-_FOREIGN = frozenset(
-    {
-        "torch",
-        "numpy",
-        "threading",
-        "logging",
-        "asyncio",
-        "concurrent",
-        "zmq",
-        "pathlib",
-        "multiprocessing",
-        "weakref",
-        "re",
-    }
-)
+_FOREIGN = frozenset((
+    "torch", "numpy", "threading", "logging", "asyncio", "concurrent", "zmq", "pathlib", "multiprocessing", "weakref", "re",
+))  # fmt: skip
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, type)
 
 

@@ -109,20 +109,9 @@ class Terms(Struct, frozen=True):
 
 
 State: TypeAlias = Literal[
-    "opening",
-    "open",
-    "beginning",
-    "standing",
-    "begun",
-    "sealing",
-    "sealed",
-    "committing",
-    "ending",
-    "committed",
-    "already",
-    "failed",
-    "aborted",
-]
+    "opening", "open", "beginning", "standing", "begun", "sealing", "sealed", "committing", "ending", "committed",
+    "already", "failed", "aborted",
+]  # fmt: skip
 Step: TypeAlias = Literal["agree", "stage", "seal", "commit"]
 
 ENDED: tuple[State, ...] = ("committed", "already", "failed", "aborted")
