@@ -307,6 +307,10 @@ class SyncManager:
         if not self._thread.is_this_thread and not is_listener:
             flush()
 
+    def __del__(self) -> None:
+        if (thread := vars(self).get("_thread")) is not None:
+            thread.warn_if_open(f"a SyncManager of group {self.group!r}")
+
     def __enter__(self) -> SyncManager:
         return self
 

@@ -205,3 +205,15 @@ def test_a_closed_manager_says_that_it_is_closed(start: Start) -> None:
     manager.close()
     assert holds(rig, 1)
     assert json.loads(json.dumps(rig.ask("state")))["refusal"] is None
+
+
+def test_a_manager_that_is_dropped_without_close_is_warned_of(start: Start, recwarn: pytest.WarningsRecorder) -> None:
+    start()
+    manager = SyncManager(timeout_s=20)
+    manager.update(checkpoint(1))
+    with pytest.warns(ResourceWarning, match="of group 'policy' was dropped without close"):
+        manager.__del__()  # the test closes it
+    manager.close()
+    recwarn.clear()
+    manager.__del__()
+    assert not recwarn.list

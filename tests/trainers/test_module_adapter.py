@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.swa_utils import AveragedModel
 
 from inference_plugin.wire.cover import check_exact_cover
 from inference_plugin.wire.errors import ManifestMismatch
@@ -174,6 +175,18 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     assert names(ModuleAdapter(nn.DataParallel(wrapped))) == expected
     state = {f"_orig_mod.module.{name}": tensor for name, tensor in plain.state_dict().items()}
     assert names(ModuleAdapter(state)) == expected
+
+
+def test_an_averaged_model_sends_its_averages_under_the_models_names() -> None:
+    trained = Net()
+    averaged = AveragedModel(trained)
+    averaged.update_parameters(trained)
+    with torch.no_grad():
+        trained.first.weight += 2
+    averaged.update_parameters(trained)
+    sent = received(ModuleAdapter(averaged))
+    assert list(sent) == names(ModuleAdapter(trained))
+    torch.testing.assert_close(sent["first.weight"], trained.first.weight.detach() - 1)
 
 
 def test_a_submodule_that_is_called_module_keeps_its_name() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, Unpack
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from trainer_adapters.sources.experts import checkpoint_layout
@@ -37,9 +38,9 @@ class ModuleAdapter(ScannedSource):
 
     `dtype_rules`: see `DtypeRules`. `include_buffers`: "persistent" (those in the state dict), "all" or
     "none". `rename`: a function from a name to the name in the manifest, or a mapping of the names that differ; None as the
-    new name leaves the tensor out. It receives names without `module.` of (Distributed)DataParallel, `_orig_mod.` of
-    torch.compile and `_checkpoint_wrapped_module.` of activation checkpointing. `include` and `exclude` leave tensors out by
-    patterns on the new names (see `NameFilter`). Experts that transformers stacks in a module are sent one by one
+    new name leaves the tensor out. It receives names without `module.` of (Distributed)DataParallel and AveragedModel,
+    `_orig_mod.` of torch.compile and `_checkpoint_wrapped_module.` of activation checkpointing. `include` and `exclude` leave
+    tensors out by patterns on the new names (see `NameFilter`). Experts that transformers stacks in a module are sent one by one
     (`trainer_adapters.sources.experts`).
 
     If several ranks hold the same copy (data parallel), each sends about the same number of bytes: `rank` of `world_size`, by
@@ -130,6 +131,8 @@ def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persisten
                     yield prefix + name, parameter
             for name, buffer in part._buffers.items():
                 temporary = name in part._non_persistent_buffers_set
+                if isinstance(part, AveragedModel):
+                    continue  # `n_averaged`, which no model has
                 if buffer is None or include_buffers == "none" or (temporary and include_buffers == "persistent"):
                     continue
                 yield prefix + name, buffer
@@ -177,7 +180,7 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def _wrapped(part: torch.nn.Module) -> str:
     """The attribute in which a wrapper holds the wrapped module; names in a checkpoint don't contain it. "" for no wrapper."""
-    if isinstance(part, DataParallel | DistributedDataParallel):
+    if isinstance(part, DataParallel | DistributedDataParallel | AveragedModel):
         return "module"
     return "_fsdp_wrapped_module" if is_wrapped_by_fsdp1(part) else ""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -72,6 +74,13 @@ class OperationThread:
             )
         if self.is_closing:
             raise ManagerClosed("the manager is closed", side="manager")
+
+    def warn_if_open(self, whose: str) -> None:
+        """Warns that a manager was dropped and not closed. It is not closed in its place: a pause of it goes on, and
+        closing waits for locks that the thread which collects the manager may hold."""
+        if not (self.is_closing or self.is_foreign or sys.is_finalizing()):
+            words = f"{whose} was dropped without close(): its threads and sockets stay until this process ends"
+            warnings.warn(words, ResourceWarning, stacklevel=3)
 
     def call(
         self,
