@@ -81,6 +81,7 @@ PRELOADED = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
+    "compressed_tensors",  # of which each worker imports all
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.qwen3_moe",
