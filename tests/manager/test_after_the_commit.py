@@ -11,6 +11,7 @@ from inference_plugin.wire.messages import CloseGroup, Done
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
 from tests.support.managers import SyncManager
+from tests.support.plain_engine import ShardSource, checkpoint
 
 
 class FailingListener:
@@ -29,6 +30,22 @@ def test_a_coordinators_listener_that_raises_changes_no_answer_and_the_engine_go
             assert [r.status for r in manager.update(source(version), version).replicas] == ["committed"]
             assert holds(rig, version)
     assert rig.ask("state")["refusal"] is None
+
+
+class FailingSource(ShardSource):
+    """A user's own source, whose record of the engine's dtypes can't be read."""
+
+    @property
+    def engine_dtypes(self) -> dict[str, str]:
+        raise RuntimeError("a source's own trouble")
+
+
+def test_a_source_that_raises_once_its_version_is_installed_changes_no_answer(start: Start) -> None:
+    rig = start()
+    with SyncManager(timeout_s=60) as manager:
+        report = manager.update(FailingSource(checkpoint(1)), 1)
+    assert [r.status for r in report.replicas] == ["committed"] and report.engine_dtypes == {}
+    assert holds(rig, 1)
 
 
 def test_a_replica_whose_ranks_are_of_different_versions_is_no_success_until_the_next_version(start: Start) -> None:

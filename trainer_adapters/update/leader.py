@@ -241,9 +241,11 @@ class _Update:
         phases = self.transaction.phases
         for kind in ("move", "digest"):
             phases[f"stage.{kind}"] = max((getattr(wrote, f"{kind}_s") for wrote in self.wrote), default=0.0)
-        copies = 0.0
+        copies, engine_dtypes = 0.0, {}
         with harmless("counting copies"):
             copies = max((transport_named(way.name).copies_per_byte for way in self.ways), default=0.0)
+        with harmless("asking the source for the engine's dtypes"):
+            engine_dtypes = dict(self.source.engine_dtypes)
         own = self.transaction.messages + 2 * (self.context.ranks.size - 1)
         return UpdateReport(
             group=self.settings.group,
@@ -257,7 +259,7 @@ class _Update:
             held_bytes=sum(wrote.held_bytes for wrote in self.wrote),
             copies_per_byte=copies,
             replicas=self.transaction.reports(),
-            engine_dtypes=dict(self.source.engine_dtypes),
+            engine_dtypes=engine_dtypes,
         )
 
     def _pieces(self) -> tuple[Piece, ...]:
