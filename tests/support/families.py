@@ -176,6 +176,7 @@ ENCODER: dict[str, Any] = {
     "tie_word_embeddings": REMOVED,
     "position_embedding_type": "absolute",
 }
+TWO_KINDS: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32}
 WHOLE_PROMPTS: dict[str, Any] = {"enable_prefix_caching": False}
 """Where one scale is taken over all activations of a batch, an answer depends on what is computed with it: a prompt whose
 beginning is cached is answered otherwise than before, by the same weights."""
@@ -233,6 +234,32 @@ FAMILIES: dict[str, Family] = {
         _family("starcoder2", "Starcoder2", **TWO_HEADS),
         _family("stablelm", "StableLm", **TWO_HEADS),
         _family("persimmon", "Persimmon", **EVERY_HEAD),
+        _family("granite_swa", "GraniteSWA", **TWO_HEADS, **TWO_KINDS, layer_rope_theta=[1e4, 1e4]),
+        _family(
+            "gemma3n",
+            "Gemma3nText",
+            model="Gemma3nForCausalLM",
+            num_hidden_layers=4,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=32,
+            intermediate_size=[128] * 4,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+            vocab_size_per_layer_input=512,
+            hidden_size_per_layer_input=16,
+            laurel_rank=8,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+        _family(
+            "hrm_text",
+            "HrmText",
+            num_key_value_heads=REMOVED,
+            num_layers_per_stack=1,
+            H_cycles=1,
+            L_cycles=2,
+            L_bp_cycles=[1],
+        ),
         # dense, of older shapes
         _existing("opt", "opt"),
         _family(
@@ -348,6 +375,37 @@ FAMILIES: dict[str, Family] = {
             topk_group=1,
         ),
         _family("jetmoe", "JetMoe", **LOCAL_EXPERTS, kv_channels=32, num_key_value_heads=2, head_dim=REMOVED),
+        _family(
+            "cohere2_moe",
+            "Cohere2Moe",
+            num_attention_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_shared_experts=1,
+            mlp_layer_types=["sparse", "sparse"],
+            **TWO_KINDS,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+        _family(
+            "exaone_moe",
+            "ExaoneMoe",
+            **EXPERTS,
+            **TWO_KINDS | {"layer_types": ["sliding_attention", "full_attention"]},
+            mlp_layer_types=["dense", "sparse"],
+            num_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+        ),
+        _family(
+            "laguna",
+            "Laguna",
+            **EXPERTS,
+            **TWO_KINDS,
+            shared_expert_intermediate_size=64,
+            mlp_layer_types=["dense", "sparse"],
+            num_attention_heads_per_layer=[4, 4],
+        ),
         # latent attention
         _family(
             "deepseek_v2",
@@ -483,6 +541,21 @@ FAMILIES: dict[str, Family] = {
             answer="classify",
             **TWO_HEADS,
             **CLASSES,
+        ),
+        _family(
+            "xlm-roberta-embedding",
+            "XLMRoberta",
+            model="XLMRobertaModel",
+            answer="embed",
+            **ENCODER | {"max_position_embeddings": 1026},
+        ),
+        _family(
+            "modernbert-classifier",
+            "ModernBert",
+            model="ModernBertForSequenceClassification",
+            answer="classify",
+            **ENCODER | CLASSES,
+            local_attention=32,
         ),
         _family("qwen3-classifier", "Qwen3", model="Qwen3ForSequenceClassification", answer="classify", **CLASSES),
         _family("llama-classifier", "Llama", model="LlamaForSequenceClassification", answer="classify", **CLASSES),
