@@ -18,6 +18,7 @@ PYTHON = Path(os.environ.get("WEIGHTWIRE_TEST_SGLANG_PYTHON", ROOT / ".venvs" / 
 PRELOADED = (
     "sglang",
     "sglang.srt.entrypoints.engine",
+    "sglang.srt.entrypoints.http_server",  # where the plug-in patches it, it imports it
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",  # all models of SGLang
