@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from inference_plugin.net import channel
 from tests.simulation.network import Network, SimulatedChannel, take_ready
 from tests.simulation.transaction import SimulatedLeases, SimulatedTransaction
 from tests.simulation.world import HOST, STARTED, World
 from trainer_adapters import settings
-from trainer_adapters.fleet import asking, session
+from trainer_adapters.fleet import asking
 from trainer_adapters.fleet import fleet as fleet_module
 from trainer_adapters.update import leases, transaction
 
@@ -50,7 +51,7 @@ def simulated() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "time", clock))
         replaced: dict[tuple[Any, str], Any] = {
             (asking, "take_ready"): take_ready,
-            (session, "Channel"): SimulatedChannel,
+            (channel, "Channel"): SimulatedChannel,
             (transaction, "Leases"): SimulatedLeases,
             (transaction, "secrets"): SimpleNamespace(token_hex=lambda _n: _Now.world.unique("t")),
             (transaction, "os"): SimpleNamespace(getpid=lambda: getattr(_Now.world.current, "pid", 0)),

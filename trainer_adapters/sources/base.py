@@ -123,6 +123,10 @@ class WrappingSource(WeightSource):
     def _ready(self) -> WeightSource:
         """The other source, made if need be. Raises `ManifestMismatch` if it no longer fits the model."""
 
+    def configure(self, config: Config) -> None:
+        if self._source is not None:
+            self._source.configure(config)
+
     def manifest(self) -> Manifest:
         return self._ready().manifest()
 
