@@ -44,8 +44,9 @@ class EngineControl(ABC):
         """Undoes `pause` and `hold`, also before the engine stands still; harmless if nothing is paused."""
 
     @abstractmethod
-    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
-        """All ranks hold `version`: drops the caches of the old one and stamps outputs with the new one."""
+    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
+        """All ranks hold `version`: drops the caches of the old one and stamps outputs with the new one. `txn`: the transaction
+        that brought it; no other one of any training run has this id."""
 
     @abstractmethod
     def refuse(self, reason: str | None) -> None:
@@ -55,12 +56,12 @@ class EngineControl(ABC):
         """The calls up to the next `resume` belong to this commit. An engine whose ranks run commits by themselves sends them
         the plan."""
 
-    def finish(self, request: bytes, group: str, version: int, in_flight: InFlight) -> list[bytes]:
+    def finish(self, request: bytes, group: str, version: int, txn: str, in_flight: InFlight) -> list[bytes]:
         """`call_ranks` and `installed`, as one step of a commit."""
         answers = self.call_ranks(request)
         try:
             with span("caches"):
-                self.installed(group, version, in_flight)
+                self.installed(group, version, txn, in_flight)
         except Exception as error:  # noqa: BLE001 -- the commit tears the replica, and then tells
             return [with_error(answer, error) for answer in answers]
         return answers

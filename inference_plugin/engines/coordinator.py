@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError, Future
-from functools import partial
 from typing import Any
 
 from inference_plugin.engines.actions import (
@@ -257,9 +256,9 @@ class ReplicaCoordinator(Service):
                 with span(operation.name):
                     return self._calls.ask(operation, control.call_ranks)
             case Finish(operation, in_flight):
-                finish = partial(control.finish, group=operation.group, version=operation.version, in_flight=in_flight)
+                what = (operation.group, operation.version, operation.txn, in_flight)
                 with span(operation.name):
-                    return self._calls.ask(operation, finish)
+                    return self._calls.ask(operation, lambda request: control.finish(request, *what))
             case AnnounceCommit(plan):
                 self._begin_trace(command, plan)
                 self._calls.check("check")

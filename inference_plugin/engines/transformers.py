@@ -243,7 +243,7 @@ class _Loop(EngineControl):
         self._running += self._held
         self._held = []
 
-    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
         self.version = version
 
     def refuse(self, reason: str | None) -> None:

@@ -59,3 +59,18 @@ def test_what_a_connector_keeps_by_hashes_of_blocks_is_found_by_requests_of_its_
                 manager.update(whole(models[1 - version % 2]), version + 1)
             assert engine.tokens([PROMPT], COUNT) == [wanted[1 - version % 2]]
             assert {path.name for path in tmp_path.iterdir()} > files, "the connector keeps this version's as well"
+
+
+def test_the_same_version_of_another_run_finds_nothing_in_a_store_that_outlives_the_first(
+    runtime: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    first, *versions = [checkpoint("llama", tied=False, seed=seed) for seed in (1, 2, 3)]
+    own = {"kv_connector_module_path": "tests.support.hashed_connector"}
+    for model in versions:
+        with Driver(runtime) as engine, SyncManager(timeout_s=60) as manager:
+            engine.call(
+                "environment", env={"PYTHONHASHSEED": "0"}
+            )  # engines agree on hashes, as a shared store needs it
+            engine.open(first, **connected("HashedConnector", tmp_path, **own))
+            manager.update(whole(model), 1)
+            assert engine.tokens([PROMPT], COUNT) == [greedy_tokens(model, PROMPT, COUNT)]

@@ -292,7 +292,7 @@ class PlainControl(EngineControl):
     def resume(self) -> None:
         self.log.append("resume")
 
-    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
         self.log.append(f"installed:{group}:{version}")
 
     def refuse(self, reason: str | None) -> None:

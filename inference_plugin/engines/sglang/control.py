@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -86,11 +85,11 @@ class _TurnControl(abc.ABC):
     def call_ranks(self, request: bytes) -> list[bytes]:
         return self._step(Step(rank=request))
 
-    def finish(self, request: bytes, group: str, version: int, in_flight: InFlight) -> list[bytes]:
+    def finish(self, request: bytes, group: str, version: int, txn: str, in_flight: InFlight) -> list[bytes]:
         answer = self._rank.perform(Step(rank=request))
         if decode_as(answer, RankReply).error is None:
             try:
-                self.installed(group, version, in_flight)
+                self.installed(group, version, txn, in_flight)
             except Exception as error:  # noqa: BLE001 -- the commit tears the replica, and then tells
                 answer = with_error(answer, error)
         return self._ranks.gather(answer)
@@ -115,7 +114,7 @@ class _TurnControl(abc.ABC):
         else:
             self._ask("resume")
 
-    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
         self._rank.installed(version)
 
     def refuse(self, reason: str | None) -> None:
@@ -269,8 +268,8 @@ class FollowerControl(_TurnControl):
             case Ask(operation):
                 return self._calls.ask(operation, self.call_ranks)
             case Finish(operation, in_flight):
-                finish = partial(self.finish, group=operation.group, version=operation.version, in_flight=in_flight)
-                return self._calls.ask(operation, finish)
+                what = (operation.group, operation.version, operation.txn, in_flight)
+                return self._calls.ask(operation, lambda request: self.finish(request, *what))
             case StopSteps(in_flight):
                 return self.pause(in_flight)
             case Refuse(reason):

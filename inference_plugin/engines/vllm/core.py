@@ -102,9 +102,9 @@ class CoreControl(EngineControl):
             # The core may sleep on its input queue by now, with requests that may go on.
             self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
-    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
+    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
         if in_flight == "keep" or self._connector is not None:
-            self._turn_prefix_root(group, version)
+            self._turn_prefix_root(txn)
         # Tokens are the served model's, whichever draft proposed them.
         if group != DRAFT and hasattr(self.core, "set_weight_version"):  # since 0.27
             self.core.set_weight_version(str(version))
@@ -200,11 +200,12 @@ class CoreControl(EngineControl):
     def _has_running(self) -> bool:
         return bool(self.core.scheduler.has_unfinished_requests() or self.core.batch_queue)
 
-    def _turn_prefix_root(self, group: str, version: int) -> None:
+    def _turn_prefix_root(self, txn: str) -> None:
         """No request that starts from here on finds a block that an older version computed.
 
-        Prefix hashes are chains that begin at one root. A new root (a function of the old one and of the version, so
-        that replicas still agree) separates them; blocks of requests in flight stay theirs and age out. The chains of
+        Prefix hashes are chains that begin at one root. A new root separates them. It is a function of the old one and of the
+        transaction: the replicas of one update agree, and the same version of another training run has another root, whose blocks
+        may lie in one store outside the engine; blocks of requests in flight stay theirs and age out. The chains of
         conversations that keep their cache have another root, which stays.
         """
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -221,7 +222,7 @@ class CoreControl(EngineControl):
                 return  # nobody held a block, or an encoding: all are gone
         if caches:
             hash_fn = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
-            root = (kv_cache_utils.NONE_HASH, f"weightwire:{group}:{version}")
+            root = (kv_cache_utils.NONE_HASH, f"weightwire:{txn}")
             kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_fn(root))
         elif not self._encodes:
             return  # there is nothing to find

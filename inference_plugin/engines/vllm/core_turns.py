@@ -108,8 +108,8 @@ class LeadingCore(EngineControl):
     def call_ranks(self, request: bytes) -> list[bytes]:
         return [answer for reply in self._ask(CoreOrder("rank", request=request)) for answer in reply.answers]
 
-    def finish(self, request: bytes, group: str, version: int, in_flight: InFlight) -> list[bytes]:
-        order = CoreOrder("finish", request=request, group=group, version=version, in_flight=in_flight)
+    def finish(self, request: bytes, group: str, version: int, txn: str, in_flight: InFlight) -> list[bytes]:
+        order = CoreOrder("finish", request=request, group=group, version=version, txn=txn, in_flight=in_flight)
         return [answer for reply in self._ask(order) for answer in reply.answers]
 
     def pause(self, in_flight: InFlight) -> Future[None] | None:
@@ -126,8 +126,8 @@ class LeadingCore(EngineControl):
         self._drained = None
         self._ask(CoreOrder("go_on"))
 
-    def installed(self, group: str, version: int, in_flight: InFlight) -> None:
-        self._own.installed(group, version, in_flight)
+    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
+        self._own.installed(group, version, txn, in_flight)
 
     def refuse(self, reason: str | None) -> None:
         self._own.refuse(reason)  # this core first: whoever can't be reached can't keep it from refusing

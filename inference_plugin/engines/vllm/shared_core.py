@@ -28,6 +28,7 @@ class CoreOrder(msgspec.Struct, frozen=True):
     request: bytes = b""
     group: str = ""
     version: int = 0
+    txn: str = ""
     in_flight: InFlight = "keep"
     asleep: tuple[MemoryTag, ...] = ()
     reason: str | None = None
@@ -88,7 +89,9 @@ class SharedCore(CoreControl):
                 self._weights_in_doubt |= self._before is not None
                 return CoreReply(answers=self.call_ranks(order.request))
             case "finish":
-                return CoreReply(answers=self.finish(order.request, order.group, order.version, order.in_flight))
+                return CoreReply(
+                    answers=self.finish(order.request, order.group, order.version, order.txn, order.in_flight)
+                )
             case "drain":
                 return CoreReply(done=self._drain())
             case "stand":
