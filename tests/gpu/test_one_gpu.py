@@ -94,7 +94,9 @@ def colocated(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     """Two checkpoints, and an engine of the first one on the device, in a process of its own."""
     environment = dict(os.environ)
     if DEVICE.type == "cpu":
-        monkeypatch.setitem(DEVICES, "cpu", SharedHost())
+        shared = SharedHost()
+        monkeypatch.setitem(DEVICES, "cpu", shared)
+        monkeypatch.setitem(DEVICES, "cuda", shared)  # which torch for CUDA takes to be present
         environment |= ON_SHARED_HOST
     paths = [make_qwen3(tmp_path / str(seed), seed=seed, tied=True, dtype=torch.float32) for seed in (1, 2)]
     command = [sys.executable, "-m", "tests.gpu.engine", str(paths[0]), str(DEVICE)]

@@ -8,4 +8,5 @@ from tests.support.shared_host import SharedHost
 __all__ = ["plugin"]
 
 plugin = object()
-DEVICES["cpu"] = SharedHost()
+DEVICES["cpu"] = DEVICES["cuda"] = SharedHost()
+"""Under both names: torch for CUDA calls CUDA the accelerator that is present, also where there is none."""
