@@ -1,11 +1,17 @@
 """What only a GPU can show: a real vLLM on CUDA, its parameters in device memory, with and without captured graphs.
 
-Written for a machine with one CUDA GPU and a CUDA build of vLLM; not run where there is none.
+Written for a machine with one CUDA GPU and a CUDA build of vLLM; not run where there is none. All engines share that GPU, and the
+trainer's process has it too. Graphs are captured without Inductor, which would compile for a minute in each engine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,50 +30,102 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
+Tokens = list[list[int]]
+Expected = Callable[[bool], dict[Path, Tokens]]
+
+SHARED: dict[str, Any] = {"gpu_memory_utilization": 0.1}
+"""What an engine must find free as it starts; its KV cache has a size of its own."""
+WITH_GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8]},
+}
+WAYS = (
+    ("auto", "auto"),
+    ("copy", "shm"),
+    ("standby", "zmq"),
+    ("streaming", "stream"),
+    ("auto", "collective"),
+    ("auto", "cuda_ipc"),
+)
+
+
+def engine_arguments(eager: bool) -> dict[str, Any]:
+    return SHARED | ({"enforce_eager": True} if eager else WITH_GRAPHS)
+
+
+def source_on_gpu(model: Path) -> ModuleAdapter:
+    return ModuleAdapter({name: tensor.cuda() for name, tensor in weights(model).items()})
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint: Checkpoint) -> tuple[Path, Path]:
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    return model_a, model_b
+
+
+@pytest.fixture(scope="module")
+def fresh(runtime: Path, models: tuple[Path, Path]) -> Expected:
+    """`fresh(eager)`: the tokens of a fresh engine of each model, which start side by side."""
+
+    @functools.cache
+    def tokens(eager: bool) -> dict[Path, Tokens]:
+        with contextlib.ExitStack() as open_engines:
+            engines = {model: open_engines.enter_context(Driver(runtime)) for model in models}
+            with ThreadPoolExecutor() as threads:
+                for started in [
+                    threads.submit(engine.open, model, **engine_arguments(eager)) for model, engine in engines.items()
+                ]:
+                    started.result()
+            found = {model: engine.tokens(PROMPTS, COUNT) for model, engine in engines.items()}
+        assert found[models[0]] != found[models[1]]
+        return found
+
+    return tokens
+
+
+@pytest.fixture
+def by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no two ranks on one GPU."""
+    monkeypatch.setenv(VARIABLE, "gloo")
+
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "cuda-graphs"])
 def test_tokens_after_an_update_on_a_gpu_are_those_of_a_fresh_engine(
-    runtime: Path, checkpoint: Checkpoint, eager: bool
+    runtime: Path, models: tuple[Path, Path], fresh: Expected, by_gloo: None, eager: bool
 ) -> None:
-    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
-    expected = {}
-    for model in (model_a, model_b):
-        with Driver(runtime, job="gpu-fresh") as engine:
-            engine.open(model, enforce_eager=eager)
-            expected[model] = engine.tokens(PROMPTS, COUNT)
-    assert expected[model_a] != expected[model_b]
+    model_a, model_b = models
+    expected = fresh(eager)
     with Driver(runtime, job="gpu") as engine:
-        engine.open(model_a, enforce_eager=eager)
-        engine.use()
+        engine.open(model_a, **engine_arguments(eager))
+        assert engine.tokens(PROMPTS, COUNT) == expected[model_a]
         version = 0
-        for install, transport in (("auto", "auto"), ("copy", "shm"), ("standby", "zmq"), ("auto", "collective")):
-            with SyncManager(install=install, transport=transport, timeout_s=300) as manager:  # type: ignore[arg-type]
+        for install, transport in WAYS:
+            send = source_on_gpu if transport == "cuda_ipc" else source
+            with SyncManager(install=install, transport=transport, timeout_s=60) as manager:  # type: ignore[arg-type]
                 for model in (model_b, model_a):
                     version += 1
-                    report = manager.update(source(model), version)
-                    assert [replica.status for replica in report.replicas] == ["committed"]
-                    if not eager:  # captured graphs hold the parameters' addresses
-                        assert report.replicas[0].install == "copy"
-                    assert engine.tokens(PROMPTS, COUNT) == expected[model]
+                    (replica,) = manager.update(send(model), version).replicas
+                    assert replica.status == "committed", (install, transport, replica)
+                    assert transport in ("auto", replica.transport)
+                    if not eager and install != "streaming":  # captured graphs hold the parameters' addresses
+                        assert replica.install == "copy"
+                    assert engine.tokens(PROMPTS, COUNT) == expected[model], (install, transport)
                     assert manager.verify(source(model)).ok
+                assert not manager.verify(source(model_b)).ok
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU of its own for each rank")
 def test_a_trainer_on_another_gpu_broadcasts_over_nccl(
-    runtime: Path, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    runtime: Path, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    model_a, model_b = models
     before = torch.cuda.current_device()
     with Driver(runtime, job="gpu-nccl", CUDA_VISIBLE_DEVICES="0") as engine:
-        engine.open(model_a, enforce_eager=True)
-        engine.use()
+        engine.open(model_a, **engine_arguments(eager=True))
         try:
             torch.cuda.set_device(1)
-            sources = [
-                ModuleAdapter({name: tensor.cuda() for name, tensor in weights(model).items()})
-                for model in (model_b, model_a)
-            ]
+            sources = [source_on_gpu(model) for model in (model_b, model_a)]
             with SyncManager(transport="collective", timeout_s=300) as manager:
                 for version, sent in enumerate(sources, start=1):
                     report = manager.update(sent, version)
@@ -79,27 +137,28 @@ def test_a_trainer_on_another_gpu_broadcasts_over_nccl(
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "cuda-graphs"])
 def test_the_memory_of_a_sleeping_engine_is_free_and_its_weights_are_right_when_it_wakes(
-    runtime: Path, checkpoint: Checkpoint, eager: bool
+    runtime: Path, models: tuple[Path, Path], fresh: Expected, eager: bool
 ) -> None:
-    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    model_a, model_b = models
+    expected = fresh(eager)
     with Driver(runtime, job="gpu-sleep") as engine:
-        engine.open(model_a, enforce_eager=eager, enable_sleep_mode=True)
-        engine.use()
-        expected = {model_a: engine.tokens(PROMPTS, COUNT)}
-        with SyncManager(timeout_s=300) as manager:
-            for version, (level, before, after) in enumerate(
-                [(1, model_a, model_b), (2, model_b, model_a), (1, model_a, model_a)], start=1
-            ):
-                free_before = torch.cuda.mem_get_info()[0]
+        engine.open(model_a, enable_sleep_mode=True, **engine_arguments(eager))
+        assert engine.tokens(PROMPTS, COUNT) == expected[model_a]
+        with SyncManager(timeout_s=60) as manager:
+            steps = [(1, model_a, model_b), (2, model_b, model_a), (1, model_a, model_a)]
+            for version, (level, before, after) in enumerate(steps, start=1):
+                free_bytes = torch.cuda.mem_get_info()[0]
                 manager.sleep(level)  # type: ignore[arg-type]
-                assert torch.cuda.mem_get_info()[0] > free_before
+                assert torch.cuda.mem_get_info()[0] > free_bytes
                 with pytest.raises(ReplicaAsleep):
                     manager.update(source(after), version)
                 manager.wake_up(["weights"])
-                assert manager.verify(source(before)).ok == (level == 1 and version > 1)  # no group yet the first time
-                report = manager.update(source(after), version)
-                assert report.replicas[0].install == "copy", "only memory of the allocator's own sleeps"
+                if version > 1:  # there is no group before the first update
+                    assert manager.verify(source(before)).ok == (level == 1)
+                (replica,) = manager.update(source(after), version).replicas
+                assert (replica.status, replica.install) == ("committed", "copy"), (
+                    "only the allocator's own memory sleeps"
+                )
                 manager.wake_up()
-                tokens = engine.tokens(PROMPTS, COUNT)
-                assert tokens == expected.setdefault(after, tokens)
+                assert engine.tokens(PROMPTS, COUNT) == expected[after], (version, level)
                 assert manager.verify(source(after)).ok
