@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
 from inference_plugin.devices.digests import (
+    ALIGNMENT_BYTES,
     BLOCK_BYTES,
     KEYS,
     LANES,
     LAST_KEYS,
+    LONGEST_MEDIUM_BYTES,
     SCRAMBLE_KEYS,
     STARTS,
     BlockDigests,
+    Offsets,
+    Runs,
 )
 
 __all__ = ["TritonDigests"]
 
-BLOCKS_AT_ONCE = 16
-PIECES_AT_ONCE = 4
-"""With 8 lanes each: the threads of one warp."""
-LOADED_AHEAD = 16
-"""Steps of a chain whose sums are loaded before the first of them is taken: a load takes as long as ten steps."""
+BLOCKS_AT_ONCE = 2
+"""Of a program of one warp, which reads 512 bytes at once. Tried on an H200: two blocks and one warp read 4.0 TB/s, which is its
+memory's speed; with more of either it is half of that."""
+LOADED_AHEAD = 64
+"""Steps of a chain whose sums are loaded before the first of them is taken: a load takes as long as some tens of steps."""
 MAX_PROGRAMS_OF_PIECE = 4096
 BYTES_OF_SUMS = 8 * LANES
 
@@ -38,51 +42,85 @@ class TritonDigests(BlockDigests):
     def __init__(self) -> None:
         super().__init__()
         self._kept: list[torch.Tensor] = []
-        self._described: list[tuple[int, int, int]] = []
-        """Of each piece: the address of its rows, the address of the sums of its last 64 bytes, its whole blocks."""
+        self._described: list[Offsets] = []
+        """Of some pieces: the address of each one's rows, the address of the sums of its last 64 bytes, its whole blocks."""
+
+    def add_runs(self, runs: Sequence[Runs]) -> None:
+        fitting = []
+        for some in runs:
+            if _fits(some):
+                for target, source in zip(
+                    *some.copies(), strict=True
+                ):  # one by one: a fused kernel has half of the speed
+                    target.copy_(source, non_blocking=True)
+                fitting.append(some)
+                self._long += range(self._count, self._count + len(some.lengths))
+                self._lengths += some.lengths.tolist()
+                self._count += len(some.lengths)
+            else:
+                if fitting:
+                    self._sum(fitting)
+                    fitting = []
+                super().add_runs([some])
+        if fitting:
+            self._sum(fitting)
+
+    def _sum(self, runs: Sequence[Runs]) -> None:
+        addresses = np.concatenate([some.memory.data_ptr() + some.starts for some in runs])
+        self._launch(addresses, np.concatenate([some.lengths for some in runs]), runs[0].memory.device)
 
     def _read(self, pieces: Sequence[torch.Tensor]) -> None:
-        device, count = pieces[0].device, len(pieces)
-        lengths = [piece.numel() for piece in pieces]
-        blocks = [(nbytes - 1) // BLOCK_BYTES for nbytes in lengths]
-        firsts = list(itertools.accumulate((each + 1 for each in blocks), initial=0))
-        sums = torch.empty(firsts[-1], LANES, dtype=torch.int64, device=device)
+        addresses = np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)
+        lengths = np.array([piece.numel() for piece in pieces], dtype=np.int64)
+        self._launch(addresses, lengths, pieces[0].device)
+
+    def _launch(self, addresses: Offsets, lengths: Offsets, device: torch.device) -> None:
+        blocks = (lengths - 1) // BLOCK_BYTES
+        ends = np.cumsum(blocks + 1)
+        firsts = ends - blocks - 1
+        count = len(lengths)
+        sums = torch.empty(int(ends[-1]), LANES, dtype=torch.int64, device=device)
         lasts = torch.empty(count, LANES, dtype=torch.int64, device=device)
-        described = _sent([[piece.data_ptr() for piece in pieces], lengths, firsts[:-1]], device)
-        programs = min(MAX_PROGRAMS_OF_PIECE, triton.cdiv(max(blocks) + 1, BLOCKS_AT_ONCE))
+        described = _sent([addresses, lengths, firsts], device)
+        programs = min(MAX_PROGRAMS_OF_PIECE, triton.cdiv(int(blocks.max()) + 1, BLOCKS_AT_ONCE))
         keys, constants = _constants(device)
         _sum_blocks[(count, programs)](
-            described[0], described[1], described[2], keys, constants, sums, lasts, BLOCKS=BLOCKS_AT_ONCE
+            described[0], described[1], described[2], keys, constants, sums, lasts, BLOCKS=BLOCKS_AT_ONCE, num_warps=1
         )
         self._kept += sums, lasts
-        self._described += [
-            (sums.data_ptr() + first * BYTES_OF_SUMS, lasts.data_ptr() + index * BYTES_OF_SUMS, whole)
-            for index, (first, whole) in enumerate(zip(firsts, blocks, strict=False))
-        ]
+        rows = sums.data_ptr() + firsts * BYTES_OF_SUMS
+        self._described.append(np.stack([rows, lasts.data_ptr() + np.arange(count) * BYTES_OF_SUMS, blocks]))
 
     def _chained(self) -> torch.Tensor:
-        device, count = self._kept[0].device, len(self._described)
-        described = _sent(list(zip(*self._described, strict=True)), device)
+        device = self._kept[0].device
+        numbers = np.concatenate(self._described, axis=1)
+        described, count = _sent(list(numbers), device), numbers.shape[1]
         accumulators = torch.empty(count, LANES, dtype=torch.int64, device=device)
-        most = max(whole for _, _, whole in self._described)
-        _chain_blocks[(triton.cdiv(count, PIECES_AT_ONCE),)](
+        _chain_blocks[(count,)](
             described[0],
             described[1],
             described[2],
             _constants(device)[1],
             accumulators,
-            count,
-            most,
-            PIECES=PIECES_AT_ONCE,
             AHEAD=LOADED_AHEAD,
             num_warps=1,
         )
         return accumulators
 
 
-def _sent(values: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+def _fits(runs: Runs) -> bool:
+    """Whether there are runs, and the kernel can take them where they lie."""
+    addresses = runs.memory.data_ptr() + runs.starts
+    return (
+        len(addresses) > 0
+        and bool((runs.lengths > LONGEST_MEDIUM_BYTES).all())
+        and not (addresses % ALIGNMENT_BYTES).any()
+    )
+
+
+def _sent(values: Sequence[Offsets], device: torch.device) -> torch.Tensor:
     """Numbers on the device; nothing waits for it."""
-    here = torch.tensor(values, dtype=torch.int64)
+    here = torch.from_numpy(np.stack(values))
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
 
 
@@ -105,29 +143,28 @@ def _sum_blocks(  # type: ignore[no-untyped-def]
     lasts,
     BLOCKS: tl.constexpr,  # noqa: N803 -- Triton names constants so
 ):
-    """Program (piece, k) sums `BLOCKS` blocks of a piece, beginning with its k-th `BLOCKS`, then those a whole grid further on. A
-    thread has one lane of a block, so that nothing is exchanged before the end."""
+    """Program (piece, k) sums `BLOCKS` blocks of a piece, beginning with its k-th `BLOCKS`, then those a whole grid further on.
+    Neighbouring threads read neighbouring bytes."""
     piece = tl.program_id(0)
     address = tl.load(addresses + piece)
     nbytes = tl.load(lengths + piece)
-    data_at = address.to(tl.pointer_type(tl.int64))
+    data_at = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
     stripes = ((nbytes - 1) // 64).to(tl.int32)
     sums_at = sums + tl.load(firsts + piece) * 8
-    lane = tl.arange(0, 8)[None, :]
+    stripe = tl.arange(0, 16)[None, :, None]
+    lane = tl.arange(0, 8)[None, None, :]
+    key = tl.load(keys + stripe + lane)
     for start in range(tl.program_id(1) * BLOCKS, stripes // 16 + 1, tl.num_programs(1) * BLOCKS):
-        block = (start + tl.arange(0, BLOCKS))[:, None]
-        block_at = data_at + block.to(tl.int64) * 128 + lane
-        products = tl.zeros((BLOCKS, 8), tl.int64)
-        lanes = tl.zeros((BLOCKS, 8), tl.int64)
-        for stripe in tl.static_range(16):
-            there = block * 16 + stripe + lane * 0 < stripes
-            data = tl.load(block_at + stripe * 8, mask=there, other=0)
-            keyed = data ^ tl.load(keys + stripe + lane)
-            products += tl.where(there, (keyed & 0xFFFFFFFF) * ((keyed >> 32) & 0xFFFFFFFF), 0)
-            lanes += data
-        even, odd = tl.split(tl.reshape(lanes, (BLOCKS, 4, 2)))
+        block = (start + tl.arange(0, BLOCKS))[:, None, None]
+        there = block * 16 + stripe + lane * 0 < stripes
+        data = tl.load(data_at + block.to(tl.int64) * 128 + stripe * 8 + lane, mask=there, other=0)
+        keyed = data ^ key
+        products = tl.sum(tl.where(there, (keyed & 0xFFFFFFFF) * ((keyed >> 32) & 0xFFFFFFFF), 0), 1)
+        even, odd = tl.split(tl.reshape(tl.sum(data, 1), (BLOCKS, 4, 2)))
         neighbours = tl.reshape(tl.join(odd, even), (BLOCKS, 8))
-        tl.store(sums_at + block.to(tl.int64) * 8 + lane, products + neighbours, mask=block + lane * 0 <= stripes // 16)
+        row = (start + tl.arange(0, BLOCKS))[:, None]
+        column = tl.arange(0, 8)[None, :]
+        tl.store(sums_at + row.to(tl.int64) * 8 + column, products + neighbours, mask=row + column * 0 <= stripes // 16)
     if tl.program_id(1) == 0:  # the last 64 bytes begin anywhere
         last_lane = tl.arange(0, 8)
         last_at = address.to(tl.pointer_type(tl.uint8)) + nbytes - 64
@@ -148,24 +185,24 @@ def _chain_blocks(  # type: ignore[no-untyped-def]
     blocks,
     constants,
     accumulators,
-    count,
-    most,
-    PIECES: tl.constexpr,  # noqa: N803
     AHEAD: tl.constexpr,  # noqa: N803
 ):
-    """A program takes `PIECES` pieces from their first to their last block. A thread has one lane of a piece."""
-    thread = tl.program_id(0) * PIECES * 8 + tl.arange(0, PIECES * 8)
-    piece, lane = thread // 8, thread % 8
-    there = piece < count
-    whole = tl.load(blocks + piece, mask=there, other=0)
-    rows_at = tl.load(rows + piece, mask=there, other=0).to(tl.pointer_type(tl.int64)) + lane
-    last_at = tl.load(lasts + piece, mask=there, other=0).to(tl.pointer_type(tl.int64)) + lane
+    """A program takes one piece from its first to its last block. A thread has one lane.
+
+    No load depends on a condition: a thread knows few conditions at once, and would have to wait for each load before the next.
+    """
+    piece = tl.program_id(0)
+    lane = tl.arange(0, 8)
+    whole = tl.load(blocks + piece).to(tl.int32)
+    rows_at = tl.load(rows + piece).to(tl.pointer_type(tl.int64)) + lane
+    last_at = tl.load(lasts + piece).to(tl.pointer_type(tl.int64)) + lane
     state = tl.load(constants + lane)
     key = tl.load(constants + 8 + lane)
-    for start in range(0, most, AHEAD):
+    for start in range(0, whole // AHEAD * AHEAD, AHEAD):
         for step in tl.static_range(AHEAD):
-            more = there & (start + step < whole)
-            added = state + tl.load(rows_at + (start + step) * 8, mask=more, other=0)
-            state = tl.where(more, (added ^ ((added >> 47) & 0x1FFFF) ^ key) * 0x9E3779B1, state)
-    state += tl.load(rows_at + whole * 8, mask=there, other=0) + tl.load(last_at, mask=there, other=0)
-    tl.store(accumulators + thread, state, mask=there)
+            added = state + tl.load(rows_at + (start + step) * 8)
+            state = (added ^ ((added >> 47) & 0x1FFFF) ^ key) * 0x9E3779B1
+    for step in range(whole // AHEAD * AHEAD, whole):
+        added = state + tl.load(rows_at + step * 8)
+        state = (added ^ ((added >> 47) & 0x1FFFF) ^ key) * 0x9E3779B1
+    tl.store(accumulators + piece * 8 + lane, state + tl.load(rows_at + whole * 8) + tl.load(last_at))

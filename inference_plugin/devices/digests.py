@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = [
-    "BLOCK_BYTES", "KEYS", "LANES", "LAST_KEYS", "SCRAMBLE_KEYS", "STARTS", "BlockDigests", "Digests", "TorchDigests",
+    "ALIGNMENT_BYTES", "BLOCK_BYTES", "KEYS", "LANES", "LAST_KEYS", "LONGEST_MEDIUM_BYTES", "SCRAMBLE_KEYS", "STARTS",
+    "BlockDigests", "Digests", "Offsets", "Runs", "TorchDigests",
 ]  # fmt: skip
 
 LANES = 8
@@ -35,6 +37,8 @@ STRIPES = 16
 STRIPE_BYTES = 8 * LANES
 BLOCK_BYTES = STRIPES * STRIPE_BYTES
 LONGEST_MEDIUM_BYTES = 240
+ALIGNMENT_BYTES = 16
+"""A thread of a kernel loads as many bytes at once."""
 
 PRIME32_1, PRIME32_2, PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 PRIME64_1, PRIME64_2, PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
@@ -68,12 +72,51 @@ STARTS = tuple(
 LOW = 0xFFFFFFFF
 
 
+Offsets: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of contiguous bytes in `memory` (1-D, uint8): where each starts, and its length. With a `target`, memory of the same
+    kind, each run is copied to its place of `targets` there."""
+
+    memory: torch.Tensor
+    starts: Offsets
+    lengths: Offsets
+    target: torch.Tensor | None = None
+    targets: Offsets | None = None
+
+    def sources(self) -> list[torch.Tensor]:
+        return _views(self.memory, self.starts, self.lengths)
+
+    def copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where to, and from where: one copy for runs that follow each other on both sides."""
+        if self.target is None or self.targets is None or not len(self.targets):
+            return [], []
+        follows = (np.diff(self.starts) == self.lengths[:-1]) & (np.diff(self.targets) == self.lengths[:-1])
+        first = np.flatnonzero(np.concatenate(([True], ~follows)))
+        lengths = np.add.reduceat(self.lengths, first)
+        return _views(self.target, self.targets[first], lengths), _views(self.memory, self.starts[first], lengths)
+
+
+def _views(memory: torch.Tensor, starts: Offsets, lengths: Offsets) -> list[torch.Tensor]:
+    return [memory.narrow(0, *run) for run in zip(starts.tolist(), lengths.tolist(), strict=True)]
+
+
 class Digests(abc.ABC):
     """Digests of tensors of one device. Work goes into the calling thread's queue."""
 
     @abc.abstractmethod
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         """Queues all reading of the tensors. What is queued afterwards may change them."""
+
+    def add_runs(self, runs: Sequence[Runs]) -> None:
+        """Queues the copies of the runs, and the reading for the digest of each run, as `add` does."""
+        for some in runs:
+            targets, sources = some.copies()
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            self.add(some.sources())
 
     @abc.abstractmethod
     def end(self) -> list[int]:
@@ -96,7 +139,7 @@ class BlockDigests(Digests):
             if data.numel() <= LONGEST_MEDIUM_BYTES:
                 self._short.append((self._count, data.clone()))
             else:
-                is_aligned = data.data_ptr() % 8 == 0 and data.storage_offset() % 8 == 0
+                is_aligned = data.data_ptr() % ALIGNMENT_BYTES == 0 and data.storage_offset() % ALIGNMENT_BYTES == 0
                 pieces.append(data if is_aligned else data.clone())
                 self._long.append(self._count)
                 self._lengths.append(data.numel())
@@ -121,7 +164,7 @@ class BlockDigests(Digests):
 
     @abc.abstractmethod
     def _read(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Step 1 of pieces of more than 240 bytes, each contiguous, 1-D, uint8, at an address that is a multiple of 8."""
+        """Step 1 of pieces of more than 240 bytes, each contiguous, 1-D, uint8, at an address that is a multiple of 16."""
 
     @abc.abstractmethod
     def _chained(self) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from inference_plugin.devices import device_of
 from inference_plugin.install.plan import Fill, Placement
 from inference_plugin.install.row_copies import copy_on_all_cores, row_copies
-from inference_plugin.install.upload import Upload
+from inference_plugin.install.upload import LARGE_BYTES, Upload
 from inference_plugin.wire.geometry import Box, bounding_box, c_strides, in_box
 
 __all__ = ["Replay", "read_back"]
@@ -52,11 +53,11 @@ class Replay:
             ]
         self._rows = row_copies(placements, sources, destinations)
         self.nbytes = sum(p.nbytes for p in placements) + sum(f.dest.numel * f.dtype.itemsize for f in fills)
-        self._steps: list[_Step] | None = None
+        self._steps: dict[float, list[_Step]] = {}
 
     def run(self, *, between: Callable[[int], None] | None = None) -> None:
         """Writes everything. Calls `between(bytes_done)` between steps of about `STEP_BYTES`; without `between`, all cores of
-        this process write CPU memory at once.
+        this process write CPU memory at once, and a device's memory is written in copies as large as they come.
 
         Copies into a device's memory are only queued; the caller waits for them.
         """
@@ -66,15 +67,17 @@ class Replay:
                     view.fill_(value)
             copy_on_all_cores(self._rows)
             return
-        if self._steps is None:
-            self._steps = self._cut()
+        on_device = all(target.device == source.device for _, target, source in self._copies[:1])
+        limit_bytes = math.inf if between is None and on_device else STEP_BYTES
+        if (steps := self._steps.get(limit_bytes)) is None:
+            steps = self._steps[limit_bytes] = self._cut(limit_bytes)
         with torch.inference_mode():  # live parameters may be inference tensors, which can be written in no other mode
             done = 0
             for view, value in self._fills:
                 view.fill_(value)
                 done += view.nbytes
-            copy = self._copying(self._steps)
-            for index, step in enumerate(self._steps):
+            copy = self._copying(steps)
+            for index, step in enumerate(steps):
                 if between is not None and index:
                     between(done)
                 copy(step.targets, step.sources)
@@ -82,13 +85,15 @@ class Replay:
 
     def _copying(self, steps: Sequence[_Step]) -> Callable[[list[Tensor], list[Tensor]], object]:
         """The function that makes the copies of one step."""
-        if not steps or (device := steps[0].targets[0].device).type == "cpu" or steps[0].sources[0].device == device:
+        if not steps or (device := steps[0].targets[0].device).type == "cpu":
             return torch._foreach_copy_
+        if steps[0].sources[0].device == device:
+            return _copy_within_device
         return Upload(device_of(device), max(sum(map(Upload.room, step.sources)) for step in steps)).copy
 
-    def _cut(self) -> list[_Step]:
-        """Groups small copies and splits large ones. Copies that may overlap never share a step, because a fused GPU kernel
-        copies in any order."""
+    def _cut(self, limit_bytes: float) -> list[_Step]:
+        """Groups small copies and splits those of more than `limit_bytes`. Copies that may overlap never share a step, because a
+        fused GPU kernel copies in any order."""
         steps = [_Step()]
         for placement, target, source in self._copies:
             name, start, end = placement.dest.tensor, placement.dest.offset, placement.dest.end
@@ -96,9 +101,9 @@ class Replay:
                 steps.append(_Step())
             steps[-1].ends[name] = max(end, steps[-1].ends.get(name, 0))
             rows = target.shape[0] if target.dim() else 1
-            count = max(1, rows * STEP_BYTES // max(1, target.nbytes)) if target.dim() else 1
+            count = int(max(1, min(rows, rows * limit_bytes // max(1, target.nbytes))))
             for row in range(0, rows, count):
-                if steps[-1].nbytes >= STEP_BYTES:
+                if steps[-1].nbytes >= limit_bytes:
                     steps.append(_Step(ends={name: end}))
                 steps[-1].add(_rows(target, row, count), _rows(source, row, count))
         return [step for step in steps if step.targets]
@@ -165,6 +170,18 @@ class _Step:
         self.targets.append(target)
         self.sources.append(source)
         self.nbytes += target.nbytes
+
+
+def _copy_within_device(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Large copies one by one: a fused kernel reaches half of their speed (measured on an H100)."""
+    small: list[tuple[Tensor, Tensor]] = []
+    for target, source in zip(targets, sources, strict=True):
+        if target.nbytes >= LARGE_BYTES and target.is_contiguous() and source.is_contiguous():
+            device_of(target.device).copy(target, source)
+        else:
+            small.append((target, source))
+    if small:
+        torch._foreach_copy_([target for target, _ in small], [source for _, source in small])
 
 
 def _rows(tensor: Tensor, first: int, count: int) -> Tensor:

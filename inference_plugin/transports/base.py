@@ -50,7 +50,8 @@ __all__ = [
 @dataclass(frozen=True)
 class Delivery:
     """What one trainer rank brings across in one transaction. `rank`: its number among the trainer's; `description`: what the
-    manager rank's `Sender.allocate` returned; `deadline_s`: a time of `time.monotonic()`."""
+    manager rank's `Sender.allocate` returned; `deadline_s`: a time of `time.monotonic()`; `slices_last`: whether each slice's
+    memory holds its values until `write` returns, and not only until the next slice is taken."""
 
     txn: str
     group: str
@@ -60,6 +61,7 @@ class Delivery:
     slices: Iterator[Slice]
     targets: Sequence[Target]
     deadline_s: float
+    slices_last: bool = False
 
     def check_deadline(self, written_bytes: int) -> None:
         """Between two slices. Raises `SyncTimeout` once the deadline has passed."""

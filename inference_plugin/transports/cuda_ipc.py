@@ -18,16 +18,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated
 
 import msgspec
 import torch
 
-from inference_plugin.devices import SharedMemory, device_of, in_use, present
+from inference_plugin.devices import Runs, SharedMemory, device_of, in_use, present
 from inference_plugin.net.addresses import boot_id, runtime_dir
 from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats
-from inference_plugin.transports.device_pieces import BATCH_BYTES, DevicePieces
+from inference_plugin.transports.device_pieces import DevicePieces, KnownRuns, KnownSpots
 from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.transports.shm import TRANSPORT as SHM
 from inference_plugin.transports.zone import AnyZone, ZoneReceiver, ZoneStaging
@@ -131,50 +131,45 @@ class _WriterLock:
 class DeviceZoneStaging(ZoneStaging):
     """The zone of one transaction, in a device's memory."""
 
-    def __init__(self, receiver: ZoneReceiver, zone: DeviceZone) -> None:
+    def __init__(self, receiver: ZoneReceiver, zone: DeviceZone, spots: KnownSpots) -> None:
         super().__init__(receiver, zone)
         self._seal = zone.seal
+        self._spots = spots
         zone.unseal()
 
     def check(
         self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
     ) -> int:
         self._seal()
-        device = device_of(self.segment.device)
-        checked = 0
-        for batch in self._batches(manifest, pieces):
-            digests = device.digests([view for _, view in batch])
-            for (piece, _), digest in zip(batch, digests, strict=True):
-                if digest != piece.digest:
-                    raise DigestMismatch(f"{manifest.describe(piece.box)} is not what the trainer sent")
-            nbytes = sum(view.nbytes for _, view in batch)
-            checked += nbytes
-            between(nbytes)
-        return checked
-
-    def _batches(self, manifest: Manifest, pieces: Iterable[Piece]) -> Iterator[list[tuple[Piece, torch.Tensor]]]:
-        batch: list[tuple[Piece, torch.Tensor]] = []
-        nbytes = 0
-        for piece in pieces:
-            for lying in self.lying(manifest, piece.box):
-                batch.append((piece, lying.view(self.segment)))
-                nbytes += batch[-1][1].nbytes
-            if nbytes >= BATCH_BYTES:
-                yield batch
-                batch, nbytes = [], 0
-        if batch:
-            yield batch
+        pieces = tuple(pieces)
+        device, digests = device_of(self.segment.device), [piece.digest for piece in pieces]
+        spots = self._spots.of(manifest, tuple(piece.box for piece in pieces), self.lying)
+        for batch in spots:
+            found = device.new_digests()
+            if batch.starts is None:
+                found.add([lying.view(self.segment) for lying in batch.lying])
+            else:
+                found.add_runs([Runs(self.segment, batch.starts, batch.lengths)])
+            for position, digest in zip(batch.pieces, found.end(), strict=True):
+                if digest != digests[position]:
+                    raise DigestMismatch(f"{manifest.describe(pieces[position].box)} is not what the trainer sent")
+            between(batch.nbytes)
+        return sum(batch.nbytes for batch in spots)
 
 
 class DeviceZoneReceiver(ZoneReceiver):
     """Two zones used in turn, in a device's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spots = KnownSpots()
 
     def _new_zone(self, layout: ZoneLayout) -> AnyZone:
         return DeviceZone(layout)
 
     def _new_staging(self, zone: AnyZone) -> ZoneStaging:
         assert isinstance(zone, DeviceZone)
-        return DeviceZoneStaging(self, zone)
+        return DeviceZoneStaging(self, zone, self._spots)
 
     def check_probe(self, probe: bytes) -> None:
         offered = decode_as(probe, Probe)
@@ -204,10 +199,11 @@ class DeviceZoneReceiver(ZoneReceiver):
 
 
 class CudaIpcSender(Sender):
-    """Maps each zone for one `write`. It keeps the layouts of the last two of each worker."""
+    """Maps each zone for one `write`. It keeps the cards of the last two of each worker."""
 
     def __init__(self) -> None:
-        self._layouts: dict[str, ZoneLayout] = {}
+        self._cards: dict[str, Card] = {}
+        self._runs = KnownRuns()
 
     def probe(self) -> bytes:
         return msgspec.msgpack.encode(Probe(_here(), in_use().reachable()))
@@ -217,27 +213,27 @@ class CudaIpcSender(Sender):
 
     def edges(self, manifest: Manifest, target: Target) -> Sequence[Box]:
         address = decode_as(target.landing, CardAddress)
-        if (layout := self._layouts.get(address.segment.segment_id)) is None:
+        if (card := self._cards.get(address.segment.segment_id)) is None:
             with contextlib.closing(SharedSegment.attach(address.segment, writable=False)) as segment:
-                layout = self._remember(address, _card_in(segment, address), manifest)
-        return [place.box for place in layout.places]
+                card = self._card(segment, address, manifest)
+        return [place.box for place in card.layout.places]
 
     def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
         manifest, targets = delivery.manifest, delivery.targets
         stats = WriteStats()
         with contextlib.ExitStack() as mapped:
             zones = [self._mapped(manifest, target, mapped) for target in targets]
-            batch = DevicePieces(manifest, zones, stats)
+            batch = DevicePieces(manifest, zones, stats, self._runs, slices_last=delivery.slices_last)
             for item in delivery.slices:
                 batch.add(item)
                 delivery.check_deadline(stats.nbytes)
             pieces = batch.end()
-        for known in list(self._layouts)[: -ZONES * len(targets)]:
-            del self._layouts[known]
+        for known in list(self._cards)[: -ZONES * len(targets)]:
+            del self._cards[known]
         return pieces, stats
 
     def close(self) -> None:
-        self._layouts.clear()
+        self._cards.clear()
 
     def _mapped(
         self, manifest: Manifest, target: Target, mapped: contextlib.ExitStack
@@ -250,17 +246,22 @@ class CudaIpcSender(Sender):
                 f"cuda_ipc: rank {target.rank} of replica {target.replica} has sealed or dropped its zone"
             )
         mapped.callback(fcntl.flock, segment.fd, fcntl.LOCK_UN)  # a child forked meanwhile would keep it
-        card = _card_in(segment, address)
+        card = self._card(segment, address, manifest)
         memory: SharedMemory = in_use().attach(card.handle, card.layout.nbytes, card.device)
         mapped.callback(memory.close)
         mapped.callback(_wait_for, memory.tensor.device)
-        return memory.tensor, self._remember(address, card, manifest)
+        return memory.tensor, card.layout
 
-    def _remember(self, address: CardAddress, card: Card, manifest: Manifest) -> ZoneLayout:
-        """The last one that was asked for comes last."""
-        known = self._layouts.pop(address.segment.segment_id, None)
-        layout = self._layouts[address.segment.segment_id] = known or card.layout.check(manifest)
-        return layout
+    def _card(self, segment: SharedSegment, address: CardAddress, manifest: Manifest) -> Card:
+        """A zone's card. The last one that was asked for comes last; the zones of a worker share one `ZoneLayout`."""
+        card = self._cards.pop(address.segment.segment_id, None)
+        if card is None:
+            card = _card_in(segment, address)
+            known = (other.layout for other in self._cards.values() if other.layout == card.layout)
+            layout = next(known, None) or card.layout.check(manifest)
+            card = Card(card.device, card.handle, layout)
+        self._cards[address.segment.segment_id] = card
+        return card
 
 
 def _card_in(segment: SharedSegment, address: CardAddress) -> Card:

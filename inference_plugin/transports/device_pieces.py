@@ -3,59 +3,187 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from inference_plugin.devices import Digests, device_of
+from inference_plugin.devices import Digests, Offsets, Runs, device_of
 from inference_plugin.transports.base import WriteStats
-from inference_plugin.transports.pieces import checked_dtype, part_of
-from inference_plugin.wire.config import PIECE_BYTES
+from inference_plugin.transports.pieces import Lying, checked_dtype, part_of
 from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import bytes_view
-from inference_plugin.wire.zone import ZoneLayout
+from inference_plugin.wire.zone import Landing, ZoneLayout
 
-__all__ = ["BATCH_BYTES", "DevicePieces"]
+__all__ = ["PIECE_BYTES", "DevicePieces", "KnownRuns", "KnownSpots", "Spots"]
 
-BATCH_BYTES = 4 << 30
+PIECE_BYTES = 16 << 20
+"""Largest piece in a device's memory. Each one costs the processes on both sides some microseconds, and a device copies 16 MiB
+in as many; one four times as large would make the longest chain of its digest as long as a copy of the whole model."""
+
+BATCH_BYTES = 8 << 30
 """Bytes whose digests are ended together: many chains then run side by side (`devices.digests`). A sixteenth of it is held for
 them on the device."""
 
+MADE_BYTES = 256 << 20
+"""Casts and packed slices that are held until they are read together."""
+
+WAITING_BYTES = 1 << 30
+"""Slices that wait to be read together: the device works on them while this thread looks for the next."""
+
+
+@dataclass(frozen=True)
+class SliceRuns:
+    """A slice in C order as runs of bytes, and where each lands in the zone that needs the slice; `zone` is None if none does."""
+
+    boxes: tuple[Box, ...]
+    starts: Offsets
+    lengths: Offsets
+    zone: int | None
+    targets: Offsets
+
+
+class KnownRuns:
+    """The runs of slices' boxes, for one manifest and the layouts of some zones: every update asks for the same."""
+
+    def __init__(self) -> None:
+        self._of: tuple[int, ...] = ()
+        self._keep: object = None
+        """What has these ids."""
+        self._known: dict[Box, SliceRuns | None] = {}
+
+    def of(self, manifest: Manifest, layouts: tuple[ZoneLayout, ...], box: Box) -> SliceRuns | None:
+        """None for a slice of which a piece lands in several zones, or in places that are not contiguous."""
+        of = (id(manifest), *map(id, layouts))
+        if of != self._of:
+            self._of, self._keep, self._known = of, (manifest, layouts), {}
+        if box not in self._known:
+            self._known[box] = _runs_of(manifest, layouts, box)
+        return self._known[box]
+
+
+def _runs_of(manifest: Manifest, layouts: Sequence[ZoneLayout], box: Box) -> SliceRuns | None:
+    places = manifest.split(box, PIECE_BYTES)
+    zones: set[int | None] = set()
+    targets = []
+    for place in places:
+        found = [
+            (zone, landing) for zone, layout in enumerate(layouts) for landing in layout.landings(manifest, place.box)
+        ]
+        if len(found) > 1 or any(not _is_contiguous(landing) for _, landing in found):
+            return None
+        zones.add(found[0][0] if found else None)
+        targets.append(found[0][1].offset if found else 0)
+    if len(zones) != 1:
+        return None
+    starts = np.array([place.start for place in places], dtype=np.int64)
+    ends = np.array([place.end for place in places], dtype=np.int64)
+    boxes = tuple(place.box for place in places)
+    return SliceRuns(boxes, starts, ends - starts, zones.pop(), np.array(targets, dtype=np.int64))
+
+
+def _is_contiguous(landing: Landing) -> bool:
+    return landing.rows is not None and landing.rows.sizes[0] == 1
+
+
+@dataclass
+class Spots:
+    """Where some pieces lie in a zone, to be digested together: as runs of bytes; `starts` is None where the bytes lie apart."""
+
+    pieces: list[int]
+    lying: list[Lying]
+    starts: Offsets | None
+    lengths: Offsets
+    nbytes: int
+
+
+class KnownSpots:
+    """The spots of a list of boxes, which repeats with every update."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Manifest | None, tuple[Box, ...], list[Spots]] = None, (), []
+
+    def of(
+        self, manifest: Manifest, boxes: tuple[Box, ...], lying: Callable[[Manifest, Box], Iterable[Lying]]
+    ) -> list[Spots]:
+        """`lying` says where a box lies, the same at every call."""
+        of, known, spots = self._known
+        if manifest is not of or boxes != known:
+            spots = list(_spots(manifest, boxes, lying))
+            self._known = manifest, boxes, spots
+        return spots
+
+
+def _spots(
+    manifest: Manifest, boxes: Sequence[Box], lying: Callable[[Manifest, Box], Iterable[Lying]]
+) -> Iterator[Spots]:
+    found = [(position, where) for position, box in enumerate(boxes) for where in lying(manifest, box)]
+    for are_runs in (True, False):
+        batch: list[tuple[int, Lying]] = []
+        nbytes = 0
+        some = [one for one in found if (one[1].rows is not None and one[1].rows.sizes[0] == 1) == are_runs]
+        for index, (position, where) in enumerate(some):
+            batch.append((position, where))
+            nbytes += manifest.box_nbytes(boxes[position])
+            if nbytes >= BATCH_BYTES or index == len(some) - 1:
+                rows = [where.rows for _, where in batch if where.rows is not None]
+                starts = np.array([each.offset for each in rows], dtype=np.int64) if are_runs else None
+                lengths = np.array([manifest.box_nbytes(boxes[position]) for position, _ in batch], dtype=np.int64)
+                yield Spots([position for position, _ in batch], [where for _, where in batch], starts, lengths, nbytes)
+                batch, nbytes = [], 0
+
 
 class DevicePieces:
-    """The pieces that one rank writes into `zones`, each with its layout."""
+    """The pieces that one rank writes into `zones`, each with its layout. `slices_last`: whether each slice's memory holds its
+    values until `end`; they are then read together.
 
-    def __init__(self, manifest: Manifest, zones: Sequence[tuple[torch.Tensor, ZoneLayout]], stats: WriteStats) -> None:
+    A slice travels in runs of contiguous bytes, which are copied and digested by one read. Where its pieces don't land so, they
+    are copied first and then digested.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        zones: Sequence[tuple[torch.Tensor, ZoneLayout]],
+        stats: WriteStats,
+        known: KnownRuns,
+        *,
+        slices_last: bool,
+    ) -> None:
         self._manifest = manifest
         self._zones = zones
+        self._layouts = tuple(layout for _, layout in zones)
         self._stats = stats
+        self._known = known
+        self._slices_last = slices_last
         self._pieces: list[Piece] = []
         self._where: torch.device | None = None
         self._digests: Digests
         self._boxes: list[Box] = []
         self._nbytes = 0
+        self._waiting: list[tuple[Runs, SliceRuns]] = []
+        self._waiting_bytes = 0
+        self._made_bytes = 0
 
     def add(self, item: Slice) -> None:
-        """Queues the copies of a slice and the reading for its digests: what is queued afterwards may change it. Raises
-        `ManifestMismatch` as `pieces_of` does."""
+        """Queues the copies of a slice and the reading for its digests; with `slices_last` perhaps later, in `end` at the latest.
+        What is queued afterwards may change it. Raises `ManifestMismatch` as `pieces_of` does."""
         began_s = time.perf_counter()
         where = item.tensor.device
         if self._where != where or self._nbytes >= BATCH_BYTES:
             self._flush()
             self._where, self._digests = where, device_of(where).new_digests()
         if where.index not in (None, device_of(where).current()):
-            device_of(where).drain(
-                where
-            )  # what waited for the trainer's step is this thread's queue, on another device
-        with torch.inference_mode():
-            parts = list(self._parts(item))
-            copies = [copy for box, part in parts for copy in self._copies(box, part)]
-            if copies:
-                torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
-            self._digests.add([part for _, part in parts])
-        self._boxes += [box for box, _ in parts]
-        self._nbytes += sum(part.nbytes for _, part in parts)
+            # What waited for the trainer's step is this thread's queue, on another device.
+            device_of(where).drain(where)
+        dtype = checked_dtype(self._manifest, item)
+        runs = self._known.of(self._manifest, self._layouts, item.box)
+        if runs is None or getattr(item, "seen", None) is not None:
+            self._add_parts(item, dtype)
+        else:
+            self._add_runs(item, dtype, runs)
         self._stats.move_s += time.perf_counter() - began_s
 
     def end(self) -> list[Piece]:
@@ -63,8 +191,40 @@ class DevicePieces:
         self._flush()
         return self._pieces
 
-    def _parts(self, item: Slice) -> Iterator[tuple[Box, torch.Tensor]]:
-        dtype = checked_dtype(self._manifest, item)
+    def _add_runs(self, item: Slice, dtype: torch.dtype, runs: SliceRuns) -> None:
+        given = item.tensor
+        is_made = given.dtype != dtype or given.is_conj() or given.is_neg() or not given.is_contiguous()
+        with torch.inference_mode():
+            data = bytes_view(given.to(dtype).resolve_conj().resolve_neg().contiguous() if is_made else given)
+        target = None if runs.zone is None else self._zones[runs.zone][0]
+        self._waiting.append((Runs(data, runs.starts, runs.lengths, target, runs.targets), runs))
+        self._nbytes += data.nbytes
+        self._waiting_bytes += data.nbytes
+        if is_made:
+            self._made_bytes += data.nbytes
+        lasts = is_made or self._slices_last
+        if not lasts or self._made_bytes >= MADE_BYTES or self._waiting_bytes >= WAITING_BYTES:
+            self._read_waiting()
+
+    def _read_waiting(self) -> None:
+        with torch.inference_mode():
+            self._digests.add_runs([runs for runs, _ in self._waiting])
+        for _, runs in self._waiting:
+            self._boxes += runs.boxes
+        self._waiting, self._waiting_bytes, self._made_bytes = [], 0, 0
+
+    def _add_parts(self, item: Slice, dtype: torch.dtype) -> None:
+        self._read_waiting()  # pieces come in the order in which they are read
+        with torch.inference_mode():
+            parts = list(self._parts(item, dtype))
+            copies = [copy for box, part in parts for copy in self._copies(box, part)]
+            if copies:
+                torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+            self._digests.add([part for _, part in parts])
+        self._boxes += [box for box, _ in parts]
+        self._nbytes += sum(part.nbytes for _, part in parts)
+
+    def _parts(self, item: Slice, dtype: torch.dtype) -> Iterator[tuple[Box, torch.Tensor]]:
         seen: Callable[[PiecePlace, object], None] | None = getattr(item, "seen", None)
         for place in self._manifest.split(item.box, PIECE_BYTES):
             part = part_of(item, place).to(dtype)
@@ -81,6 +241,7 @@ class DevicePieces:
         if self._where is None:
             return
         began_s = time.perf_counter()
+        self._read_waiting()
         self._pieces += map(Piece, self._boxes, self._digests.end())
         self._stats.digest_s += time.perf_counter() - began_s
         self._stats.nbytes += self._nbytes

@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib.util
 import os
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.devices.digests import BlockDigests, TorchDigests
+from inference_plugin.devices.digests import BlockDigests, Runs, TorchDigests
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.tensors import bytes_view
 from tests.support.devices import LateDevice
@@ -56,6 +57,36 @@ def test_any_bytes_have_the_digest_that_the_host_computes(
     for tensors in together:
         digests.add(tensors)
     assert digests.end() == expected([tensor for tensors in together for tensor in tensors])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 3), st.lists(st.sampled_from([*AROUND, 48, 5000]), max_size=4)),
+        max_size=4,
+    )
+)
+def test_runs_are_copied_and_have_the_digests_that_the_host_computes(
+    kind: type[BlockDigests], given: list[tuple[bool, int, list[int]]]
+) -> None:
+    """Of each run that begins at a multiple of 16, and of others; with a place to be copied to, and without."""
+    digests, meant, copies = kind(), [], []
+    for seed, (is_copied, shift, sizes) in enumerate(given):
+        lengths = np.array(sizes, dtype=np.int64)
+        starts = shift + np.cumsum(-(-lengths // 16) * 16) - -(-lengths // 16) * 16
+        memory = any_bits(torch.uint8, shift + sum(-(-size // 16) * 16 for size in sizes), seed=seed)
+        places = starts[::-1] - shift if is_copied and len(set(sizes)) <= 1 else starts
+        target = torch.full_like(memory, 0xAA) if is_copied else None
+        digests.add_runs([Runs(memory, starts, lengths, target, places if is_copied else None)])
+        meant += [memory[start : start + size] for start, size in zip(starts.tolist(), sizes, strict=True)]
+        if target is not None:
+            wanted = torch.full_like(memory, 0xAA)
+            for start, place, size in zip(starts.tolist(), places.tolist(), sizes, strict=True):
+                wanted[place : place + size] = memory[start : start + size]
+            copies.append((target, wanted))
+    assert digests.end() == expected(meant)
+    assert all(torch.equal(target, wanted) for target, wanted in copies)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -102,6 +102,37 @@ def test_rows_columns_and_whole_tensors_of_the_host_arrive_in_a_devices_memory(
     assert torch.equal(flat.held[40 * 16 :].view(64, 40), origin.T)
 
 
+def test_large_small_and_turned_copies_within_a_device_are_made_in_the_order_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last placement writes over a part of the first one, as loaders do that fill and then correct."""
+    device = LateDevice()
+    monkeypatch.setitem(DEVICES, "cuda", device)
+    rows, columns = LARGE_BYTES // 256, 128
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    size, shape, other = values.numel(), (rows, columns), torch.full((7,), 5.0, dtype=torch.bfloat16)
+    flat = device.tensor(torch.full((2 * size,), -7.0, dtype=torch.bfloat16))
+    sources = {"w": device.tensor(values), "small": device.tensor(other)}
+    whole = Placement(Region("w", 0, (size,), (1,)), Region("p", 0, (size,), (1,)), torch.bfloat16, shape)
+    turned = Placement(
+        Region("w", 0, (columns, rows), (1, columns)),
+        Region("p", size, (columns, rows), (rows, 1)),
+        torch.bfloat16,
+        shape,
+    )
+    small = Placement(Region("small", 0, (7,), (1,)), Region("p", 100, (7,), (1,)), torch.bfloat16, (7,))
+    copies = Replay([whole, turned, small], sources, {"p": flat})
+    assert values.nbytes >= LARGE_BYTES
+    for _ in range(2):
+        flat.held.fill_(-7.0)
+        copies.run()
+        device.drain(NOWHERE)
+        expected = values.reshape(-1).clone()
+        expected[100:107] = other
+        assert torch.equal(flat.held[:size], expected)
+        assert torch.equal(flat.held[size:].view(columns, rows), values.T)
+
+
 class Stepping(LateDevice):
     """The host's memory as a device's: a step that was only queued reads it later."""
 

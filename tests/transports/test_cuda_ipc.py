@@ -19,7 +19,7 @@ from inference_plugin.devices import DEVICES
 from inference_plugin.transports import cuda_ipc
 from inference_plugin.transports.base import Delivery, WriteStats
 from inference_plugin.transports.cuda_ipc import CardAddress, CudaIpcSender, DeviceZoneReceiver, Probe
-from inference_plugin.transports.device_pieces import DevicePieces
+from inference_plugin.transports.device_pieces import DevicePieces, KnownRuns
 from inference_plugin.transports.shm import ShmReceiver, ShmSender
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
 from inference_plugin.wire.geometry import Piece
@@ -88,7 +88,7 @@ def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataO
     pieces: list[Piece] = []
     for number, sender in enumerate(ranks):
         slices = [LocalSlice(part, of_box(part, tensors[part.tensor])) for part in parts[number::2]]
-        pieces += write(sender, manifest, slices, targets)
+        pieces += write(sender, manifest, slices, targets, slices_last=data.draw(st.booleans()))
     for staging, layout in zip(staged, chosen, strict=True):
         meant = torch.full((layout.nbytes,), 0xAA, dtype=torch.uint8)
         for place in layout.places:
@@ -270,7 +270,7 @@ def test_slices_may_change_once_they_were_added(monkeypatch: pytest.MonkeyPatch)
     places = [manifest.whole(i) for i in range(3)]
     layout = ZoneLayout(3 * nbytes, tuple(Place(box, i * nbytes, (128, 2)) for i, box in enumerate(places)))
     zone, buffer = late.memory(3 * nbytes), late.memory(nbytes).view(torch.bfloat16).view(40, 64)
-    pieces = DevicePieces(manifest, [(zone, layout)], WriteStats())
+    pieces = DevicePieces(manifest, [(zone, layout)], WriteStats(), KnownRuns(), slices_last=False)
     with torch.inference_mode():
         for box, tensor in zip(places, tensors, strict=True):
             late.copy(buffer, tensor)

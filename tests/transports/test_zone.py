@@ -87,10 +87,13 @@ def target_of(landing: bytes, rank: int = 0) -> Target:
     return Target("r", rank, "ipc:///nowhere", os.getpid(), "boot", (), 0, landing)
 
 
-def write(sender: Sender, manifest: Manifest, slices: list[LocalSlice], targets: list[Target]) -> list[Piece]:
+def write(
+    sender: Sender, manifest: Manifest, slices: list[LocalSlice], targets: list[Target], *, slices_last: bool = False
+) -> list[Piece]:
     edges = edges_of(sender.edges(manifest, target) for target in targets)
     cut = cut_slices(slices, edges)
-    pieces, _ = sender.write(Delivery("t", "policy", 0, manifest, b"", cut, targets, time.monotonic() + FAR_S))
+    far_s = time.monotonic() + FAR_S
+    pieces, _ = sender.write(Delivery("t", "policy", 0, manifest, b"", cut, targets, far_s, slices_last))
     return pieces
 
 

@@ -68,9 +68,14 @@ class WeightSource(ABC):
         """This rank's slices of the manifest that `manifest()` returned last, in its order; tensors that the ranks make
         together may come after the others.
 
-        A slice's tensor is valid until the next one is requested: the iterator may hold one tensor at a time.
+        A slice's tensor is valid until the next one is requested (see `slices_last`): the iterator may hold one tensor at a time.
         Raises `ManifestMismatch`, at once or during the iteration, if the model no longer fits the manifest.
         """
+
+    def slices_last(self) -> bool:
+        """Whether all tensors that `slices()` yields hold their values until the pass is over, as parameters in memory do: they
+        may then be read together."""
+        return False
 
     def claims(self) -> tuple[Box, ...] | None:
         """The boxes that `slices()` will yield; None if they aren't known before it runs."""

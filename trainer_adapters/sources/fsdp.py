@@ -70,6 +70,9 @@ class FSDPAdapter(WrappingSource):
             exclude=exclude,
         )
 
+    def slices_last(self) -> bool:
+        return self._source.slices_last()
+
     def _ready(self) -> WeightSource:
         return self._source
 

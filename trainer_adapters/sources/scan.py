@@ -159,6 +159,9 @@ class ScannedSource(WeightSource):
     def slices(self) -> Iterator[LocalSlice]:
         return self._pass(self._slice_plan().sent)
 
+    def slices_last(self) -> bool:
+        return self._rescan and not self.made_together()
+
     def copies(self) -> Iterator[LocalSlice]:
         copied = self._slice_plan().copied
         return self._pass(copied) if copied else iter(())

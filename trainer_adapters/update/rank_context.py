@@ -42,6 +42,7 @@ class RankContext:
         self.began_s = 0.0
         self.deadline_s = 0.0
         self.released: Callable[[], None] = _nobody_waits
+        self._manifest: Manifest | None = None
         self._cover: tuple[Manifest, ExactCover] | None = None
 
     def begin(self, deadline_s: float, released: Callable[[], None] | None = None) -> None:
@@ -61,7 +62,10 @@ class RankContext:
     def scan(self, source: WeightSource) -> Manifest:
         """The source's manifest, made under this manager's settings."""
         source.configure(self.settings.config)
-        return source.manifest()
+        manifest = source.manifest()
+        if self._manifest is None or manifest != self._manifest:
+            self._manifest = manifest
+        return self._manifest  # the same object as before: it remembers how its boxes are cut
 
     def cover(self, manifest: Manifest) -> ExactCover:
         """Checks that pieces cover the manifest; the last one is kept."""

@@ -89,7 +89,7 @@ class Writer:
                 with self._taken(source, together, deadline_s) as slices:
                     cut = cut_slices(slices, edges, self._cut.parts)
                     watched = finite.watch(cut) if finite is not None and total.passes == 1 else cut
-                    total.add(*self._write_over(way, go, manifest, watched, deadline_s))
+                    total.add(*self._write_over(way, go, manifest, watched, source.slices_last(), deadline_s))
             if finite is not None:
                 finite.raise_found()
             copies, kept_equal = _compared(manifest, source, edges) if go.copies else ((), ())
@@ -137,11 +137,25 @@ class Writer:
         return [members[0] for members in classes_of((boxes, boxes) for boxes in sent)]
 
     def _write_over(
-        self, way: GoTransport, go: Go, manifest: Manifest, slices: Iterator[LocalSlice], deadline_s: float
+        self,
+        way: GoTransport,
+        go: Go,
+        manifest: Manifest,
+        slices: Iterator[LocalSlice],
+        slices_last: bool,
+        deadline_s: float,
     ) -> tuple[list[Piece], WriteStats]:
         began_s = time.perf_counter()
         delivery = Delivery(
-            go.txn, self._settings.group, self._rank, manifest, way.segment, slices, way.targets, deadline_s
+            go.txn,
+            self._settings.group,
+            self._rank,
+            manifest,
+            way.segment,
+            slices,
+            way.targets,
+            deadline_s,
+            slices_last,
         )
         pieces, stats = self.sender(transport_named(way.name)).write(delivery)
         costs = {"bytes": stats.nbytes, "move_s": stats.move_s, "digest_s": stats.digest_s}
