@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from inference_plugin.devices import DEVICES, device_of
 from inference_plugin.engines.transformers import TransformersEngine
@@ -39,10 +42,10 @@ from tests.support.plain_engine import (
     live_digests,
     manifest_of,
 )
-from tests.support.rig import ROOT, Rig, eventually, runtime
+from tests.support.rig import PYTHON_PATH, ROOT, Rig, eventually, runtime
 from tests.support.shared_host import ON_SHARED_HOST, SharedHost, can_be_built
 from tests.transports.cases import any_bits
-from trainer_adapters import LocalSlice, ModuleAdapter
+from trainer_adapters import FSDPAdapter, LocalSlice, ModuleAdapter
 
 DEVICE = torch.device(os.environ.get("WEIGHTWIRE_TEST_DEVICE", "cuda:0"))
 CYCLES = 200_000_000
@@ -92,7 +95,7 @@ class Trained(ShardSource):
 @pytest.fixture
 def colocated(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """Two checkpoints, and an engine of the first one on the device, in a process of its own."""
-    environment = dict(os.environ)
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH}
     if DEVICE.type == "cpu":
         shared = SharedHost()
         monkeypatch.setitem(DEVICES, "cpu", shared)
@@ -100,9 +103,10 @@ def colocated(directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         environment |= ON_SHARED_HOST
     paths = [make_qwen3(tmp_path / str(seed), seed=seed, tied=True, dtype=torch.float32) for seed in (1, 2)]
     command = [sys.executable, "-m", "tests.gpu.engine", str(paths[0]), str(DEVICE)]
-    engine = subprocess.Popen(command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE)
+    engine = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE)
     try:
-        eventually(addresses.discover, "the engine's card")
+        eventually(lambda: addresses.discover() or engine.poll() is not None, "the engine's card")
+        assert engine.poll() is None, "the engine ended"
         yield paths[0], paths[1]
     finally:
         engine.kill()
@@ -120,6 +124,37 @@ def test_an_engine_of_another_process_shares_its_memory_and_takes_every_version(
             assert [(one.status, one.transport) for one in report.replicas] == [("committed", "cuda_ipc")]
             assert manager.verify(ModuleAdapter(models[version % 2])).ok
         assert not manager.verify(ModuleAdapter(models[0])).ok
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu" and not can_be_built(), reason="needs a C compiler")
+def test_a_trainer_with_fsdp2_and_an_optimizer_is_followed_step_by_step(
+    colocated: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    backend = "gloo" if DEVICE.type == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(colocated[1]).to(DEVICE)
+        mesh = init_device_mesh(DEVICE.type, (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        tokens, adapter = torch.tensor([[1, 5, 9, 200]], device=DEVICE), FSDPAdapter(model)
+        with SyncManager(timeout_s=120, transport="cuda_ipc") as manager:
+            for version in (1, 2, 3):
+                model(tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                manager.update(adapter, version)
+                assert manager.verify(adapter).ok
+            optimizer.step()
+            model(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            assert not manager.verify(adapter).ok
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "stream"])

@@ -22,6 +22,8 @@ from inference_plugin.net.processes import has_ended
 from inference_plugin.wire.messages import ReplicaCard
 
 ROOT = Path(__file__).parents[2]
+PYTHON_PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+"""For a process that runs this interpreter: dependencies may be installed outside of it."""
 LONG_S = 300.0
 """For what must happen, on a machine as slow as it likes; never a promise."""
 
@@ -33,7 +35,7 @@ def _nursery() -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.nursery"],
         cwd=ROOT,
-        env=neutral | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=neutral | {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
