@@ -1,6 +1,8 @@
 """An update within one GPU, against a copy of the same bytes there: `make bench-gpu PYTHON=`; docs/gpu.md says what it shows.
 
-The engine is `TransformersEngine` in a process of its own, the trainer is this process; both have one model of random weights.
+The engine is `TransformersEngine` in a process of its own; the trainer is this process, with FSDP2 on one rank. Both have one
+model of random weights.
+
 `WEIGHTWIRE_TEST_DEVICE=cpu` runs everything in the host's memory, at a small size: it shows that the program is in order, and its
 figures mean nothing. Writes benchmarks/results/gpu.json.
 """
@@ -18,25 +20,33 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing  # teaches ForkingPickler to send tensors by their handles
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.processes import ROOT
 from inference_plugin.devices import device_of
 from inference_plugin.engines.transformers import TransformersEngine
 from inference_plugin.net import addresses
 from inference_plugin.wire.config import PIECE_BYTES
-from trainer_adapters import ModuleAdapter, SyncManager
+from trainer_adapters import FSDPAdapter, SyncManager
 
 DEVICE = torch.device(os.environ.get("WEIGHTWIRE_TEST_DEVICE", "cuda:0"))
 ON_GPU = DEVICE.type != "cpu"
 LAYER_GB = 0.39
 """A layer of the model (hidden 4096, bfloat16)."""
-COPIES_OF_MODEL = 5
+COPIES_OF_MODEL = 4.6
 """The trainer's, the engine's, its two zones, and room for what is computed."""
+KILLED_GB = 1.0
+"""Of the model that killed trainers send: several of them have it at once."""
+HANDLES = 10_000 if ON_GPU else 20
 
 Row = dict[str, Any]
 
@@ -49,45 +59,54 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--engine", help="serve this checkpoint until standard input ends (for the program itself)")
+    parser.add_argument("--captured", action="store_true", help="with --engine: replay decode steps from a CUDA graph")
     parser.add_argument("--trainer", help="train from this checkpoint until killed (for the program itself)")
     arguments = parser.parse_args()
     if arguments.engine:
-        serve(arguments.engine)
+        serve(arguments.engine, arguments.captured)
     elif arguments.trainer:
         train(arguments.trainer)
     else:
-        found = run(arguments)
         arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
+        for found in run(arguments):  # what is found so far, should it end early
+            (arguments.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found, indent=1))
 
 
-def run(arguments: argparse.Namespace) -> Row:
+def run(arguments: argparse.Namespace) -> Iterator[Row]:
     device = device_of(DEVICE)
     name = torch.cuda.get_device_name(DEVICE) if ON_GPU else "none: the host's memory, figures mean nothing"
     found: Row = {"device": name, "date": date.today().isoformat(), "torch": torch.__version__}
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ.setdefault("WEIGHTWIRE_RUNTIME_DIR", str(Path(directory) / "run"))
+    with tempfile.TemporaryDirectory() as directory, one_rank(Path(directory)):
+        runtime = Path(directory) / "run"
+        found["handles"] = handle_seconds(HANDLES)
+        yield found
         fits_gb = device.free_bytes(DEVICE) / 1e9 / COPIES_OF_MODEL
         path = make_checkpoint(Path(directory) / "model", min(arguments.gigabytes, fits_gb))
-        model = load(path)
+        model = trained(path)
         nbytes = sum(parameter.nbytes for parameter in model.parameters())
-        found |= {"model_bytes": nbytes, "device_copy_s": copy_seconds(nbytes)}
+        found |= {
+            "model_bytes": nbytes,
+            "tensors": len(list(model.parameters())),
+            "device_copy_s": copy_seconds(nbytes),
+        }
         found["digest_s"] = digest_seconds(model)
-        found["handles"] = handle_seconds(1000 if ON_GPU else 20)
-        with engine(path):
-            found["updates"] = [update_row(model, *way, arguments.runs) for way in ways()]
-            found["leak"] = leak(model, arguments.updates)
-            found["kills"] = [killed(path, model, i) for i in range(arguments.kills)]
-    return found
-
-
-def ways() -> Sequence[tuple[str, str]]:
-    return (
-        [("cuda_ipc", "standby"), ("cuda_ipc", "copy"), ("shm", "copy")]
-        if ON_GPU
-        else [("cuda_ipc", "standby"), ("shm", "copy")]
-    )
+        found["updates"] = []
+        adapter = FSDPAdapter(model)
+        copied = [("cuda_ipc", "copy"), ("shm", "copy")] if ON_GPU else [("shm", "copy")]
+        for captured, ways in ((False, [("cuda_ipc", "standby")]), (True, copied)):
+            with engine(path, runtime / str(captured), captured=captured):
+                for transport, install in ways:
+                    found["updates"].append(update_row(model, adapter, transport, install, captured, arguments.runs))
+                    yield found
+                if captured:
+                    found["leak"] = leak(model, adapter, arguments.updates)
+        del model, adapter
+        yield found
+        small = make_checkpoint(Path(directory) / "small", KILLED_GB)
+        with engine(small, runtime / "kills", captured=True):
+            found["kills"] = killed(small, trained(small), arguments.kills)
+        yield found
 
 
 # --- the model, and the processes ---------------------------------------------------------------------------------------------
@@ -111,35 +130,59 @@ def make_checkpoint(path: Path, gigabytes: float) -> Path:
     return path
 
 
-def load(path: str | Path) -> Any:
+def trained(path: str | Path) -> Any:
+    """The model, sharded by FSDP2 over one rank."""
     from transformers import AutoModelForCausalLM
 
     models: Any = AutoModelForCausalLM
-    return models.from_pretrained(path, dtype=torch.bfloat16).to(DEVICE)
+    model = models.from_pretrained(path, dtype=torch.bfloat16).to(DEVICE)
+    mesh = init_device_mesh(DEVICE.type, (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-def serve(path: str) -> None:
-    with TransformersEngine(path, device=DEVICE, captured_length=256 if ON_GPU else None):
+@contextmanager
+def one_rank(directory: Path) -> Iterator[None]:
+    dist.init_process_group(
+        "nccl" if ON_GPU else "gloo", init_method=f"file://{directory}/ranks-{os.getpid()}", rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def serve(path: str, captured: bool) -> None:
+    with TransformersEngine(path, device=DEVICE, captured_length=256 if captured and ON_GPU else None):
         sys.stdin.read()
 
 
 def train(path: str) -> None:
-    model = load(path)
-    with SyncManager(timeout_s=60) as manager:
-        while True:
-            step(model)
-            manager.update(ModuleAdapter(model))
+    """Waits for a line, then sends version after version, and says so."""
+    with tempfile.TemporaryDirectory() as directory, one_rank(Path(directory)):
+        model = trained(path)
+        adapter = FSDPAdapter(model)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        with SyncManager(timeout_s=60) as manager:
+            while True:
+                step(model)
+                manager.update(adapter)
+                print("updated", flush=True)
 
 
 def step(model: Any) -> None:
     """Changes every weight, as an optimizer's step does."""
     with torch.no_grad():
-        torch._foreach_add_(list(model.parameters()), 0.01)
+        for parameter in model.parameters():
+            parameter.add_(0.01)
 
 
 @contextmanager
-def engine(path: Path) -> Iterator[None]:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--engine", str(path)]
+def engine(path: Path, runtime: Path, *, captured: bool) -> Iterator[None]:
+    os.environ["WEIGHTWIRE_RUNTIME_DIR"] = str(runtime)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--engine", str(path), *(["--captured"] if captured else [])]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT)
     try:
         while not addresses.discover():
@@ -175,25 +218,28 @@ def copy_seconds(nbytes: int) -> float:
 
 
 def digest_seconds(model: Any) -> float:
-    pieces = [piece for each in model.parameters() for piece in each.detach().view(-1).split(PIECE_BYTES // 2)]
+    locals_ = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
+    pieces = [piece for each in locals_ for piece in each.detach().view(-1).split(PIECE_BYTES // 2)]
     return timed(lambda: device_of(DEVICE).digests(pieces))
 
 
 def handle_seconds(count: int) -> Row:
-    """Mapping of `count` allocations one by one, in another process, and of a single one; seconds."""
+    """Seconds to map, in another process: one allocation; `count` allocations by a handle each; and `count` tensors as torch's
+    multiprocessing sends them."""
     device = device_of(DEVICE)
     many = [device.share(1 << 20, lambda free: free()) for _ in range(count)]
+    tensors = [torch.zeros(1 << 10, device=DEVICE) for _ in range(count)]
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    handles = [memory.handle for memory in many]
-    child = context.Process(target=attach_all, args=(handles, device.uuid(), queue))
+    packed = bytes(ForkingPickler.dumps(tensors)) if ON_GPU else b""
+    child = context.Process(target=attach_all, args=([memory.handle for memory in many], device.uuid(), packed, queue))
     child.start()
-    one_s, all_s = queue.get(timeout=300)
+    one_s, all_s, torch_s = queue.get(timeout=300)
     child.join()
-    return {"count": count, "one_s": one_s, "all_s": all_s}
+    return {"count": count, "one_s": one_s, "all_s": all_s, "torch_s": torch_s}
 
 
-def attach_all(handles: Sequence[bytes], uuid: str, queue: Any) -> None:
+def attach_all(handles: Sequence[bytes], uuid: str, packed: bytes, queue: Any) -> None:
     use_shared_host()
     device = device_of(DEVICE)
     device.drain(DEVICE)
@@ -204,51 +250,75 @@ def attach_all(handles: Sequence[bytes], uuid: str, queue: Any) -> None:
     all_s = time.perf_counter() - began_s - one_s
     for memory in mapped:
         memory.close()
-    queue.put((one_s, all_s))
+    began_s = time.perf_counter()
+    tensors = ForkingPickler.loads(packed) if packed else []
+    queue.put((one_s, all_s, time.perf_counter() - began_s))
+    del tensors
 
 
-def update_row(model: Any, transport: str, install: str, runs: int) -> Row:
+def update_row(model: Any, adapter: FSDPAdapter, transport: str, install: Any, captured: bool, runs: int) -> Row:
     taken, stopped = [], []
     with SyncManager(timeout_s=120, transport=transport, install=install) as manager:
-        for _ in range(runs + 2):
+        for _ in range(runs + 3):  # the first ones agree, and make zones or segments
             step(model)
+            device_of(DEVICE).drain(DEVICE)
             began_s = time.perf_counter()
-            report = manager.update(ModuleAdapter(model))
+            report = manager.update(adapter)
             taken.append(time.perf_counter() - began_s)
             stopped.append(report.replicas[0].stopped_s)
-        is_right = manager.verify(ModuleAdapter(model)).ok
+        is_right = manager.verify(adapter).ok
     return {
         "transport": transport,
-        "install": install,
-        "seconds": median(taken[2:]),
-        "stopped_s": median(stopped[2:]),
+        "install": report.replicas[0].install,
+        "captured": captured,
+        "first_s": taken[0],
+        "seconds": median(taken[3:]),
+        "stopped_s": median(stopped[3:]),
+        "phases_s": dict(report.phases),
         "verified": is_right,
     }
 
 
-def leak(model: Any, updates: int) -> Row:
+def leak(model: Any, adapter: FSDPAdapter, updates: int) -> Row:
     """Free memory of the device after a tenth of the updates, and after all."""
     device, free = device_of(DEVICE), []
     with SyncManager(timeout_s=120) as manager:
         for i in range(updates):
-            manager.update(ModuleAdapter(model))
+            step(model)
+            manager.update(adapter)
             if i in (updates // 10, updates - 1):
                 free.append(device.free_bytes(DEVICE))
-        is_right = manager.verify(ModuleAdapter(model)).ok
+        is_right = manager.verify(adapter).ok
     return {"updates": updates, "free_bytes_early": free[0], "free_bytes_late": free[-1], "verified": is_right}
 
 
-def killed(path: Path, model: Any, turn: int) -> Row:
-    """`kill -9` of a trainer somewhere in its updates; then an update of ours, and what the engine holds."""
-    child = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", "--trainer", str(path)], cwd=ROOT)
-    time.sleep(15 + 0.37 * turn)
-    child.kill()
-    child.wait()
-    with SyncManager(timeout_s=120) as manager:
-        states = [replica.state for replica in manager.replicas()]
-        step(model)
-        manager.update(ModuleAdapter(model))
-        return {"states": states, "verified": manager.verify(ModuleAdapter(model)).ok}
+def killed(path: Path, model: Any, count: int) -> list[Row]:
+    """`count` times: `kill -9` of a trainer somewhere in its updates, then an update of ours, and whether the engine holds it."""
+    command, adapter = [sys.executable, "-m", "benchmarks.gpu", "--trainer", str(path)], FSDPAdapter(model)
+    children = [
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    rows: list[Row] = []
+    try:
+        for turn, child in enumerate(children):
+            assert child.stdin is not None and child.stdout is not None
+            child.stdout.readline()
+            child.stdin.write("go\n")
+            child.stdin.flush()
+            child.stdout.readline()
+            time.sleep(0.037 * turn)
+            child.kill()
+            child.wait()
+            with SyncManager(timeout_s=120) as manager:
+                states = [replica.state for replica in manager.replicas()]
+                step(model)
+                manager.update(adapter)
+                rows.append({"states": states, "verified": manager.verify(adapter).ok})
+    finally:
+        for child in children:
+            child.kill()
+    return rows
 
 
 def use_shared_host() -> None:
