@@ -27,8 +27,8 @@ from inference_plugin.devices.digests import (
 __all__ = ["TritonDigests"]
 
 BLOCKS_AT_ONCE = 2
-"""Of a program of one warp, which reads 512 bytes at once. Tried on an H200: two blocks and one warp read 4.0 TB/s, which is its
-memory's speed; with more of either it is half of that."""
+"""Of a program of one warp, which reads 512 bytes at once. Tried on an H200: two blocks and one warp read 4.0 TB/s, which is the
+speed of its memory; two or four warps reach half of that."""
 LOADED_AHEAD = 64
 """Steps of a chain whose sums are loaded before the first of them is taken: a load takes as long as some tens of steps."""
 MAX_PROGRAMS_OF_PIECE = 4096
@@ -49,9 +49,8 @@ class TritonDigests(BlockDigests):
         fitting = []
         for some in runs:
             if _fits(some):
-                for target, source in zip(
-                    *some.copies(), strict=True
-                ):  # one by one: a fused kernel has half of the speed
+                targets, sources = some.copies()
+                for target, source in zip(targets, sources, strict=True):  # a fused kernel reaches half of the speed
                     target.copy_(source, non_blocking=True)
                 fitting.append(some)
                 self._long += range(self._count, self._count + len(some.lengths))

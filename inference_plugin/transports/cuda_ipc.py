@@ -186,7 +186,7 @@ class DeviceZoneReceiver(ZoneReceiver):
             raise TransportUnavailable(f"cuda_ipc: the weights are on {device}")
         if ZONES * layout.nbytes > (free := _free_bytes()):
             raise _does_not_fit(ZONES * layout.nbytes, free)
-        self._layout = layout
+        self._layout, self._spots = layout, KnownSpots()
 
     def drop_kept(self) -> None:
         super().drop_kept()
@@ -257,9 +257,9 @@ class CudaIpcSender(Sender):
         card = self._cards.pop(address.segment.segment_id, None)
         if card is None:
             card = _card_in(segment, address)
-            known = (other.layout for other in self._cards.values() if other.layout == card.layout)
-            layout = next(known, None) or card.layout.check(manifest)
-            card = Card(card.device, card.handle, layout)
+            card.layout.check(manifest)
+            same = (other.layout for other in self._cards.values() if other.layout == card.layout)
+            card = Card(card.device, card.handle, next(same, card.layout))
         self._cards[address.segment.segment_id] = card
         return card
 

@@ -23,7 +23,7 @@ PIECE_BYTES = 16 << 20
 """Largest piece in a device's memory. Each one costs the processes on both sides some microseconds, and a device copies 16 MiB
 in as many; one four times as large would make the longest chain of its digest as long as a copy of the whole model."""
 
-BATCH_BYTES = 8 << 30
+BATCH_BYTES = 4 << 30
 """Bytes whose digests are ended together: many chains then run side by side (`devices.digests`). A sixteenth of it is held for
 them on the device."""
 

@@ -111,6 +111,32 @@ def test_a_byte_that_is_not_what_was_written_fails_the_check(receiver: DeviceZon
         staging.segment[at] ^= 1
 
 
+def test_new_terms_move_what_is_written_and_what_is_checked(receiver: DeviceZoneReceiver) -> None:
+    """A rank and a worker remember where boxes lie; not beyond the layout that they agreed on."""
+    sender = CudaIpcSender()
+    first, second = LAYOUT.places
+    turned = ZoneLayout(1024, (Place(first.box, 512, first.strides), Place(second.box, 0, second.strides)))
+    for layout in (LAYOUT, turned, LAYOUT):
+        receiver.land_in(layout, "cpu")
+        receiver.drop_kept()
+        staging = receiver.open(MANIFEST, b"", ())
+        pieces = write(sender, MANIFEST, whole_slices(), [target_of(staging.landing)], slices_last=True)
+        for slice_, place in zip(whole_slices(), layout.places, strict=True):
+            lies = lies_at(staging.segment, place, slice_.tensor.dtype)
+            assert torch.equal(lies, of_box(place.box, slice_.tensor))
+            assert staging.check(MANIFEST, pieces, lambda _: None) == 48 + 20
+        staging.settle()
+
+
+def test_a_layout_that_is_known_is_checked_again_for_another_manifest(receiver: DeviceZoneReceiver) -> None:
+    """Else a rank would write wider elements beyond the zone's end."""
+    sender, staged = CudaIpcSender(), [receiver.open(MANIFEST, b"", ()) for _ in range(2)]
+    write(sender, MANIFEST, whole_slices(), [target_of(staged[0].landing)])
+    wide = manifest_of([slice_.tensor.to(torch.float64) for slice_ in whole_slices()])
+    with pytest.raises(ProtocolError, match="has strides"):
+        sender.edges(wide, target_of(staged[1].landing))
+
+
 def test_nobody_maps_a_zone_that_is_sealed_and_nobody_seals_one_that_is_mapped(receiver: DeviceZoneReceiver) -> None:
     staging, sender = receiver.open(MANIFEST, b"", ()), CudaIpcSender()
     target = target_of(staging.landing)
