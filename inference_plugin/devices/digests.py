@@ -6,7 +6,7 @@ accumulators depends on its bytes alone; only the scramble after each block depe
 
 1. `sums`: for each block and lane the sum of what its stripes add. All blocks of all pieces at once: this reads the bytes.
 2. `chains`: for each piece and lane, block after block, add the sum and scramble. This reads a sixteenth of the bytes. A piece
-   of 4 MiB is a chain of 4,096 short steps, and every piece has eight chains, which run side by side.
+   of 16 MiB is a chain of 16,384 short steps, and every piece has eight chains, which run side by side.
 3. `finish`: eight accumulators become one digest, on the host.
 
 Steps 1 and 2 are Triton kernels (`digest_kernels`), or calls of torch, which any device runs. Pieces of at most 240 bytes have

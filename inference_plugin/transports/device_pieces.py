@@ -139,8 +139,8 @@ class DevicePieces:
     """The pieces that one rank writes into `zones`, each with its layout. `slices_last`: whether each slice's memory holds its
     values until `end`; they are then read together.
 
-    A slice travels in runs of contiguous bytes, which are copied and digested by one read. Where its pieces don't land so, they
-    are copied first and then digested.
+    A slice travels in runs of contiguous bytes; one that is cast, or doesn't lie so, is packed first. Where a piece doesn't land
+    so, or in several zones, its slice is copied and digested piece by piece.
     """
 
     def __init__(
