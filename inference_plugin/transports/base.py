@@ -27,7 +27,7 @@ import torch
 
 from inference_plugin.transports.pieces import DigestPass, DigestPasses, Lying, in_segment, pieces_of, place_piece
 from inference_plugin.transports.spread import FanOut
-from inference_plugin.wire.config import Config
+from inference_plugin.wire.config import PIECE_BYTES, Config
 from inference_plugin.wire.errors import (
     DigestMismatch,
     ProtocolError,
@@ -51,7 +51,8 @@ __all__ = [
 class Delivery:
     """What one trainer rank brings across in one transaction. `rank`: its number among the trainer's; `description`: what the
     manager rank's `Sender.allocate` returned; `deadline_s`: a time of `time.monotonic()`; `slices_last`: whether each slice's
-    memory holds its values until `write` returns, and not only until the next slice is taken."""
+    memory holds its values until `write` returns, and not only until the next slice is taken; `piece_bytes`: the largest
+    piece, the same over all transports of one update, because all its workers get one list of pieces."""
 
     txn: str
     group: str
@@ -62,6 +63,7 @@ class Delivery:
     targets: Sequence[Target]
     deadline_s: float
     slices_last: bool = False
+    piece_bytes: int = PIECE_BYTES
 
     def check_deadline(self, written_bytes: int) -> None:
         """Between two slices. Raises `SyncTimeout` once the deadline has passed."""
@@ -272,5 +274,8 @@ class Transport:
     """Whether it is the way of `install='streaming'`: it brings no whole update, and nothing else uses it."""
     lands_in_zone: bool = False
     """Whether trainer ranks write a worker's second set itself: for the only replica of its host that takes part."""
+    piece_bytes: int = PIECE_BYTES
+    """Largest piece, where no other transport of the same update has smaller ones. A sender that has more than `PIECE_BYTES` here
+    cuts as `Delivery.piece_bytes` says."""
 
     AUTO: ClassVar[str] = "auto"

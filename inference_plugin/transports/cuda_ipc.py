@@ -27,7 +27,7 @@ import torch
 from inference_plugin.devices import Runs, SharedMemory, device_of, in_use, present
 from inference_plugin.net.addresses import boot_id, runtime_dir
 from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats
-from inference_plugin.transports.device_pieces import DevicePieces, KnownRuns, KnownSpots
+from inference_plugin.transports.device_pieces import PIECE_BYTES, DevicePieces, KnownRuns, KnownSpots
 from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.transports.shm import TRANSPORT as SHM
 from inference_plugin.transports.zone import AnyZone, ZoneReceiver, ZoneStaging
@@ -223,7 +223,14 @@ class CudaIpcSender(Sender):
         stats = WriteStats()
         with contextlib.ExitStack() as mapped:
             zones = [self._mapped(manifest, target, mapped) for target in targets]
-            batch = DevicePieces(manifest, zones, stats, self._runs, slices_last=delivery.slices_last)
+            batch = DevicePieces(
+                manifest,
+                zones,
+                stats,
+                self._runs,
+                slices_last=delivery.slices_last,
+                piece_bytes=delivery.piece_bytes,
+            )
             for item in delivery.slices:
                 batch.add(item)
                 delivery.check_deadline(stats.nbytes)
@@ -314,4 +321,5 @@ TRANSPORT = Transport(
     copies_per_byte=1,  # trainer -> zone, which is swapped in
     sends=True,
     lands_in_zone=True,
+    piece_bytes=PIECE_BYTES,
 )

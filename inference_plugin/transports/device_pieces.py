@@ -46,7 +46,8 @@ class SliceRuns:
 
 
 class KnownRuns:
-    """The runs of slices' boxes, for one manifest and the layouts of some zones: every update asks for the same."""
+    """The runs of slices' boxes, for one manifest, one size of pieces and the layouts of some zones: every update asks for the
+    same."""
 
     def __init__(self) -> None:
         self._of: tuple[int, ...] = ()
@@ -54,18 +55,18 @@ class KnownRuns:
         """What has these ids."""
         self._known: dict[Box, SliceRuns | None] = {}
 
-    def of(self, manifest: Manifest, layouts: tuple[ZoneLayout, ...], box: Box) -> SliceRuns | None:
+    def of(self, manifest: Manifest, layouts: tuple[ZoneLayout, ...], piece_bytes: int, box: Box) -> SliceRuns | None:
         """None for a slice of which a piece lands in several zones, or in places that are not contiguous."""
-        of = (id(manifest), *map(id, layouts))
+        of = (piece_bytes, id(manifest), *map(id, layouts))
         if of != self._of:
             self._of, self._keep, self._known = of, (manifest, layouts), {}
         if box not in self._known:
-            self._known[box] = _runs_of(manifest, layouts, box)
+            self._known[box] = _runs_of(manifest, layouts, piece_bytes, box)
         return self._known[box]
 
 
-def _runs_of(manifest: Manifest, layouts: Sequence[ZoneLayout], box: Box) -> SliceRuns | None:
-    places = manifest.split(box, PIECE_BYTES)
+def _runs_of(manifest: Manifest, layouts: Sequence[ZoneLayout], piece_bytes: int, box: Box) -> SliceRuns | None:
+    places = manifest.split(box, piece_bytes)
     zones: set[int | None] = set()
     targets = []
     for place in places:
@@ -151,6 +152,7 @@ class DevicePieces:
         known: KnownRuns,
         *,
         slices_last: bool,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self._manifest = manifest
         self._zones = zones
@@ -158,6 +160,7 @@ class DevicePieces:
         self._stats = stats
         self._known = known
         self._slices_last = slices_last
+        self._piece_bytes = piece_bytes
         self._pieces: list[Piece] = []
         self._where: torch.device | None = None
         self._digests: Digests
@@ -179,7 +182,7 @@ class DevicePieces:
             # What waited for the trainer's step is this thread's queue, on another device.
             device_of(where).drain(where)
         dtype = checked_dtype(self._manifest, item)
-        runs = self._known.of(self._manifest, self._layouts, item.box)
+        runs = self._known.of(self._manifest, self._layouts, self._piece_bytes, item.box)
         if runs is None or getattr(item, "seen", None) is not None:
             self._add_parts(item, dtype)
         else:
@@ -226,7 +229,7 @@ class DevicePieces:
 
     def _parts(self, item: Slice, dtype: torch.dtype) -> Iterator[tuple[Box, torch.Tensor]]:
         seen: Callable[[PiecePlace, object], None] | None = getattr(item, "seen", None)
-        for place in self._manifest.split(item.box, PIECE_BYTES):
+        for place in self._manifest.split(item.box, self._piece_bytes):
             part = part_of(item, place).to(dtype)
             if seen is not None and not _is_finite(part):
                 seen(place, bytes_view(part.contiguous()).cpu().numpy())

@@ -32,8 +32,8 @@ SHORTEST_ROW_BYTES = 256
 """Shorter rows are packed before they are copied elsewhere."""
 
 
-def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, Bytes]]:
-    """The pieces of a slice, with their bytes in C order, in CPU memory.
+def pieces_of(manifest: Manifest, item: Slice, piece_bytes: int | None = None) -> Iterator[tuple[PiecePlace, Bytes]]:
+    """The pieces of a slice, of at most `piece_bytes` (`PIECE_BYTES`), with their bytes in C order, in CPU memory.
 
     Where the slice has a `seen`, it is called with each piece and its bytes, before the piece is yielded.
 
@@ -45,7 +45,7 @@ def pieces_of(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, Byt
     """
     dtype = checked_dtype(manifest, item)
     seen: Callable[[PiecePlace, Bytes], None] | None = getattr(item, "seen", None)
-    for place, data in _cut(manifest, item, dtype):
+    for place, data in _cut(manifest, item, dtype, piece_bytes or PIECE_BYTES):
         if seen is not None:
             seen(place, data)
         yield place, data
@@ -106,8 +106,8 @@ def checked_dtype(manifest: Manifest, item: Slice) -> torch.dtype:
     return dtype
 
 
-def _cut(manifest: Manifest, item: Slice, dtype: torch.dtype) -> Iterator[tuple[PiecePlace, Bytes]]:
-    places = manifest.split(item.box, PIECE_BYTES)
+def _cut(manifest: Manifest, item: Slice, dtype: torch.dtype, piece_bytes: int) -> Iterator[tuple[PiecePlace, Bytes]]:
+    places = manifest.split(item.box, piece_bytes)
     if item.tensor.dtype == dtype and item.tensor.device.type == "cpu" and item.tensor.is_contiguous():
         flat = bytes_view(item.tensor).numpy()
         for place in places:

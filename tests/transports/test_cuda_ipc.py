@@ -20,9 +20,13 @@ from inference_plugin.transports import cuda_ipc
 from inference_plugin.transports.base import Delivery, WriteStats
 from inference_plugin.transports.cuda_ipc import CardAddress, CudaIpcSender, DeviceZoneReceiver, Probe
 from inference_plugin.transports.device_pieces import DevicePieces, KnownRuns
+from inference_plugin.transports.registry import transport_named
 from inference_plugin.transports.shm import ShmReceiver, ShmSender
+from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
-from inference_plugin.wire.geometry import Piece
+from inference_plugin.wire.geometry import Piece, c_strides
+from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
+from inference_plugin.wire.messages import Go, GoTransport
 from inference_plugin.wire.tensors import bytes_view
 from inference_plugin.wire.zone import Place, ZoneLayout
 from tests.support.devices import DeviceTensor, LateDevice
@@ -44,8 +48,12 @@ from tests.transports.test_zone import (
     whole_slices,
     write,
 )
+from trainer_adapters.settings import Settings
 from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.sources.module import ModuleAdapter
+from trainer_adapters.update.agreement import what_differs
 from trainer_adapters.update.cutting import cut_slices, edges_of
+from trainer_adapters.update.writer import Writer
 
 pytestmark = pytest.mark.skipif(not can_be_built(), reason="needs a C compiler")
 
@@ -135,6 +143,47 @@ def test_a_layout_that_is_known_is_checked_again_for_another_manifest(receiver: 
     wide = manifest_of([slice_.tensor.to(torch.float64) for slice_ in whole_slices()])
     with pytest.raises(ProtocolError, match="has strides"):
         sender.edges(wide, target_of(staged[1].landing))
+
+
+def contiguous(manifest: Manifest) -> ZoneLayout:
+    """All tensors of a manifest, as they lie in a segment."""
+    offsets, wholes = manifest.layout.offsets, map(manifest.whole, range(len(manifest.tensors)))
+    sizes = [DTYPE_BYTES[spec.dtype] for spec in manifest.tensors]
+    strides = [
+        tuple(size * step for step in c_strides(spec.shape)) for size, spec in zip(sizes, manifest.tensors, strict=True)
+    ]
+    return ZoneLayout(manifest.layout.nbytes, tuple(map(Place, wholes, offsets, strides)))
+
+
+@pytest.mark.parametrize("beside", [(), ("shm",)], ids=["alone", "beside shm"])
+def test_an_update_has_one_list_of_pieces_over_all_its_transports_and_for_the_copies_that_ranks_compare(
+    receiver: DeviceZoneReceiver, beside: tuple[str, ...]
+) -> None:
+    """Else `cuda_ipc` and `shm` together would fail every update, and ranks that came apart would not be noticed."""
+    tensors = {f"t{i}": any_bits(torch.uint8, 9, 1 << 20, seed=i) for i in range(2)}
+    other = {**tensors, "t0": tensors["t0"] ^ 1}  # rank 1 holds another t0 than rank 0 sends
+    sources = [ModuleAdapter(model, rank=rank, world_size=2) for rank, model in enumerate((tensors, other))]
+    writers = [Writer(Settings("policy", [], Config()), rank) for rank in range(2)]
+    manifest = sources[0].manifest()
+    receiver.land_in(contiguous(manifest), "cpu")
+    staging = receiver.open(manifest, b"", ())
+    ways = [GoTransport("cuda_ipc", b"", (target_of(staging.landing),))]
+    ways += [
+        GoTransport(name, writers[0].sender(transport_named(name)).allocate(manifest, frozenset()), ())
+        for name in beside
+    ]
+    go = Go("t", tuple(ways), FAR_S, copies=True)
+    wrote = [
+        writer.write(go, manifest, source, time.monotonic() + FAR_S)
+        for writer, source in zip(writers, sources, strict=True)
+    ]
+    assert [each.error for each in wrote] == [None, None]
+    pieces = {each.rank: each.pieces for each in wrote}
+    assert staging.check(manifest, [piece for each in wrote for piece in each.pieces], lambda _: None) == 18 << 20
+    apart = what_differs(manifest, pieces, {each.rank: each.kept_equal for each in wrote})
+    assert apart.startswith("t0[0:") and "on rank 0" in apart and "on rank 1" in apart
+    for writer in writers:
+        writer.close()
 
 
 def test_nobody_maps_a_zone_that_is_sealed_and_nobody_seals_one_that_is_mapped(receiver: DeviceZoneReceiver) -> None:

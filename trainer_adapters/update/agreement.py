@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from inference_plugin.transports.pieces import pieces_of
+from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.cover import ExactCover
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ManifestMismatch, first_few
@@ -82,10 +83,10 @@ class Claims:
         return self._updates & (self._updates - 1) == 0
 
 
-def digests_of(manifest: Manifest, slices: Iterable[LocalSlice]) -> Iterator[Piece]:
-    """The pieces into which `slices` would be cut, with their digests."""
+def digests_of(manifest: Manifest, slices: Iterable[LocalSlice], piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
+    """The pieces of at most `piece_bytes` into which `slices` would be cut, with their digests."""
     for item in slices:
-        for cut, data in pieces_of(manifest, item):
+        for cut, data in pieces_of(manifest, item, piece_bytes):
             yield Piece(cut.box, digest_bytes(data))
 
 

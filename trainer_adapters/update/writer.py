@@ -13,6 +13,7 @@ from inference_plugin.devices import in_use
 from inference_plugin.transports.base import Delivery, Sender, Transport, WriteStats
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.transports.spread import classes_of
+from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.errors import ManifestMismatch, SyncTimeout, WeightwireError
 from inference_plugin.wire.geometry import Box, Edges, Piece
 from inference_plugin.wire.manifest import Manifest
@@ -84,15 +85,28 @@ class Writer:
             if cuts != self._cut.cuts:
                 self._cut = _Cut(cuts, edges_of(cuts))
             edges = self._cut.edges
+            piece_bytes = _piece_bytes(go)
             for way in go.transports:
                 total.passes += 1
                 with self._taken(source, together, deadline_s) as slices:
                     cut = cut_slices(slices, edges, self._cut.parts)
                     watched = finite.watch(cut) if finite is not None and total.passes == 1 else cut
-                    total.add(*self._write_over(way, go, manifest, watched, source.slices_last(), deadline_s))
+                    delivery = Delivery(
+                        go.txn,
+                        self._settings.group,
+                        self._rank,
+                        manifest,
+                        way.segment,
+                        watched,
+                        way.targets,
+                        deadline_s,
+                        source.slices_last(),
+                        piece_bytes,
+                    )
+                    total.add(*self._write_over(way, delivery))
             if finite is not None:
                 finite.raise_found()
-            copies, kept_equal = _compared(manifest, source, edges) if go.copies else ((), ())
+            copies, kept_equal = _compared(manifest, source, edges, piece_bytes) if go.copies else ((), ())
         except Exception as error:  # noqa: BLE001 -- it travels to rank 0 and is raised on all ranks
             failed = WeightwireError.wrap(error)
             failed.at(side="trainer", rank=self._rank, group=self._settings.group, phase="stage")
@@ -136,27 +150,8 @@ class Writer:
         ]
         return [members[0] for members in classes_of((boxes, boxes) for boxes in sent)]
 
-    def _write_over(
-        self,
-        way: GoTransport,
-        go: Go,
-        manifest: Manifest,
-        slices: Iterator[LocalSlice],
-        slices_last: bool,
-        deadline_s: float,
-    ) -> tuple[list[Piece], WriteStats]:
+    def _write_over(self, way: GoTransport, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
         began_s = time.perf_counter()
-        delivery = Delivery(
-            go.txn,
-            self._settings.group,
-            self._rank,
-            manifest,
-            way.segment,
-            slices,
-            way.targets,
-            deadline_s,
-            slices_last,
-        )
         pieces, stats = self.sender(transport_named(way.name)).write(delivery)
         costs = {"bytes": stats.nbytes, "move_s": stats.move_s, "digest_s": stats.digest_s}
         span_since(began_s, "write", transport=way.name, costs=costs)
@@ -226,10 +221,17 @@ class _Total:
         self.stats.lost |= stats.lost
 
 
-def _compared(manifest: Manifest, source: WeightSource, edges: Edges) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+def _piece_bytes(go: Go) -> int:
+    """The largest piece of an update: all its transports cut alike, and so do the copies that are compared."""
+    return min((transport_named(way.name).piece_bytes for way in go.transports), default=PIECE_BYTES)
+
+
+def _compared(
+    manifest: Manifest, source: WeightSource, edges: Edges, piece_bytes: int
+) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """Digests of slices that other ranks send and this rank also holds: of its copies, and of the first piece of each slice that
     training keeps equal."""
     with span("compare copies"):
-        copies = tuple(digests_of(manifest, cut_slices(source.copies(), edges)))
-        each = (digests_of(manifest, [item]) for item in cut_slices(source.kept_equal(), edges))
+        copies = tuple(digests_of(manifest, cut_slices(source.copies(), edges), piece_bytes))
+        each = (digests_of(manifest, [item], piece_bytes) for item in cut_slices(source.kept_equal(), edges))
         return copies, tuple(next(digests) for digests in each)
