@@ -186,6 +186,35 @@ def test_an_update_has_one_list_of_pieces_over_all_its_transports_and_for_the_co
         writer.close()
 
 
+class Averaged(ModuleAdapter):
+    """Sends averages from the place of the weights, and puts the weights back."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], averages: dict[str, torch.Tensor]) -> None:
+        super().__init__(weights)
+        self.weights, self.averages = weights, averages
+
+    def slices(self) -> Iterator[LocalSlice]:
+        kept = {name: weight.clone() for name, weight in self.weights.items()}
+        torch._foreach_copy_(list(self.weights.values()), list(self.averages.values()))
+        yield from super().slices()
+        torch._foreach_copy_(list(self.weights.values()), list(kept.values()))
+
+
+def test_a_class_that_overrides_the_slices_of_a_source_may_change_them_at_the_end(receiver: DeviceZoneReceiver) -> None:
+    weights, averages = ({f"t{i}": any_bits(torch.uint8, 40, 64, seed=10 * s + i) for i in range(2)} for s in range(2))
+    source, writer = Averaged(weights, averages), Writer(Settings("policy", [], Config()))
+    manifest = source.manifest()
+    receiver.land_in(contiguous(manifest), "cpu")
+    staging = receiver.open(manifest, b"", ())
+    go = Go("t", (GoTransport("cuda_ipc", b"", (target_of(staging.landing),)),), FAR_S)
+    wrote = writer.write(go, manifest, source, time.monotonic() + FAR_S)
+    assert wrote.error is None
+    assert staging.check(manifest, wrote.pieces, lambda _: None) == 2 * 40 * 64
+    for offset, average in zip(manifest.layout.offsets, averages.values(), strict=True):
+        assert torch.equal(staging.segment[offset : offset + average.nbytes].view(40, 64), average)
+    writer.close()
+
+
 def test_nobody_maps_a_zone_that_is_sealed_and_nobody_seals_one_that_is_mapped(receiver: DeviceZoneReceiver) -> None:
     staging, sender = receiver.open(MANIFEST, b"", ()), CudaIpcSender()
     target = target_of(staging.landing)

@@ -73,8 +73,9 @@ class WeightSource(ABC):
         """
 
     def slices_last(self) -> bool:
-        """Whether all tensors that `slices()` yields hold their values until the pass is over, as parameters in memory do: they
-        may then be read together."""
+        """Whether all tensors that `slices()` yields hold their values until the update has read them, also after the iterator's
+        end, as parameters in memory do: they may then be read together. A class that overrides `slices()` of one of our sources
+        answers for its own tensors: until it overrides this too, each of them is read before the next is requested."""
         return False
 
     def claims(self) -> tuple[Box, ...] | None:

@@ -71,7 +71,7 @@ class FSDPAdapter(WrappingSource):
         )
 
     def slices_last(self) -> bool:
-        return self._source.slices_last()
+        return type(self).slices is FSDPAdapter.slices and self._source.slices_last()
 
     def _ready(self) -> WeightSource:
         return self._source

@@ -160,7 +160,7 @@ class ScannedSource(WeightSource):
         return self._pass(self._slice_plan().sent)
 
     def slices_last(self) -> bool:
-        return self._rescan and not self.made_together()
+        return self._rescan and type(self).slices is ScannedSource.slices and not self.made_together()
 
     def copies(self) -> Iterator[LocalSlice]:
         copied = self._slice_plan().copied
