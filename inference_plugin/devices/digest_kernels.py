@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,9 +85,18 @@ class TritonDigests(BlockDigests):
         described = _sent([addresses, lengths, firsts], device)
         programs = min(MAX_PROGRAMS_OF_PIECE, triton.cdiv(int(blocks.max()) + 1, BLOCKS_AT_ONCE))
         keys, constants = _constants(device)
-        _sum_blocks[(count, programs)](
-            described[0], described[1], described[2], keys, constants, sums, lasts, BLOCKS=BLOCKS_AT_ONCE, num_warps=1
-        )
+        with _current(device):
+            _sum_blocks[(count, programs)](
+                described[0],
+                described[1],
+                described[2],
+                keys,
+                constants,
+                sums,
+                lasts,
+                BLOCKS=BLOCKS_AT_ONCE,
+                num_warps=1,
+            )
         self._kept += sums, lasts
         rows = sums.data_ptr() + firsts * BYTES_OF_SUMS
         self._described.append(np.stack([rows, lasts.data_ptr() + np.arange(count) * BYTES_OF_SUMS, blocks]))
@@ -95,15 +106,16 @@ class TritonDigests(BlockDigests):
         numbers = np.concatenate(self._described, axis=1)
         described, count = _sent(list(numbers), device), numbers.shape[1]
         accumulators = torch.empty(count, LANES, dtype=torch.int64, device=device)
-        _chain_blocks[(count,)](
-            described[0],
-            described[1],
-            described[2],
-            _constants(device)[1],
-            accumulators,
-            AHEAD=LOADED_AHEAD,
-            num_warps=1,
-        )
+        with _current(device):
+            _chain_blocks[(count,)](
+                described[0],
+                described[1],
+                described[2],
+                _constants(device)[1],
+                accumulators,
+                AHEAD=LOADED_AHEAD,
+                num_warps=1,
+            )
         return accumulators
 
 
@@ -121,6 +133,12 @@ def _sent(values: Sequence[Offsets], device: torch.device) -> torch.Tensor:
     """Numbers on the device; nothing waits for it."""
     here = torch.from_numpy(np.stack(values))
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
+
+
+def _current(device: torch.device) -> Any:
+    """Makes `device` the thread's current one: Triton launches a kernel there, in the thread's queue of it, wherever the kernel's
+    arguments lie."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 @cache
