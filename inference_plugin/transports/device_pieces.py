@@ -28,7 +28,7 @@ BATCH_BYTES = 4 << 30
 them on the device."""
 
 MADE_BYTES = 256 << 20
-"""Casts and packed slices that are held until they are read together."""
+"""Casts and packed slices or pieces that are held until they are read together."""
 
 WAITING_BYTES = 1 << 30
 """Slices that wait to be read together: the device works on them while this thread looks for the next."""
@@ -128,7 +128,8 @@ def _spots(
         for index, (position, where) in enumerate(some):
             batch.append((position, where))
             nbytes += manifest.box_nbytes(boxes[position])
-            if nbytes >= BATCH_BYTES or index == len(some) - 1:
+            # Pieces that lie apart are packed to be read, in memory beside the engine's.
+            if nbytes >= (BATCH_BYTES if are_runs else MADE_BYTES) or index == len(some) - 1:
                 rows = [where.rows for _, where in batch if where.rows is not None]
                 starts = np.array([each.offset for each in rows], dtype=np.int64) if are_runs else None
                 lengths = np.array([manifest.box_nbytes(boxes[position]) for position, _ in batch], dtype=np.int64)

@@ -19,13 +19,14 @@ from inference_plugin.devices import DEVICES
 from inference_plugin.transports import cuda_ipc
 from inference_plugin.transports.base import Delivery, WriteStats
 from inference_plugin.transports.cuda_ipc import CardAddress, CudaIpcSender, DeviceZoneReceiver, Probe
-from inference_plugin.transports.device_pieces import DevicePieces, KnownRuns
+from inference_plugin.transports.device_pieces import DevicePieces, KnownRuns, KnownSpots
+from inference_plugin.transports.pieces import Lying
 from inference_plugin.transports.registry import transport_named
 from inference_plugin.transports.shm import ShmReceiver, ShmSender
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
-from inference_plugin.wire.geometry import Piece, c_strides
-from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
+from inference_plugin.wire.geometry import Box, Piece, c_strides
+from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest, TensorSpec
 from inference_plugin.wire.messages import Go, GoTransport
 from inference_plugin.wire.tensors import bytes_view
 from inference_plugin.wire.zone import Place, ZoneLayout
@@ -213,6 +214,22 @@ def test_a_class_that_overrides_the_slices_of_a_source_may_change_them_at_the_en
     for offset, average in zip(manifest.layout.offsets, averages.values(), strict=True):
         assert torch.equal(staging.segment[offset : offset + average.nbytes].view(40, 64), average)
     writer.close()
+
+
+@pytest.mark.parametrize(("apart", "at_once"), [(1, 256), (2, 16)], ids=["contiguous", "apart"])
+def test_a_worker_packs_few_of_the_pieces_whose_rows_lie_apart_at_once(apart: int, at_once: int) -> None:
+    """Of pieces of 16 MiB: packed ones take memory that the engine may not leave free."""
+    manifest = Manifest(tuple(TensorSpec(f"t{i}", "bfloat16", (1024, 8192)) for i in range(600)))
+    wholes = tuple(map(manifest.whole, range(600)))
+    places = [Place(box, i * apart << 24, (apart * 16384, 2)) for i, box in enumerate(wholes)]
+    layout = ZoneLayout(600 * apart << 24, tuple(places)).check(manifest)
+
+    def lying(manifest: Manifest, box: Box) -> list[Lying]:
+        return [Lying(each.base, each.rows, lambda memory: memory) for each in layout.landings(manifest, box)]
+
+    found = KnownSpots().of(manifest, wholes, lying)
+    assert max(len(each.pieces) for each in found) == at_once
+    assert sorted(piece for each in found for piece in each.pieces) == list(range(600))
 
 
 def test_nobody_maps_a_zone_that_is_sealed_and_nobody_seals_one_that_is_mapped(receiver: DeviceZoneReceiver) -> None:
