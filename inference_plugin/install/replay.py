@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -53,7 +52,7 @@ class Replay:
             ]
         self._rows = row_copies(placements, sources, destinations)
         self.nbytes = sum(p.nbytes for p in placements) + sum(f.dest.numel * f.dtype.itemsize for f in fills)
-        self._steps: dict[float, list[_Step]] = {}
+        self._steps: dict[int | None, list[_Step]] = {}
 
     def run(self, *, between: Callable[[int], None] | None = None) -> None:
         """Writes everything. Calls `between(bytes_done)` between steps of about `STEP_BYTES`; without `between`, all cores of
@@ -68,7 +67,7 @@ class Replay:
             copy_on_all_cores(self._rows)
             return
         on_device = all(target.device == source.device for _, target, source in self._copies[:1])
-        limit_bytes = math.inf if between is None and on_device else STEP_BYTES
+        limit_bytes = None if between is None and on_device else STEP_BYTES
         if (steps := self._steps.get(limit_bytes)) is None:
             steps = self._steps[limit_bytes] = self._cut(limit_bytes)
         with torch.inference_mode():  # live parameters may be inference tensors, which can be written in no other mode
@@ -91,9 +90,9 @@ class Replay:
             return _copy_within_device
         return Upload(device_of(device), max(sum(map(Upload.room, step.sources)) for step in steps)).copy
 
-    def _cut(self, limit_bytes: float) -> list[_Step]:
-        """Groups small copies and splits those of more than `limit_bytes`. Copies that may overlap never share a step, because a
-        fused GPU kernel copies in any order."""
+    def _cut(self, limit_bytes: int | None) -> list[_Step]:
+        """Groups small copies; splits those of more than `limit_bytes`, if that is given. Copies that may overlap never share
+        a step, because a fused GPU kernel copies in any order."""
         steps = [_Step()]
         for placement, target, source in self._copies:
             name, start, end = placement.dest.tensor, placement.dest.offset, placement.dest.end
@@ -101,9 +100,9 @@ class Replay:
                 steps.append(_Step())
             steps[-1].ends[name] = max(end, steps[-1].ends.get(name, 0))
             rows = target.shape[0] if target.dim() else 1
-            count = int(max(1, min(rows, rows * limit_bytes // max(1, target.nbytes))))
-            for row in range(0, rows, count):
-                if steps[-1].nbytes >= limit_bytes:
+            count = rows if limit_bytes is None else max(1, rows * limit_bytes // max(1, target.nbytes))
+            for row in range(0, rows, max(1, count)):
+                if limit_bytes is not None and steps[-1].nbytes >= limit_bytes:
                     steps.append(_Step(ends={name: end}))
                 steps[-1].add(_rows(target, row, count), _rows(source, row, count))
         return [step for step in steps if step.targets]
