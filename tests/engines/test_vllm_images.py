@@ -103,3 +103,36 @@ def check_images(driver: Driver, directory: Path, make: Callable[..., Path], pro
             assert say(driver, prompt) == fresh[target], (policy, target)
             driver.wait(before)
             assert say(driver, prompt) == fresh[target], (policy, target)
+
+
+def test_requests_in_flight_that_are_computed_anew_have_their_image_encoded_anew(
+    driver: Driver, tmp_path: Path
+) -> None:
+    """Several requests about one image, as a group of samples is: all but the first found the image's keys and values in the
+    prefix cache, so nobody but the engine core had its pixels for them."""
+    a, b = (make_paligemma(tmp_path / f"model-{seed}", seed=seed) for seed in (1, 2))
+    prompt, other = [1, 7, *range(5, 65), 9, 42], KINDS["paligemma"][1]
+    fresh = {}
+    for model in (b, a):
+        driver.call("close")
+        driver.open(model, block_size=32, max_model_len=1024)
+        fresh[model] = say(driver, prompt), say(driver, other)
+    assert (say(driver, prompt), say(driver, other)) == fresh[a] != fresh[b]
+    # From this request on `keep` turns the prefix root each time.
+    driver.wait(driver.submit([prompt], 2, salt="weightwire-keep:1"))
+    version = 0
+    for pause, policy in (("recompute", "keep"), ("keep", "recompute")):
+        for target in (b, a):
+            version += 1
+            with SyncManager(in_flight=policy, timeout_s=60) as manager:
+                before = driver.submit([prompt] * 3, 800, image=IMAGES[0])
+                driver.wait_for_tokens(before, 3)
+                manager.pause(in_flight=pause)
+                (report,) = manager.update(ModuleAdapter(weights(target)), version).replicas
+                assert report.status == "committed", report
+                manager.resume()
+                answers = say(driver, prompt), say(driver, other)
+                done = driver.wait(before)
+                assert [(one["finish_reason"], len(one["tokens"])) for one in done] == [("length", 800)] * 3
+                assert answers == fresh[target], (policy, target)
+                assert (say(driver, prompt), say(driver, other)) == fresh[target], (policy, target)

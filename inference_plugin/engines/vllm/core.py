@@ -236,9 +236,14 @@ class CoreControl(EngineControl):
                 request.weightwire_epoch = self.root_epoch
 
     def hash_anew(self, request: Any) -> None:
-        """Computes a request's prefix hashes from the present root, and has it find no encoding that an older version made."""
+        """Computes a request's prefix hashes from the present root, and has it find no encoding that an older version made.
+
+        If it was preempted its encodings stay its own, like those of other requests in flight: workers keep their names.
+        """
+        from vllm.v1.request import RequestStatus
+
         epoch = self.root_epoch  # where it turns meanwhile, `add_request` finds another one and calls this again
-        if request.mm_features:
+        if request.mm_features and request.status != RequestStatus.PREEMPTED:
             request.mm_features = [_renamed(feature, epoch) for feature in request.mm_features]
         request.block_hashes.clear()
         if self.core.request_block_hasher is not None:

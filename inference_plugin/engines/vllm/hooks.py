@@ -26,6 +26,7 @@ logger = logging.getLogger("vllm.weightwire")
 def hook_core(lacks: tuple[str, ...]) -> None:
     """`lacks`: what users of this version of vLLM miss, in words."""
     from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.sched import output
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
     from vllm.v1.executor import Executor
@@ -95,6 +96,14 @@ def hook_core(lacks: tuple[str, ...]) -> None:
         return result
 
     wrap(kv_cache_utils, "hash_block_tokens")(own_root)
+
+    if hasattr(output, "strip_covered_mm_data"):  # since 0.32
+
+        @wrap(output, "strip_covered_mm_data")
+        def keep_pixels(_: Callable[..., Any], mm_features: Any, *args: Any, **kwargs: Any) -> Any:
+            """Workers get the pixels of images whose keys and values lie in the prefix cache, too: `recompute` drops those, and
+            vLLM would end where it has to encode an image anew without its pixels."""
+            return mm_features
 
     @wrap(EngineCore, "shutdown")
     def shutdown(original: Callable[..., Any], self: Any) -> Any:
