@@ -22,6 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 POISON = 0xFF
+COMPARED_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def trial_tensors(tensors: Iterable[TensorInfo], device: torch.device) -> Iterat
 
 
 def poisoned(tensor: Tensor) -> int:
-    """Number of elements of which all bytes are still 0xFF."""
+    """Number of elements of which all bytes are still 0xFF. Looks at some at a time: a comparison takes a byte for each byte."""
     raw = bytes_view(tensor.detach().contiguous()).view(-1, tensor.element_size())
-    return int((raw == POISON).all(1).sum())
+    parts = torch.split(raw, COMPARED_ELEMENTS)
+    return sum(int((part == POISON).all(1).sum()) for part in parts)
