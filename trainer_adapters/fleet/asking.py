@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -206,26 +206,18 @@ def ask_all(
     deadline_s = time.monotonic() + timeout_s
     places = {ask.channel: place for place, ask in enumerate(asks)}
     answers: dict[int, Reply | WeightwireError] = {}
-    for channel, answer in _answers(asks, kind, deadline_s, silence_s):
-        place = places[channel]
-        answers[place] = answer
-        heard(place, answer)
-    for place, ask in enumerate(asks):
-        if place not in answers:
-            late = SyncTimeout(f"no reply from {ask.channel.address} within {timeout_s:g} s", **ask.channel.where)
-            answers[place] = late
-            heard(place, late)
-    return [answers[place] for place in range(len(asks))]
 
+    def take(channel: Channel, answer: Reply | WeightwireError) -> None:
+        answers[places[channel]] = answer
+        heard(places[channel], answer)
 
-def _answers(
-    asks: Sequence[Ask], kind: type[Reply], deadline_s: float, silence_s: float
-) -> Iterator[tuple[Channel, Reply | WeightwireError]]:
     with Inquiry(kind, silence_s=silence_s) as inquiry:
         for ask in asks:
             inquiry.ask(ask)
-        while inquiry.waits:
-            taken = inquiry.take(deadline_s)
-            yield from taken
-            if not taken and time.monotonic() >= deadline_s:
-                return
+        while inquiry.waits and ((taken := inquiry.take(deadline_s)) or time.monotonic() < deadline_s):
+            for channel, answer in taken:
+                take(channel, answer)
+    for channel, place in places.items():
+        if place not in answers:
+            take(channel, SyncTimeout(f"no reply from {channel.address} within {timeout_s:g} s", **channel.where))
+    return [answers[place] for place in range(len(asks))]

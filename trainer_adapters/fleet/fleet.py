@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -20,7 +20,6 @@ from inference_plugin.wire.messages import CloseGroup, Done, Release, ReplicaCar
 from inference_plugin.wire.reports import ReplicaPause
 from trainer_adapters.fleet.machine import FleetMachine
 from trainer_adapters.fleet.machine_io import (
-    Action,
     CardsSeen,
     CatchUp,
     CaughtUp,
@@ -41,7 +40,7 @@ from trainer_adapters.fleet.machine_io import (
     UpdateEnded,
 )
 from trainer_adapters.fleet.registry import Registry
-from trainer_adapters.fleet.session import ReplicaSession, worker_connections
+from trainer_adapters.fleet.session import ReplicaSession, ask_workers
 from trainer_adapters.fleet.versions import NextVersion
 from trainer_adapters.settings import Settings
 
@@ -78,7 +77,7 @@ class Fleet:
         self._sessions: dict[str, ReplicaSession] = {}
         self._caught_up: dict[str, ReplicaSession] = {}
         self._paused: dict[str, tuple[ReplicaCard, ReplicaPause]] = {}
-        self._actions: deque[Action] = deque()
+        self._tells: list[Tell] = []
         self._news = True
         self._changed = threading.Condition(threading.RLock())
         self._looking = threading.Lock()
@@ -199,27 +198,18 @@ class Fleet:
                 session.replaces(before)
             self._sessions[name] = session
 
-    def forget_group(self, timeout_s: float) -> list[ReplicaCard]:
-        """The group is being closed: no terms are agreed any more, and no version is served. Returns the replicas to inform,
-        once none is being caught up."""
-        cards = self.cards()
-        self._wait_for_free([card.replica for card in cards], len(cards), timeout_s)
-        self.adopt()
-        for session in self._sessions.values():
-            session.agreed = None
-        self._on(GroupClosed())
-        return cards
-
     def close_group(self, timeout_s: float) -> None:
-        """Has all replicas forget the group; raises the first error."""
-        config = self._settings.config
-        with self.updating(), contextlib.ExitStack() as stack:
-            requests = [
-                Outgoing(stack.enter_context(connect()), CloseGroup(self._settings.group))
-                for card in self.forget_group(timeout_s)
-                for connect in worker_connections(card, config.silence_s).values()
-            ]
-            for reply in fan_out(requests, Done, timeout_s=config.control_timeout_s):
+        """Has all replicas forget the group, once none is being caught up; raises the first error."""
+        config, request = self._settings.config, CloseGroup(self._settings.group)
+        with self.updating():
+            cards = self.cards()
+            self._wait_for_free([card.replica for card in cards], len(cards), timeout_s)
+            self.adopt()
+            for session in self._sessions.values():
+                session.agreed = None
+            self._on(GroupClosed())
+            replies = ask_workers(cards, request, Done, timeout_s=config.control_timeout_s, silence_s=config.silence_s)
+            for reply in itertools.chain.from_iterable(replies):
                 if isinstance(reply, WeightwireError):
                     raise reply
 
@@ -292,17 +282,12 @@ class Fleet:
 
     def due(self) -> list[CatchUp]:
         """The catch-ups to start now; `caught_up` or `not_caught_up` is to follow for each."""
-        self._on(Tick(self._settings.catch_up != "never"))
-        with self._changed:
-            catch_ups = [action for action in self._actions if isinstance(action, CatchUp)]
-            self._actions = deque(action for action in self._actions if not isinstance(action, CatchUp))
-        return catch_ups
+        return self._on(Tick(self._settings.catch_up != "never"))
 
     def to_tell(self) -> list[Tell]:
         """The events to report to listeners, in order; each once."""
         with self._changed:
-            tells = [action for action in self._actions if isinstance(action, Tell)]
-            self._actions = deque(action for action in self._actions if not isinstance(action, Tell))
+            tells, self._tells = self._tells, []
         return tells
 
     def close(self) -> None:
@@ -333,9 +318,11 @@ class Fleet:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def _on(self, event: Event) -> None:
+    def _on(self, event: Event) -> list[CatchUp]:
+        """Handles an event. Returns the catch-ups to start, which only a `Tick` brings."""
         with self._changed:
             actions = self._machine.on(event, time.monotonic())
-            self._actions += actions
+            self._tells += [action for action in actions if isinstance(action, Tell)]
             if actions:
                 self.poke()
+        return [action for action in actions if isinstance(action, CatchUp)]

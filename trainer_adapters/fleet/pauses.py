@@ -12,8 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel, coordinator_channel, take_ready
@@ -46,8 +45,6 @@ CLOSE_TIMEOUT_S = 5.0
 
 RENEWED_S = 1.0
 """How long the renewing thread waits for answers; later answers are read the next time."""
-
-Reply = TypeVar("Reply")
 
 
 class Pauses:
@@ -120,23 +117,36 @@ class Pauses:
         return left_s
 
     def _ask(self, cards: Sequence[ReplicaCard], request: Body, timeout_s: float) -> PauseReport:
+        """Asks the coordinators of all these replicas at once, over sockets of the calling thread. A replica is given up when one
+        of its processes gives no sign of life."""
         if not self._closing.is_set():
             self._fleet.forget_pauses(set(self._fleet.paused()) - {card.replica for card in cards})
-        config = self._settings.config
+        link_silence_s = self._settings.config.silence_s
+        pauses: dict[str, ReplicaPause] = {}
 
-        def note(place: int, answer: Stands | WeightwireError) -> None:
-            self._fleet.note_pause(cards[place], _replica(cards[place], answer))
+        def note(card: ReplicaCard, answer: Stands | WeightwireError) -> None:
+            pauses[card.replica] = pause = _pause_of(card, answer)
+            self._fleet.note_pause(card, pause)
 
-        answers = ask_coordinators(
-            cards,
-            request,
-            Stands,
-            timeout_s=timeout_s,
-            silence_s=self._settings.silence_s(timeout_s),
-            link_silence_s=config.silence_s,
-            heard=note,
-        )
-        return PauseReport(tuple(_replica(card, answer) for card, answer in zip(cards, answers, strict=True)))
+        with contextlib.ExitStack() as stack:
+            asked: list[ReplicaCard] = []
+            asks: list[Ask] = []
+            for card in cards:
+                try:
+                    channel = stack.enter_context(coordinator_channel(card, link_silence_s))
+                except Exception as error:  # noqa: BLE001 -- it costs this replica only
+                    note(card, WeightwireError.wrap(error))
+                else:
+                    asked.append(card)
+                    asks.append(Ask(channel, request, all_connections(card, link_silence_s)))
+            ask_all(
+                asks,
+                Stands,
+                timeout_s=timeout_s,
+                silence_s=self._settings.silence_s(timeout_s),
+                heard=lambda place, answer: note(asked[place], answer),
+            )
+        return PauseReport(tuple(pauses[card.replica] for card in cards))
 
     def _renew(self) -> None:
         """Sends renewals every third of the lease, whether or not the last ones were answered."""
@@ -181,47 +191,7 @@ class Pauses:
             self._fleet.forget_pauses([name])
 
 
-def ask_coordinators(
-    cards: Sequence[ReplicaCard],
-    request: Body,
-    kind: type[Reply],
-    *,
-    timeout_s: float,
-    silence_s: float,
-    link_silence_s: float,
-    heard: Callable[[int, Reply | WeightwireError], None],
-) -> list[Reply | WeightwireError]:
-    """Sends one request to the coordinators of all these replicas at once, over sockets of the calling thread. A replica is
-    given up when one of its processes gives no sign of life for `silence_s`. `heard(place, answer)` is called with each answer
-    as it comes."""
-    answers: dict[int, Reply | WeightwireError] = {}
-
-    def take(place: int, answer: Reply | WeightwireError) -> None:
-        answers[place] = answer
-        heard(place, answer)
-
-    with contextlib.ExitStack() as stack:
-        asks: list[Ask] = []
-        places: list[int] = []
-        for place, card in enumerate(cards):
-            try:
-                channel = stack.enter_context(coordinator_channel(card, link_silence_s))
-            except Exception as error:  # noqa: BLE001 -- it costs this replica only
-                take(place, WeightwireError.wrap(error))
-            else:
-                asks.append(Ask(channel, request, all_connections(card, link_silence_s)))
-                places.append(place)
-        ask_all(
-            asks,
-            kind,
-            timeout_s=timeout_s,
-            silence_s=silence_s,
-            heard=lambda index, answer: take(places[index], answer),
-        )
-    return [answers[place] for place in range(len(cards))]
-
-
-def _replica(card: ReplicaCard, answer: Stands | WeightwireError) -> ReplicaPause:
+def _pause_of(card: ReplicaCard, answer: Stands | WeightwireError) -> ReplicaPause:
     if isinstance(answer, WeightwireError):
         return ReplicaPause(card.replica, card.engine, "failed", error=answer.at(replica=card.replica).info())
     return ReplicaPause(card.replica, card.engine, answer.state, answer.asleep)

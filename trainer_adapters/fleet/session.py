@@ -6,16 +6,20 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from inference_plugin.net import addresses
-from inference_plugin.net.channel import Channel, coordinator_channel, worker_channel
+from inference_plugin.net.channel import Channel, Outgoing, coordinator_channel, fan_out, worker_channel
 from inference_plugin.wire.config import Config
+from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.messages import Body, ReplicaCard, Target
 from trainer_adapters.fleet.asking import Ask, Connect
 from trainer_adapters.fleet.machine_io import Agreed
 
-__all__ = ["ReplicaSession", "all_connections", "worker_connections"]
+__all__ = ["ReplicaSession", "all_connections", "ask_workers", "worker_connections"]
+
+Reply = TypeVar("Reply")
 
 
 def worker_connections(card: ReplicaCard, silence_s: float) -> dict[str, Connect]:
@@ -24,8 +28,23 @@ def worker_connections(card: ReplicaCard, silence_s: float) -> dict[str, Connect
 
 
 def all_connections(card: ReplicaCard, silence_s: float) -> tuple[Connect, ...]:
-    """Functions that connect to each process of a replica: a commit, a pause or a verification depends on all of them."""
+    """Functions that connect to each process of a replica, the coordinator's first: a commit, a pause or a verification depends
+    on all of them."""
     return (lambda: coordinator_channel(card, silence_s), *worker_connections(card, silence_s).values())
+
+
+def ask_workers(
+    cards: Sequence[ReplicaCard], body: Body, kind: type[Reply], *, timeout_s: float, silence_s: float
+) -> list[list[Reply | WeightwireError]]:
+    """Asks the workers of all replicas at once, over sockets of the calling thread; returns the answers of each replica's."""
+    with contextlib.ExitStack() as stack:
+        requests = [
+            Outgoing(stack.enter_context(connect()), body)
+            for card in cards
+            for connect in worker_connections(card, silence_s).values()
+        ]
+        replies = iter(fan_out(requests, kind, timeout_s=timeout_s))
+        return [[next(replies) for _ in card.workers] for card in cards]
 
 
 @dataclass(eq=False)
@@ -47,9 +66,8 @@ class ReplicaSession:
     def connect(card: ReplicaCard, config: Config) -> ReplicaSession:
         """Connects without sending anything. If a descriptor is missing, nothing stays open."""
         with contextlib.ExitStack() as opened:
-            coordinator = opened.enter_context(coordinator_channel(card, config.silence_s))
-            connections = worker_connections(card, config.silence_s).values()
-            workers = [opened.enter_context(connect()) for connect in connections]
+            connections = all_connections(card, config.silence_s)
+            coordinator, *workers = [opened.enter_context(connect()) for connect in connections]
             opened.pop_all()
         return ReplicaSession(card, config, coordinator, workers)
 
@@ -84,14 +102,8 @@ class ReplicaSession:
     def ask_of_worker(self, worker: int, body: Body, *, patient: bool = False, silence_s: float | None = None) -> Ask:
         """A request to one worker, by its place in the card. `patient`: it may take as long as the worker gives signs of
         life; else `silence_s`."""
-        channel = self.workers[worker]
-        if not patient:
-            return Ask(channel, body, silence_s=silence_s)
-        return Ask(channel, body, (self._to_worker[self.card.workers[worker].address],), silence_s)
-
-    @functools.cached_property
-    def _to_worker(self) -> dict[str, Connect]:
-        return worker_connections(self.card, self.config.silence_s)
+        processes = (self._to_all[1 + worker],) if patient else ()
+        return Ask(self.workers[worker], body, processes, silence_s)
 
     @functools.cached_property
     def _to_all(self) -> tuple[Connect, ...]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 
-from inference_plugin.net.channel import Outgoing, fan_out
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
-from trainer_adapters.fleet.session import worker_connections
+from trainer_adapters.fleet.session import ask_workers
 
 __all__ = ["NextVersion", "versions_of"]
 
@@ -19,28 +17,22 @@ logger = logging.getLogger(__name__)
 def versions_of(cards: Sequence[ReplicaCard], group: str, timeout_s: float, silence_s: float) -> dict[str, int | None]:
     """Asks all replicas at once, over sockets of the calling thread. A replica that does not answer, is torn, or has not taken
     the group counts as None. Raises the first error if no replica answers."""
-    with contextlib.ExitStack() as stack:
-        requests = [
-            Outgoing(stack.enter_context(connect()), Describe())
-            for card in cards
-            for connect in worker_connections(card, silence_s).values()
-        ]
-        replies = iter(fan_out(requests, WorkerCard, timeout_s=timeout_s))
-        by_replica = {card.replica: [next(replies) for _ in card.workers] for card in cards}
-    errors = {
-        name: error
-        for name, answers in by_replica.items()
-        if (error := next((answer for answer in answers if isinstance(answer, WeightwireError)), None)) is not None
-    }
-    if errors and len(errors) == len(by_replica):
+    answers = ask_workers(cards, Describe(), WorkerCard, timeout_s=timeout_s, silence_s=silence_s)
+    found: dict[str, int | None] = {}
+    errors: dict[str, WeightwireError] = {}
+    for card, answers_of_replica in zip(cards, answers, strict=True):
+        held: set[int | None] = set()
+        for answer in answers_of_replica:
+            if isinstance(answer, WeightwireError):
+                errors.setdefault(card.replica, answer)
+            else:
+                own = [status for status in answer.groups if status.group == group]
+                held.update(status.version if status.state != "torn" else None for status in own)
+        found[card.replica] = held.pop() if len(held) == 1 and card.replica not in errors else None
+    if errors and len(errors) == len(found):
         raise next(iter(errors.values()))
     for name, error in errors.items():
         logger.warning("weightwire: replica %s did not say which version it serves: %s", name, error)
-    found: dict[str, int | None] = {}
-    for name, answers in by_replica.items():
-        groups = [status for answer in answers if isinstance(answer, WorkerCard) for status in answer.groups]
-        held = {status.version if status.state != "torn" else None for status in groups if status.group == group}
-        found[name] = held.pop() if len(held) == 1 and name not in errors else None
     return found
 
 
