@@ -7,22 +7,22 @@ Private parts of torch used here: a DTensor's `_spec` and `_local_tensor` (`to_l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from trainer_adapters.sources.base import LocalSlice
-from trainer_adapters.sources.module import Buffers, SourceOfModule, module_stream
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Dims, Rename, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import Inspection, LocalShards, ScanOptions, memory_of, why_not_plain
+from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, ScanOptions, memory_of, why_not_plain
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import refuse_lora_layers
+from trainer_adapters.sources.streams import Buffers, module_stream
 
 __all__ = ["DTensorAdapter", "ShardedSource"]
 
@@ -32,8 +32,10 @@ FREED_HINT = (
 )
 
 
-class ShardedSource(SourceOfModule):
+class ShardedSource(ScannedSource):
     """The common base of sources of DTensors: inspects them, and finds the boxes of this rank's shards."""
+
+    _module: torch.nn.Module
 
     def __init__(
         self, model: torch.nn.Module, *, include_buffers: Buffers = "persistent", **options: Unpack[ScanOptions]
@@ -41,9 +43,9 @@ class ShardedSource(SourceOfModule):
         if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
             raise ArgumentError("parts of this model are sharded by FullyShardedDataParallel: use FSDPAdapter")
         refuse_lora_layers(model, options.get("rename"))
-        super().__init__(model, module_stream(model, include_buffers), **options)
-        self._meshes: dict[tuple[DeviceMesh, tuple[Placement, ...]], Mesh] = {}
-        self._spreads: dict[tuple[Mesh, Dims, Dims], Spread] = {}
+        super().__init__(module_stream(model, include_buffers), module=model, in_memory=True, **options)
+        self._mesh = cache(Mesh)  # queries of a mesh are slow
+        self._spread = cache(Spread.of)  # models repeat their shapes
         self._known: dict[int, tuple[Any, Dims, Dims, Any, str]] = {}
 
     def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
@@ -51,7 +53,7 @@ class ShardedSource(SourceOfModule):
         if len(self._known) > 2 * len(infos):  # mostly of parameters that no longer exist
             self._known.clear()
         # The planned parameters lay in shards: only a different model may have unsharded ones at the moment.
-        if (self._plan is None or infos != self._plan.infos) and (unsharded := _unsharded(self._model)):
+        if (self._plan is None or infos != self._plan.infos) and (unsharded := _unsharded(self._module)):
             raise ManifestMismatch(
                 f"parameters are unsharded at the moment in {first_few(unsharded)}", hint=FREED_HINT, side="trainer"
             )
@@ -72,8 +74,7 @@ class ShardedSource(SourceOfModule):
 
     def _spread_of(self, thing: DTensor, local: torch.Tensor) -> tuple[Dims, Any, str]:
         """The DTensor's shape, its spread over the mesh, and why it can't be sent."""
-        key = thing.device_mesh, tuple(thing.placements)
-        mesh = self._meshes.setdefault(key, Mesh(*key))
+        mesh = self._mesh(thing.device_mesh, tuple(thing.placements))
         shape = tuple(thing.shape)
         if problem := mesh.problem or self._problem_of(mesh):
             return shape, mesh, problem
@@ -88,13 +89,6 @@ class ShardedSource(SourceOfModule):
     def _problem_of(self, mesh: Mesh) -> str:
         """Why this source can't send a tensor on this mesh; "" if it can."""
         return ""
-
-    def _spread(self, mesh: Mesh, shape: Dims, local: Dims) -> Spread:
-        """`Spread.of`, cached: models repeat their shapes."""
-        key = (mesh, shape, local)
-        if key not in self._spreads:
-            self._spreads[key] = Spread.of(*key)
-        return self._spreads[key]
 
 
 class DTensorAdapter(ShardedSource):

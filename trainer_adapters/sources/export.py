@@ -34,9 +34,9 @@ Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Metadata = Callable[[], Iterable[tuple[str, "TensorMetadata"]]]
 
 HINT = (
-    "an export must yield the same names, shapes and dtypes in the same order each time; if the model changed, make a "
+    "an export must yield the same names, shapes and dtypes in the same order each time; if the model changed, make a new "
+    "ExportAdapter, on all ranks"
 )
-HINT += "new ExportAdapter, on all ranks"
 
 
 class TensorMetadata(NamedTuple):

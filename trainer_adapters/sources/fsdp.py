@@ -17,11 +17,11 @@ from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_
 from trainer_adapters.sources.base import WeightSource, WrappingSource
 from trainer_adapters.sources.dtensor import ShardedSource
 from trainer_adapters.sources.fsdp1 import FlatSource
-from trainer_adapters.sources.module import Buffers
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Plan, Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards
 from trainer_adapters.sources.selection import Rules
+from trainer_adapters.sources.streams import Buffers
 
 __all__ = ["FSDPAdapter"]
 

@@ -27,21 +27,23 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from inference_plugin.wire.errors import ManifestMismatch
 from trainer_adapters.sources.base import LocalSlice
-from trainer_adapters.sources.module import Buffers, SourceOfModule, module_stream, walk
 from trainer_adapters.sources.plan import PlannedSlice, TensorInfo, shards_of_run, whole_shard
-from trainer_adapters.sources.scan import Inspection, LocalShards, Pairs, ScanOptions, why_not_plain
+from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, ScanOptions, why_not_plain
+from trainer_adapters.sources.streams import Buffers, Pairs, module_stream, walk
 
 __all__ = ["FlatSource"]
 
 logger = logging.getLogger(__name__)
 
 
-class FlatSource(SourceOfModule):
+class FlatSource(ScannedSource):
     """A source for a model that `FullyShardedDataParallel` wraps, in whole or in nested units; see `FSDPAdapter`."""
+
+    _module: torch.nn.Module
 
     def __init__(self, model: torch.nn.Module, *, include_buffers: Buffers, **options: Unpack[ScanOptions]) -> None:
         self._plain = module_stream(model, include_buffers)
-        super().__init__(model, self._all, **options)
+        super().__init__(self._all, module=model, in_memory=True, **options)
 
     def made_together(self) -> frozenset[int]:
         plan = self._slice_plan().plan
@@ -54,7 +56,7 @@ class FlatSource(SourceOfModule):
 
     def _all(self) -> Pairs:
         """The parameters that FSDP manages and all other tensors, in the order of the model's state dict."""
-        units = [Unit(part) for part in FullyShardedDataParallel.fsdp_modules(self._model) if part._handle is not None]
+        units = list(self._units())
         if summoned := [unit for unit in units if unit.is_summoned]:
             raise ManifestMismatch(
                 f"full parameters are summoned at the moment in {len(summoned)} units",
@@ -66,7 +68,7 @@ class FlatSource(SourceOfModule):
             for owner, name, parameter in unit.parameters():
                 managed.setdefault(id(owner), {})[name] = parameter
         plain: dict[str, Any] = dict(self._plain())
-        for prefix, part in walk(self._model):
+        for prefix, part in walk(self._module):
             own = managed.get(id(part), {})
             for name, parameter in own.items():
                 yield prefix + name, parameter
@@ -95,8 +97,11 @@ class FlatSource(SourceOfModule):
 
     def _ranks(self) -> tuple[int, ...]:
         """All ranks of this FSDP."""
-        units = (Unit(part) for part in FullyShardedDataParallel.fsdp_modules(self._model) if part._handle is not None)
-        return next((unit.everyone for unit in units), tuple(range(dist.get_world_size())))
+        return next((unit.everyone for unit in self._units()), tuple(range(dist.get_world_size())))
+
+    def _units(self) -> Iterator[Unit]:
+        parts = FullyShardedDataParallel.fsdp_modules(self._module)
+        return (Unit(part) for part in parts if part._handle is not None)
 
     def _cut(self, things: list[Any], planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
         apart: dict[FullyShardedDataParallel, list[int]] = {}

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import msgspec
 import torch.distributed as dist
@@ -222,7 +223,8 @@ def divide(
             for position, part in (some_of(shares) if found is equal else shares).items():
                 if boxes[position] in mine:
                     found.append(SendAssignment(mine[boxes[position]], part))
-    return sorted(sent, key=_box_of), sorted(left, key=_box_of), sorted(equal, key=_box_of)
+    by_box = attrgetter("box")
+    return sorted(sent, key=by_box), sorted(left, key=by_box), sorted(equal, key=by_box)
 
 
 def _boxes(manifest: Manifest, inventory: Inventory) -> dict[Box, int]:
@@ -232,10 +234,6 @@ def _boxes(manifest: Manifest, inventory: Inventory) -> dict[Box, int]:
         if item.name in manifest.index:
             boxes.setdefault(Box(manifest.index[item.name], item.offsets, item.sizes), position)
     return boxes
-
-
-def _box_of(assignment: SendAssignment) -> Box:
-    return assignment.box
 
 
 def _told(item: HeldBox) -> str:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
-from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
-from trainer_adapters.sources.experts import checkpoint_layout
+from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.plan import Rename, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import LocalShards, Pairs, ScannedSource, ScanOptions, Stream
+from trainer_adapters.sources.scan import LocalShards, ScannedSource
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import is_fully_sharded, is_wrapped_by_fsdp1, refuse_lora_layers
+from trainer_adapters.sources.streams import Buffers, Pairs, Stream, module_stream
 
-__all__ = ["Buffers", "ModuleAdapter", "SourceOfModule", "module_stream", "module_ties", "walk"]
-
-Buffers: TypeAlias = Literal["persistent", "all", "none"]
+__all__ = ["ModuleAdapter"]
 
 
 class ModuleAdapter(ScannedSource):
@@ -74,10 +70,8 @@ class ModuleAdapter(ScannedSource):
         in_memory = module is not None or isinstance(model, dict | list | tuple)
         super().__init__(
             module_stream(module, include_buffers) if module is not None else _stream_of(model),
-            ties=(lambda: module_ties(module)) if module is not None else dict,
-            layout=(lambda: checkpoint_layout(module)) if module is not None else (lambda: None),
-            rescan=in_memory,
-            twins=in_memory,
+            module=module,
+            in_memory=in_memory,
             dtype_rules=dtype_rules,
             rename=rename,
             include=include,
@@ -100,89 +94,6 @@ class ModuleAdapter(ScannedSource):
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
         return 0, 1
-
-
-class SourceOfModule(ScannedSource):
-    """The common base of sources of a sharded module, whose tensors all live at the same time."""
-
-    def __init__(self, model: torch.nn.Module, stream: Stream, **options: Unpack[ScanOptions]) -> None:
-        super().__init__(
-            stream,
-            ties=lambda: module_ties(model),
-            layout=lambda: checkpoint_layout(model),
-            rescan=True,
-            twins=True,
-            **options,
-        )
-        self._model = model
-
-
-def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persistent") -> Stream:
-    """The module's parameters and buffers in the order of its state dict, tied ones under each of their names. Runs no hooks.
-
-    Raises ValueError if `include_buffers` is none of the words of `Buffers`."""
-    if include_buffers not in ("persistent", "all", "none"):
-        raise ValueError(f"include_buffers is 'persistent', 'all' or 'none', not {include_buffers!r}")
-
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for prefix, part in walk(module):
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    yield prefix + name, parameter
-            for name, buffer in part._buffers.items():
-                temporary = name in part._non_persistent_buffers_set
-                if isinstance(part, AveragedModel):
-                    continue  # `n_averaged`, which no model has
-                if buffer is None or include_buffers == "none" or (temporary and include_buffers == "persistent"):
-                    continue
-                yield prefix + name, buffer
-
-    return stream
-
-
-def module_ties(module: torch.nn.Module) -> dict[str, str]:
-    """The names that transformers declares tied, as the stream has them, each with the name that it is tied to; "" if
-    transformers only lists the tied names."""
-    ties: dict[str, str] = {}
-    for prefix, part in walk(module):
-        declared = getattr(part, "all_tied_weights_keys", None)
-        if declared is None:
-            declared = dict.fromkeys(getattr(part, "_tied_weights_keys", None) or (), "")
-        for name, source in declared.items():
-            ties[prefix + name] = prefix + source if source else ""
-    return ties
-
-
-def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each submodule with the prefix of its names, once for every place where it is used, without the names of wrappers.
-
-    Raises `ManifestMismatch` for a module that contains itself."""
-    above: set[int] = set()
-    left: list[tuple[str, torch.nn.Module | int]] = [("", module)]
-    while left:
-        prefix, part = left.pop()
-        if isinstance(part, int):  # the end of that module
-            above.discard(part)
-            continue
-        if id(part) in above:
-            raise ManifestMismatch(f"{prefix}: the module contains itself", side="trainer")
-        yield prefix, part
-        if part._modules:
-            inner = _wrapped(part)
-            above.add(id(part))
-            left.append((prefix, id(part)))
-            left.extend(
-                (prefix if name == inner else f"{prefix}{name}.", child)
-                for name, child in reversed(part._modules.items())
-                if child is not None
-            )
-
-
-def _wrapped(part: torch.nn.Module) -> str:
-    """The attribute in which a wrapper holds the wrapped module; names in a checkpoint don't contain it. "" for no wrapper."""
-    if isinstance(part, DataParallel | DistributedDataParallel | AveragedModel):
-        return "module"
-    return "_fsdp_wrapped_module" if is_wrapped_by_fsdp1(part) else ""
 
 
 def _refuse_sharded(module: torch.nn.Module) -> None:

@@ -24,7 +24,7 @@ from trainer_adapters.sources.selection import DtypeRules, NameFilter
 
 __all__ = [
     "Dims", "TensorInfo", "CheckpointLayout", "LocalShard", "Plan", "Target", "Rename", "PlannedSlice", "make_plan",
-    "shards_of_run", "planned_slices", "whole_shard",
+    "shards_of_run", "planned_slices", "unwrapped", "whole_shard",
 ]  # fmt: skip
 
 Dims: TypeAlias = tuple[int, ...]
@@ -228,9 +228,14 @@ def _tied(targets: Sequence[tuple[Target, ...]], speakers: Sequence[int]) -> dic
     }
 
 
+def unwrapped(name: str) -> str:
+    """A name without the parts that torch.compile and activation checkpointing add."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def _unwrapped(names: list[str]) -> list[str]:
     """Names without the parts that wrappers add. A leading `module.` is removed if all names have it."""
-    names = [name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "") for name in names]
+    names = list(map(unwrapped, names))
     while names and all(name.startswith("module.") for name in names):
         names = [name.removeprefix("module.") for name in names]
     return names

@@ -13,9 +13,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -25,8 +25,8 @@ from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import MAX_DIMS, Box
 from inference_plugin.wire.manifest import Manifest
 from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.plan import (
-    CheckpointLayout,
     Dims,
     LocalShard,
     Plan,
@@ -39,11 +39,9 @@ from trainer_adapters.sources.plan import (
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.sharded import is_dtensor
 from trainer_adapters.sources.sharing import share_boxes, some_of
+from trainer_adapters.sources.streams import Stream, module_ties
 
-__all__ = ["LocalShards", "Inspection", "Pairs", "ScanOptions", "ScannedSource", "Stream", "memory_of", "why_not_plain"]
-
-Pairs: TypeAlias = Iterable[tuple[str, Any]]
-Stream: TypeAlias = Callable[[], Pairs]
+__all__ = ["Inspection", "LocalShards", "ScanOptions", "ScannedSource", "memory_of", "why_not_plain"]
 
 
 class Inspection(NamedTuple):
@@ -95,29 +93,25 @@ class ScanOptions(TypedDict, total=False):
 class ScannedSource(WeightSource):
     """A source that scans a stream, plans, and cuts slices.
 
-    `stream` is called for each pass. With `rescan` each `manifest()` scans; without it a scan is kept until the stream yields
-    something else. `twins`: all tensors of a stream live at the same time, so that equal memory means tied weights. `layout`
-    returns the rule for tensors that hold several checkpoint tensors.
+    `stream` is called for each pass. `module`: what it reads, unless that is no module. `in_memory`: all tensors of the stream
+    live at the same time, so that equal memory means tied weights, and each `manifest()` scans; otherwise a scan is kept until
+    the stream yields something else.
     """
 
     def __init__(
         self,
         stream: Stream,
         *,
-        ties: Callable[[], dict[str, str]],
-        layout: Callable[[], CheckpointLayout | None] = lambda: None,
-        rescan: bool,
-        twins: bool,
+        module: torch.nn.Module | None,
+        in_memory: bool,
         dtype_rules: Rules = None,
         rename: Rename = None,
         include: Iterable[str] = (),
         exclude: Iterable[str] = (),
     ) -> None:
         self._stream = stream
-        self._ties = ties
-        self._layout = layout
-        self._rescan = rescan
-        self._twins = twins
+        self._module = module
+        self._in_memory = in_memory
         self._rules = DtypeRules(dtype_rules)
         self._rename = rename
         self._names = NameFilter(include, exclude)
@@ -125,14 +119,14 @@ class ScannedSource(WeightSource):
         self._last_slice_plan: SlicePlan | None = None
 
     def manifest(self) -> Manifest:
-        if self._plan is None or self._rescan:
+        if self._plan is None or self._in_memory:
             infos = self._scan()
             if self._plan is None or infos != self._plan.infos:
                 plan = make_plan(
                     infos,
-                    ties=self._ties(),
+                    ties=module_ties(self._module) if self._module is not None else {},
                     rename=self._rename,
-                    layout=self._layout(),
+                    layout=checkpoint_layout(self._module) if self._module is not None else None,
                     names=self._names,
                     rules=self._rules,
                 )
@@ -160,7 +154,7 @@ class ScannedSource(WeightSource):
         return self._pass(self._slice_plan().sent)
 
     def slices_last(self) -> bool:
-        return self._rescan and type(self).slices is ScannedSource.slices and not self.made_together()
+        return self._in_memory and type(self).slices is ScannedSource.slices and not self.made_together()
 
     def copies(self) -> Iterator[LocalSlice]:
         copied = self._slice_plan().copied
@@ -169,7 +163,7 @@ class ScannedSource(WeightSource):
     def kept_equal(self) -> Iterator[LocalSlice]:
         """Only of tensors in memory: a stream that makes tensors one by one is not run for this."""
         equal = self._slice_plan().kept_equal
-        return self._pass(equal) if equal and self._rescan and not self.made_together() else iter(())
+        return self._pass(equal) if equal and self._in_memory and not self.made_together() else iter(())
 
     def claims(self) -> tuple[Box, ...] | None:
         return self._slice_plan().claims
@@ -243,7 +237,7 @@ class ScannedSource(WeightSource):
                 keep.append(thing)
             seen = self._inspect(thing)
             twin = position
-            if self._twins and seen.memory is not None:
+            if self._in_memory and seen.memory is not None:
                 twin = first_with.setdefault(seen.memory, position)
             infos.append(TensorInfo(name, seen.shape, seen.dtype, twin, seen.spread, seen.problem))
             del thing
@@ -252,7 +246,7 @@ class ScannedSource(WeightSource):
     def _pass(self, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
         """One pass over the stream. Raises `ManifestMismatch`, at once or during the pass, if the stream doesn't fit the plan."""
         plan = self._slice_plan().plan
-        if not self._rescan:
+        if not self._in_memory:
             return self._one_by_one(plan, planned)
         things: list[Any] = []
         if (infos := self._scan(things)) != plan.infos:

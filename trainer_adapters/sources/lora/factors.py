@@ -13,7 +13,6 @@ from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.sources.dtensor import DTensorAdapter
 from trainer_adapters.sources.gather import gathered
-from trainer_adapters.sources.lora.peft_model import check_has_layers
 from trainer_adapters.sources.module import ModuleAdapter
 from trainer_adapters.sources.plan import Rename
 from trainer_adapters.sources.sharded import is_dtensor, is_wrapped_by_fsdp1
@@ -25,7 +24,10 @@ def check_kind(model: torch.nn.Module) -> None:
     """Raises TypeError for a model without LoRA layers, or wrapped by FSDP1."""
     if any(is_wrapped_by_fsdp1(part) for part in model.modules()):
         raise ArgumentError("LoRA under FullyShardedDataParallel can't be sent: shard with fully_shard")
-    check_has_layers(model)
+    from peft.tuners.lora import LoraLayer
+
+    if not any(isinstance(part, LoraLayer) for part in model.modules()):
+        raise ArgumentError("this model has no LoRA layers of PEFT: use FSDPAdapter, DTensorAdapter or ModuleAdapter")
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

@@ -26,9 +26,9 @@ from trainer_adapters.sources.experts import checkpoint_layout
 from trainer_adapters.sources.lora.factors import PeftFactors, source_of
 from trainer_adapters.sources.lora.peft_model import AddedBias, AddedProduct, Addition, PeftStructure, structure_of
 from trainer_adapters.sources.lora.product import add_product, exact_copy
-from trainer_adapters.sources.module import Buffers
 from trainer_adapters.sources.plan import Dims, Rename, Target
 from trainer_adapters.sources.selection import Rules
+from trainer_adapters.sources.streams import Buffers
 
 __all__ = ["MergedLoRAAdapter"]
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
-from trainer_adapters.sources.module import module_ties, walk
+from inference_plugin.wire.errors import ManifestMismatch, first_few
+from trainer_adapters.sources.plan import unwrapped
+from trainer_adapters.sources.streams import module_ties, walk
 
-__all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "check_has_layers", "structure_of"]
+__all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "structure_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
     replaced: list[str] = []
     for raw_prefix, module in walk(model):
         part: Any = module
-        prefix = _unwrapped(raw_prefix)
+        prefix = unwrapped(raw_prefix)
         if isinstance(part, PeftModel):
             inside[prefix] = ("base_model",)
             config: Any = part.peft_config.get(only or "")
@@ -147,20 +148,12 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
     if not additions:
         raise ManifestMismatch("no adapter is active", hint="call set_adapter(name) before the update", side="trainer")
     ties = {
-        _without_wrappers(_unwrapped(alias), inside, declared=True) or "": (
-            _without_wrappers(_unwrapped(source), inside, declared=True) or ""
+        _without_wrappers(unwrapped(alias), inside, declared=True) or "": (
+            _without_wrappers(unwrapped(source), inside, declared=True) or ""
         )
         for alias, source in module_ties(model).items()
     }
     return PeftStructure(inside, additions, shapes, ties, tuple(replaced))
-
-
-def check_has_layers(model: torch.nn.Module) -> None:
-    """Raises TypeError for a model without LoRA layers of PEFT."""
-    from peft.tuners.lora import LoraLayer
-
-    if not any(isinstance(part, LoraLayer) for part in model.modules()):
-        raise ArgumentError("this model has no LoRA layers of PEFT: use FSDPAdapter, DTensorAdapter or ModuleAdapter")
 
 
 def _state_of(layer: Any) -> str:
@@ -238,8 +231,3 @@ def _without_wrappers(name: str, inside: Mapping[str, Sequence[str]], *, declare
         kept.append(parts[at])
         at += 1
     return ".".join(kept)
-
-
-def _unwrapped(name: str) -> str:
-    """The name that a rename function receives."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

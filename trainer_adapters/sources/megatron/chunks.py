@@ -23,7 +23,7 @@ from trainer_adapters.sources.megatron.dims import (
 )
 from trainer_adapters.sources.megatron.lora_factors import BridgeAdapter, adapters_of, base_name
 from trainer_adapters.sources.megatron.rules import Run
-from trainer_adapters.sources.module import module_stream, walk
+from trainer_adapters.sources.streams import module_stream, walk
 
 __all__ = ["FALLBACK", "Chunk", "chunks_of"]
 

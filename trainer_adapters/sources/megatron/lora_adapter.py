@@ -77,21 +77,13 @@ class MegatronLoRAAdapter(MegatronSource):
         self._check_adapters()
         return super().manifest()
 
-    def slices(self) -> Iterator[LocalSlice]:
-        self._check_adapters()
-        if self._factors is not None:
-            self._factors.gather()
-        return (self._slice(one) for one in self._sent)
-
-    def copies(self) -> Iterator[LocalSlice]:
-        return (self._slice(one) for one in self._left)
-
-    def kept_equal(self) -> Iterator[LocalSlice]:
-        return (self._slice(one) for one in self._equal)
-
     def made_together(self) -> frozenset[int]:
         divided = self._factors is not None and self._factors.are_divided
         return frozenset(range(len(self._manifest.tensors))) if divided else frozenset()
+
+    def _slices(self, assignments: Sequence[SendAssignment]) -> Iterator[LocalSlice]:
+        self._check_adapters()
+        return map(self._slice, assignments)
 
     def _slice(self, assignment: SendAssignment) -> LocalSlice:
         assert self._factors is not None  # a rank without adapters sends nothing
@@ -121,9 +113,7 @@ def _factors(number: int, chunk: Chunk) -> Iterator[tuple[HeldBox, _Factor]]:
         match = chunk.match(f"{name}.weight", weight)
         rows = one.b[0] * ways
         all_rows = [Run(0, 0, rows)]
-        if (
-            chunk.partition_dim(f"{name}.weight", match, weight) != 1
-        ):  # else the rows of the weight are not those of rules
+        if chunk.partition_dim(f"{name}.weight", match, weight) != 1:  # else rules count the weight's columns
             all_rows = chunk.runs(f"{name}.weight", match, rows)
         columns = one.a[1] * (ways if one.input_is_parallel else 1)
         adapter = wrappers[name].adapter

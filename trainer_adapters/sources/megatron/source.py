@@ -12,6 +12,7 @@ Megatron is imported inside the functions that use it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,24 @@ class MegatronSource(ExchangedSource):
     def configure(self, config: Config) -> None:
         if self._factors is not None:
             self._factors.config = config
+
+    def slices(self) -> Iterator[LocalSlice]:
+        slices = self._slices(self._sent)
+        if self._factors is not None:
+            self._factors.gather()
+        return slices
+
+    def copies(self) -> Iterator[LocalSlice]:
+        """Copies on tensor-parallel ranks and stages of tensors that another one sends: norms, routers, embeddings. Only
+        Megatron's reduction of their gradients keeps these equal."""
+        return self._slices(self._left)
+
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        return self._slices(self._equal)
+
+    @abstractmethod
+    def _slices(self, assignments: Sequence[SendAssignment]) -> Iterator[LocalSlice]:
+        """The slices of these boxes. Raises `ManifestMismatch`, at once, if the model has changed since the exchange."""
 
     def _check_adapters(self) -> None:
         if any(adapters_of(chunk.model) != chunk.adapted for chunk in self._chunks):
@@ -124,27 +143,15 @@ class MegatronAdapter(MegatronSource):
         self._tensors()
         return super().manifest()
 
-    def slices(self) -> Iterator[LocalSlice]:
-        tensors = self._tensors()
-        if self._factors is not None:
-            self._factors.gather()
-        return (self._slice(one, tensors) for one in self._sent)
-
     def made_together(self) -> frozenset[int]:
         if self._factors is None or not self._factors.are_divided:
             return frozenset()
         adapted = (one.box.name for one in self._boxes if one.adapted)
         return frozenset(self._manifest.index[name] for name in adapted if name in self._manifest.index)
 
-    def copies(self) -> Iterator[LocalSlice]:
-        """Copies on tensor-parallel ranks and stages of tensors that another one sends: norms, routers, embeddings. Only
-        Megatron's reduction of their gradients keeps these equal."""
+    def _slices(self, assignments: Sequence[SendAssignment]) -> Iterator[LocalSlice]:
         tensors = self._tensors()
-        return (self._slice(one, tensors) for one in self._left)
-
-    def kept_equal(self) -> Iterator[LocalSlice]:
-        tensors = self._tensors()
-        return (self._slice(one, tensors) for one in self._equal)
+        return (self._slice(one, tensors) for one in assignments)
 
     def _slice(self, assignment: SendAssignment, tensors: Mapping[ParameterKey, torch.Tensor]) -> LocalSlice:
         held, box = self._boxes[assignment.held], assignment.box
