@@ -177,18 +177,17 @@ def _buckets(manifest: Manifest, claims: Sequence[tuple[Box, ...]], bucket_bytes
 
 def _bucket(manifest: Manifest, chunk: list[tuple[int, Box]]) -> _Bucket:
     bucket = _Bucket()
-    starts: dict[int, list[int]] = {}
+    starts: dict[int, int] = {}
     for rank in sorted({rank for rank, _ in chunk}):
         first = at = bucket.nbytes
         at += HEADER_BYTES
-        for owner, box in chunk:
+        for position, (owner, box) in enumerate(chunk):
             if owner == rank:
-                starts.setdefault(rank, []).append(at)
+                starts[position] = at
                 at += aligned(manifest.box_nbytes(box), PIECE_ALIGNMENT_BYTES)
         bucket.parts.append((rank, first, at))
         bucket.nbytes = at
-    left = {rank: iter(own) for rank, own in starts.items()}
-    bucket.pieces = [_PlacedPiece(box, rank, next(left[rank])) for rank, box in chunk]
+    bucket.pieces = [_PlacedPiece(box, rank, starts[position]) for position, (rank, box) in enumerate(chunk)]
     return bucket
 
 

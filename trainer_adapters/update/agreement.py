@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from inference_plugin.transports.pieces import pieces_of
 from inference_plugin.wire.config import PIECE_BYTES
-from inference_plugin.wire.cover import ExactCover
+from inference_plugin.wire.cover import check_exact_cover
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box, Piece
@@ -67,9 +67,9 @@ class Claims:
         ranks = [0, *(ready.rank for ready in readies)]
         if any(self._agreed.get(rank, ("",))[0] != manifest.fingerprint for rank in ranks):
             return
-        owned = [(rank, box) for rank in ranks for box in self._agreed[rank][1]]
+        owned = [(box, f"rank {rank}") for rank in ranks for box in self._agreed[rank][1]]
         try:
-            ExactCover(manifest).check([box for _, box in owned], lambda position: f"rank {owned[position][0]}")
+            check_exact_cover(manifest, owned)
         except ManifestMismatch as error:
             for rank in (0, *(ready.rank for ready in fresh)):  # these will be told again
                 self._agreed.pop(rank, None)

@@ -102,7 +102,10 @@ class TrainerRanks:
         secret = secrets.token_hex(16) if self.rank == 0 else ""
         me = Member(self.rank, os.getpid(), boot_id(), address, secret, start_ticks())
         try:
-            self.members = _exchange(me, process_group, timeout_s) if self.size > 1 else [me]
+            self.members = [me]
+            if self.size > 1:  # through the group's store: a collective would wait without a time limit of ours
+                records = meet(msgspec.msgpack.encode(me), process_group, timeout_s=timeout_s)
+                self.members = [codec.decode_as(record, Member) for record in records]
         except BaseException:
             self.close()
             raise
@@ -295,17 +298,11 @@ class TrainerRanks:
                     self._send(route, Failed(WeightwireError.wrap(raised).at(side="manager").info()), seq)
 
     def _checked(self, said: Body) -> Ready | Wrote:
-        """Raises `ProtocolError` for a message that comes from none of this trainer's ranks."""
+        """Raises `ProtocolError` for a message that comes from another trainer's rank."""
         if not isinstance(said, Ready | Wrote):
             raise ProtocolError(f"rank 0 of a trainer takes no {type(said).__name__}")
-        if not secrets.compare_digest(said.secret.encode(), self.secret.encode()) or not 0 < said.rank < self.size:
+        if not secrets.compare_digest(said.secret.encode(), self.secret.encode()):
             raise ProtocolError(
                 "this message comes from none of this trainer's ranks", hint="ranks make a SyncManager together"
             )
         return said
-
-
-def _exchange(me: Member, process_group: dist.ProcessGroup | None, timeout_s: float) -> list[Member]:
-    """Every rank's record, through the group's store: no collective, which would wait without a time limit of ours."""
-    records = meet(msgspec.msgpack.encode(me), process_group, timeout_s=timeout_s)
-    return [codec.decode_as(record, Member) for record in records]

@@ -368,11 +368,9 @@ class Transaction:
     def _abort_request(self, reason: str) -> Abort:
         return Abort(self.terms.group, self.txn, reason[:4096])
 
-    def _users_of(self, transport: str, state: str) -> list[ReplicaSession]:
+    def _users_of(self, transport: str, state: State) -> list[ReplicaSession]:
         """The replicas that are reached by a transport and have come as far as `state`."""
-        participants = self._machine.participants.values()
-        names = [one.replica for one in participants if one.state == state and one.agreed is not None]
-        users = [self._sessions[name] for name in names]
+        users = [self._sessions[one.replica] for one in self._machine.in_state(state)]
         return [user for user in users if user.agreed is not None and user.agreed.transport == transport]
 
     def _targets(self, session: ReplicaSession) -> tuple[Target, ...]:

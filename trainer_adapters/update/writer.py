@@ -76,8 +76,9 @@ class Writer:
         """
         deadline_s = min(time.monotonic() + go.timeout_s, deadline_s)
         started_s = time.perf_counter()
-        total = _Total()
-        together = False
+        pieces: list[Piece] | None = None
+        costs: list[WriteStats] = []
+        together, passes = False, 0
         finite = FiniteCheck(manifest) if self._settings.check_finite else None
         try:
             together = bool(source.made_together())
@@ -86,11 +87,10 @@ class Writer:
                 self._cut = _Cut(cuts, edges_of(cuts))
             edges = self._cut.edges
             piece_bytes = _piece_bytes(go)
-            for way in go.transports:
-                total.passes += 1
+            for passes, way in enumerate(go.transports, 1):
                 with self._taken(source, together, deadline_s) as slices:
                     cut = cut_slices(slices, edges, self._cut.parts)
-                    watched = finite.watch(cut) if finite is not None and total.passes == 1 else cut
+                    watched = finite.watch(cut) if finite is not None and passes == 1 else cut
                     delivery = Delivery(
                         go.txn,
                         self._settings.group,
@@ -103,7 +103,11 @@ class Writer:
                         source.slices_last(),
                         piece_bytes,
                     )
-                    total.add(*self._write_over(way, delivery))
+                    written, stats = self._write_over(way, delivery)
+                if pieces is not None and pieces != written:
+                    raise ManifestMismatch("the source yielded other slices, or other bytes, the second time")
+                pieces = written
+                costs.append(stats)
             if finite is not None:
                 finite.raise_found()
             copies, kept_equal = _compared(manifest, source, edges, piece_bytes) if go.copies else ((), ())
@@ -111,26 +115,25 @@ class Writer:
             failed = WeightwireError.wrap(error)
             failed.at(side="trainer", rank=self._rank, group=self._settings.group, phase="stage")
             if together:  # the other ranks run through the slices once more for each remaining transport
-                self._keep_company(source, len(go.transports) - total.passes, deadline_s)
+                self._keep_company(source, len(go.transports) - passes, deadline_s)
             return Wrote(go.txn, self._rank, error=failed.info(), secret=self._secret)
         in_use().synchronise()  # other ranks may still read this rank's part from its device
         released()
-        stats = total.stats
         return Wrote(
             go.txn,
             self._rank,
-            tuple(total.pieces or ()),
-            stats.nbytes,
-            stats.messages,
-            stats.move_s,
-            stats.digest_s,
+            tuple(pieces or ()),
+            sum(each.nbytes for each in costs),
+            sum(each.messages for each in costs),
+            sum(each.move_s for each in costs),
+            sum(each.digest_s for each in costs),
             time.perf_counter() - started_s,
-            {replica: error.info() for replica, error in stats.lost.items()},
-            sent_bytes=stats.sent_bytes,
+            {replica: error.info() for each in costs for replica, error in each.lost.items()},
+            sent_bytes=sum(each.sent_bytes for each in costs),
             copies=copies,
             kept_equal=kept_equal,
             secret=self._secret,
-            held_bytes=stats.held_bytes,
+            held_bytes=sum(each.held_bytes for each in costs),
         )
 
     def close(self) -> None:
@@ -198,27 +201,6 @@ class _Cut:
     cuts: list[Sequence[Box]]
     edges: Edges
     parts: dict[Box, list[Box]] = field(default_factory=dict)
-
-
-class _Total:
-    """The total cost of all transports of one update."""
-
-    def __init__(self) -> None:
-        self.passes = 0
-        self.pieces: list[Piece] | None = None
-        self.stats = WriteStats()
-
-    def add(self, pieces: list[Piece], stats: WriteStats) -> None:
-        if self.pieces is not None and self.pieces != pieces:
-            raise ManifestMismatch("the source yielded other slices, or other bytes, the second time")
-        self.pieces = pieces
-        self.stats.nbytes += stats.nbytes
-        self.stats.messages += stats.messages
-        self.stats.sent_bytes += stats.sent_bytes
-        self.stats.held_bytes += stats.held_bytes
-        self.stats.move_s += stats.move_s
-        self.stats.digest_s += stats.digest_s
-        self.stats.lost |= stats.lost
 
 
 def _piece_bytes(go: Go) -> int:

@@ -180,9 +180,12 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
+def _said(hf_config: Any, name: str) -> Any:
+    return hf_config.get(name) if isinstance(hf_config, Mapping) else getattr(hf_config, name, None)
+
+
 def _get(hf_config: Any, name: str) -> Any:
-    value = hf_config.get(name) if isinstance(hf_config, Mapping) else getattr(hf_config, name, None)
-    if value is None:
+    if (value := _said(hf_config, name)) is None:
         raise ManifestMismatch(f"the Hugging Face config has no {name}", side="trainer")
     return value
 
@@ -203,11 +206,11 @@ def _architecture(model_type: str) -> Architecture:
 
 def _tied(models: list[Any], hf_config: Any) -> bool:
     tied = bool(getattr(models[0], "share_embeddings_and_output_weights", False))
-    key = "tie_word_embeddings"
-    said = hf_config.get(key) if isinstance(hf_config, Mapping) else getattr(hf_config, key, None)
+    said = _said(hf_config, "tie_word_embeddings")
     if said is not None and bool(said) != tied:
         raise ManifestMismatch(
-            f"{key} is {said} in the Hugging Face config, share_embeddings_and_output_weights is {tied} in the model",
+            f"tie_word_embeddings is {said} in the Hugging Face config, share_embeddings_and_output_weights is {tied} in the "
+            "model",
             hint="an engine ties what its config ties: make the two agree",
             side="trainer",
         )
