@@ -22,12 +22,16 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from inference_plugin.wire.errors import ArgumentError, CommitFailed, TransportUnavailable
 from inference_plugin.wire.messages import PROTOCOL_VERSION
+from inference_plugin.wire.reports import UpdateReport
 from trainer_adapters.integrations.options import await_registrations, checked_options
 from trainer_adapters.manager import SyncManager
+from trainer_adapters.sources.chosen import Sendable
 
 try:
     from vllm.distributed.weight_transfer import base, factory
@@ -36,12 +40,6 @@ except ImportError as missing:
         f"vLLM can't be imported beside the trainer: {missing}",
         hint="use weightwire.SyncManager, which needs no vLLM in the trainer",
     ) from missing
-
-if TYPE_CHECKING:
-    import torch
-
-    from inference_plugin.wire.reports import UpdateReport
-    from trainer_adapters.sources.chosen import Sendable
 
 __all__ = ["WeightwireInitInfo", "WeightwireTrainer"]
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.base import WeightSource
-from trainer_adapters.sources.selection import DtypeRules
+from trainer_adapters.sources.selection import DtypeRules, Rules
 from trainer_adapters.sources.sharded import has_lora_layers, is_dtensor, is_fully_sharded, is_wrapped_by_fsdp1
 from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
-
-if TYPE_CHECKING:
-    from trainer_adapters.sources.selection import Rules
 
 __all__ = ["Kind", "Sendable", "kind_of", "source_for"]
 

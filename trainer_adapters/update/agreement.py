@@ -8,7 +8,6 @@ that a rank holds and another rank sends, if nothing keeps the two equal. Their 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from inference_plugin.transports.pieces import pieces_of
 from inference_plugin.wire.config import PIECE_BYTES
@@ -18,9 +17,7 @@ from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Ready
-
-if TYPE_CHECKING:
-    from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.sources.base import LocalSlice
 
 __all__ = ["Claims", "digests_of", "what_differs"]
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.reports import UpdateReport
+from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.update.follower import follow
 from trainer_adapters.update.handle import PendingUpdate
 from trainer_adapters.update.leader import lead, update
 from trainer_adapters.update.rank_context import RankContext
-
-if TYPE_CHECKING:
-    from trainer_adapters.sources.base import WeightSource
 
 __all__ = ["in_engine_dtypes", "take_part"]
 

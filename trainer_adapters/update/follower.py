@@ -11,18 +11,14 @@ seals, commits            -- Outcome ->      the report; or `Failed`, at any tim
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Ready
 from inference_plugin.wire.tracing import call_it, span
 from trainer_adapters.events import phase_begins
+from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.update.rank_context import RankContext
-
-if TYPE_CHECKING:
-    from trainer_adapters.sources.base import WeightSource
 
 __all__ = ["follow"]
 

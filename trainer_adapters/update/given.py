@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError, VersionConflict, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.sources.chosen import Kind, Sendable, kind_of, source_for
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
 
 __all__ = ["FailingSource", "GivenModels", "checked_version"]
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,12 +25,10 @@ from trainer_adapters.events import harmless, phase_begins
 from trainer_adapters.fleet.machine_io import RetainedVersion
 from trainer_adapters.fleet.session import ReplicaSession
 from trainer_adapters.settings import Quorum
+from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.update.agreement import what_differs
 from trainer_adapters.update.rank_context import RankContext
 from trainer_adapters.update.transaction import Transaction, segment_id
-
-if TYPE_CHECKING:
-    from trainer_adapters.sources.base import WeightSource
 
 __all__ = ["gather_ready", "lead", "update", "write"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from inference_plugin.wire.cover import ExactCover
 from inference_plugin.wire.errors import SyncTimeout
@@ -13,12 +12,10 @@ from inference_plugin.wire.manifest import Manifest
 from trainer_adapters.events import Events
 from trainer_adapters.fleet.fleet import Fleet
 from trainer_adapters.settings import Settings
+from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.update.agreement import Claims
 from trainer_adapters.update.trainer_ranks import TrainerRanks
 from trainer_adapters.update.writer import Writer
-
-if TYPE_CHECKING:
-    from trainer_adapters.sources.base import WeightSource
 
 __all__ = ["RankContext"]
 

@@ -12,14 +12,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from inference_plugin.devices import in_use, start_thread
 from inference_plugin.wire.errors import SyncTimeout
 from inference_plugin.wire.tracing import carried
-
-if TYPE_CHECKING:
-    from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.base import LocalSlice, WeightSource
 
 __all__ = ["SlicesTogether"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -23,12 +22,10 @@ from inference_plugin.wire.tracing import call_it
 from trainer_adapters.events import phase_begins
 from trainer_adapters.fleet.asking import ask_all
 from trainer_adapters.fleet.session import ReplicaSession
+from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.update.coverage import passed_over, unread
 from trainer_adapters.update.leader import gather_ready, write
 from trainer_adapters.update.rank_context import RankContext
-
-if TYPE_CHECKING:
-    from trainer_adapters.sources.base import WeightSource
 
 __all__ = ["verify"]
 

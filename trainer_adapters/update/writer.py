@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from inference_plugin.devices import in_use
 from inference_plugin.transports.base import Delivery, Sender, Transport, WriteStats
@@ -20,13 +19,11 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Go, GoTransport, Wrote
 from inference_plugin.wire.tracing import span, span_since
 from trainer_adapters.settings import Settings
+from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.update.agreement import digests_of
 from trainer_adapters.update.cutting import cut_slices, edges_of
 from trainer_adapters.update.finite import FiniteCheck
 from trainer_adapters.update.together import SlicesTogether
-
-if TYPE_CHECKING:
-    from trainer_adapters.sources.base import LocalSlice, WeightSource
 
 __all__ = ["Writer"]
 
