@@ -158,7 +158,7 @@ class Fleet:
                 logger.warning("weightwire: replica %s was not connected to: %s", name, failed)
                 part.unreached.append((cards[name], failed))
             else:
-                self._sessions[name].sees(cards[name])
+                self._sessions[name].card = cards[name]
                 self._on(TookPart(cards[name]))
                 part.sessions.append(self._sessions[name])
         if not part.sessions:

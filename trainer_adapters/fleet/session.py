@@ -49,9 +49,9 @@ def ask_workers(
 
 @dataclass(eq=False)
 class ReplicaSession:
-    """Channels to one replica, for one thread. `agreed`: None until the group is open, and again once the replica may have other
-    terms. `to_take`: host memory that its workers will allocate for updates, and have not yet. `held_segments`: ids of the
-    segments that the replica has mapped as its way back. `stands`: the replica is paused or asleep."""
+    """Channels to one replica, for one thread. `card`: its current one. `agreed`: None until the group is open, and again once
+    the replica may have other terms. `to_take`: host memory that its workers will allocate for updates, and have not yet.
+    `held_segments`: ids of the segments that the replica has mapped as its way back."""
 
     card: ReplicaCard
     config: Config
@@ -60,7 +60,6 @@ class ReplicaSession:
     agreed: Agreed | None = None
     to_take: int = 0
     held_segments: frozenset[str] = field(default_factory=frozenset)
-    stands: bool = False
 
     @staticmethod
     def connect(card: ReplicaCard, config: Config) -> ReplicaSession:
@@ -76,15 +75,11 @@ class ReplicaSession:
         self.agreed = agreed
         self.to_take = sum(each.takes_bytes for each in agreed.opened) if agreed is not None else 0
 
-    def sees(self, card: ReplicaCard) -> None:
-        """Takes the replica's current card."""
-        self.stands = card.state in ("paused", "asleep")
-
     def lacks_memory(self, nbytes: int) -> bool:
         """Whether the replica stands still and its host has less free memory than a segment, or a second set, of `nbytes` needs.
         For another host, only what its workers reported at their start is known. A device's memory doesn't matter: `copy`
         needs none."""
-        if not self.stands:
+        if self.card.state not in ("paused", "asleep"):
             return False
         here = [free_host_bytes()] if self.card.boot_id == addresses.boot_id() else []
         said = [worker.free_bytes for worker in self.card.workers if worker.device == "cpu"]

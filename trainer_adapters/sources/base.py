@@ -129,6 +129,11 @@ class WrappingSource(WeightSource):
     def _ready(self) -> WeightSource:
         """The other source, made if need be. Raises `ManifestMismatch` if it no longer fits the model."""
 
+    def _changed(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
+        """What is sent in place of the other source's slices. `anew`: they are sent; the others are only compared with what was
+        sent."""
+        return slices
+
     def configure(self, config: Config) -> None:
         if self._source is not None:
             self._source.configure(config)
@@ -137,7 +142,7 @@ class WrappingSource(WeightSource):
         return self._ready().manifest()
 
     def slices(self) -> Iterator[LocalSlice]:
-        return self._ready().slices()
+        return self._changed(self._ready().slices(), anew=True)
 
     def claims(self) -> tuple[Box, ...] | None:
         return self._ready().claims()
@@ -146,10 +151,10 @@ class WrappingSource(WeightSource):
         return self._ready().made_together()
 
     def copies(self) -> Iterator[LocalSlice]:
-        return self._ready().copies()
+        return self._changed(self._ready().copies(), anew=False)
 
     def kept_equal(self) -> Iterator[LocalSlice]:
-        return self._ready().kept_equal()
+        return self._changed(self._ready().kept_equal(), anew=False)
 
     def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
         return self._source is not None and self._source.adopt_dtypes(rules)

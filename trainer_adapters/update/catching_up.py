@@ -179,7 +179,6 @@ class CatchingUp:
         session: ReplicaSession | None = None
         try:
             session = ReplicaSession.connect(card, self._settings.config)
-            session.sees(card)
             self._bring_up(session, retained)
             self._fleet.caught_up(session)
         except BaseException as error:  # noqa: BLE001 -- the error concerns this replica, and must not fail an update

@@ -66,15 +66,6 @@ class LoRAAdapter(WrappingSource):
         self._manifest = self._source.manifest()
         return self._manifest
 
-    def slices(self) -> Iterator[LocalSlice]:
-        return self._scaled(self._ready().slices())
-
-    def copies(self) -> Iterator[LocalSlice]:
-        return self._scaled(self._ready().copies())
-
-    def kept_equal(self) -> Iterator[LocalSlice]:
-        return self._scaled(self._ready().kept_equal())
-
     def _ready(self) -> WeightSource:
         if self._source is None:
             self.manifest()
@@ -86,7 +77,7 @@ class LoRAAdapter(WrappingSource):
         refused = list(structure.replaced)
         for name, additions in structure.additions.items():
             for addition in additions:
-                if isinstance(addition, AddedProduct) and ".lora_A." in addition.a and _is_plain(addition):
+                if isinstance(addition, AddedProduct) and addition.is_plain:
                     products.append(addition)
                 else:
                     refused.append(name)
@@ -98,18 +89,13 @@ class LoRAAdapter(WrappingSource):
             )
         return products
 
-    def _scaled(self, slices: Iterator[LocalSlice]) -> Iterator[LocalSlice]:
+    def _changed(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
         for item in slices:
             spec = self._manifest.tensors[item.box.tensor]
-            scaling = self._scaling.get(spec.name)
-            if scaling is None:
+            if (scaling := self._scaling.get(spec.name)) is None:
                 yield item
-                continue
-            yield LocalSlice(item.box, scaled(item.tensor, scaling, torch_dtype(spec.dtype)))
-
-
-def _is_plain(product: AddedProduct) -> bool:
-    return product.experts == 1 and not product.magnitude
+            else:
+                yield LocalSlice(item.box, scaled(item.tensor, scaling, torch_dtype(spec.dtype)))
 
 
 def _saved(name: str, structure: PeftStructure) -> str:

@@ -101,15 +101,6 @@ class MergedLoRAAdapter(WrappingSource):
         self._factors.choose(structure.factors)
         return self._manifest
 
-    def slices(self) -> Iterator[LocalSlice]:
-        return self._merging(self._ready().slices(), anew=True)
-
-    def copies(self) -> Iterator[LocalSlice]:
-        return self._merging(self._ready().copies(), anew=False)
-
-    def kept_equal(self) -> Iterator[LocalSlice]:
-        return self._merging(self._ready().kept_equal(), anew=False)
-
     def made_together(self) -> frozenset[int]:
         self._ready()
         return frozenset(self._adapted) if self._factors.sharded else frozenset()
@@ -127,7 +118,7 @@ class MergedLoRAAdapter(WrappingSource):
         assert self._source is not None
         return self._source
 
-    def _merging(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
+    def _changed(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
         factors = self._factors.whole(anew=anew)
         for item in slices:
             if (adapted := self._adapted.get(item.box.tensor)) is None:

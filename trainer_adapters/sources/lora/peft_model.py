@@ -36,6 +36,11 @@ class AddedProduct:
     magnitude: str = ""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is that of one linear layer, without DoRA."""
+        return ".lora_A." in self.a and self.experts == 1 and not self.magnitude
+
+    @property
     def names(self) -> tuple[str, ...]:
         return (self.a, self.b, self.magnitude) if self.magnitude else (self.a, self.b)
 
