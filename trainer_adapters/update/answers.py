@@ -146,8 +146,7 @@ def _take_sealed(state: TransactionState, one: Participant, worker: int, answer:
 def _take_committed(state: TransactionState, one: Participant, answer: object) -> None:
     if isinstance(answer, Committed):
         one.committed = answer
-        if one in state.ending:
-            state.ending.remove(one)
+        if one.state == "ending":
             one.state, one.error = "committed", None
         elif one.state == "committing":
             one.state = "committed"

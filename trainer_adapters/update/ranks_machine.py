@@ -105,7 +105,6 @@ class RanksMachine:
     error: WeightwireError | None = None
     waiting: dict[int, Ready | Wrote] = field(default_factory=dict)
     _deadline_s: float = 0.0
-    _failed: WeightwireError | None = None
     _turns: Turns = field(default_factory=Turns)
     _txn: str = ""
     _wrote: dict[int, Wrote] = field(default_factory=dict)
@@ -158,7 +157,7 @@ class RanksMachine:
                 self._answer_those_here(event.outcome)
                 self._leave(set())
             case FailAll():
-                self._failed, self.state = event.error, "failing"
+                self.error, self.state = event.error, "failing"
             case Gone():
                 self._gone.add(event.rank)
             case Tick():
@@ -269,13 +268,13 @@ class RanksMachine:
                     self._tell(rank, Failed(error.info()))
 
     def _fail_those_here(self, now_s: float) -> None:
-        assert self._failed is not None
+        assert self.error is not None
         if self._astray:  # a rank that comes only now, and is astray as well, fails as the others did
             self._sort_out()
         # A rank that was told already is in its next operation, which may have the same name: it waits for rank 0's.
         here = [rank for rank in self._here() if rank not in self._told | self._astray]
         for rank in here:
-            self._tell(rank, Failed(self._failed.info()))
+            self._tell(rank, Failed(self.error.info()))
         self._told |= {*here, *self._away, *self._astray, *self._gone}
         if not self.missing or now_s >= self._deadline_s:
             self._leave(set(range(1, self.size)) - self._told)

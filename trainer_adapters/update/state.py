@@ -49,8 +49,6 @@ class TransactionState:
         self.is_on = False
         """Whether the step still runs; `until_s`: when it ends at the latest."""
         self.until_s = math.inf
-        self.ending: list[Participant] = []
-        """Replicas that have not yet said what they hold of the streamed bytes."""
         self.now_s = 0.0
         self.stood_s = math.inf
         """When the first replica stood still to be streamed into."""
@@ -74,8 +72,6 @@ class TransactionState:
         if one.committed is not None or (self.is_streaming(one) and not one.has_answered):
             self.end_stream(one, error)
             return
-        if one in self.ending:
-            self.ending.remove(one)
         if isinstance(error, ManifestMismatch | VersionConflict) and self.step != "commit" and not one.has_stood:
             self.error = self.error or error.at(replica=one.replica)
             self.is_on = False
@@ -104,13 +100,17 @@ class TransactionState:
         if one.committed is not None:
             one.state = "committed"
             self.do(StopWaiting(one.replica))
-        elif one not in self.ending:
+        elif one.state != "ending":
             one.state, one.error = "ending", error
             one.ends_at_s = min(
                 self.now_s + self.terms.silence_s, max(self.now_s + INSTALLING_S, self.terms.installed_by_s)
             )
-            self.ending.append(one)
             self.do(EndStream(one.replica, error.message))
+
+    @property
+    def ending(self) -> list[Participant]:
+        """Replicas that have not yet said what they hold of the streamed bytes."""
+        return self.in_state("ending")
 
     def in_state(self, state: State) -> list[Participant]:
         return [each for each in self.participants.values() if each.state == state]
