@@ -120,6 +120,15 @@ def exported_by_stages() -> Result:
     return exported(lambda i: (i < 6) == (dist.get_rank() < 2))
 
 
+def exported_in_the_engines_dtypes() -> Result:
+    """Each rank sends a part of the tensor as long as it is in float32; in bfloat16 it is too small to be divided."""
+    torch.manual_seed(0)
+    wide = torch.randn(700, 500)
+    source = ExportAdapter(lambda: [("wide", wide)], dtype_rules="engine")
+    assert source.adopt_dtypes({"*": "bfloat16"})
+    return both_ways(source, 100_000)
+
+
 def export_is_wrong() -> Result:
     """Rank 1's export, at first and later."""
     second = dist.get_rank() == 1
@@ -252,6 +261,7 @@ CASES = [
     exported_on_all_ranks,
     exported_on_rank_0,
     exported_by_stages,
+    exported_in_the_engines_dtypes,
     export_is_wrong,
     export_goes_on_when_nobody_takes,
     gathering_goes_on_when_nobody_takes,

@@ -30,6 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         "exported_on_all_ranks",
         "exported_on_rank_0",
         "exported_by_stages",
+        "exported_in_the_engines_dtypes",
     ],
 )
 def test_every_rank_gets_what_the_slices_are_together_bit_for_bit(ranks: Ranks, case: str) -> None:

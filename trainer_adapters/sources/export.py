@@ -86,21 +86,21 @@ class ExportAdapter(ExchangedSource):
 
         super().__init__(look, process_group)
         self._settle(tied or {}, DtypeRules(dtype_rules), NameFilter(include, exclude), in_natural_order=False)
-        self._boxes: dict[int, list[Box]] = {}
-        for assignment in self._sent:
-            self._boxes.setdefault(assignment.held, []).append(assignment.box)
 
     def made_together(self) -> frozenset[int]:
         return frozenset(range(len(self._manifest.tensors)))
 
     def slices(self) -> Iterator[LocalSlice]:
+        boxes: dict[int, list[Box]] = {}
+        for assignment in self._sent:
+            boxes.setdefault(assignment.held, []).append(assignment.box)
         pairs = iter(self._export())
         try:
             # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
             position = 0
             for name, tensor in pairs:
                 self._check(position, name, tensor)
-                for box in self._boxes.get(position, ()):
+                for box in boxes.get(position, ()):
                     yield LocalSlice(box, narrowed(tensor.detach(), box.offsets, box.sizes))
                 del tensor
                 position += 1

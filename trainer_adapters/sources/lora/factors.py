@@ -64,7 +64,6 @@ class PeftFactors:
                 timeout=timedelta(seconds=self._config.timeout_s),  # a lost rank must not block the others
                 use_local_synchronization=True,
             )
-        self._chosen: frozenset[str] = frozenset()
         self._names: tuple[str, ...] = ()
         self._source: WeightSource | None = None
         self._values: dict[str, torch.Tensor] | None = None
@@ -77,10 +76,9 @@ class PeftFactors:
 
     def choose(self, names: frozenset[str]) -> None:
         """Chooses the tensors that `whole` returns, by the model's own names."""
-        if self._source is not None and names == self._chosen:
+        if self._source is not None and names == frozenset(self._names):
             return
-        self._chosen, self._values = names, None
-        self._names = tuple(sorted(names))
+        self._names, self._values = tuple(sorted(names)), None
         # Numbers serve as names: no rule mistakes them for names of the base model.
         numbers = {name: str(i) for i, name in enumerate(self._names)}
         if self.sharded:
