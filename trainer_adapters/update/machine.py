@@ -109,6 +109,7 @@ class TransactionMachine(TransactionState):
         for joining in event.replicas:
             one = self.participants[joining.replica] = Participant(joining.replica, joining.workers)
             one.offered = terms.offered(joining.lacks_memory, is_alone=on_host[joining.host] == 1)
+            one.left.extend(one.offered)
             agreed = joining.agreed
             if agreed is not None and (agreed.key, agreed.offered) == (terms.key, one.offered):
                 one.state, one.agreed = "open", agreed

@@ -93,14 +93,11 @@ class Terms(Struct, frozen=True):
     def offered(self, lacks_memory: bool, *, is_alone: bool) -> tuple[str, ...]:
         """The transports by which a replica may be reached. Those that stream are for replicas that stand still and lack the
         memory, or for all replicas; those in `alone` only for the single replica of a host."""
-        offered = self.transports
-        if not self.streams.issuperset(offered):
-            streaming = tuple(name for name in offered if name in self.streams)
-            others = tuple(name for name in offered if name not in self.streams)
-            offered = streaming + others if lacks_memory else others
-        if not is_alone and not self.alone.issuperset(offered):
-            offered = tuple(name for name in offered if name not in self.alone)
-        return offered
+        streaming = tuple(name for name in self.transports if name in self.streams)
+        others = tuple(name for name in self.transports if name not in self.streams)
+        offered = streaming + others if lacks_memory or not others else others
+        shared = tuple(name for name in offered if name not in self.alone)
+        return shared if shared and not is_alone else offered
 
     def commit(self, now_s: float) -> Commit:
         """The request to a coordinator, which gives up a little earlier than this rank, so that its answer arrives."""

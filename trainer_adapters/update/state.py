@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 
 from inference_plugin.wire.errors import (
     ManifestMismatch,
@@ -125,8 +124,6 @@ class TransactionState:
 
     def ask_to_open(self, one: Participant) -> None:
         """Asks with the next transport. Fails the replica if none is left."""
-        if not one.left and not one.refusals:
-            one.left = deque(one.offered)
         one.answers = {}
         if not one.workers:
             self.fail(one, ProtocolError("its card names no worker", hint="restart the engine"))
