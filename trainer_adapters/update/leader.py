@@ -89,7 +89,7 @@ def write(context: RankContext, go: Go, source: WeightSource, manifest: Manifest
     if go.transports:
         owners = [wrote.rank for wrote in everyone for _ in wrote.pieces]
         boxes = [piece.box for wrote in everyone for piece in wrote.pieces]
-        context.cover(manifest).check(boxes, lambda position: f"rank {owners[position]}")
+        context.cover.check(boxes, lambda position: f"rank {owners[position]}")
     pieces = {wrote.rank: wrote.pieces for wrote in everyone}
     copies = {wrote.rank: wrote.copies for wrote in everyone}
     if any(copies.values()) and (apart := what_differs(manifest, pieces, copies)):

@@ -25,6 +25,7 @@ class RankContext:
 
     `count` numbers the operations. The current one began at `began_s` (of `perf_counter`) and ends by `deadline_s` (of
     `monotonic`), which each rank counts from its own call. `released`: called once this rank's source is no longer read.
+    `cover`: checks that pieces cover the manifest that was scanned last.
     """
 
     def __init__(self, settings: Settings, ranks: TrainerRanks, fleet: Fleet | None) -> None:
@@ -38,14 +39,14 @@ class RankContext:
         self.count = 0
         self.began_s = 0.0
         self.deadline_s = 0.0
-        self.released: Callable[[], None] = _nobody_waits
-        self._manifest: Manifest | None = None
-        self._cover: tuple[Manifest, ExactCover] | None = None
+        self.released: Callable[[], None] = lambda: None
+        self._manifest = Manifest(())
+        self.cover = ExactCover(self._manifest)
 
-    def begin(self, deadline_s: float, released: Callable[[], None] | None = None) -> None:
+    def begin(self, deadline_s: float, released: Callable[[], None] = lambda: None) -> None:
         """Begins the next operation."""
         self.count += 1
-        self.released = released or _nobody_waits
+        self.released = released
         self.began_s = time.perf_counter()
         self.deadline_s = deadline_s
 
@@ -60,15 +61,9 @@ class RankContext:
         """The source's manifest, made under this manager's settings."""
         source.configure(self.settings.config)
         manifest = source.manifest()
-        if self._manifest is None or manifest != self._manifest:
-            self._manifest = manifest
+        if manifest != self._manifest:
+            self._manifest, self.cover = manifest, ExactCover(manifest)
         return self._manifest  # the same object as before: it remembers how its boxes are cut
-
-    def cover(self, manifest: Manifest) -> ExactCover:
-        """Checks that pieces cover the manifest; the last one is kept."""
-        if self._cover is None or self._cover[0] is not manifest:
-            self._cover = manifest, ExactCover(manifest)
-        return self._cover[1]
 
     def close(self) -> None:
         """Has replicas free what they keep for the next update, frees segments and closes sockets."""
@@ -76,7 +71,3 @@ class RankContext:
             self.fleet.release()
         self.writer.close()
         self.ranks.close()
-
-
-def _nobody_waits() -> None:
-    pass
