@@ -277,8 +277,9 @@ class TrainerRanks:
 
     def _take_in(self) -> None:
         """Takes the messages that are there."""
-        for _ in range(MESSAGES_AT_ONCE if self._router is not None else 0):
-            assert self._router is not None
+        if self._router is None:
+            return
+        for _ in range(MESSAGES_AT_ONCE):
             try:
                 frames = self._router.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
