@@ -24,7 +24,7 @@ enum { LINE_BYTES = 64, SHORTEST_STREAM_BYTES = 512 };
 
 /* The processor guesses what is read next within a page only, and not where rows lie apart, so it is told: `ahead` is from where
  * a byte is read to where memory is asked for. Past the end that is memory that nobody reads. */
-enum { AHEAD_BYTES = 4096 };
+enum { AHEAD_BYTES = 4096, STRIPES_AHEAD = AHEAD_BYTES / LINE_BYTES };
 
 static inline size_t ahead_of(size_t row_bytes, size_t stride)
 {
@@ -212,8 +212,19 @@ AVX2 static uint64_t copy_and_digest(char *target, size_t target_stride, const c
     return ended(&digest, source, rows, row_bytes);
 }
 
+/* A page's address takes longer to find than its bytes: it is looked up while the source before is copied. */
+enum { PAGE_BYTES = 4096, MOST_PAGES_ASKED = 32 };
+
+static inline void ask_for_pages(Source source)
+{
+    size_t pages = source.nbytes / PAGE_BYTES < MOST_PAGES_ASKED ? source.nbytes / PAGE_BYTES : MOST_PAGES_ASKED;
+    for (size_t page = 0; page <= pages; page++)
+        _mm_prefetch(source.at + page * PAGE_BYTES, _MM_HINT_T0);
+}
+
 /* Sources of any length, one after the other: a stripe that several of them make up goes by way of `joint`. The last stripe is
- * read back from the target, where it may overlap the one before it. */
+ * read back from the target, where it may overlap the one before it. At the end of a source the start of the next one is asked
+ * for: of short sources nearly all would else come unasked. */
 AVX2 static uint64_t copy_joined_and_digest(char *target, const Source *sources, size_t count, size_t total)
 {
     size_t stripes_left = stripes_before_last(total), held = 0;
@@ -222,6 +233,8 @@ AVX2 static uint64_t copy_joined_and_digest(char *target, const Source *sources,
     for (size_t i = 0; i < count; i++) {
         const char *from = sources[i].at;
         size_t left = sources[i].nbytes;
+        if (i + 1 < count)
+            ask_for_pages(sources[i + 1]);
         if (held) {
             size_t taken = STRIPE_BYTES - held < left ? STRIPE_BYTES - held : left;
             memcpy(joint + held, from, taken);
@@ -232,9 +245,13 @@ AVX2 static uint64_t copy_joined_and_digest(char *target, const Source *sources,
             to += STRIPE_BYTES, stripes_left--, held = 0;
         }
         size_t stripes = left / STRIPE_BYTES < stripes_left ? left / STRIPE_BYTES : stripes_left;
-        take_stripes(&digest, to, from, stripes, AHEAD_BYTES);
-        to += stripes * STRIPE_BYTES, from += stripes * STRIPE_BYTES, left -= stripes * STRIPE_BYTES;
-        stripes_left -= stripes;
+        stripes_left -= stripes, left -= stripes * STRIPE_BYTES;
+        const size_t before_tail = stripes > STRIPES_AHEAD ? stripes - STRIPES_AHEAD : 0;
+        take_stripes(&digest, to, from, before_tail, AHEAD_BYTES);
+        to += before_tail * STRIPE_BYTES, from += before_tail * STRIPE_BYTES, stripes -= before_tail;
+        const size_t ahead = i + 1 < count ? (size_t)((uintptr_t)sources[i + 1].at - (uintptr_t)from) : 0;
+        take_stripes(&digest, to, from, stripes, ahead);
+        to += stripes * STRIPE_BYTES, from += stripes * STRIPE_BYTES;
         memcpy(joint, from, held = left);
     }
     memcpy(to, joint, held);
