@@ -152,6 +152,11 @@ class ReplyServer:
             if self._news is not None:
                 os.eventfd_write(self._news, 1)
 
+    def waker(self) -> int:
+        """An eventfd, to be closed by the caller: writing to it is `wake`, and needs no lock."""
+        assert self._news is not None
+        return os.dup(self._news)
+
     def close(self) -> None:
         """Ends the thread and closes the sockets; may be called twice. Waits at most `CLOSE_S`; a thread that hangs closes
         the sockets when it ends."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 import trainer_adapters.batch
 from tests.batch.owners import rows_of, tell
 from tests.support.rig import eventually
@@ -44,3 +46,13 @@ def run(told: str, begin: str, stopped: str, task_id: str, step: int) -> None:
         Path(stopped + ".new").write_text(str(lines))
         Path(stopped + ".new").rename(stopped)
         threading.Event().wait()
+
+
+def draft(told: str) -> None:
+    """Has built rows in its store, and not put them."""
+    with Store(budget_bytes=64 << 20) as store:
+        rows = store.empty((1 << 20,), dtype=torch.float32)
+        rows.fill_(7)
+        tell(told, store.owner, [])
+        threading.Event().wait()
+        assert rows is not None

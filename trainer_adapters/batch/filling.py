@@ -8,7 +8,7 @@ from inference_plugin.wire.tensors import PackedRows
 from trainer_adapters.batch.memory import Block
 from trainer_adapters.batch.parts import Sources
 
-__all__ = ["fill"]
+__all__ = ["back", "fill"]
 
 
 def fill(block: Block, sources: Sources | PackedRows) -> int:
@@ -20,6 +20,11 @@ def fill(block: Block, sources: Sources | PackedRows) -> int:
     """
     if block.segment is None:
         return digest_bytes(b"")
-    if not block.is_warm:
-        block.segment.back(block.offset, block.nbytes)
+    back(block)
     return copy_joined_and_digest(block.segment.memory, block.offset, sources.addresses, sources.sizes)
+
+
+def back(block: Block) -> None:
+    """Has all pages of a block exist. Raises `TransportUnavailable` where the system has no memory for them."""
+    if block.segment is not None and not block.is_warm:
+        block.segment.back(block.offset, block.nbytes)

@@ -16,7 +16,7 @@ from trainer_adapters.batch.parts import ListedPart, LocalPart
 from trainer_adapters.batch.records import MAX_ROWS, Kind, ShardId
 from trainer_adapters.batch.values import plain_values
 
-__all__ = ["GivenPart", "local_part", "parts_of_task"]
+__all__ = ["GivenPart", "checked_dtype", "local_part", "parts_of_task"]
 
 _SORT = attrgetter("dtype", "device", "layout")
 
@@ -56,6 +56,15 @@ def parts_of_task(task_id: str, data: Mapping[str, Any]) -> dict[ShardId, GivenP
             hint="a row is one sample of a prompt: give a task fewer, or put them as several tasks",
         )
     return given
+
+
+def checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns `dtype` if a store can hold it. Raises `BatchError`."""
+    try:
+        dtype_name(dtype)
+    except ManifestMismatch as error:
+        raise BatchError(error.message) from None
+    return dtype
 
 
 def _given_part(value: Any) -> GivenPart:
@@ -156,10 +165,7 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         raise _nested_row()
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise BatchError(f"a tensor of layout {tensor.layout} on {tensor.device} can't be held", hint="make it dense")
-    try:
-        dtype_name(tensor.dtype)
-    except ManifestMismatch as error:
-        raise BatchError(error.message) from None
+    checked_dtype(tensor.dtype)
 
 
 def _nested_row() -> BatchError:

@@ -1,13 +1,13 @@
-"""Checks of numbers that a user gives: times and counts."""
+"""Checks of numbers that a user gives: times, counts, and bytes beside a budget."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from inference_plugin.wire.errors import ConfigError
+from inference_plugin.wire.errors import ConfigError, StoreFull
 
-__all__ = ["checked_count", "checked_seconds"]
+__all__ = ["check_budget", "checked_count", "checked_seconds"]
 
 LONGEST_S = 365 * 86_400.0
 """Longest time limit, in seconds: every wait ends."""
@@ -29,3 +29,12 @@ def checked_count(name: str, value: Any, least: int) -> int:
     if hasattr(value, "__index__") and not isinstance(value, bool) and int(value) >= least:
         return int(value)
     raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more", hint="see the method's description")
+
+
+def check_budget(what: str, needed: int, budget_bytes: int) -> None:
+    """Raises `StoreFull` for what no store of this budget can ever hold."""
+    if needed > budget_bytes:
+        raise StoreFull(
+            f"{what} has {needed} bytes, the whole budget is {budget_bytes}",
+            hint="give the store a larger budget_bytes, or put smaller tasks",
+        )

@@ -75,6 +75,10 @@ class Segment:
         self.is_retired = False
 
     @property
+    def fd(self) -> int:
+        return self._shared.fd
+
+    @property
     def spare_bytes(self) -> int:
         """Bytes of existing pages that belong to no block."""
         return self.backed - self.block_bytes - self.given_back_bytes

@@ -26,6 +26,7 @@ __all__ = [
     "Owner",
     "OwnerId",
     "ShardId",
+    "StoreStats",
     "TagValue",
     "Tags",
     "VersionSpan",
@@ -167,6 +168,20 @@ class Owner(msgspec.Struct, frozen=True, array_like=True):
     boot_id: BootId = ""
     pid: Pid = 0
     start_ticks: StartTicks = 0
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds. `nbytes`: bytes of rows that can be fetched. `leased_bytes`: bytes of rows that were cleared or
+    replaced while somebody still reads them. `spare_bytes`: memory that is kept for later rows. The budget bounds the sum of
+    all three; spare memory gives way to rows."""
+
+    tasks: int
+    shards: int
+    nbytes: int
+    leased_bytes: int
+    budget_bytes: int
+    spare_bytes: int = 0
 
 
 @dataclass(frozen=True)

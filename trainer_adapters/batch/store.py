@@ -8,11 +8,11 @@ bookkeeping; bytes are copied, and memory is given back, outside of it.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -27,13 +27,14 @@ from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.errors import BatchError, ProtocolError, StoreFull
 from inference_plugin.wire.messages.batch import Cut, LeaseEnd, RefusedShard, WantedShard
 from inference_plugin.wire.messages.common import Sender
-from trainer_adapters.batch.filling import fill
-from trainer_adapters.batch.inputs import parts_of_task
+from trainer_adapters.batch.drafts import Drafts
+from trainer_adapters.batch.filling import back, fill
+from trainer_adapters.batch.inputs import checked_dtype, parts_of_task
 from trainer_adapters.batch.leases import Holding, Leases
-from trainer_adapters.batch.limits import checked_seconds
+from trainer_adapters.batch.limits import check_budget, checked_count, checked_seconds
 from trainer_adapters.batch.memory import Block, BlockMemory, GivenBack
 from trainer_adapters.batch.parts import LocalPart, entry_of, part_of, sources_of
-from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, VersionSpan, listed_tasks
+from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, StoreStats, VersionSpan, listed_tasks
 from trainer_adapters.batch.server import StoreServer
 
 __all__ = ["Store", "StoreStats"]
@@ -46,20 +47,6 @@ SEGMENTS_PER_BUDGET = 128
 
 REMEMBERED = 1 << 16
 """Ids of cleared tasks that a store remembers; older ones count as unknown."""
-
-
-@dataclass(frozen=True)
-class StoreStats:
-    """What a store holds. `nbytes`: bytes of rows that can be fetched. `leased_bytes`: bytes of rows that were cleared or
-    replaced while somebody still reads them. `spare_bytes`: memory that is kept for later rows. The budget bounds the sum of
-    all three; spare memory gives way to rows."""
-
-    tasks: int
-    shards: int
-    nbytes: int
-    leased_bytes: int
-    budget_bytes: int
-    spare_bytes: int = 0
 
 
 class Store(Closing):
@@ -87,7 +74,31 @@ class Store(Closing):
         self._server = StoreServer(self, address or listen_address(owner_id, "b"), owner_id)
         (listens_at,) = self._server.addresses
         self.owner = Owner(owner_id, listens_at, boot_id(), os.getpid(), start_ticks())
+        self._drafts = Drafts(self._server.waker())
         self._server.start()
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype, timeout_s: float = 0.0) -> torch.Tensor:
+        """A tensor in the store's memory, for rows that are to be put: like `torch.empty`, with any values.
+
+        A `put` whose rows under one key are all of this tensor, in order (itself, or the views that `split` or `unbind` make of
+        it), takes them as they lie, without a copy. The tensor stays readable; what is written to it after the put is seen by
+        this process alone. Rows that fill only a part of it are copied. Its bytes count against the budget until it is gone
+        and its shard is cleared. Waits and raises as `put`. A process that is forked from this one must not touch it.
+        """
+        sizes = [checked_count("shape", size, 0) for size in shape]
+        nbytes = math.prod(sizes) * checked_dtype(dtype).itemsize
+        if not nbytes:
+            return torch.empty(sizes, dtype=dtype)
+        check_budget("an empty tensor", nbytes, self._budget_bytes)
+        blocks = self._reserve("an empty tensor", [nbytes], checked_seconds("timeout_s", timeout_s))
+        try:
+            back(blocks[0])
+            array = self._drafts.map(blocks[0]).array()
+        except BaseException:
+            with _Changing(self) as freed:
+                self._free(blocks[0], freed)
+            raise
+        return torch.from_numpy(array).view(dtype).view(sizes)
 
     def put(
         self,
@@ -106,13 +117,21 @@ class Store(Closing):
         timeout_s = checked_seconds("timeout_s", timeout_s)
         given = parts_of_task(task_id, data)
         sizes = [one.nbytes for one in given.values()]
-        # before a strided tensor is copied, which may be larger than any memory
-        self._check_budget(task_id, sum(sizes))
+        check_budget(f"task {task_id!r}", sum(sizes), self._budget_bytes)  # before a strided tensor is copied
         sources = [one.sources or sources_of(one.part) for one in given.values()]
-        blocks = self._reserve(task_id, sizes, timeout_s)
+        drafts = [self._drafts.claim(of_key) for of_key in sources]
+        try:
+            to_copy = [0 if draft else nbytes for draft, nbytes in zip(drafts, sizes, strict=True)]
+            blocks = self._reserve(f"task {task_id!r}", to_copy, timeout_s)
+        except BaseException:
+            self._drafts.put_back(drafts)
+            raise
         is_written = False
         try:
-            digests = list(map(fill, blocks, sources))
+            digests = [
+                fill(block, of_key) if draft is None else draft.seal()
+                for draft, block, of_key in zip(drafts, blocks, sources, strict=True)
+            ]
             is_written = True
             entries = tuple(
                 entry_of(shard, one.part, self.owner.id, digest, versions, nbytes)
@@ -122,11 +141,12 @@ class Store(Closing):
                 self._check_rows(task_id, entries)
                 held = self._tasks.setdefault(task_id, {})
                 self._cleared.pop(task_id, None)
-                for entry, block in zip(entries, blocks, strict=True):
+                for entry, draft, copied in zip(entries, drafts, blocks, strict=True):
                     if (replaced := held.get(entry.shard.key)) is not None:
                         self._outdate(replaced, freed)
-                    held[entry.shard.key] = Holding(entry, block)
-                    self._current_bytes += block.nbytes
+                    holding = Holding(entry, copied) if draft is None else draft.held(entry)
+                    held[entry.shard.key] = holding
+                    self._current_bytes += holding.block.nbytes
                 blocks = []
         finally:
             if blocks:  # nothing was stored
@@ -254,15 +274,20 @@ class Store(Closing):
                 del self._cleared[next(iter(self._cleared))]
         return unknown
 
+    def free_drafts(self) -> None:
+        """Frees what drafts held that have ended."""
+        with _Changing(self):
+            pass
+
     # --- under the lock --------------------------------------------------------------------------------------------------
 
-    def _reserve(self, task_id: str, sizes: Sequence[int], timeout_s: float) -> list[Block]:
+    def _reserve(self, what: str, sizes: Sequence[int], timeout_s: float) -> list[Block]:
         """Blocks for a put, counted against the budget. Raises `StoreFull`."""
         needed = sum(sizes)
         with _Changing(self) as freed:
             self._check_open()
             if self._waiting or self._taken_bytes + needed > self._budget_bytes:
-                self._wait_for_room(task_id, needed, timeout_s)
+                self._wait_for_room(what, needed, timeout_s)
             blocks: list[Block] = []
             try:
                 for nbytes in sizes:
@@ -277,28 +302,21 @@ class Store(Closing):
                 raise
             return blocks
 
-    def _wait_for_room(self, task_id: str, needed: int, timeout_s: float) -> None:
+    def _wait_for_room(self, what: str, needed: int, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         mine = object()
         self._waiting.append(mine)
         try:
             while self._waiting[0] is not mine or self._taken_bytes + needed > self._budget_bytes:
                 if not self._lock.wait(max(0.0, deadline_s - time.monotonic())) and time.monotonic() >= deadline_s:
-                    raise self._full(task_id, needed, timeout_s)
+                    raise self._full(what, needed, timeout_s)
                 self._check_open()
         finally:
             self._waiting.remove(mine)
 
-    def _check_budget(self, task_id: str, needed: int) -> None:
-        if needed > self._budget_bytes:
-            raise StoreFull(
-                f"task {task_id!r} has {needed} bytes, the whole budget is {self._budget_bytes}",
-                hint="give the store a larger budget_bytes, or put smaller tasks",
-            )
-
-    def _full(self, task_id: str, needed: int, timeout_s: float) -> StoreFull:
+    def _full(self, what: str, needed: int, timeout_s: float) -> StoreFull:
         return StoreFull(
-            f"task {task_id!r} needs {needed} bytes, and within {timeout_s:g} s no room came free: of {self._budget_bytes} "
+            f"{what} needs {needed} bytes, and within {timeout_s:g} s no room came free: of {self._budget_bytes} "
             f"bytes {self._current_bytes} are held, {self._leased_bytes} are cleared but still read, "
             f"{self._taken_bytes - self._current_bytes - self._leased_bytes} are being written, {len(self._waiting)} puts wait"
         )
@@ -363,7 +381,13 @@ class _Changing:
         self._freed: list[GivenBack] = []
 
     def __enter__(self) -> list[GivenBack]:
-        self._store._lock.acquire()
+        store = self._store
+        store._lock.acquire()
+        for ended in store._drafts.take_ended():
+            if isinstance(ended, Block):
+                store._free(ended, self._freed)
+            else:
+                store._unread((ended,), self._freed)
         return self._freed
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,160 @@
+"""Rows that are built where they will lie: a user writes them into memory of a store, and a put takes them by reference.
+
+A draft is a mapping of one block, of its own. Until the put it shares the block's pages. The put replaces it by a private
+mapping, in one step of the kernel: whatever is written from then on goes to pages of this process alone, as at a consumer. The
+block is read, and so not freed, for as long as a tensor views the draft. A child that this process forks has no part of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from inference_plugin.transports.segment import MADV_POPULATE_WRITE
+from inference_plugin.wire.copying import digest_spans
+from inference_plugin.wire.errors import TransportUnavailable
+from inference_plugin.wire.tensors import PackedRows
+from trainer_adapters.batch.leases import Holding
+from trainer_adapters.batch.memory import Block
+from trainer_adapters.batch.parts import Sources
+from trainer_adapters.batch.records import Entry
+
+__all__ = ["Draft", "Drafts"]
+
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+MAP_FIXED = 0x10
+MADV_DONTFORK = 10
+FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Draft:
+    """One block, mapped for a user to write to; arrays over it keep it. `holding`: the shard that a put has made of it."""
+
+    __slots__ = (
+        "__array_interface__",
+        "__weakref__",
+        "_drafts",
+        "_mapped_at",
+        "_mapped_bytes",
+        "_pid",
+        "block",
+        "holding",
+    )
+
+    def __init__(self, block: Block, drafts: Drafts) -> None:
+        """Raises `TransportUnavailable`."""
+        self.block = block
+        self.holding: Holding | None = None
+        self._drafts = drafts
+        self._pid = os.getpid()
+        self._mapped_bytes = block.offset % mmap.PAGESIZE + block.nbytes
+        self._mapped_at = 0
+        self._mapped_at = self._map(mmap.MAP_SHARED)
+        _libc.madvise(
+            self._mapped_at, self._mapped_bytes, MADV_POPULATE_WRITE
+        )  # else page by page, as they are written
+
+    @property
+    def address(self) -> int:
+        return self._mapped_at + self.block.offset % mmap.PAGESIZE
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes. The array keeps this object, by numpy's protocol for memory of others."""
+        place = {"version": 3, "shape": (self.block.nbytes,), "typestr": "|u1", "data": (self.address, False)}
+        self.__array_interface__: dict[str, Any] = place
+        return np.asarray(self)
+
+    def seal(self) -> int:
+        """From now on what is written to it is this process's own. Returns the digest of what was written before."""
+        segment = self.block.segment
+        assert segment is not None
+        self._map(mmap.MAP_PRIVATE | MAP_FIXED)
+        return digest_spans(segment.memory, [(self.block.offset, self.block.nbytes)])[0]
+
+    def held(self, entry: Entry) -> Holding:
+        """The shard that a put made of it. Whoever views the draft is a reader."""
+        self.holding = Holding(entry, self.block, readers=1)
+        return self.holding
+
+    def _map(self, flags: int) -> int:
+        block = self.block
+        assert block.segment is not None
+        start = block.offset - block.offset % mmap.PAGESIZE
+        at = _libc.mmap(self._mapped_at or None, self._mapped_bytes, READ_WRITE, flags, block.segment.fd, start)
+        if at == FAILED:
+            why = os.strerror(ctypes.get_errno())
+            raise TransportUnavailable(f"shm: {block.nbytes} bytes of a store can't be mapped for rows: {why}")
+        _libc.madvise(at, self._mapped_bytes, MADV_DONTFORK)
+        return int(at)
+
+    def __del__(self) -> None:
+        """Takes no lock: the garbage collector calls it at any point of any thread."""
+        at, self._mapped_at = self._mapped_at, 0  # so that `claim` does not take one whose memory ends
+        if at and os.getpid() == self._pid:
+            _libc.munmap(at, self._mapped_bytes)
+            self._drafts.end(self.holding or self.block)
+
+
+class Drafts:
+    """The drafts of a store."""
+
+    def __init__(self, waker: int) -> None:
+        """`waker`: an eventfd that is written to when a draft has ended; closed with this object."""
+        self._waker = waker
+        self._ended: deque[Holding | Block] = deque()
+        self._by_address: WeakValueDictionary[int, Draft] = WeakValueDictionary()
+
+    def map(self, block: Block) -> Draft:
+        """Raises `TransportUnavailable`."""
+        draft = Draft(block, self)
+        self.put_back((draft,))
+        return draft
+
+    def claim(self, sources: Sources | PackedRows) -> Draft | None:
+        """The draft that these rows, one after the other, fill to its last byte; nobody else gets it from now on."""
+        if not self._by_address:
+            return None
+        addresses, sizes = sources.addresses, sources.sizes
+        starts = list(itertools.accumulate(sizes, initial=addresses[0] if addresses else 0))
+        draft = self._by_address.get(starts[0])
+        if draft is None or (draft.address, draft.block.nbytes) != (starts[0], starts[-1] - starts[0]):
+            return None
+        if any(size and at != start for at, size, start in zip(addresses, sizes, starts, strict=False)):
+            return None
+        return self._by_address.pop(starts[0], None)
+
+    def put_back(self, drafts: Iterable[Draft | None]) -> None:
+        """They were not used: a later put may take them."""
+        for draft in drafts:
+            if draft is not None:
+                self._by_address[draft.address] = draft
+
+    def end(self, what: Holding | Block) -> None:
+        """No tensor views the draft any more. `what` it was: a shard, or memory that was never put. Takes no lock."""
+        self._ended.append(what)
+        os.eventfd_write(self._waker, 1)
+
+    def take_ended(self) -> list[Holding | Block]:
+        """Those that have ended since the last call."""
+        ended: list[Holding | Block] = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    def __del__(self) -> None:
+        os.close(self._waker)
