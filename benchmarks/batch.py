@@ -4,12 +4,15 @@
 a seed: about 570 MB. Two owners hold half each; consumer 0 takes the first half of the tasks and consumer 1 the second, so both
 fetch from both owners. Owners, consumers and the controller are processes of one host.
 
-Rows are put when their task ends, in every way: `rows_per_put` is 1 (a sample a task), 8 (a group) or a quarter of all. An
-owner of "weightwire" announces what it put within a millisecond in one message, as `RolloutWorker` does if tasks end that fast.
+Rows are put when their task ends, in every way: `rows_per_put` is 1 (a sample a task), 8, 16 or 64 (groups), or a quarter of all.
+An owner of "weightwire" announces what it put within a millisecond in one message, as `RolloutWorker` does if tasks end so fast.
 `put_seconds` is from the controller's "go" until it knows that everything is put. Then it hands each consumer its half;
 `fetch_seconds` is from there until both have *consumed*: every row is a tensor at its consumer, and every byte of it was read
 once by the same digest (xxh3-64). "weightwire" reads for the check of a fetch, the others as the rows come. After the time is
 taken, the consumers' digests, for "weightwire" of a second reading of the fetched rows, are compared with the owners'.
+
+"weightwire, built in place" is ours for a worker that writes its rows into `Store.empty` as it makes them, so that the put copies
+nothing. How the rows come there is not in the time, as it is not in that of any other way.
 
 Ways: see `benchmarks/batches` (`sockets` and `ray_ways`). `controller_bytes` goes both ways: "weightwire" and msgpack count
 their frames, for Ray the kernel counts the controller's TCP connections, for TransferQueue those of its own controller.
@@ -45,16 +48,17 @@ from benchmarks.batches.ray_ways import queue_way, ray_way
 from benchmarks.batches.sockets import socket_way
 from benchmarks.processes import ROOT
 
-OURS = "weightwire"
+OURS, BUILT = "weightwire", "weightwire, built in place"
 SETTLE_S = 0.5
 """Between what one run frees and the next."""
 CASE_S = 15
 """A way that takes longer for a case runs it less often."""
-GROUP = 8
+GROUPS = 8, 16, 64
 
 Row = dict[str, Any]
 WAYS: dict[str, Callable[[Path], AbstractContextManager[Any]]] = {
     OURS: lambda scratch: socket_way(OURS, scratch),
+    BUILT: lambda scratch: socket_way(BUILT, scratch),
     "msgpack over zmq": lambda scratch: socket_way("msgpack over zmq", scratch),
     "msgpack over zmq, views": lambda scratch: socket_way("msgpack over zmq, views", scratch),
     "Ray object store": ray_way,
@@ -62,6 +66,7 @@ WAYS: dict[str, Callable[[Path], AbstractContextManager[Any]]] = {
 }
 COPIES = {
     OURS: 1,  # into the owner's shared memory
+    BUILT: 0,
     "msgpack over zmq": 10,  # to bytes, packed, a socket, unpacked; packed, a socket, unpacked
     "msgpack over zmq, views": 6,  # packed, a socket; packed, a socket
     "Ray object store": 1,  # into the object store
@@ -75,18 +80,18 @@ console = Console(width=150)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=4096, help="a multiple of 32; fewer for a quick look")
+    parser.add_argument("--samples", type=int, default=4096, help="a multiple of 256; fewer for a quick look")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--rows-per-put", type=int, nargs="*", help="1, 8 and a quarter of all by default")
+    parser.add_argument("--rows-per-put", type=int, nargs="*", help="1, 8, 16, 64 and a quarter of all by default")
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument(
         "--tasks", type=int, default=200, help="of which the completion latency is taken; 0 leaves it out"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    if arguments.samples % 32 or arguments.samples < 32:
-        parser.error("--samples: give a multiple of 32")
-    sizes = arguments.rows_per_put or [1, GROUP, arguments.samples // 4]
+    if arguments.samples % 256 or arguments.samples < 256:
+        parser.error("--samples: give a multiple of 256")
+    sizes = arguments.rows_per_put or [1, *GROUPS, arguments.samples // 4]
     cases = [Case(arguments.samples, size) for size in sizes]
     rows: list[Row] = []
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -184,7 +189,7 @@ def show(rows: list[Row]) -> None:
             if "failed" in each:
                 table.add_row(each["way"], each["failed"])
                 continue
-            faster = f"{each['seconds'] / ours['seconds']:.1f}x" if ours and each is not ours else ""
+            faster = f"{each['seconds'] / ours['seconds']:.1f}x" if ours and each["way"] not in (OURS, BUILT) else ""
             if faster and least_s:
                 faster += f" of {each['seconds'] / least_s:.1f}x"
             table.add_row(
@@ -216,7 +221,7 @@ def plot(rows: list[Row], path: Path) -> None:
     sizes = _by_size(rows)
     if not sizes:
         return
-    figure, axes = pyplot.subplots(1, len(sizes), figsize=(4.5 * len(sizes), 3.5), squeeze=False, sharey=True)
+    figure, axes = pyplot.subplots(1, len(sizes), figsize=(3.6 * len(sizes), 3.5), squeeze=False, sharey=True)
     for axis, of_size in zip(axes[0], sizes, strict=True):
         ran = [each for each in of_size if "failed" not in each]
         names = [each["way"] for each in ran]

@@ -36,6 +36,9 @@ class ControllerSide(Protocol):
 
 
 class PeerSide(Protocol):
+    def build(self, made: dict[int, Rows]) -> None:
+        """At an owner, before the time counts: makes the rows where `put` takes them."""
+
     def put(self, made: dict[int, Rows]) -> Iterator[Any]:
         """The messages to the controller."""
 
@@ -98,6 +101,9 @@ class BatchPeer:
         self._batch: DistributedBatch | None = None
         self._rows: dict[str, list[Any]] = {}
 
+    def build(self, made: dict[int, Rows]) -> None:
+        """They are made where torch makes them."""
+
     def put(self, made: dict[int, Rows]) -> Iterator[bytes]:
         assert self._store is not None
         self._runs += 1
@@ -130,6 +136,28 @@ class BatchPeer:
         if self._store is not None:
             self._store.clear(self._put)
             self._put = []
+
+
+class BuiltPeer(BatchPeer):
+    """An owner whose rows are made in its store's memory."""
+
+    def build(self, made: dict[int, Rows]) -> None:
+        assert self._store is not None
+        self._built = {}
+        for task, rows in made.items():
+            built: Rows = {}
+            for key, of_key in rows.items():
+                lengths = [len(row) for row in of_key]
+                whole = self._store.empty((sum(lengths),), dtype=of_key[0].dtype)
+                built[key] = list(torch.cat(of_key, out=whole).split(lengths))
+            self._built[task] = built
+
+    def put(self, made: dict[int, Rows]) -> Iterator[bytes]:
+        return super().put(self._built)
+
+    def clear(self) -> None:
+        self._built: dict[int, Rows] = {}
+        super().clear()
 
 
 # --- msgpack over zmq -------------------------------------------------------------------------------------------------
@@ -201,6 +229,9 @@ class PackPeer:
         self._codec = codec
         self.clear()
 
+    def build(self, made: dict[int, Rows]) -> None:
+        """They are made where torch makes them."""
+
     def put(self, made: dict[int, Rows]) -> Iterator[bytes]:
         for task, rows in made.items():
             packed = {key: [self._codec.as_bytes(row.numpy()) for row in of_key] for key, of_key in rows.items()}
@@ -230,6 +261,7 @@ class Way(NamedTuple):
 
 WAYS = {
     "weightwire": Way(BatchController, BatchPeer),
+    "weightwire, built in place": Way(BatchController, BuiltPeer),
     "msgpack over zmq": Way(lambda: PackController(PLAIN), lambda _: PackPeer(PLAIN)),
     "msgpack over zmq, views": Way(lambda: PackController(VIEWS), lambda _: PackPeer(VIEWS)),
 }
@@ -258,6 +290,9 @@ def main() -> None:
                 role, number = name.split()
                 made = case.make(int(number)) if role == "owner" else {}
                 send(socket, b"prepared", msgspec.msgpack.encode(digests_of(made)))
+            case b"build":
+                peer.build(made)
+                send(socket, b"built")
             case b"put":
                 for message in peer.put(made):
                     send(socket, b"tasks", message)

@@ -1,4 +1,4 @@
-"""A controller with a ZMQ socket, and its owners and consumers as processes: "weightwire" and two of "msgpack over zmq".
+"""A controller with a ZMQ socket, and its owners and consumers as processes: two of "weightwire" and two of "msgpack over zmq".
 
 All do the same: the controller tells the owners to put, collects what they send, and hands each consumer its
 half. With "weightwire" these messages hold metadata, with "msgpack over zmq" the rows themselves: packed and unpacked by the
@@ -61,6 +61,10 @@ class SocketWay:
         return found
 
     def run(self, case: Case) -> Times:
+        for name in OWNER_NAMES:
+            self._send(name, b"build")
+        for _ in OWNER_NAMES:
+            self._receive(b"built")
         self._counted = 0
         start_s = now_s()
         for name in OWNER_NAMES:
