@@ -11,6 +11,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -401,42 +402,82 @@ static Source *sources_in(PyObject *addresses, PyObject *sizes, Py_ssize_t *tota
     return sources;
 }
 
-/* The digest; None, with everything copied, where it can't be made in one pass: see copying.py. */
-static PyObject *copy_joined(PyObject *self, PyObject *args)
+typedef struct {
+    Source *sources;
+    size_t count, total;
+    char *target;
+    uint64_t digest;
+    int in_one_pass;
+} Group;
+
+/* False, with an exception, for what is no (start, addresses, sizes) or lies outside of `target`. */
+static int take_group(PyObject *given, const Py_buffer *target, Group *group)
 {
-    Py_buffer target;
     Py_ssize_t start, total = 0;
-    PyObject *addresses, *sizes, *result = NULL;
-    if (!PyArg_ParseTuple(args, "w*nO!O!", &target, &start, &PyList_Type, &addresses, &PyList_Type, &sizes))
-        return NULL;
-    Source *sources = sources_in(addresses, sizes, &total);
-    if (!sources)
-        goto done;
-    if (start < 0 || start > target.len || total > target.len - start) {
+    PyObject *addresses, *sizes;
+    if (!PyArg_ParseTuple(given, "nO!O!", &start, &PyList_Type, &addresses, &PyList_Type, &sizes))
+        return 0;
+    if (!(group->sources = sources_in(addresses, sizes, &total)))
+        return 0;
+    if (start < 0 || start > target->len || total > target->len - start) {
         PyErr_Format(PyExc_ValueError, "%zd bytes don't lie within the buffer", total);
-        goto done;
+        return 0;
     }
-    const size_t count = (size_t)PyList_Size(addresses);
-    char *to = (char *)target.buf + start;
-    int in_one_pass = 0;
-    uint64_t digest = 0;
-    Py_BEGIN_ALLOW_THREADS
+    group->count = (size_t)PyList_Size(addresses), group->total = (size_t)total;
+    group->target = (char *)target->buf + start;
+    return 1;
+}
+
+static void copy_group(Group *group)
+{
+    char *to = group->target;
 #ifdef WITH_AVX2
-    in_one_pass = (uintptr_t)to % sizeof(__m256i) == 0 && in_stripes(1, (size_t)total) && __builtin_cpu_supports("avx2");
-    if (in_one_pass) {
-        digest = copy_joined_and_digest(to, sources, count, (size_t)total);
+    group->in_one_pass =
+        (uintptr_t)to % sizeof(__m256i) == 0 && in_stripes(1, group->total) && __builtin_cpu_supports("avx2");
+    if (group->in_one_pass) {
+        group->digest = copy_joined_and_digest(to, group->sources, group->count, group->total);
         _mm_sfence();
+        return;
     }
 #endif
-    if (!in_one_pass)
-        for (size_t i = 0; i < count; to += sources[i].nbytes, i++)
-            memcpy(to, sources[i].at, sources[i].nbytes);
+    for (size_t i = 0; i < group->count; to += group->sources[i].nbytes, i++)
+        memcpy(to, group->sources[i].at, group->sources[i].nbytes);
+}
+
+/* The digest of each group; None, with everything copied, where it can't be made in one pass: see copying.py. */
+static PyObject *copy_groups(PyObject *self, PyObject *args)
+{
+    Py_buffer target;
+    PyObject *given, *digests = NULL;
+    if (!PyArg_ParseTuple(args, "w*O!", &target, &PyList_Type, &given))
+        return NULL;
+    const Py_ssize_t count = PyList_Size(given);
+    Group *groups = PyMem_Calloc((size_t)(count ? count : 1), sizeof *groups);
+    if (!groups) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!take_group(PyList_GetItem(given, i), &target, &groups[i]))
+            goto done;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++)
+        copy_group(&groups[i]);
     Py_END_ALLOW_THREADS
-    result = in_one_pass ? PyLong_FromUnsignedLongLong(digest) : Py_NewRef(Py_None);
+    digests = PyList_New(count);
+    for (Py_ssize_t i = 0; digests && i < count; i++) {
+        PyObject *digest = groups[i].in_one_pass ? PyLong_FromUnsignedLongLong(groups[i].digest) : Py_NewRef(Py_None);
+        if (digest)
+            PyList_SetItem(digests, i, digest);
+        else
+            Py_CLEAR(digests);
+    }
 done:
-    PyMem_Free(sources);
+    for (Py_ssize_t i = 0; groups && i < count; i++)
+        PyMem_Free(groups[i].sources);
+    PyMem_Free(groups);
     PyBuffer_Release(&target);
-    return result;
+    return digests;
 }
 
 /* None where only the general way does: see copying.py. */
@@ -559,9 +600,19 @@ typedef struct {
     uint64_t byte_offset;
 } DlTensor;
 
+typedef struct Managed {
+    uint32_t major, minor;
+    void *keeper;
+    void (*delete)(struct Managed *self);
+    uint64_t flags;
+    DlTensor tensor;
+    int64_t sizes[];
+} Managed;
+
 typedef struct {
     uint32_t major, minor;
-    void *older, *allocator, *from_object, *to_object;
+    void *older, *allocator, *from_object;
+    int (*to_object)(Managed *tensor, void **out);
     int (*borrow)(void *object, DlTensor *out);
     void *stream;
 } DlExchange;
@@ -638,6 +689,72 @@ static PyObject *tensor_rows(PyObject *self, PyObject *args)
     return result;
 }
 
+/* The last tensor over the memory is gone, on any thread. */
+static void let_go(Managed *managed)
+{
+    if (Py_IsInitialized()) {
+        PyGILState_STATE state = PyGILState_Ensure();
+        Py_DECREF((PyObject *)managed->keeper);
+        PyGILState_Release(state);
+    }
+    free(managed);
+}
+
+/* NULL, without an exception where memory is short. */
+static Managed *managed_over(PyObject *keeper, char *data, PyObject *shape, uint8_t type_code, uint8_t bits)
+{
+    const Py_ssize_t dimensions = PyTuple_Check(shape) ? PyTuple_Size(shape) : -1;
+    if (dimensions < 0)
+        PyErr_SetString(PyExc_TypeError, "a shape is a tuple");
+    Managed *managed = dimensions < 0 ? NULL : calloc(1, sizeof *managed + 2 * (size_t)dimensions * sizeof(int64_t));
+    if (!managed)
+        return NULL;
+    int64_t *sizes = managed->sizes, *strides = sizes + dimensions, packed = 1;
+    for (Py_ssize_t i = 0; i < dimensions; i++)
+        sizes[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+    for (Py_ssize_t i = dimensions; i--; packed *= sizes[i])
+        strides[i] = packed;
+    managed->major = DL_MAJOR, managed->keeper = Py_NewRef(keeper), managed->delete = let_go;
+    managed->tensor = (DlTensor){.data = data, .device_type = DL_CPU, .dimensions = (int32_t)dimensions, .type_code = type_code,
+                                 .bits = bits, .lanes = 1, .shape = sizes, .strides = strides};
+    return managed;
+}
+
+/* A tensor over each memory, which keeps its keeper; None where this torch makes none so. */
+static PyObject *tensors_over(PyObject *self, PyObject *args)
+{
+    PyObject *keepers, *addresses, *shapes, *capsule;
+    unsigned char type_code, bits;
+    if (!PyArg_ParseTuple(args, "O!O!O!bbO", &PyList_Type, &keepers, &PyList_Type, &addresses, &PyList_Type, &shapes, &type_code,
+                          &bits, &capsule))
+        return NULL;
+    const DlExchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!exchange)
+        return NULL;
+    const Py_ssize_t count = PyList_Size(keepers);
+    if (exchange->major != DL_MAJOR || !exchange->to_object)
+        Py_RETURN_NONE;
+    if (PyList_Size(addresses) != count || PyList_Size(shapes) != count) {
+        PyErr_Format(PyExc_ValueError, "%zd keepers, %zd addresses, %zd shapes", count, PyList_Size(addresses), PyList_Size(shapes));
+        return NULL;
+    }
+    PyObject *tensors = PyList_New(count);
+    for (Py_ssize_t i = 0; tensors && i < count; i++) {
+        char *data = PyLong_AsVoidPtr(PyList_GetItem(addresses, i));
+        Managed *managed = managed_over(PyList_GetItem(keepers, i), data, PyList_GetItem(shapes, i), type_code, bits);
+        void *made = NULL;
+        if (managed && PyErr_Occurred()) /* a shape of no numbers */
+            let_go(managed), managed = NULL;
+        if (!managed || exchange->to_object(managed, &made)) {
+            if (!PyErr_Occurred())
+                PyErr_NoMemory();
+            Py_CLEAR(tensors);
+        } else
+            PyList_SetItem(tensors, i, made);
+    }
+    return tensors;
+}
+
 enum { INTERFACE = 1 }; /* see compiled.py */
 
 static PyMethodDef methods[] = {
@@ -648,8 +765,10 @@ static PyMethodDef methods[] = {
      "copy_rows_and_digest(target, target_start, target_stride, source, rows, row_bytes)"},
     {"copy_strided_and_digest", copy_rows_and_digest, METH_VARARGS,
      "copy_strided_and_digest(target, target_start, target_stride, source, rows, row_bytes, source_stride)"},
-    {"copy_joined", copy_joined, METH_VARARGS, "copy_joined(target, start, addresses, sizes)"},
+    {"copy_groups", copy_groups, METH_VARARGS, "copy_groups(target, [(start, addresses, sizes), ...])"},
     {"digest_rows", digest_rows, METH_VARARGS, "digest_rows(source, stride, rows, [(start, row_bytes), ...])"},
+    {"tensors_over", tensors_over, METH_VARARGS,
+     "tensors_over(keepers, addresses, shapes, type_code, bits, dlpack_exchange_api)"},
     {"tensor_rows", tensor_rows, METH_VARARGS, "tensor_rows(tensors, type, dlpack_exchange_api)"},
     {NULL, NULL, 0, NULL},
 };

@@ -13,6 +13,7 @@ from inference_plugin.wire.compiled import FUNCTIONS, WHY_NOT
 from inference_plugin.wire.digest import Digest, digest_bytes
 
 __all__ = [
+    "copy_groups_and_digest",
     "copy_joined_and_digest",
     "copy_rows",
     "copy_rows_and_digest",
@@ -71,14 +72,14 @@ def _not_in_one_pass(*_: Any) -> None:
 
 _copy_and_digest_in_one_pass: Callable[[Any, int, int, Any, int, int], int | None]
 _digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
-_copy_joined: Callable[[Any, int, list[int], list[int]], int | None] | None
+_copy_groups: Callable[[Any, list[tuple[int, list[int], list[int]]]], list[int | None]] | None
 _copy_strided: Callable[[Any, int, int, Any, int, int, int], int | None]
 if FUNCTIONS is None:
     copy_rows = _copy_rows_by_numpy
     _copy_and_digest_in_one_pass = _digest_in_one_pass = _copy_strided = _not_in_one_pass
-    _copy_joined = None
+    _copy_groups = None
 else:
-    copy_rows, _copy_joined = FUNCTIONS.copy_rows, FUNCTIONS.copy_joined
+    copy_rows, _copy_groups = FUNCTIONS.copy_rows, FUNCTIONS.copy_groups
     _copy_and_digest_in_one_pass, _digest_in_one_pass = FUNCTIONS.copy_rows_and_digest, FUNCTIONS.digest_rows
     _copy_strided = FUNCTIONS.copy_strided_and_digest
 
@@ -116,10 +117,18 @@ def copy_joined_and_digest(target: Any, start: int, addresses: list[int], sizes:
     One pass over memory, around the cache, where the digest can be made in registers. Releases the GIL. Raises ValueError, and
     writes nothing, if the bytes don't lie within `target`. The caller keeps the memory at `addresses` alive.
     """
-    if _copy_joined is None:
-        return _copy_joined_by_turns(target, start, addresses, sizes)
-    digest = _copy_joined(target, start, addresses, sizes)
-    return digest_bytes(memoryview(target)[start : start + sum(sizes)]) if digest is None else digest
+    return copy_groups_and_digest(target, [(start, addresses, sizes)])[0]
+
+
+def copy_groups_and_digest(target: Any, groups: list[tuple[int, list[int], list[int]]]) -> list[int]:
+    """`copy_joined_and_digest` of each (start, addresses, sizes), in one call."""
+    if _copy_groups is None:
+        return [_copy_joined_by_turns(target, *group) for group in groups]
+    digests = _copy_groups(target, groups)
+    return [
+        digest_bytes(memoryview(target)[start : start + sum(sizes)]) if digest is None else digest
+        for (start, _, sizes), digest in zip(groups, digests, strict=True)
+    ]
 
 
 def digest_spans(source: Any, spans: list[tuple[int, int]]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -11,13 +12,21 @@ from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
 
-__all__ = ["PackedRows", "box_view", "bytes_view", "dtype_name", "is_freed", "packed_rows", "torch_dtype"]
+__all__ = [
+    "PackedRows", "box_view", "bytes_view", "dtype_name", "is_freed", "packed_rows", "tensors_over", "torch_dtype",
+]  # fmt: skip
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES if hasattr(torch, name)}
 _NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
 
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """The C functions by which torch (from 2.10 on) describes a tensor, in a quarter of the time that its Python attributes take."""
+
+_DLPACK_TYPES = {
+    "bool": (6, 8), "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8),
+    "float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16),
+}  # fmt: skip
+"""Type code and bits, by which DLPack (dlpack.h, `DLDataTypeCode`) names the usual dtypes."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -71,6 +80,20 @@ def packed_rows(tensors: tuple[object, ...]) -> PackedRows | None:
     ):
         return None  # its storage begins at null: it was freed
     return PackedRows(addresses, sizes, shape, lengths, name)
+
+
+def tensors_over(
+    keepers: Sequence[object], addresses: list[int], shapes: list[tuple[int, ...]], dtype: str
+) -> list[torch.Tensor] | None:
+    """Contiguous tensors over memory of others, in one C call; None where this torch, or a dtype, has no such way.
+
+    Tensor i has its own storage, which begins at `addresses[i]` and keeps `keepers[i]`. The caller knows that the memory is
+    there, aligned and large enough, as long as its keeper lives.
+    """
+    if FUNCTIONS is None or _EXCHANGE is None or (kind := _DLPACK_TYPES.get(dtype)) is None:
+        return None
+    tensors: list[torch.Tensor] | None = FUNCTIONS.tensors_over(list(keepers), addresses, shapes, *kind, _EXCHANGE)
+    return tensors
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

@@ -205,7 +205,7 @@ def test_a_segment_that_is_full_and_empty_is_kept_for_the_next_blocks_until_it_i
 def test_a_segment_that_gave_pages_back_or_whose_reader_may_live_on_takes_no_further_block() -> None:
     memory = BlockMemory(16 * PAGE)
     gone, kept = memory.allocate(4 * PAGE), memory.allocate(4 * PAGE)
-    fill(kept, Sources.of([np.ones(4 * PAGE, np.uint8)]))
+    fill([kept], [Sources.of([np.ones(4 * PAGE, np.uint8)])])
     memory.free(gone)
     memory.give_back(memory.trim(PAGE))
     after = memory.allocate(4 * PAGE)
@@ -226,7 +226,7 @@ def test_a_write_after_the_memory_was_closed_meets_no_other_file(tmp_path: Path)
     memory.close()
     with contextlib.ExitStack() as stack:  # files that take over the numbers of the closed descriptors
         files = [stack.enter_context((tmp_path / str(i)).open("w+b")) for i in range(8)]
-        fill(block, Sources.of([np.ones(PAGE, np.uint8)]))
+        fill([block], [Sources.of([np.ones(PAGE, np.uint8)])])
         assert [os.fstat(file.fileno()).st_size for file in files] == [0] * 8
     gc.collect()
     before = segment_descriptors()
@@ -275,7 +275,7 @@ def test_blocks_never_overlap_keep_their_bytes_and_give_every_page_back(
         block = memory.allocate(nbytes)
         assert block.offset % 64 == 0 and block.memory.size == nbytes
         mark = i % 255 + 1
-        assert fill(block, Sources.of([np.full(nbytes, mark, np.uint8)] if nbytes else [])) is not None
+        assert fill([block], [Sources.of([np.full(nbytes, mark, np.uint8)] if nbytes else [])])
         held.append((block, mark))
         if then == "trim":
             memory.give_back(memory.trim(memory.spare_bytes))
@@ -299,7 +299,7 @@ def test_large_pages_come_back_block_by_block_and_count_as_what_they_take() -> N
     memory = BlockMemory(LARGE_FROM_BYTES)
     blocks = [memory.allocate(MIB - 64) for _ in range(33)]
     for i, block in enumerate(blocks):
-        fill(block, Sources.of([np.full(MIB - 64, i + 1, np.uint8)]))
+        fill([block], [Sources.of([np.full(MIB - 64, i + 1, np.uint8)])])
     assert memory.segments == 2
     held = sum(block.nbytes for block in blocks)
     assert held <= memfd_bytes() - before <= held + memory.spare_bytes + memory.segments * PAGE
@@ -314,7 +314,7 @@ def test_large_pages_come_back_block_by_block_and_count_as_what_they_take() -> N
     assert (memory.segments, memory.spare_bytes, memfd_bytes()) == (0, 0, before)
     small = memory.allocate(100)
     memory.give_back(memory.trim(memory.spare_bytes))
-    fill(small, Sources.of([np.ones(100, np.uint8)]))
+    fill([small], [Sources.of([np.ones(100, np.uint8)])])
     assert memfd_bytes() - before <= PAGE, "a large page would bring back what was given up beside the block"
     memory.close()
 

@@ -27,7 +27,7 @@ def test_the_build_beside_this_code_is_a_build_of_this_code_and_is_used() -> Non
     [
         (compiled.INTERFACE + 1, [], f"its interface is {compiled.INTERFACE + 1}"),
         (compiled.INTERFACE, ["tensor_rows"], "it lacks tensor_rows"),
-        (None, ["copy_joined", "tensor_rows"], "it lacks copy_joined, tensor_rows"),
+        (None, ["copy_groups", "tensor_rows"], "it lacks copy_groups, tensor_rows"),
     ],
 )
 def test_a_build_of_other_code_is_not_used_and_the_warning_says_what_to_do(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from inference_plugin.wire import tensors
 from inference_plugin.wire.compiled import WHY_NOT
 from inference_plugin.wire.manifest import DTYPE_BYTES
-from inference_plugin.wire.tensors import bytes_view, packed_rows, torch_dtype
+from inference_plugin.wire.tensors import bytes_view, packed_rows, tensors_over, torch_dtype
 
 pytestmark = pytest.mark.skipif(
     tensors._EXCHANGE is None or bool(WHY_NOT), reason=f"torch before 2.10, or not compiled: {WHY_NOT}"
@@ -78,3 +79,49 @@ def test_nothing_is_said_of_rows_that_do_not_fit_together_and_of_no_rows() -> No
     for other in (torch.ones(2, 3, 5), torch.ones(2, 4, 4), torch.ones(2, 12), torch.ones(2, 3, 4).double()):
         assert packed_rows((torch.ones(2, 3, 4), other)) is None
     assert packed_rows(()) is None
+
+
+class Keeper:
+    """Memory of its own: 24 bytes that are no zeros."""
+
+    def __init__(self, value: int) -> None:
+        self.memory = torch.full((24,), value, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", sorted(tensors._DLPACK_TYPES))
+def test_tensors_over_memory_have_its_values_and_keep_it_until_the_last_view_ends(dtype: str) -> None:
+    keepers = [Keeper(1), Keeper(0)]
+    expected = [keeper.memory[:16].view(torch_dtype(dtype)).clone() for keeper in keepers]
+    first, second = (weakref.ref(keeper) for keeper in keepers)
+    shape = (len(expected[0]) // 2, 2)
+    made = tensors_over(keepers, [keeper.memory.data_ptr() for keeper in keepers], [shape, (2 * shape[0],)], dtype)
+    assert made is not None and [each.dtype for each in made] == [torch_dtype(dtype)] * 2
+    assert torch.equal(made[0], expected[0].view(shape)) and torch.equal(made[1], expected[1])
+    assert made[0].is_contiguous() and made[0].untyped_storage().nbytes() == 16
+    view = made[0].flatten()[1:]
+    del keepers
+    made.clear()
+    assert first() is not None and second() is None
+    del view
+    assert first() is None
+
+
+def test_tensors_without_elements_or_dimensions_and_of_dtypes_that_dlpack_does_not_name() -> None:
+    keeper = Keeper(3)
+    address = keeper.memory.data_ptr()
+    made = tensors_over([keeper, keeper], [address, address], [(0, 5), ()], "int32")
+    assert made is not None and [each.shape for each in made] == [(0, 5), ()] and made[1].item() == 0x03030303
+    assert tensors_over([], [], [], "int32") == []
+    assert tensors_over([keeper], [address], [(2,)], "float8_e4m3fn") is None
+
+
+def test_tensors_over_refuses_lists_that_do_not_fit_and_shapes_of_no_numbers() -> None:
+    keeper = Keeper(3)
+    with pytest.raises(ValueError, match="1 keepers, 0 addresses"):
+        tensors_over([keeper], [], [()], "int32")
+    for shape in (("x",), [2]):
+        with pytest.raises((TypeError, SystemError)):
+            tensors_over([keeper], [keeper.memory.data_ptr()], [shape], "int32")  # type: ignore[list-item]
+    gone = weakref.ref(keeper)
+    del keeper
+    assert gone() is None

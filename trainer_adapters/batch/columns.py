@@ -16,13 +16,15 @@ import torch
 from inference_plugin.wire.errors import BatchError, NotFetched
 from inference_plugin.wire.tensors import torch_dtype
 from trainer_adapters.batch.inputs import local_part
-from trainer_adapters.batch.parts import LocalPart
+from trainer_adapters.batch.parts import LeasedPart, LocalPart
 from trainer_adapters.batch.records import Entry, Kind
 from trainer_adapters.batch.rows import Ints, PartRows, RowIndex, Taken
 from trainer_adapters.batch.schemas import Schema, schema_of
 from trainer_adapters.batch.values import PlainValue
 
 __all__ = ["Column"]
+
+_DENSE = Kind.DENSE  # an enum's own attributes are slow
 
 _offsets_by_lengths: weakref.WeakValueDictionary[tuple[str, bytes], torch.Tensor] = weakref.WeakValueDictionary()
 """torch takes two nested tensors for equally ragged only if they share one offsets tensor; so columns of equal lengths do."""
@@ -174,6 +176,8 @@ class Column:
         """Each row by itself: tensors that view the parts in memory, or plain values. Raises `NotFetched`."""
         if self.data is None:
             raise NotFetched(f"the rows of key {self.key!r} are not in this process")
+        if (single := self._single_rows()) is not None:
+            return single
         rows: list[Any] = []
         for number, start, stop in self.index.runs():
             part = self.data[number]
@@ -193,6 +197,16 @@ class Column:
             else:
                 rows += part.tensor[start:stop].unbind()
         return rows
+
+    def _single_rows(self) -> list[torch.Tensor] | None:
+        """The rows where each is a leased part of its own, together: a batch may have many thousands. None: they are not."""
+        assert self.data is not None
+        if not len(self) or self.index.parts != len(self) or self.schema.kind is Kind.VALUES:
+            return None
+        parts = self.data.parts[self.index.part].tolist()
+        if set(map(type, parts)) != {LeasedPart} or any(part.rows != 1 or part.kind is not _DENSE for part in parts):
+            return None
+        return LeasedPart.only_rows(parts)
 
     def lengths(self) -> Ints:
         """Each row's first dimension. Needs no fetch. Raises `BatchError` for plain values and for rows of no dimension."""

@@ -1,7 +1,7 @@
 """Rows that are built where they will lie: a user writes them into memory of a store, and a put takes them by reference.
 
-A draft is a mapping of one block, of its own. Until the put it shares the block's pages. The put replaces it by a private
-mapping, in one step of the kernel: whatever is written from then on goes to pages of this process alone, as at a consumer. The
+A draft is a mapping of one block, of its own. Until the put it shares the block's pages. The put moves a private mapping to its
+place, in one step of the kernel: whatever is written from then on goes to pages of this process alone, as at a consumer. The
 block is read, and so not freed, for as long as a tensor views the draft. A child that this process forks has no part of it.
 """
 
@@ -31,13 +31,15 @@ from trainer_adapters.batch.records import Entry
 __all__ = ["Draft", "Drafts"]
 
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-MAP_FIXED = 0x10
+MREMAP_FIXED = 3  # and MREMAP_MAYMOVE, without which it is refused
 MADV_DONTFORK = 10
 FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -49,29 +51,29 @@ class Draft:
         "__array_interface__",
         "__weakref__",
         "_drafts",
-        "_mapped_at",
         "_mapped_bytes",
         "_pid",
+        "_private",
+        "_shared",
         "block",
         "holding",
     )
 
-    def __init__(self, block: Block, drafts: Drafts) -> None:
-        """Raises `TransportUnavailable`."""
+    def __init__(self, block: Block, fd: int, drafts: Drafts) -> None:
+        """`fd`: of the block's segment. Raises `TransportUnavailable`."""
         self.block = block
         self.holding: Holding | None = None
         self._drafts = drafts
         self._pid = os.getpid()
         self._mapped_bytes = block.offset % mmap.PAGESIZE + block.nbytes
-        self._mapped_at = 0
-        self._mapped_at = self._map(mmap.MAP_SHARED)
-        _libc.madvise(
-            self._mapped_at, self._mapped_bytes, MADV_POPULATE_WRITE
-        )  # else page by page, as they are written
+        self._shared = self._private = 0
+        self._private = self._map(fd, mmap.MAP_PRIVATE)
+        self._shared = self._map(fd, mmap.MAP_SHARED)
+        _libc.madvise(self._shared, self._mapped_bytes, MADV_POPULATE_WRITE)  # else page by page, as they are written
 
     @property
     def address(self) -> int:
-        return self._mapped_at + self.block.offset % mmap.PAGESIZE
+        return self._shared + self.block.offset % mmap.PAGESIZE
 
     def array(self) -> npt.NDArray[np.uint8]:
         """The bytes. The array keeps this object, by numpy's protocol for memory of others."""
@@ -83,7 +85,10 @@ class Draft:
         """From now on what is written to it is this process's own. Returns the digest of what was written before."""
         segment = self.block.segment
         assert segment is not None
-        self._map(mmap.MAP_PRIVATE | MAP_FIXED)
+        moved = _libc.mremap(self._private, self._mapped_bytes, self._mapped_bytes, MREMAP_FIXED, self._shared)
+        if moved == FAILED:
+            raise _cannot_map(self.block)
+        self._private = 0
         return digest_spans(segment.memory, [(self.block.offset, self.block.nbytes)])[0]
 
     def held(self, entry: Entry) -> Holding:
@@ -91,23 +96,29 @@ class Draft:
         self.holding = Holding(entry, self.block, readers=1)
         return self.holding
 
-    def _map(self, flags: int) -> int:
-        block = self.block
-        assert block.segment is not None
-        start = block.offset - block.offset % mmap.PAGESIZE
-        at = _libc.mmap(self._mapped_at or None, self._mapped_bytes, READ_WRITE, flags, block.segment.fd, start)
+    def _map(self, fd: int, kind: int) -> int:
+        start = self.block.offset - self.block.offset % mmap.PAGESIZE
+        at = _libc.mmap(None, self._mapped_bytes, READ_WRITE, kind, fd, start)
         if at == FAILED:
-            why = os.strerror(ctypes.get_errno())
-            raise TransportUnavailable(f"shm: {block.nbytes} bytes of a store can't be mapped for rows: {why}")
+            raise _cannot_map(self.block)
         _libc.madvise(at, self._mapped_bytes, MADV_DONTFORK)
         return int(at)
 
     def __del__(self) -> None:
         """Takes no lock: the garbage collector calls it at any point of any thread."""
-        at, self._mapped_at = self._mapped_at, 0  # so that `claim` does not take one whose memory ends
-        if at and os.getpid() == self._pid:
-            _libc.munmap(at, self._mapped_bytes)
-            self._drafts.end(self.holding or self.block)
+        mapped = [at for at in (self._shared, self._private) if at]
+        is_made = bool(self._shared)
+        self._shared = 0  # so that `claim` does not take one whose memory ends
+        if os.getpid() == self._pid:
+            for at in mapped:
+                _libc.munmap(at, self._mapped_bytes)
+            if is_made:
+                self._drafts.end(self.holding or self.block)
+
+
+def _cannot_map(block: Block) -> TransportUnavailable:
+    why = os.strerror(ctypes.get_errno())
+    return TransportUnavailable(f"shm: {block.nbytes} bytes of a store can't be mapped for rows: {why}")
 
 
 class Drafts:
@@ -119,9 +130,12 @@ class Drafts:
         self._ended: deque[Holding | Block] = deque()
         self._by_address: WeakValueDictionary[int, Draft] = WeakValueDictionary()
 
-    def map(self, block: Block) -> Draft:
-        """Raises `TransportUnavailable`."""
-        draft = Draft(block, self)
+    def map(self, block: Block, fd: int) -> Draft:
+        """A draft of a block of the segment `fd`, which is closed. Raises `TransportUnavailable`."""
+        try:
+            draft = Draft(block, fd, self)
+        finally:
+            os.close(fd)
         self.put_back((draft,))
         return draft
 

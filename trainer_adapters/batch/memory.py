@@ -15,6 +15,7 @@ A block is freed when nobody reads or writes it any more. Two rules keep another
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -74,9 +75,9 @@ class Segment:
         self.block_bytes = self.given_back_bytes = 0
         self.is_retired = False
 
-    @property
-    def fd(self) -> int:
-        return self._shared.fd
+    def descriptor(self) -> int:
+        """A new descriptor of the memfd, to be closed by the caller."""
+        return os.dup(self._shared.fd)
 
     @property
     def spare_bytes(self) -> int:
@@ -146,6 +147,11 @@ class Block(msgspec.Struct, eq=False, gc=False):
         if self.segment is None:
             return np.empty(0, dtype=np.uint8)
         return self.segment.memory[self.offset : self.offset + self.nbytes]
+
+    def descriptor(self) -> int:
+        """A new descriptor of its segment, for a mapping of its own. The caller knows that the memory is not closed."""
+        assert self.segment is not None
+        return self.segment.descriptor()
 
 
 @dataclass(frozen=True, slots=True)

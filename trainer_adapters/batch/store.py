@@ -90,13 +90,16 @@ class Store(Closing):
         if not nbytes:
             return torch.empty(sizes, dtype=dtype)
         check_budget("an empty tensor", nbytes, self._budget_bytes)
-        blocks = self._reserve("an empty tensor", [nbytes], checked_seconds("timeout_s", timeout_s))
+        (block,) = self._reserve("an empty tensor", [nbytes], checked_seconds("timeout_s", timeout_s))
         try:
-            back(blocks[0])
-            array = self._drafts.map(blocks[0]).array()
+            back(block)
+            with self._lock:
+                self._check_open()
+                fd = block.descriptor()
+            array = self._drafts.map(block, fd).array()
         except BaseException:
             with _Changing(self) as freed:
-                self._free(blocks[0], freed)
+                self._free(block, freed)
             raise
         return torch.from_numpy(array).view(dtype).view(sizes)
 
@@ -128,10 +131,8 @@ class Store(Closing):
             raise
         is_written = False
         try:
-            digests = [
-                fill(block, of_key) if draft is None else draft.seal()
-                for draft, block, of_key in zip(drafts, blocks, sources, strict=True)
-            ]
+            copied = fill(blocks, sources)
+            digests = [digest if draft is None else draft.seal() for draft, digest in zip(drafts, copied, strict=True)]
             is_written = True
             entries = tuple(
                 entry_of(shard, one.part, self.owner.id, digest, versions, nbytes)
@@ -141,10 +142,10 @@ class Store(Closing):
                 self._check_rows(task_id, entries)
                 held = self._tasks.setdefault(task_id, {})
                 self._cleared.pop(task_id, None)
-                for entry, draft, copied in zip(entries, drafts, blocks, strict=True):
+                for entry, draft, block in zip(entries, drafts, blocks, strict=True):
                     if (replaced := held.get(entry.shard.key)) is not None:
                         self._outdate(replaced, freed)
-                    holding = Holding(entry, copied) if draft is None else draft.held(entry)
+                    holding = Holding(entry, block) if draft is None else draft.held(entry)
                     held[entry.shard.key] = holding
                     self._current_bytes += holding.block.nbytes
                 blocks = []
