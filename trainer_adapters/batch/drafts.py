@@ -11,10 +11,10 @@ import ctypes
 import itertools
 import mmap
 import os
+import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -106,14 +106,16 @@ class Draft:
 
     def __del__(self) -> None:
         """Takes no lock: the garbage collector calls it at any point of any thread."""
-        mapped = [at for at in (self._shared, self._private) if at]
-        is_made = bool(self._shared)
-        self._shared = 0  # so that `claim` does not take one whose memory ends
-        if os.getpid() == self._pid:
-            for at in mapped:
-                _libc.munmap(at, self._mapped_bytes)
-            if is_made:
-                self._drafts.end(self.holding or self.block)
+        if os.getpid() != self._pid:  # a child has none of the memory
+            return
+        shared, private = self._shared, self._private
+        if shared:
+            self._drafts.forget(self)
+            self._shared = 0  # nor does anybody get it who looks for it just now
+        for at in filter(None, (shared, private)):
+            _libc.munmap(at, self._mapped_bytes)
+        if shared:
+            self._drafts.end(self.holding or self.block)
 
 
 def _cannot_map(block: Block) -> TransportUnavailable:
@@ -126,9 +128,10 @@ class Drafts:
 
     def __init__(self, waker: int) -> None:
         """`waker`: an eventfd that is written to when a draft has ended; closed with this object."""
+        self.ended: deque[Holding | Block] = deque()
+        """What no tensor views any more: shards, and memory that was never put."""
         self._waker = waker
-        self._ended: deque[Holding | Block] = deque()
-        self._by_address: WeakValueDictionary[int, Draft] = WeakValueDictionary()
+        self._by_address: dict[int, weakref.ref[Draft]] = {}
 
     def map(self, block: Block, fd: int) -> Draft:
         """A draft of a block of the segment `fd`, which is closed. Raises `TransportUnavailable`."""
@@ -136,39 +139,40 @@ class Drafts:
             draft = Draft(block, fd, self)
         finally:
             os.close(fd)
-        self.put_back((draft,))
+        self.put_back({0: draft})
         return draft
 
-    def claim(self, sources: Sources | PackedRows) -> Draft | None:
-        """The draft that these rows, one after the other, fill to its last byte; nobody else gets it from now on."""
-        if not self._by_address:
-            return None
-        addresses, sizes = sources.addresses, sources.sizes
-        starts = list(itertools.accumulate(sizes, initial=addresses[0] if addresses else 0))
-        draft = self._by_address.get(starts[0])
-        if draft is None or (draft.address, draft.block.nbytes) != (starts[0], starts[-1] - starts[0]):
-            return None
-        if any(size and at != start for at, size, start in zip(addresses, sizes, starts, strict=False)):
-            return None
-        return self._by_address.pop(starts[0], None)
+    def claim(self, sources: Sequence[Sources | PackedRows]) -> dict[int, Draft]:
+        """Those of `sources`, by number, that are rows which fill a draft to its last byte, one after the other. Nobody else gets
+        the draft from now on."""
+        claimed: dict[int, Draft] = {}
+        for number, rows in enumerate(sources if self._by_address else ()):
+            if (draft := self._filled_by(rows)) is not None and self._by_address.pop(draft.address, None) is not None:
+                claimed[number] = draft
+        return claimed
 
-    def put_back(self, drafts: Iterable[Draft | None]) -> None:
-        """They were not used: a later put may take them."""
-        for draft in drafts:
-            if draft is not None:
-                self._by_address[draft.address] = draft
+    def put_back(self, drafts: Mapping[int, Draft]) -> None:
+        """They were not used: a later put may claim them."""
+        for draft in drafts.values():
+            self._by_address[draft.address] = weakref.ref(draft)
+
+    def forget(self, draft: Draft) -> None:
+        """No tensor views the draft any more, and its memory will be unmapped. Takes no lock."""
+        self._by_address.pop(draft.address, None)
 
     def end(self, what: Holding | Block) -> None:
-        """No tensor views the draft any more. `what` it was: a shard, or memory that was never put. Takes no lock."""
-        self._ended.append(what)
+        """The memory was unmapped of a draft that was a shard, or was never put. Takes no lock."""
+        self.ended.append(what)
         os.eventfd_write(self._waker, 1)
 
-    def take_ended(self) -> list[Holding | Block]:
-        """Those that have ended since the last call."""
-        ended: list[Holding | Block] = []
-        while self._ended:
-            ended.append(self._ended.popleft())
-        return ended
+    def _filled_by(self, rows: Sources | PackedRows) -> Draft | None:
+        places = [(at, size) for at, size in zip(rows.addresses, rows.sizes, strict=True) if size]
+        known = self._by_address.get(places[0][0]) if places else None
+        if known is None or (draft := known()) is None:
+            return None
+        *starts, end = itertools.accumulate((size for _, size in places), initial=draft.address)
+        is_all = [at for at, _ in places] == starts and end == draft.address + draft.block.nbytes
+        return draft if is_all else None
 
     def __del__(self) -> None:
         os.close(self._waker)

@@ -24,7 +24,8 @@ def fill(blocks: Sequence[Block], sources: Sequence[Sources | PackedRows]) -> li
     digests = [OF_NOTHING] * len(blocks)
     in_segment: dict[Segment, list[int]] = {}
     for i, block in enumerate(blocks):
-        back(block)
+        if not block.is_warm:
+            back(block)
         if block.segment is not None:
             in_segment.setdefault(block.segment, []).append(i)
     for segment, numbers in in_segment.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 from inference_plugin.wire.errors import ConfigError, StoreFull
 
-__all__ = ["check_budget", "checked_count", "checked_seconds"]
+__all__ = ["asker", "check_budget", "checked_count", "checked_seconds"]
 
 LONGEST_S = 365 * 86_400.0
 """Longest time limit, in seconds: every wait ends."""
@@ -31,10 +31,15 @@ def checked_count(name: str, value: Any, least: int) -> int:
     raise ConfigError(f"{name}={value!r}: give a whole number, {least} or more", hint="see the method's description")
 
 
-def check_budget(what: str, needed: int, budget_bytes: int) -> None:
+def asker(task_id: str | None) -> str:
+    """Who needs room, for an error."""
+    return "an empty tensor" if task_id is None else f"task {task_id!r}"
+
+
+def check_budget(task_id: str | None, needed: int, budget_bytes: int) -> None:
     """Raises `StoreFull` for what no store of this budget can ever hold."""
     if needed > budget_bytes:
         raise StoreFull(
-            f"{what} has {needed} bytes, the whole budget is {budget_bytes}",
+            f"{asker(task_id)} has {needed} bytes, the whole budget is {budget_bytes}",
             hint="give the store a larger budget_bytes, or put smaller tasks",
         )

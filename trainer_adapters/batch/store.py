@@ -31,7 +31,7 @@ from trainer_adapters.batch.drafts import Drafts
 from trainer_adapters.batch.filling import back, fill
 from trainer_adapters.batch.inputs import checked_dtype, parts_of_task
 from trainer_adapters.batch.leases import Holding, Leases
-from trainer_adapters.batch.limits import check_budget, checked_count, checked_seconds
+from trainer_adapters.batch.limits import asker, check_budget, checked_count, checked_seconds
 from trainer_adapters.batch.memory import Block, BlockMemory, GivenBack
 from trainer_adapters.batch.parts import LocalPart, entry_of, part_of, sources_of
 from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, StoreStats, VersionSpan, listed_tasks
@@ -89,8 +89,8 @@ class Store(Closing):
         nbytes = math.prod(sizes) * checked_dtype(dtype).itemsize
         if not nbytes:
             return torch.empty(sizes, dtype=dtype)
-        check_budget("an empty tensor", nbytes, self._budget_bytes)
-        (block,) = self._reserve("an empty tensor", [nbytes], checked_seconds("timeout_s", timeout_s))
+        check_budget(None, nbytes, self._budget_bytes)
+        (block,) = self._reserve(None, [nbytes], checked_seconds("timeout_s", timeout_s))
         try:
             back(block)
             with self._lock:
@@ -120,19 +120,20 @@ class Store(Closing):
         timeout_s = checked_seconds("timeout_s", timeout_s)
         given = parts_of_task(task_id, data)
         sizes = [one.nbytes for one in given.values()]
-        check_budget(f"task {task_id!r}", sum(sizes), self._budget_bytes)  # before a strided tensor is copied
+        check_budget(task_id, sum(sizes), self._budget_bytes)  # before a strided tensor is copied
         sources = [one.sources or sources_of(one.part) for one in given.values()]
-        drafts = [self._drafts.claim(of_key) for of_key in sources]
+        drafts = self._drafts.claim(sources)
         try:
-            to_copy = [0 if draft else nbytes for draft, nbytes in zip(drafts, sizes, strict=True)]
-            blocks = self._reserve(f"task {task_id!r}", to_copy, timeout_s)
+            to_copy = [0 if i in drafts else nbytes for i, nbytes in enumerate(sizes)] if drafts else sizes
+            blocks = self._reserve(task_id, to_copy, timeout_s)
         except BaseException:
             self._drafts.put_back(drafts)
             raise
         is_written = False
         try:
-            copied = fill(blocks, sources)
-            digests = [digest if draft is None else draft.seal() for draft, digest in zip(drafts, copied, strict=True)]
+            digests = fill(blocks, sources)
+            for i, draft in drafts.items():
+                digests[i] = draft.seal()
             is_written = True
             entries = tuple(
                 entry_of(shard, one.part, self.owner.id, digest, versions, nbytes)
@@ -142,10 +143,10 @@ class Store(Closing):
                 self._check_rows(task_id, entries)
                 held = self._tasks.setdefault(task_id, {})
                 self._cleared.pop(task_id, None)
-                for entry, draft, block in zip(entries, drafts, blocks, strict=True):
+                for i, (entry, block) in enumerate(zip(entries, blocks, strict=True)):
                     if (replaced := held.get(entry.shard.key)) is not None:
                         self._outdate(replaced, freed)
-                    holding = Holding(entry, block) if draft is None else draft.held(entry)
+                    holding = drafts[i].held(entry) if i in drafts else Holding(entry, block)
                     held[entry.shard.key] = holding
                     self._current_bytes += holding.block.nbytes
                 blocks = []
@@ -188,14 +189,8 @@ class Store(Closing):
     def stats(self) -> StoreStats:
         with self._lock:
             shards = sum(len(held) for held in self._tasks.values())
-            return StoreStats(
-                len(self._tasks),
-                shards,
-                self._current_bytes,
-                self._leased_bytes,
-                self._budget_bytes,
-                self._memory.spare_bytes,
-            )
+            current, leased, budget = self._current_bytes, self._leased_bytes, self._budget_bytes
+            return StoreStats(len(self._tasks), shards, current, leased, budget, self._memory.spare_bytes)
 
     def close(self) -> None:
         """Stops serving and drops everything; may be called twice. Readers on this host keep what they have mapped."""
@@ -282,13 +277,13 @@ class Store(Closing):
 
     # --- under the lock --------------------------------------------------------------------------------------------------
 
-    def _reserve(self, what: str, sizes: Sequence[int], timeout_s: float) -> list[Block]:
-        """Blocks for a put, counted against the budget. Raises `StoreFull`."""
+    def _reserve(self, task_id: str | None, sizes: Sequence[int], timeout_s: float) -> list[Block]:
+        """Blocks for a put, or for an empty tensor, counted against the budget. Raises `StoreFull`."""
         needed = sum(sizes)
         with _Changing(self) as freed:
             self._check_open()
             if self._waiting or self._taken_bytes + needed > self._budget_bytes:
-                self._wait_for_room(what, needed, timeout_s)
+                self._wait_for_room(task_id, needed, timeout_s)
             blocks: list[Block] = []
             try:
                 for nbytes in sizes:
@@ -303,21 +298,21 @@ class Store(Closing):
                 raise
             return blocks
 
-    def _wait_for_room(self, what: str, needed: int, timeout_s: float) -> None:
+    def _wait_for_room(self, task_id: str | None, needed: int, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         mine = object()
         self._waiting.append(mine)
         try:
             while self._waiting[0] is not mine or self._taken_bytes + needed > self._budget_bytes:
                 if not self._lock.wait(max(0.0, deadline_s - time.monotonic())) and time.monotonic() >= deadline_s:
-                    raise self._full(what, needed, timeout_s)
+                    raise self._full(task_id, needed, timeout_s)
                 self._check_open()
         finally:
             self._waiting.remove(mine)
 
-    def _full(self, what: str, needed: int, timeout_s: float) -> StoreFull:
+    def _full(self, task_id: str | None, needed: int, timeout_s: float) -> StoreFull:
         return StoreFull(
-            f"{what} needs {needed} bytes, and within {timeout_s:g} s no room came free: of {self._budget_bytes} "
+            f"{asker(task_id)} needs {needed} bytes, and within {timeout_s:g} s no room came free: of {self._budget_bytes} "
             f"bytes {self._current_bytes} are held, {self._leased_bytes} are cleared but still read, "
             f"{self._taken_bytes - self._current_bytes - self._leased_bytes} are being written, {len(self._waiting)} puts wait"
         )
@@ -384,7 +379,8 @@ class _Changing:
     def __enter__(self) -> list[GivenBack]:
         store = self._store
         store._lock.acquire()
-        for ended in store._drafts.take_ended():
+        while store._drafts.ended:
+            ended = store._drafts.ended.popleft()
             if isinstance(ended, Block):
                 store._free(ended, self._freed)
             else:
