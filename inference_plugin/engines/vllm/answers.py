@@ -30,7 +30,7 @@ def hook_answers() -> None:
     def completion(original: Callable[..., Any], self: Any, final_res_batch: Any, *args: Any, **kwargs: Any) -> Any:
         response = original(self, final_res_batch, *args, **kwargs)
         with contained("telling the weights' version", logger):
-            _add(response, final_res_batch[0])
+            _add(response, [output for result in final_res_batch for output in result.outputs])
         return response
 
     @wrap(OpenAIServingChat, "chat_completion_full_generator")
@@ -47,7 +47,7 @@ def hook_answers() -> None:
         response = await original(self, request, noted(), *args, **kwargs)
         with contained("telling the weights' version", logger):
             if last and hasattr(response, "choices"):  # else it is an error
-                _add(response, last[0])
+                _add(response, last[0].outputs)
         return response
 
     @wrap(OpenAIServingCompletion, "completion_stream_generator")
@@ -65,9 +65,14 @@ def version_metadata(output: Any) -> dict[str, Any] | None:
     return {"weight_version": spans[-1]["version"], "weight_versions": spans} if spans else None
 
 
-def _add(response: Any, result: Any) -> None:
-    if (metadata := version_metadata(result.outputs[0])) is not None:
+def _add(response: Any, outputs: list[Any]) -> None:
+    """The answer gets the `metadata` of its first choice, and where it has several, each choice its own."""
+    if (metadata := version_metadata(outputs[0])) is not None:
         response.metadata = metadata
+    if len(response.choices) == len(outputs) > 1:
+        for choice, output in zip(response.choices, outputs, strict=True):
+            if (metadata := version_metadata(output)) is not None:
+                choice.metadata = metadata
 
 
 async def _streamed(
