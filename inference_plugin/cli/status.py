@@ -53,7 +53,7 @@ def _standing(ranks: list[GroupStatus], last: UpdateReport | None) -> str:
         return "torn"
     versions = {rank.version for rank in ranks}
     if not versions or None in versions:
-        return "joining"
+        return "behind" if any(rank.detail for rank in ranks) else "joining"
     return "behind" if last is not None and versions != {last.version} else "current"
 
 
@@ -69,7 +69,8 @@ def _print_replica(replica: dict[str, Any]) -> None:
         line(f"  in this version of {card.engine} {what}")
     for worker in replica["workers"]:
         for group in worker.groups:
-            version = "no version yet" if group.version is None else f"version {group.version}"
+            unserved = "version unknown" if group.detail else "no version yet"
+            version = unserved if group.version is None else f"version {group.version}"
             how = f"{group.install} by {group.mechanism} over {group.transport}"
             digest = f", digest {group.digest[:12]}" if group.digest else ""
             stands = replica["groups"][group.group]

@@ -138,6 +138,8 @@ def _install(plan: CommitPlan, standing: Standing, shares: tuple[bytes, ...]) ->
     ranks = [reply.commit for reply in finished if reply.commit is not None]
     still_torn = {group for rank in ranks for group in rank.torn}
     standing.torn = {group: standing.torn.get(group, "an earlier update failed half way") for group in still_torn}
+    still_unknown = {group for rank in ranks for group in rank.unknown}
+    standing.unknown = {group: why for group, why in standing.unknown.items() if group in still_unknown}
     yield from standing.refuse_while_torn()
     yield Publish()
     timed = tuple(msgspec.structs.replace(rank, install_s=seconds[rank.rank]) for rank in ranks)

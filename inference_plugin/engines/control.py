@@ -11,7 +11,10 @@ from inference_plugin.engines.operations import with_error
 from inference_plugin.wire.messages import InFlight, MemoryTag
 from inference_plugin.wire.tracing import span
 
-__all__ = ["EngineControl"]
+__all__ = ["UNKNOWN_VERSION", "EngineControl"]
+
+UNKNOWN_VERSION = "unknown"
+"""The stamp of answers by weights that somebody else wrote since the last update."""
 
 
 class EngineControl(ABC):

@@ -44,6 +44,7 @@ from inference_plugin.engines.events import (
     Reply,
     Submit,
     Turn,
+    VersionLost,
 )
 from inference_plugin.engines.machine import ReplicaMachine
 from inference_plugin.engines.published_card import PublishedCard, replica_card
@@ -170,9 +171,10 @@ class ReplicaCoordinator(Service):
         with self._deciding:
             return self._machine.standing.held
 
-    def _described(self) -> tuple[ReplicaState, str]:
+    def _described(self) -> tuple[ReplicaState, str, dict[str, str]]:
         with self._deciding:
-            return self._machine.standing.described()
+            standing = self._machine.standing
+            return (*standing.described(), dict(standing.unknown))
 
     def _on(self, event: Event) -> None:
         """Has the machine decide about `event` under the lock, and acts outside of it. The result of an action on the engine is
@@ -221,6 +223,17 @@ class ReplicaCoordinator(Service):
         self._on(Overwritten(told.append, reason))
         if told and isinstance(told[0], Failed):
             raise WeightwireError.of(told[0].error)
+
+    def lose_version(self, unknown: dict[str, str]) -> None:
+        """Between two steps: somebody else writes the weights of these groups, and all ranks know it. Their version is unknown
+        until their next update."""
+        with self._deciding:
+            if self._machine.standing.unknown == unknown:
+                return
+        for group, who in unknown.items():
+            logger.warning("weightwire: %s: the version of %s is unknown until its next update", who, group)
+        self._on(VersionLost(unknown))
+        self._recorder.tell_unknown(tuple(unknown))
 
     def _contained(self, event: Event) -> None:
         """`_on`, as the engine may call it: an exception would end its loop."""

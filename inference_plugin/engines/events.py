@@ -16,7 +16,7 @@ from inference_plugin.wire.messages import Body, Commit, Verify
 
 __all__ = [
     "AllRead", "Asked", "Command", "ManagerEnded", "NotSubmitted", "Overwritten", "Perform", "Performed", "PublishCard",
-    "Reply", "Start", "Submit", "Tick", "Turn",
+    "Reply", "Start", "Submit", "Tick", "Turn", "VersionLost",
 ]  # fmt: skip
 
 Start: TypeAlias = Callable[[], Steps[Body]]
@@ -104,11 +104,18 @@ class Overwritten(Struct, frozen=True):
     reason: str
 
 
+class VersionLost(Struct, frozen=True):
+    """Somebody else wrote, or is about to write, the weights of this replica, whose ranks know it already. `unknown`: by
+    group, who that is."""
+
+    unknown: dict[str, str]
+
+
 class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
-Event: TypeAlias = Asked | Turn | Performed | NotSubmitted | AllRead | ManagerEnded | Overwritten | Tick
+Event: TypeAlias = Asked | Turn | Performed | NotSubmitted | AllRead | ManagerEnded | Overwritten | VersionLost | Tick
 
 
 # --- actions ------------------------------------------------------------------------------------------------------------

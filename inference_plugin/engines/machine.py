@@ -36,8 +36,9 @@ from inference_plugin.engines.events import (
     Start,
     Submit,
     Turn,
+    VersionLost,
 )
-from inference_plugin.engines.standing import Held, Standing
+from inference_plugin.engines.standing import Held, Standing, printable
 from inference_plugin.engines.verifications import Reading, verify
 from inference_plugin.wire.errors import (
     ErrorInfo,
@@ -108,6 +109,9 @@ class ReplicaMachine:
             self._let_go(event.held, gone=True)
         elif isinstance(event, Overwritten):
             self._tear(event)
+        elif isinstance(event, VersionLost):
+            self.standing.unknown = {group: printable(why) for group, why in event.unknown.items()}
+            self._actions.append(PublishCard())
         self._tick()
         return self._actions
 

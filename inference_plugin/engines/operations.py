@@ -21,7 +21,7 @@ class RankOperation(msgspec.Struct, frozen=True):
     nonce: str
     name: Literal[
         "check", "release", "install", "undo", "finish", "tear", "verify", "read_on", "stop_reading", "may_sleep", "sleep",
-        "wake", "tear_all",
+        "wake", "tear_all", "forget", "note_sleep", "note_wake_up",
     ]  # fmt: skip
     group: str = ""
     txn: str = ""
@@ -36,7 +36,7 @@ class RankOperation(msgspec.Struct, frozen=True):
 class RankReply(msgspec.Struct, frozen=True):
     """Answer of one rank; an operation never raises across the executor. `left`: a verification has "more" to read, or the
     weights "changed" since it began; an installation waits for "more" bytes. `share`: what the other ranks' post-processing needs
-    of this one."""
+    of this one. `unknown`: by group, who wrote its weights."""
 
     nonce: str
     rank: int
@@ -47,6 +47,7 @@ class RankReply(msgspec.Struct, frozen=True):
     card: WorkerCard | None = None
     left: Literal["", "more", "changed"] = ""
     share: bytes = b""
+    unknown: dict[str, str] = {}
 
 
 def agreed_replies(answers: Sequence[bytes], operation: RankOperation, ranks: int) -> list[RankReply]:

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class PublishedCard:
     """The card as it is now, and as it was written last. Any thread."""
 
-    def __init__(self, card: ReplicaCard, described: Callable[[], tuple[ReplicaState, str]]) -> None:
-        """`described` gives the replica's state, and the reason in words."""
+    def __init__(self, card: ReplicaCard, described: Callable[[], tuple[ReplicaState, str, dict[str, str]]]) -> None:
+        """`described` gives the replica's state, the reason in words, and whose version is unknown."""
         self.card = card
         self._described = described
         self._lock = threading.Lock()
@@ -53,10 +53,10 @@ class PublishedCard:
         """Publishes how the replica stands, if that changed. A card that can't be written now is written later, by the
         registration's thread."""
         with self._lock:
-            state, detail = self._described()
-            if (self.card.state, self.card.detail) == (state, detail):
+            state, detail, unknown = self._described()
+            if (self.card.state, self.card.detail, self.card.unknown) == (state, detail, unknown):
                 return
-            self.card = msgspec.structs.replace(self.card, state=state, detail=detail)
+            self.card = msgspec.structs.replace(self.card, state=state, detail=detail, unknown=unknown)
         try:
             self._write()
         except Exception:

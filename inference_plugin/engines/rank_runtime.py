@@ -3,10 +3,12 @@ runs on all ranks at a step boundary."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
@@ -18,7 +20,7 @@ from inference_plugin.net import addresses
 from inference_plugin.net.processes import start_ticks
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import EngineUnsupported, WeightwireError
+from inference_plugin.wire.errors import EngineUnsupported, WeightwireError, asleep_by_engine
 from inference_plugin.wire.messages import MemoryTag, RankCommit, RankVerify, WorkerCard
 from inference_plugin.worker.engine_side import Left
 from inference_plugin.worker.groups import GroupTable
@@ -59,6 +61,10 @@ class RankRuntime:
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._where = where
         self._asleep: set[MemoryTag] = set()
+        self._loaded: dict[str, str] = {}
+        self.moves_memory = False
+        """Whether a sleep or a wake-up of ours is under way."""
+        self._asleep_by_engine = False
         listen = addresses.listen_address(identity.replica, str(identity.rank))
         self._server = WorkerServer(self._table, listen, self.card, where)
         try:
@@ -87,6 +93,36 @@ class RankRuntime:
         doubtful = [group for group in self._table.statuses() if group.state in ("committing", "torn")]
         return ", ".join(f"group {group.group!r} was {group.state}" for group in doubtful)
 
+    def note_load(self, reason: str) -> dict[str, str]:
+        """On the engine's own thread: somebody else is about to write the weights. Returns the groups whose version is
+        unknown from then on, and who wrote them; none if no version was ever known."""
+        self._loaded = self._table.forget_versions(reason)
+        return self._loaded
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether a manager has put this rank to sleep, and not all of its memory is awake."""
+        return bool(self._asleep)
+
+    def note_sleep(self, lost: str) -> dict[str, str]:
+        """A command of the engine's own has released the memory of the weights, which are `lost` for that reason, or kept ("").
+        Returns what `note_load` returns."""
+        self._asleep_by_engine = True
+        self._table.fell_asleep()
+        return self.note_load(lost) if lost else {}
+
+    def note_wake_up(self) -> None:
+        """A command of the engine's own has taken the memory of the weights back."""
+        if self._asleep_by_engine:
+            self._asleep_by_engine = False
+            self._table.awake()
+
+    def _forget_versions(self, reason: str) -> dict[str, str]:
+        """For a `reason`, which is told by the next `forget` otherwise; without one, for a load since the last of them."""
+        why = self.note_load(reason) if reason else self._loaded
+        self._loaded = {}
+        return why
+
     def call(self, request: bytes) -> bytes:
         """Runs one operation on the engine's own thread. Never raises: the executor would mix up later answers."""
         nonce = ""
@@ -106,11 +142,20 @@ class RankRuntime:
         """Ends the server and frees what was staged; may be called twice."""
         self._server.close()
 
+    @contextlib.contextmanager
+    def _moving_memory(self) -> Iterator[None]:
+        self.moves_memory = True
+        try:
+            yield
+        finally:
+            self.moves_memory = False
+
     def _wake(self, tags: tuple[MemoryTag, ...]) -> None:
         """Takes back the released memory among `tags`. Memory that came back stays, also where the rest fails."""
         for tag in tags:
             if tag in self._asleep:
-                self.model.wake_up(tag)
+                with self._moving_memory():
+                    self.model.wake_up(tag)
                 self._asleep.remove(tag)
         if "weights" not in self._asleep:
             self._table.awake()
@@ -121,6 +166,9 @@ class RankRuntime:
         left: Left = ""
         share = b""
         card: WorkerCard | None = None
+        unknown: dict[str, str] = {}
+        if self._asleep_by_engine and operation.name in ("check", "verify", "read_on", "may_sleep"):
+            raise asleep_by_engine()
         if operation.name == "tear":
             self._table.tear(operation.group, operation.txn, operation.reason)
         elif operation.name == "may_sleep":
@@ -131,12 +179,19 @@ class RankRuntime:
             self._table.may_sleep(discard=operation.level == 2)
         elif operation.name == "sleep":
             self._asleep = set(get_args(MemoryTag))
-            self.model.sleep(operation.level)
+            with self._moving_memory():
+                self.model.sleep(operation.level)
         elif operation.name == "wake":
             self._wake(operation.tags)
         elif operation.name == "tear_all":
             self._table.tear_all(operation.reason)
             card = self.card()
+        elif operation.name == "forget":
+            unknown = self._forget_versions(operation.reason)
+        elif operation.name == "note_sleep":
+            unknown = self.note_sleep(operation.reason)
+        elif operation.name == "note_wake_up":
+            self.note_wake_up()
         else:
             group = self._table.named(operation.group)
             if operation.name == "check":
@@ -165,4 +220,5 @@ class RankRuntime:
             card=card,
             left=left,
             share=share,
+            unknown=unknown,
         )

@@ -64,6 +64,10 @@ class CommitRecorder:
         """Any thread; returns at once."""
         self._put(partial(self._count_commit, group, committed))
 
+    def tell_unknown(self, groups: tuple[str, ...]) -> None:
+        """Any thread; returns at once. Nobody knows any more which version of these groups the replica serves."""
+        self._put(partial(self._forget_versions, groups))
+
     def tell_failure(self, error: ErrorInfo) -> None:
         """Any thread; returns at once. `error` is of the phase "commit"."""
         self._put(partial(self._count_failure, error))
@@ -107,6 +111,10 @@ class CommitRecorder:
             installed_bytes / 1e6,
             committed.stopped_s * 1000,
         )
+
+    def _forget_versions(self, groups: tuple[str, ...]) -> None:
+        for group in groups:
+            self._groups[group] = msgspec.structs.replace(self._groups.get(group, GroupRecord()), version=None)
 
     def _count_failure(self, error: ErrorInfo) -> None:
         before = self._groups.get(error.group, GroupRecord())

@@ -53,11 +53,13 @@ class Held:
 
 @dataclass
 class Standing:
-    """The state of one replica. `must_stand`: not all of the engine could be told to refuse, so no step may run."""
+    """The state of one replica. `must_stand`: not all of the engine could be told to refuse, so no step may run. `unknown`: by
+    group, who else wrote its weights since its last update."""
 
     held: Held | None = None
     torn: dict[str, str] = field(default_factory=dict)
     must_stand: bool = False
+    unknown: dict[str, str] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     """Why the pause of a manager ended without it, by session."""
 
@@ -70,7 +72,8 @@ class Standing:
     def described(self) -> tuple[ReplicaState, str]:
         """The state, and the reason in words."""
         held, refusal = self.held, self.refusal
-        detail = "; ".join(filter(None, [refusal, held.detail if held else ""]))[:MAX_DETAIL_CHARACTERS]
+        words = [refusal, *dict.fromkeys(self.unknown.values()), held.detail if held else ""]
+        detail = "; ".join(filter(None, words))[:MAX_DETAIL_CHARACTERS]
         if held is not None and held.asleep:
             return "asleep", detail
         if refusal is not None:

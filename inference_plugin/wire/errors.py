@@ -228,6 +228,14 @@ class ReplicaAsleep(WeightwireError):
     default_hint = "call wake_up(tags=['weights']) first, on the manager that put it to sleep"
 
 
+def asleep_by_engine() -> ReplicaAsleep:
+    """The error where the engine's own command, and not a manager, released the memory."""
+    return ReplicaAsleep(
+        "a command of the engine's own has released the memory of its weights",
+        hint="wake it by the engine's own command; its weights are enough",
+    )
+
+
 class NotFinite(WeightwireError, ValueError):
     """Weights with NaN or infinity, which `check_finite` refuses; the text names the tensors."""
 

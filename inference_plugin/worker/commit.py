@@ -23,7 +23,7 @@ from inference_plugin.worker.events import (
 from inference_plugin.worker.group import WeightUpdateGroup
 from inference_plugin.worker.transaction import Installed, Job, Transaction
 
-__all__ = ["handlers", "tear"]
+__all__ = ["forget_version", "handlers", "tear"]
 
 
 def check_sealed(group: WeightUpdateGroup, event: CheckSealed) -> None:
@@ -98,7 +98,7 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
         event.keeps,
     )
     group.transaction = None
-    group.detail = ""
+    group.detail = group.unknown = ""
     group.shared.torn.heal(group.claims, whole=not group.partial)
     group.enter("idle")
     done = RankCommit(
@@ -108,6 +108,7 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
         releases_segment=not event.keeps,
         partial=group.partial,
         torn=group.shared.torn.groups,
+        unknown=group.shared.unknown(),
         checked_bytes=transaction.sealed.checked_bytes,
     )
     group.remember(event.txn, done)
@@ -154,6 +155,18 @@ def tear(group: WeightUpdateGroup, reason: str, txn: str = "") -> None:
     group.enter("torn")
     if not began_since:
         group.drop(reason, TornReplica)
+
+
+def forget_version(group: WeightUpdateGroup, reason: str) -> None:
+    """Somebody else wrote the group's parameters: the next update may have any version, and there is no way back to the last one.
+    An update that is on its way goes on, as it replaces them."""
+    group.reading = ""
+    if group.installed is None:
+        group.unknown = group.unknown and reason
+        return
+    if previous := group.take_previous():
+        group.queue(Job(DropStaging(previous)))
+    group.installed, group.unknown = None, reason
 
 
 handlers: dict[type, Callable[[WeightUpdateGroup, Any], None]] = {

@@ -125,11 +125,23 @@ class TearAll(Struct, frozen=True):
     reason: str
 
 
+class ForgetVersions(Struct, frozen=True):
+    """Somebody else writes, or has written, the served model's weights: which version they are is unknown until the next update.
+    Answered with the groups whose version is unknown, and why."""
+
+    asker: Any
+    reason: str
+
+
 class MaySleep(Struct, frozen=True):
     """The memory of the weights is about to go, with `discard` for good; answered with None if it may."""
 
     asker: Any
     discard: bool
+
+
+class FellAsleep(Struct, frozen=True):
+    """A command of the engine's own has released the memory of the weights."""
 
 
 class Awake(Struct, frozen=True):
@@ -178,7 +190,9 @@ Event = (
     | Undone
     | Tear
     | TearAll
+    | ForgetVersions
     | MaySleep
+    | FellAsleep
     | Awake
     | StartReading
     | CheckReading

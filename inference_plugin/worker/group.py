@@ -70,11 +70,12 @@ WARN_EVERY_S = 30.0
 @dataclass(eq=False)
 class Shared:
     """What all groups of one worker share. `accept` registers a group's terms, and raises if they conflict with another
-    group's. `left` hears of a group that has just lost an opening."""
+    group's. `left` hears of a group that has just lost an opening. `unknown`: the groups whose version is unknown."""
 
     rank: int
     accept: Callable[[WeightUpdateGroup, Terms], None]
     left: Callable[[WeightUpdateGroup], None]
+    unknown: Callable[[], tuple[str, ...]]
     torn: TornParameters = field(default_factory=TornParameters)
     actions: list[Action] = field(default_factory=list)
     under_way: dict[int, tuple[WeightUpdateGroup, Job]] = field(default_factory=dict)
@@ -105,6 +106,8 @@ class WeightUpdateGroup:
         """Transactions whose work has not ended, or whose memory is not free."""
         self.finished: dict[str, RankCommit | WeightwireError] = {}
         self.detail = ""
+        self.unknown = ""
+        """Why the version is unknown that the parameters hold, after an update; "" where it is known."""
         self.holds_memory = False
         """Whether memory is kept between updates: the way back, mapped segments, buffers."""
         self.reading = ""
@@ -163,7 +166,7 @@ class WeightUpdateGroup:
             mechanism=terms.mechanism if terms else "",
             digest=installed.digest if installed else "",
             staged_bytes=terms.nbytes if transaction and terms else 0,
-            detail=self.detail[:MAX_DETAIL_CHARACTERS],
+            detail=(self.detail or self.unknown)[:MAX_DETAIL_CHARACTERS],
             partial=self.partial,
         )
 

@@ -28,6 +28,8 @@ from inference_plugin.worker.events import (
     Awake,
     CloseAll,
     Event,
+    FellAsleep,
+    ForgetVersions,
     MaySleep,
     Request,
     Tear,
@@ -118,6 +120,10 @@ class GroupTable:
         way, `EngineUnsupported` if it is to `discard` weights that no open group could bring back."""
         self._ask(MaySleep, discard)
 
+    def fell_asleep(self) -> None:
+        """A command of the engine's own has released the memory of the weights: no update begins before `awake`."""
+        self._post(FellAsleep())
+
     def awake(self) -> None:
         """The memory of the weights is there."""
         self._post(Awake())
@@ -130,6 +136,12 @@ class GroupTable:
     def tear_all(self, reason: str) -> None:
         """This rank no longer knows what any of its parameters hold."""
         self._post(TearAll(reason))
+
+    def forget_versions(self, reason: str) -> dict[str, str]:
+        """Somebody else writes the served model's weights: their versions are unknown until the next update.
+        Returns the groups whose version is unknown, and why."""
+        why: dict[str, str] = self._ask(ForgetVersions, reason)
+        return why
 
     def close(self) -> None:
         """Closes every group, and waits at most `CLOSE_S` for their work; work that goes on is a daemon thread's, and

@@ -18,8 +18,10 @@ from inference_plugin.wire.errors import (
     ReplicaAsleep,
     VersionConflict,
     WeightwireError,
+    asleep_by_engine,
     first_few,
 )
+from inference_plugin.wire.groups import is_apart
 from inference_plugin.wire.messages import (
     Abort,
     Begin,
@@ -38,6 +40,8 @@ from inference_plugin.worker.events import (
     Awake,
     CheckReading,
     Event,
+    FellAsleep,
+    ForgetVersions,
     MaySleep,
     Process,
     Request,
@@ -67,10 +71,10 @@ class WorkerGroups:
         self.unopened: dict[str, WeightUpdateGroup] = {}
         """Groups that have no agreed terms yet."""
         self.closing: list[WeightUpdateGroup] = []
-        self.asleep = False
+        self.asleep = self.asleep_by_engine = False
         self._here = here
         self._members = 0
-        self._shared = Shared(rank, self._accept, self._left)
+        self._shared = Shared(rank, self._accept, self._left, self._unknown)
         self.torn = self._shared.torn
 
     def on(self, event: Event, now_s: float) -> list[Action]:
@@ -129,10 +133,14 @@ class WorkerGroups:
             self._reading(event, self.named(event.group))
         elif isinstance(event, TearAll):
             self._tear_all(event.reason)
+        elif isinstance(event, ForgetVersions):
+            self._forget_versions(event.asker, event.reason)
         elif isinstance(event, MaySleep):
             self._may_sleep(event.asker, event.discard)
+        elif isinstance(event, FellAsleep):
+            self.asleep = self.asleep_by_engine = True
         elif isinstance(event, Awake):
-            self.asleep = False
+            self.asleep = self.asleep_by_engine = False
         else:
             self._close_all()
 
@@ -175,6 +183,8 @@ class WorkerGroups:
     # --- what concerns several groups --------------------------------------------------------------------------------
 
     def _check_awake(self) -> None:
+        if self.asleep_by_engine:
+            raise asleep_by_engine()
         if self.asleep:
             raise ReplicaAsleep("the replica is asleep, the memory of its weights is released")
 
@@ -209,6 +219,9 @@ class WorkerGroups:
         if self.unopened.get(group.name) is group and not group.busy:
             self._close(None, group.name)
 
+    def _unknown(self) -> tuple[str, ...]:
+        return tuple(group.name for group in self.groups.values() if group.unknown)
+
     def _close(self, asker: Any, name: str) -> None:
         group = self.groups.get(name) or self.unopened.get(name)
         if group is None:
@@ -233,6 +246,12 @@ class WorkerGroups:
             self.torn.add(MODEL, None)
         for group in self.groups.values():
             commit.tear(group, reason)
+
+    def _forget_versions(self, asker: Any, reason: str) -> None:
+        served = [group for group in self.groups.values() if not is_apart(group.name)]
+        for group in served:
+            commit.forget_version(group, reason)
+        self._shared.actions.append(Reply(asker, {group.name: group.unknown for group in served if group.unknown}))
 
     def _may_sleep(self, asker: Any, discard: bool) -> None:
         """From now on no update begins, because the memory of the weights goes. Raises `VersionConflict` if one is on its

@@ -89,7 +89,7 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
         assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
         assert server.generate(PROMPTS[0], COUNT)[1]["meta_info"]["weight_version"] == "100"
         with SyncManager(timeout_s=180) as manager:
-            check_visible_on_sglang(server, PROMPTS[1], source(pair[1]), manager)
+            check_visible_on_sglang(server, PROMPTS[1], source(pair[1]), manager, pair[1])
         check_probe(server, pair[1], pair[0])
         with SyncManager(timeout_s=180) as manager, manager.paused():
             assert server.request("GET", "/health")[0] == 200  # SGLang's own answer would be a token

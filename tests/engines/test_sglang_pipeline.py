@@ -130,7 +130,7 @@ def test_a_server_of_stages_shows_its_version_is_healthy_while_paused_and_heeds_
         with SyncManager(timeout_s=180) as manager:
             manager.update(source(models[1]), 100)
             assert server.tokens(PROMPTS, COUNT) == reference(models[1])
-            check_visible_on_sglang(server, PROMPTS[1], source(models[1]), manager)
+            check_visible_on_sglang(server, PROMPTS[1], source(models[1]), manager, models[1])
             check_probe(server, models[1], models[0])
             with manager.paused():
                 assert server.request("GET", "/health")[0] == 200

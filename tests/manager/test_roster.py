@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -129,6 +130,20 @@ def test_bytes_that_an_update_takes_are_nobodys_last_version_any_more() -> None:
         assert house.claim() == (["b"] if still_there else []), (
             "the update failed; this is what is left of the last one"
         )
+
+
+def test_one_whose_weights_somebody_else_wrote_is_behind_and_left_to_the_next_update() -> None:
+    house = House("a")
+    house.update(1, "a")
+    assert house.states() == {"a": "current"}
+    house.cards["a"] = msgspec.structs.replace(house.cards["a"], unknown={"policy": "the engine loaded others"})
+    assert house.claim() == []
+    (status,) = house.machine.statuses()
+    assert (status.state, status.version, status.reason) == ("behind", None, "the engine loaded others")
+    assert house.machine.free(house.cards, 1) == {"a"}
+    house.cards["a"] = msgspec.structs.replace(house.cards["a"], unknown={"critic": "the engine loaded others"})
+    house.look()
+    assert house.states() == {"a": "current"}, "it is another group's"
 
 
 def test_one_that_an_update_lost_is_back_when_it_is_heard_of_and_knows_what_it_served() -> None:

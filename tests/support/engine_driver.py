@@ -173,6 +173,36 @@ class Driver:
         has_checker = hasattr(Worker, "compute_weight_checksums")
         return list(self.llm.collective_rpc("compute_weight_checksums")) if has_checker else None
 
+    def do_own_pause(self) -> None:
+        """vLLM's own pause, as its `/pause?mode=keep` asks for it: requests stand."""
+        self._core("pause_scheduler", "keep", False)
+
+    def do_own_resume(self) -> None:
+        self._core("resume_scheduler")
+
+    def do_own_sleep(self, level: int) -> None:
+        """vLLM's `LLM.sleep`."""
+        self.llm.sleep(level=level)
+
+    def do_own_wake_up(self, tags: list[str] | None = None) -> None:
+        self.llm.wake_up(tags=tags)
+
+    def _core(self, method: str, *args: Any) -> Any:
+        """A method of vLLM's engine core."""
+        client = self.llm.llm_engine.engine_core
+        if hasattr(client, "call_utility"):
+            return client.call_utility(method, *args)
+        return getattr(client.engine_core, method)(*args)
+
+    def do_load(self, model: str, by: str) -> None:
+        """Weights that a user loads: by vLLM's own reload ("engine"), or by a worker extension of the user's. What was computed
+        with those of before the user has to drop as well."""
+        if by == "engine":
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+        else:
+            self.llm.collective_rpc("ext_load", args=(model,))
+        self.llm.reset_prefix_cache()
+
     def do_reset_weights(self) -> list[Any]:
         """What vLLM's `/weight_checker` does for its action `reset`."""
         return list(self.llm.collective_rpc("reset_weights"))

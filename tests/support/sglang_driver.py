@@ -89,6 +89,48 @@ class Driver(engine_driver.Driver):
         """A method of `sgl.Engine`."""
         return [str(getattr(self.llm, method)(*args))]
 
+    def do_load(self, model: str, by: str) -> None:
+        """Weights that a user loads: by SGLang's own update from disk ("engine"), or from tensors."""
+        if by == "engine":
+            done, message, *_ = self.llm.update_weights_from_disk(model)
+            assert done, message
+        else:
+            self._send(model)
+
+    def _send(self, model: str) -> None:
+        from safetensors.torch import load_file
+        from sglang.srt.managers import io_struct
+
+        def session(name: str, kind: str) -> None:
+            if hasattr(io_struct, kind):  # before, an update is a call of its own
+                self._ask(name, getattr(io_struct, kind)(), None)
+
+        session("begin_weight_update", "BeginWeightUpdateReqInput")
+        done, message = self.llm.update_weights_from_tensor(list(load_file(f"{model}/model.safetensors").items()))[:2]
+        session("end_weight_update", "EndWeightUpdateReqInput")
+        assert done, message
+
+    def do_own_pause(self) -> None:
+        """SGLang's own pause, as its `/pause_generation` asks for it: requests stand."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._ask("pause_generation", PauseGenerationReqInput(mode="in_place"))
+
+    def do_own_resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._ask("continue_generation", ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def do_own_sleep(self, level: int) -> None:
+        """SGLang's `Engine.release_memory_occupation`. Whether the weights come back is for the engine's flags to say."""
+        self.llm.release_memory_occupation()
+
+    def do_own_wake_up(self, tags: list[str] | None = None) -> None:
+        self.llm.resume_memory_occupation(tags)
+
+    def _ask(self, name: str, *request: Any) -> Any:
+        return self.llm.loop.run_until_complete(getattr(self.llm.tokenizer_manager, name)(*request))
+
     def do_reset_weights(self) -> list[Any]:
         """What SGLang's `/weights_checker` does for its action `reset_tensors`: success, and a message."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput

@@ -64,6 +64,9 @@ def check_visible_on_vllm(
             "POST", path, {"model": str(server.model), "max_tokens": 4, "ignore_eos": True, **body}
         )
         assert status == 200 and answer.get("metadata") == metadata, answer
+        two = {"model": str(server.model), "max_tokens": 4, "ignore_eos": True, "n": 2, **body}
+        choices = server.request("POST", path, two)[1]["choices"]
+        assert [choice.get("metadata") for choice in choices] == [metadata] * 2
         streamed = server.stream(path, max_tokens=4, ignore_eos=True, n=2, **body)
         *chunks, last = streamed.removesuffix("\n\n").split("\n\n")
         assert last == "data: [DONE]" and "error" not in streamed, streamed
@@ -97,9 +100,9 @@ def check_scraped_during_updates(
 
 
 def check_visible_on_sglang(
-    server: SglangServer, prompt: Sequence[int], source: WeightSource, sync: SyncManager
+    server: SglangServer, prompt: Sequence[int], source: WeightSource, sync: SyncManager, model: Path
 ) -> None:
-    """Version 100 is served. Metrics are scraped during two more updates."""
+    """Version 100 is served. Metrics are scraped during two more updates. Then the user loads the same weights from `model`."""
     eventually(lambda: server.request("GET", "/ready?min_version=100")[0] == 200, what="/ready")
     assert server.request("GET", "/ready?min_version=101")[0] == 503
     (card,) = server.cards
@@ -114,6 +117,14 @@ def check_visible_on_sglang(
     assert log.count(f"replica {card.replica} is ready for weight updates") == 1
     for version in (100, 101, 102):
         assert log.count(f"replica {card.replica} serves version {version} of policy") == 1
+    assert server.request("GET", "/get_model_info")[1]["weight_version"] == "102"
+    assert server.request("POST", "/update_weights_from_disk", {"model_path": str(model)})[1]["success"]
+    status, answer = server.request("POST", "/v1/completions", body)
+    assert status == 200 and answer["metadata"]["weight_version"] == "unknown", answer
+    eventually(lambda: server.request("GET", "/ready?min_version=1")[0] == 503, what="/ready")
+    assert server.request("GET", "/get_model_info")[1]["weight_version"] == "unknown"
+    status, answer = server.request("GET", "/ready?min_version=1")
+    assert answer["why"] == [f"{card.replica} serves an unknown version of policy, not 1"]
 
 
 def check_probe(server: HttpEngine, served: Path, other: Path) -> None:

@@ -110,6 +110,13 @@ class Extension:
         """Everything reachable that the model computes with."""
         return json.dumps(reachable(self.model_runner.get_model()))  # type: ignore[attr-defined]
 
+    def ext_load(self, model: str) -> str:
+        """What extensions of other projects do: the model's own loader takes a checkpoint."""
+        from safetensors.torch import load_file
+
+        self.model_runner.get_model().load_weights(load_file(f"{model}/model.safetensors").items())  # type: ignore[attr-defined]
+        return json.dumps(True)
+
     def ext_draft_state(self) -> str:
         """Everything reachable that the draft model computes with."""
         return json.dumps(reachable(self.model_runner.drafter.model))  # type: ignore[attr-defined]

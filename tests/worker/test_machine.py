@@ -61,6 +61,7 @@ from inference_plugin.worker.events import (
     CloseAll,
     Event,
     Finished,
+    ForgetVersions,
     Install,
     MaySleep,
     ReleaseCheck,
@@ -234,6 +235,7 @@ class Walk:
             self.tear: 1,
             self.tear_all: 1,
             self.sleep: 1,
+            self.forget: 2,
         }
 
     def step(self) -> None:
@@ -418,6 +420,13 @@ class Walk:
             assert isinstance(self.shell.request(begin).answers[0], WeightwireError)
         self.shell.do(Awake())
 
+    def forget(self) -> None:
+        """Somebody else writes the weights, in the middle of whatever is on its way."""
+        known = any(group.installed is not None or group.unknown for group in self.machine.groups.values())
+        assert bool(self._ask(ForgetVersions, "the test says so")) is known
+        self.served.clear()
+        self.counted["forgotten"] += known
+
     # --- what must hold after each event ---
 
     def check_promises(self) -> None:
@@ -469,7 +478,18 @@ def test_events_in_any_order_break_no_promise() -> None:
         except Exception as error:
             raise AssertionError(f"seed {seed}, step {step}: {type(error).__name__}: {error}") from error
         counted += walk.counted
-    seen = {"commit", "undo", "sleep", "Stage", "CleanUp", "KeepTerms", "FreeMemory", "DropStaging", "CloseWork"}
+    seen = {
+        "forgotten",
+        "commit",
+        "undo",
+        "sleep",
+        "Stage",
+        "CleanUp",
+        "KeepTerms",
+        "FreeMemory",
+        "DropStaging",
+        "CloseWork",
+    }
     assert seen <= set(counted), counted
 
 
@@ -554,6 +574,27 @@ def test_a_commit_frees_the_way_back_to_the_version_before_the_last_and_keeps_th
         assert {txn for _, txn in shell.mapped} == {f"t{version}"}
     shell.committed("t4", 4, keeps=False)
     assert shell.mapped == set()
+
+
+def test_a_version_that_somebody_else_wrote_over_is_no_way_back_and_may_come_again() -> None:
+    shell = Shell()
+    shell.opened()
+    assert shell.engine(ForgetVersions, "the engine loaded others") == {}, "none was known"
+    shell.committed("t1", 1)
+    shell.sealed("t2", 2)
+    assert shell.engine(ForgetVersions, "the engine loaded others") == {"policy": "the engine loaded others"}
+    (status,) = shell.machine.statuses()
+    assert (status.version, status.state, status.detail) == (None, "sealed", "the engine loaded others")
+    shell.engine(CheckSealed, "policy", "t2", 2)
+    shell.engine(Install, "policy", "t2")
+    back = shell.engine(StartUndo, "policy")
+    assert back.txn == "", "the memory of the way back is not what was served"
+    shell.engine(Undone, "policy", "it failed")
+    shell.end_all()
+    assert shell.mapped == set()
+    assert shell.committed("t3", 1).unknown == ()
+    (status,) = shell.machine.statuses()
+    assert (status.version, status.detail) == (1, "")
 
 
 def test_an_abort_or_another_update_comes_too_late_once_the_commit_has_begun() -> None:

@@ -57,6 +57,19 @@ def test_every_commit_and_every_failure_is_logged_and_counted(
     assert sum("no room" in line for line in caplog.messages) == 2
 
 
+def test_a_version_that_somebody_else_wrote_over_is_in_no_record_and_its_commits_still_count(directory: Path) -> None:
+    replica = addresses.new_replica_id("plain")
+    recorder = CommitRecorder(replica)
+    recorder.start()
+    for group in ("policy", "lora.adapter"):
+        recorder.tell_commit(group, committed(3))
+    recorder.tell_unknown(("policy",))
+    recorder.close()
+    groups = recorded(replica).groups
+    assert (groups["policy"].version, groups["policy"].commits) == (None, 1)
+    assert groups["lora.adapter"].version == 3, "nobody wrote over the adapter"
+
+
 def test_a_record_that_cannot_be_written_is_written_with_the_next_commit(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

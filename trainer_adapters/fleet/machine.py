@@ -229,6 +229,8 @@ class FleetMachine:
         for _, replica in sorted(self.replicas.items()):
             if replica.reads is not None or self._status(replica).state not in ("joining", "behind"):
                 continue
+            if self.group in replica.card.unknown:
+                continue  # whoever wrote these weights may not be done; the next update replaces them
             if replica.tried_version != retained.version:
                 replica.tried_version, replica.tries = retained.version, 0
             due = replica.heard_s > replica.failed_s or now_s >= replica.again_s
@@ -309,13 +311,15 @@ class FleetMachine:
     def _status(self, replica: Replica) -> ReplicaStatus:
         card = replica.card
         state: ReplicaState
-        reason = replica.reason
+        reason, version = replica.reason, replica.version
         if replica.lost:
             state = "lost"
         elif replica.torn or card.state == "torn":
             state, reason = "torn", card.detail or reason
         elif not replica.took_group:
             state = "joining"
+        elif who := card.unknown.get(self.group):
+            state, reason, version = "behind", who, None
         else:
             state = "current" if replica.version == self.latest else "behind"
         generation: Generation = "running"
@@ -324,7 +328,7 @@ class FleetMachine:
         elif card.state in ("paused", "asleep"):
             generation = card.state
         said = "" if state == "current" else reason
-        return ReplicaStatus(card.replica, card.engine, state, replica.version, said, generation)
+        return ReplicaStatus(card.replica, card.engine, state, version, said, generation)
 
     def _note(self, replica: Replica) -> None:
         """Tells listeners of a new state, of a pause and its end, and of a new reason for `joining` or `behind`."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from inference_plugin.engines.control import UNKNOWN_VERSION
 from inference_plugin.engines.http import ReplicaMiddleware, replicas_here
 from inference_plugin.engines.monkeypatch import contained, wrap
 from inference_plugin.net.records import record_of
@@ -44,19 +45,27 @@ class SglangMiddleware(ReplicaMiddleware):
     """Also has `/model_info` say the version that was committed: SGLang's server learns of its own updates only."""
 
     logger = logger
+    told = "default"
+    """What it had SGLang say last; before, that is SGLang's own word."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] in ("/model_info", "/get_model_info"):
             with contained("telling the server the weights' version", logger):
                 version = await asyncio.to_thread(_last_committed)
                 manager = sys.modules[_SERVER]._global_state.tokenizer_manager
-                if version is not None and manager.config_value("weight_version") != version:
+                said = manager.config_value("weight_version")
+                named = version == UNKNOWN_VERSION and said != self.told  # by whoever loaded the weights
+                if version not in (None, said) and not named:
                     manager.record_config_updates("weightwire", weight_version=version)
+                    self.told = version
         await super().__call__(scope, receive, send)
 
 
 def _last_committed() -> str | None:
-    """The version with which this server's replicas stamp their answers; None if they have committed none."""
+    """The version with which this server's replicas stamp their answers, `UNKNOWN_VERSION` where somebody else has loaded others;
+    None if they have committed none."""
     records = [record for card in replicas_here() for record in record_of(card).groups.values()]
     done = [record for record in records if record.version is not None]
-    return str(max(done, key=lambda record: record.committed_at_unix_s).version) if done else None
+    if not done:
+        return UNKNOWN_VERSION if any(record.commits for record in records) else None
+    return str(max(done, key=lambda record: record.committed_at_unix_s).version)

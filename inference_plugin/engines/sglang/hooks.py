@@ -31,10 +31,11 @@ logger = logging.getLogger("sglang.weightwire")
 
 def hook_scheduler(lacks: tuple[str, ...]) -> None:
     """`lacks`: what users of this version of SGLang miss, in words."""
-    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput, ResumeMemoryOccupationReqOutput
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     @wrap(Scheduler, "init_model_worker")
     def init_model_worker(original: Callable[..., Any], self: Any) -> Any:
@@ -104,6 +105,43 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
             logger.exception("weightwire: the weights were not reset")
             return CheckWeightsReqOutput(success=False, message=f"weightwire: the weights were not reset: {error}")
         return original(self, recv_req)
+
+    @wrap(SchedulerWeightUpdaterManager, "release_memory_occupation")
+    def release_memory(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+        if _rank is None:
+            return original(self, recv_req)
+        return _rank.note_memory(lambda: original(self, recv_req), self.offload_tags)
+
+    @wrap(SchedulerWeightUpdaterManager, "resume_memory_occupation")
+    def resume_memory(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+        if _rank is None:
+            return original(self, recv_req)
+        if _rank.runtime.is_asleep and not _rank.runtime.moves_memory:
+            logger.warning(
+                "weightwire: not woken: a manager put this replica to sleep, and its trainer may use the memory"
+            )
+            return ResumeMemoryOccupationReqOutput()
+        return _rank.note_memory(lambda: original(self, recv_req), self.offload_tags)
+
+    @wrap(Scheduler, "pause_generation")
+    def pause_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
+        if rank is not None:
+            rank.note_pause(True)
+        return original(self, recv_req)
+
+    @wrap(Scheduler, "continue_generation")
+    def continue_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
+        return original(self, recv_req) if rank is None or rank.note_pause(False) else None
+
+    @wrap(WeightUpdater, "update_weights_from_tensor")
+    def update_weights_from_tensor(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Some of its formats write parameters without the model's loader."""
+        if _rank is not None and self.get_model() is _rank.live:
+            with contained("noting SGLang's own update", logger):
+                _rank.lose_version("SGLang's own update_weights_from_tensor wrote the weights")
+        return original(self, *args, **kwargs)
 
     @wrap(Scheduler, "_maybe_namespace_elastic_radix_cache")
     def namespace(original: Callable[..., Any], self: Any, req: Any) -> Any:
@@ -238,6 +276,7 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
                 lacks=lacks,
             )
             turns.coordinator = coordinator
+            rank.tell_unknown = coordinator.lose_version
             for what in lacks:
                 logger.warning("weightwire: in this version of SGLang %s", what)
         except Exception as error:  # noqa: BLE001 -- raised below, on all ranks

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
+from inference_plugin.engines.control import UNKNOWN_VERSION
 from inference_plugin.engines.kept_caches import keeps_cache
+from inference_plugin.engines.noted_loads import note_loads
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.sglang.model import SglangModel
 from inference_plugin.engines.sglang.pipeline import Pipeline
@@ -42,10 +46,13 @@ class SchedulerRank:
         try:
             identity = RankIdentity(self.replica, self.rank, ranks.tp_rank, ranks.stage, ranks.size)
             self.runtime = RankRuntime(identity, self.model)
+            self._end_notes = note_loads(self.live, self.lose_version)
         except BaseException:
             self.bell.close()
             self._remove_sockets()
             raise
+        self.tell_unknown: Callable[[dict[str, str]], None] = lambda _: None
+        """Hears, on the first rank, that somebody else writes the weights."""
         self.refusal: str | None = None
         self.holding = False
         self.namespace = ""
@@ -53,12 +60,16 @@ class SchedulerRank:
         self._installations = 0
         self._held: list[Any] = []
         self._paused = False
+        """Whether we have the scheduler stand."""
+        self._is_ours = False
+        self._paused_by_user = False
         can_ignore = "ignore_waiting" in inspect.signature(scheduler.is_fully_idle).parameters
         # Before 0.5.21 a waiting request keeps the cache from being flushed.
         self._but_for_waiting = {"ignore_waiting": True} if can_ignore else {}
 
     def close(self) -> None:
         """Ends what was started here: the engine goes on without us."""
+        self._end_notes()
         self.runtime.close()
         self.bell.close()
         self._remove_sockets()
@@ -122,9 +133,10 @@ class SchedulerRank:
         elif operation.name == "flush":
             return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
         elif operation.name == "stand":
+            self._paused = True
             if not scheduler._engine_paused:
-                self._paused = True
-                scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
+                with self._ours():
+                    scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
         elif operation.name == "resume":
             self.resume()
         else:
@@ -141,7 +153,44 @@ class SchedulerRank:
     def installed(self, version: int) -> None:
         """This rank holds `version`: from now on no request finds what an older version computed, and outputs get the stamp."""
         self._turn_namespace()
-        self._stamp(version)
+        self._stamp(str(version))
+
+    @property
+    def live(self) -> Any:
+        """The served model, as SGLang itself holds it."""
+        return self.scheduler.tp_worker.model_runner.model
+
+    def lose_version(self, reason: str) -> None:
+        """Somebody else is about to write this rank's weights."""
+        self._lost_versions(self.runtime.note_load(reason))
+
+    def _lost_versions(self, unknown: dict[str, str]) -> None:
+        if unknown:
+            self._stamp(UNKNOWN_VERSION)
+            self.tell_unknown(unknown)
+
+    def note_memory(self, move: Callable[[], Any], offloaded: set[str]) -> Any:
+        """Around SGLang's own release of memory, or its end; `offloaded` is what is released. Returns its answer."""
+        if self.runtime.moves_memory:
+            return move()
+        slept = "weights" in offloaded
+        result = move()
+        sleeps = "weights" in offloaded
+        if sleeps and not slept:
+            keeps = self.model.why_no_sleep(1) is None
+            lost = "" if keeps else "SGLang's own release_memory_occupation gave the weights up"
+            self._lost_versions(self.runtime.note_sleep(lost))
+        elif slept and not sleeps:
+            self.runtime.note_wake_up()
+        return result
+
+    def note_pause(self, paused: bool) -> bool:
+        """SGLang's own pause, or its end, is about to begin. Returns whether it may: while we have the scheduler stand it goes on
+        standing, and the user's command takes effect as we let go."""
+        if self._is_ours:
+            return True
+        self._paused_by_user = paused
+        return paused or not self._paused
 
     def refuse_what_is_unknown(self) -> None:
         """The ranks have lost each other: one that was in the middle of a commit doesn't know what the others hold."""
@@ -153,7 +202,7 @@ class SchedulerRank:
         except Exception:
             logger.exception("weightwire: rank %d could not end its requests; it takes no new ones", self.rank)
 
-    def _stamp(self, version: int) -> None:
+    def _stamp(self, version: str) -> None:
         """Stamps outputs with the version. SGLang's own record leaves out the tokens of a forward pass whose result is still
         to be processed (SGLang overlaps the two): they are of the weights that the pass ran with."""
         from sglang.srt.runtime_context import get_serving
@@ -161,8 +210,8 @@ class SchedulerRank:
 
         scheduler = self.scheduler
         old = get_serving().weight_version
-        scheduler.record_weight_version_change(new_version=str(version))
-        if old == str(version) or not scheduler.enable_overlap:
+        scheduler.record_weight_version_change(new_version=version)
+        if old == version or not scheduler.enable_overlap:
             return
         for batch, _ in scheduler.result_queue:
             for request in batch.reqs:
@@ -202,19 +251,31 @@ class SchedulerRank:
         request.extra_key = "|".join(filter(None, [own, self.namespace])) or own
 
     def _retract(self) -> None:
-        """Retracts requests by SGLang's own pause. A pause that the user made before stays after `_continue`."""
+        """Retracts requests by SGLang's own pause. A pause of the user's stays after `_continue`."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        self._paused |= not self.scheduler._engine_paused
+        self._paused = True
         pause = self.scheduler.pause_generation if self.pipeline is None else self.pipeline.retract
-        pause(PauseGenerationReqInput(mode="retract"))
+        with self._ours():
+            pause(PauseGenerationReqInput(mode="retract"))
 
     def _continue(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         if self._paused:
             self._paused = False
-            self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+            if not self._paused_by_user:
+                with self._ours():
+                    self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    @contextlib.contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Around a call of SGLang's own pause that is ours."""
+        self._is_ours = True
+        try:
+            yield
+        finally:
+            self._is_ours = False
 
     def refuse(self, reason: str | None) -> None:
         """On this rank alone: from now on requests are refused with that reason; None: they are taken."""

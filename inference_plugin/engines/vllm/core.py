@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from inference_plugin.devices import start_thread
-from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.control import UNKNOWN_VERSION, EngineControl
 from inference_plugin.engines.kept_caches import KEEP, keeps_cache
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.vllm.api import TORN
-from inference_plugin.wire.errors import CommitFailed
+from inference_plugin.engines.vllm.own_pauses import OwnPauses
+from inference_plugin.wire.errors import CommitFailed, VersionConflict
 from inference_plugin.wire.groups import DRAFT
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
@@ -35,7 +36,8 @@ class CoreControl(EngineControl):
         self.root_epoch = 0
         self.some_keep_cache = False
         """Whether a request has named a conversation that keeps its cache: from then on commits drop no cached block."""
-        self._previous_pause: Any = None
+        self.pauses = OwnPauses(core, self.submit)
+        self._asleep: frozenset[MemoryTag] = frozenset()
         # in-process only
         self.lock = threading.RLock()
         self._commands: list[Callable[[], None]] = []
@@ -75,30 +77,37 @@ class CoreControl(EngineControl):
         return replies
 
     def pause(self, in_flight: InFlight) -> Future[None] | None:
-        if self._previous_pause is None:
-            self._previous_pause = self.core.scheduler.pause_state
+        self.pauses.hold()
         if self.in_process:
             return self._pause_in_process(in_flight)
         mode = {"keep": "keep", "recompute": "keep", "abort": "abort", "drain": "wait"}[in_flight]
-        stopped: Future[None] | None = self.core.pause_scheduler(mode=mode, clear_cache=False)
+        with self.pauses.ours():
+            stopped: Future[None] | None = self.core.pause_scheduler(mode=mode, clear_cache=False)
         return stopped if in_flight == "keep" else _then(stopped, self._reset_caches)
 
     def hold(self, asleep: frozenset[MemoryTag]) -> None:
         # `pause` has stopped the scheduler. The executor's own record keeps vLLM from stepping on memory that isn't there.
         executor = self.core.model_executor
-        executor.sleeping_tags = set(asleep)
+        by_user = set(executor.sleeping_tags) - self._asleep  # what vLLM's own sleep released stays so
+        self._asleep = asleep
+        executor.sleeping_tags = by_user | asleep
         if "is_sleeping" in vars(executor):  # before 0.31; since then it follows the tags
-            executor.is_sleeping = bool(asleep)
+            executor.is_sleeping = bool(executor.sleeping_tags)
+
+    def check_may_wake_up(self) -> None:
+        """Raises `VersionConflict` where a manager put the engine to sleep: its trainer may use the memory."""
+        if self._asleep:
+            raise VersionConflict(
+                "a manager put this replica to sleep, and its trainer may use the memory",
+                hint="wake it up with that manager",
+                side="coordinator",
+            )
 
     def resume(self) -> None:
         from vllm.v1.engine import EngineCoreRequestType
 
         self._drained = None
-        if self._previous_pause is None:
-            return
-        self.core.scheduler.set_pause_state(self._previous_pause)
-        self._previous_pause = None
-        if not self.in_process:
+        if self.pauses.let_go() and not self.in_process:
             # The core may sleep on its input queue by now, with requests that may go on.
             self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
@@ -108,6 +117,11 @@ class CoreControl(EngineControl):
         # Tokens are the served model's, whichever draft proposed them.
         if group != DRAFT and hasattr(self.core, "set_weight_version"):  # since 0.27
             self.core.set_weight_version(str(version))
+
+    def lose_version(self) -> None:
+        """Somebody else writes the weights: outputs get a stamp that says so."""
+        if hasattr(self.core, "set_weight_version"):  # since 0.27
+            self.core.set_weight_version(UNKNOWN_VERSION)
 
     def refuse(self, reason: str | None) -> None:
         from vllm.v1.request import RequestStatus

@@ -14,6 +14,7 @@ from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.starting import begin_start, end_start, ends_start
 from inference_plugin.engines.vllm.core import CoreCommand, CoreControl, own_root
 from inference_plugin.engines.vllm.core_start import ExecutorLost, start
+from inference_plugin.engines.vllm.own_loads import note_memory, noted_loads
 from inference_plugin.engines.vllm.shared_core import SharedCore
 from inference_plugin.engines.vllm.weight_transfer import BACKEND, NativeCalls
 from inference_plugin.wire.errors import EngineUnsupported
@@ -59,11 +60,50 @@ def hook_core(lacks: tuple[str, ...]) -> None:
         native: NativeCalls | None = getattr(self, "_weightwire_native", None)
         if native is not None and (answers := native.answer(method, args, kwargs or {})) is not None:
             return answers
-        if method == "reset_weights" and (control := _control_of(self)) is not None:
-            with control.lock:
+        control = _control_of(self)
+        if control is None:
+            return original(self, method, timeout, args, kwargs)
+        with control.lock:
+            if method == "reset_weights":
                 _tear(self, control)
                 return original(self, method, timeout, args, kwargs)
-        return original(self, method, timeout, args, kwargs)
+            with noted_loads(self, control, method):
+                return original(self, method, timeout, args, kwargs)
+
+    for core in (EngineCore, EngineCoreProc):
+
+        @wrap(core, "pause_scheduler")
+        def pause_scheduler(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+            control = _control_of(self)
+            if control is None or isinstance(control, SharedCore):
+                return original(self, *args, **kwargs)
+            with control.lock:
+                return control.pauses.pause(lambda: original(self, *args, **kwargs))
+
+    @wrap(EngineCore, "resume_scheduler")
+    def resume_scheduler(original: Callable[..., Any], self: Any) -> Any:
+        control = _control_of(self)
+        if control is None or isinstance(control, SharedCore):
+            return original(self)
+        with control.lock:
+            return control.pauses.resume(lambda: original(self))
+
+    @wrap(Executor, "sleep")
+    def sleep(original: Callable[..., Any], self: Any, level: int = 1) -> Any:
+        core = getattr(self, "_weightwire_core", None)
+        if core is None or (control := _control_of(core)) is None:
+            return original(self, level)
+        with control.lock:
+            return note_memory(core, control, lambda: original(self, level), level)
+
+    @wrap(Executor, "wake_up")
+    def wake_up(original: Callable[..., Any], self: Any, tags: list[str] | None = None) -> Any:
+        core = getattr(self, "_weightwire_core", None)
+        if core is None or (control := _control_of(core)) is None:
+            return original(self, tags)
+        with control.lock:
+            control.check_may_wake_up()
+            return note_memory(core, control, lambda: original(self, tags), None)
 
     @wrap(EngineCore, "preprocess_add_request")
     def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
@@ -182,6 +222,7 @@ def _start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
     core._weightwire_native = NativeCalls(lambda: _cards(core)) if native and native.backend == BACKEND else None
     try:
         core._weightwire_control, core._weightwire_coordinator = start(core, lacks)
+        core.model_executor._weightwire_core = core
         for what in lacks:
             logger.warning("weightwire: in this version of vLLM %s", what)
     except ExecutorLost:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from inference_plugin.engines.monkeypatch import add, contained, wrap
+from inference_plugin.engines.noted_loads import note_loads
 from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.vllm.served import ServedModel
@@ -60,6 +61,7 @@ def _worker_start(worker: Any, replica: str) -> bytes:
         identity = _identity(replica)
         rank = identity.rank
         runtime = worker._weightwire_runtime = RankRuntime(identity, ServedModel(worker))
+        worker._weightwire_notes = note_loads(worker.model_runner.get_model(), runtime.note_load)
         return msgspec.msgpack.encode(RankReply("start", rank, card=runtime.card()))
     except Exception as error:
         logger.debug("weightwire: the worker could not start", exc_info=True)  # the engine core warns, or refuses
@@ -90,6 +92,8 @@ def stop_worker(worker: Any) -> None:
     if runtime is not None:
         worker._weightwire_runtime = None
         with contained("closing a worker", logger):
+            if (end_notes := getattr(worker, "_weightwire_notes", None)) is not None:
+                end_notes()
             runtime.close()
 
 

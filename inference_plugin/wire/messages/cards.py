@@ -65,7 +65,8 @@ class WorkerCard(msgspec.Struct, frozen=True, tag="worker"):
 
 class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     """One engine instance; its coordinator writes this as a file into the runtime directory. `lacks`: what users of this
-    version of the engine miss, in words. `dtype`: in which the engine computes, such as "bfloat16"; "" from an older release."""
+    version of the engine miss, in words. `dtype`: in which the engine computes, such as "bfloat16"; "" from an older release.
+    `unknown`: by group, who wrote the weights since its last update, so that their version is unknown."""
 
     replica: ReplicaId
     engine: Word
@@ -87,6 +88,7 @@ class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     start_ticks: StartTicks = 0
     lacks: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)] = ()
     dtype: Word = ""
+    unknown: Annotated[dict[Word, Text], msgspec.Meta(max_length=1024)] = {}
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):

@@ -1,0 +1,46 @@
+"""Notes that somebody else loads weights into the live model: an engine's own command, or a user's extension."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from inference_plugin.engines.monkeypatch import contained
+
+__all__ = ["LOADED", "note_loads"]
+
+logger = logging.getLogger(__name__)
+
+LOADED = "the model's own loader, and not Weightwire, wrote the weights"
+
+_live: weakref.WeakKeyDictionary[Any, Callable[[str], object]] = weakref.WeakKeyDictionary()
+"""Live models. (What an attribute of the model reached, an update would have to follow.)"""
+
+
+def note_loads(model: Any, forget: Callable[[str], object]) -> Callable[[], None]:
+    """Has `forget` called before each load into the live model; Weightwire itself loads into skeletons only. Returns what ends
+    it."""
+    _live[model] = forget
+    kind = type(model)
+    if not hasattr(kind.load_weights, "weightwire_notes"):
+        kind.load_weights = _noted(kind.load_weights)
+
+    def end() -> None:
+        _live.pop(model, None)
+
+    return end
+
+
+def _noted(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (forget := _live.get(self)) is not None:
+            with contained("noting a load", logger):
+                forget(LOADED)
+        return load(self, *args, **kwargs)
+
+    load_weights.weightwire_notes = True  # type: ignore[attr-defined]
+    return load_weights

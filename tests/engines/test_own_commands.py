@@ -1,0 +1,235 @@
+"""Beside our updates the user gives the engine commands of its own: loads of weights, pauses.
+
+What is said of the weights is so, whoever wrote them. The engine steps once nobody wants it to stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_plugin.wire.errors import ReplicaAsleep
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_faults import Halted
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
+from tests.support.engines import Driver, eventually
+from tests.support.managers import SyncManager
+from tests.support.sglang_engines import SglangDriver
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+class Both:
+    """An engine that a trainer updates and a user commands. Models by letter; A is the one that it started from."""
+
+    def __init__(self, name: str, driver: Driver, models: dict[str, Path]) -> None:
+        self.name, self.driver, self.models = name, driver, models
+        self.version = 0
+
+    def update(self, manager: SyncManager, which: str) -> str:
+        """The stamp of the next version, which is of that model."""
+        self.version += 1
+        assert [r.status for r in manager.update(source(self.models[which]), self.version).replicas] == ["committed"]
+        return str(self.version)
+
+    def load(self, which: str, by: str = "engine") -> None:
+        """What the user does, and no manager."""
+        self.driver.call("load", model=str(self.models[which]), by=by)
+
+    def verified(self, manager: SyncManager, which: str) -> tuple[bool, list[int | None]]:
+        """Whether the engine holds that model, and which version it says."""
+        report = manager.verify(source(self.models[which]))
+        return report.ok, [replica.version for replica in report.replicas]
+
+    def serves(self) -> tuple[str, set[str]]:
+        """The model that the tokens are of, and their stamps."""
+        done = self.driver.generate(PROMPTS, COUNT)
+        assert {r["finish_reason"] for r in done} == {"length"}, done
+        tokens = [r["tokens"] for r in done]
+        (which,) = [letter for letter, model in self.models.items() if reference(model) == tokens]
+        return which, {stamp for r in done for stamp in r["versions"]}
+
+    def card_state(self) -> str:
+        (card,) = self.driver.cards
+        return card.state
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def engine(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Both]:
+    models = {letter: checkpoint("qwen3", tied=False, seed=seed) for letter, seed in (("A", 1), ("B", 2), ("C", 3))}
+    if request.param == "vllm":
+        with Driver(runtime) as driver:
+            driver.open(models["A"], plain=True, tensor_parallel_size=2, max_model_len=1024)
+            yield Both(request.param, driver, models)
+    else:
+        with SglangDriver(runtime, tp=2, WEIGHTWIRE_TEST_ALLOCATOR="1") as driver:
+            driver.open(models["A"], enable_weights_cpu_backup=True)
+            yield Both(request.param, driver, models)
+    assert driver.leftovers() == []
+
+
+@pytest.mark.parametrize("by", ["engine", "user"])
+def test_weights_that_somebody_else_loaded_have_no_version_until_the_next_update(engine: Both, by: str) -> None:
+    with SyncManager(timeout_s=180) as manager:
+        stamp = engine.update(manager, "B")
+        assert engine.serves() == ("B", {stamp})
+        engine.load("C", by)
+        assert engine.serves() == ("C", {"unknown"})
+        assert set(manager.versions().values()) == {None}
+        assert engine.verified(manager, "B") == (False, [None])
+        assert engine.verified(manager, "C") == (True, [None])
+        (replica,) = eventually(
+            lambda: [r for r in manager.replicas() if r.state == "behind"], what="the manager to hear of it"
+        )
+        assert (replica.version, replica.generation) == (None, "running") and "wrote the weights" in replica.reason
+        (card,) = engine.driver.cards
+        assert card.state == "serving" and "wrote the weights" in card.unknown["policy"]
+        report = manager.update(source(engine.models["B"]), engine.version)
+        assert [r.status for r in report.replicas] == ["committed"], "that version was served, and no longer is"
+        assert engine.serves() == ("B", {stamp})
+        assert engine.verified(manager, "B") == (True, [engine.version])
+        assert engine.driver.cards[0].unknown == {}
+        eventually(lambda: [r.state for r in manager.replicas()] == ["current"], what="the manager to hear of that")
+
+
+def test_an_update_that_is_on_its_way_replaces_what_somebody_else_loaded_meanwhile(engine: Both) -> None:
+    for point in ("staging", "sealed"):
+        with SyncManager(timeout_s=180) as manager:
+            engine.update(manager, "A")
+            engine.version += 1
+            halted = Halted(manager, engine.models["B"], engine.version, point)
+            engine.load("C")
+            assert engine.serves() == ("C", {"unknown"})
+            assert [r.status for r in halted.go_on().replicas] == ["committed"]
+            assert engine.serves() == ("B", {str(engine.version)})
+
+
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+def test_a_load_of_the_user_s_that_finds_nothing_changes_no_version(engine: Both, tmp_path: Path) -> None:
+    with SyncManager(timeout_s=180) as manager:
+        stamp = engine.update(manager, "B")
+        with pytest.raises(RuntimeError, match="Cannot find any model weights"):
+            engine.driver.call("load", model=str(tmp_path), by="engine")
+        assert engine.serves() == ("B", {stamp})
+        assert set(manager.versions().values()) == {engine.version}
+
+
+LONG = {"vllm": 800, "sglang": 300}
+"""Tokens of a request that is to run across pauses: more than are made while a test looks for the first of them, mostly."""
+TRIES = 20
+
+
+def stopped(engine: Both, stop: Callable[[], object], go_on: Callable[[], object]) -> list[str]:
+    """Requests that run, and that `stop` stopped. They may have ended before, on a slow machine: then it is tried again."""
+    for _ in range(TRIES):
+        names = engine.driver.submit([PROMPTS[1]] * 2, LONG[engine.name])
+        engine.driver.wait_for_tokens(names, 3)
+        stop()
+        if not any(r["finished"] for r in engine.driver.look(names)):
+            return names
+        go_on()
+        engine.driver.wait(names)
+    raise AssertionError("requests always ended too soon")
+
+
+def assert_no_step_ran(engine: Both, names: list[str], between: str) -> None:
+    """Nothing was computed with the version that was replaced before the engine went on, and all of the answer was."""
+    done = engine.driver.wait(names)
+    assert [(r["finish_reason"], len(r["tokens"])) for r in done] == [("length", LONG[engine.name])] * 2
+    for request in done:
+        assert between not in request["versions"]
+        assert request["versions"][-1] == str(engine.version)
+
+
+def test_a_resume_of_the_user_s_does_not_end_a_manager_s_pause(engine: Both) -> None:
+    own_pause, own_resume = (lambda do=do: engine.driver.call(do) for do in ("own_pause", "own_resume"))
+    with SyncManager(timeout_s=180) as manager:
+        engine.update(manager, "A")
+        for stop in (manager.pause, lambda: (own_pause(), manager.pause())):
+            names = stopped(engine, stop, lambda: (own_resume(), manager.resume()))
+            own_resume()
+            assert engine.card_state() == "paused"
+            between = engine.update(manager, "B")
+            engine.update(manager, "A")
+            manager.resume()
+            assert_no_step_ran(engine, names, between)
+            assert engine.card_state() == "serving"
+            assert engine.serves() == ("A", {str(engine.version)})
+
+
+def test_the_end_of_a_manager_s_pause_does_not_end_the_user_s(engine: Both) -> None:
+    own_pause, own_resume = (lambda do=do: engine.driver.call(do) for do in ("own_pause", "own_resume"))
+    with SyncManager(timeout_s=180) as manager:
+        engine.update(manager, "A")
+        names = stopped(engine, manager.pause, manager.resume)
+        own_pause()
+        manager.resume()
+        between = engine.update(manager, "B")
+        engine.update(manager, "A")
+        own_resume()
+        assert_no_step_ran(engine, names, between)
+        assert engine.serves() == ("A", {str(engine.version)})
+
+
+@pytest.fixture
+def sleepy(engine: Both) -> Both:
+    """With a stand-in for the allocator that engines on a CPU lack: memory that is released holds nothing of use."""
+    if engine.name == "vllm":
+        engine.driver.rpc("ext_give_allocator")
+    return engine
+
+
+def test_no_update_writes_into_memory_that_the_user_s_own_sleep_released(sleepy: Both) -> None:
+    driver = sleepy.driver
+    with SyncManager(timeout_s=180) as manager:
+        stamp = sleepy.update(manager, "B")
+        if sleepy.name == "vllm":
+            driver.rpc("ext_give_allocator")  # of the memory where the weights lie now
+        driver.call("own_sleep", level=1)
+        with pytest.raises(ReplicaAsleep, match="wake it by the engine's own command"):
+            manager.update(source(sleepy.models["A"]), sleepy.version + 1)
+        (replica,) = manager.verify(source(sleepy.models["B"])).replicas
+        assert replica.error is not None and replica.error.kind == "ReplicaAsleep"
+        driver.call("own_wake_up", tags=["weights"])
+        assert sleepy.verified(manager, "B") == (True, [sleepy.version]), "level 1 brings them back"
+        with manager.paused():
+            pass  # it leaves the rest as asleep as it was
+        stamp = sleepy.update(manager, "A")
+        driver.call("own_wake_up", tags=["kv_cache"] if sleepy.name == "vllm" else ["kv_cache", "cuda_graph"])
+        assert sleepy.serves() == ("A", {stamp})
+
+
+def test_while_a_manager_has_it_asleep_no_command_of_the_user_s_wakes_it(sleepy: Both) -> None:
+    driver = sleepy.driver
+    with SyncManager(timeout_s=180) as manager:
+        sleepy.update(manager, "A")
+        if sleepy.name == "vllm":
+            driver.rpc("ext_give_allocator")
+        manager.sleep(1)
+        if sleepy.name == "vllm":
+            with pytest.raises(RuntimeError, match="its trainer may use the memory"):
+                driver.call("own_wake_up")
+        else:  # an error would end SGLang
+            driver.call("own_wake_up")
+        assert sleepy.card_state() == "asleep"
+        with pytest.raises(ReplicaAsleep):
+            manager.update(source(sleepy.models["B"]), sleepy.version + 1)
+        manager.wake_up()
+        assert sleepy.serves() == ("A", {str(sleepy.version)})
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_weights_that_the_user_s_own_sleep_discarded_have_no_version(sleepy: Both) -> None:
+    driver = sleepy.driver
+    with SyncManager(timeout_s=180) as manager:
+        sleepy.update(manager, "A")
+        driver.rpc("ext_give_allocator")
+        driver.call("own_sleep", level=2)
+        driver.call("own_wake_up")
+        assert set(manager.versions().values()) == {None}
+        assert sleepy.verified(manager, "A") == (False, [None])
+        assert "discarded the weights" in driver.cards[0].unknown["policy"]
+        assert [r.status for r in manager.update(source(sleepy.models["A"]), sleepy.version).replicas] == ["committed"]
+        assert sleepy.serves() == ("A", {str(sleepy.version)})
