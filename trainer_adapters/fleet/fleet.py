@@ -151,16 +151,16 @@ class Fleet:
         part = TakingPart([], [])
         for name in sorted(free):
             try:
-                if name not in self._sessions:
-                    self._sessions[name] = ReplicaSession.connect(cards[name], self._settings.config)
+                session = self._sessions.get(name) or ReplicaSession.connect(cards[name], self._settings.config)
             except Exception as error:  # noqa: BLE001 -- no free descriptor, say: only this replica is left out
                 failed = WeightwireError.wrap(error).at(side="manager", replica=name, phase="agree")
                 logger.warning("weightwire: replica %s was not connected to: %s", name, failed)
                 part.unreached.append((cards[name], failed))
             else:
-                self._sessions[name].card = cards[name]
-                self._on(TookPart(cards[name]))
-                part.sessions.append(self._sessions[name])
+                session.card = cards[name]
+                self._sessions[name] = session
+                self._on(TookPart(session.card))
+                part.sessions.append(session)
         if not part.sessions:
             raise part.unreached[0][1]
         return part

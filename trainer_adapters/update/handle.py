@@ -50,24 +50,18 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
 
     def result(self, timeout: float | None = None) -> UpdateReport:
         """The report; raises what the update raised. `timeout`: as for any future."""
-        if timeout is None and not self.done():
-            self._wait("result()")
-            if not self.done() and self._answer is not None:
-                logger.warning(
-                    "weightwire: the update to version %d is over; a listener still runs", self._answer.version
-                )
-                if (error := self._failure_of(self._answer)) is not None:
-                    raise error
-                return self._answer
-        return super().result(0 if timeout is None else timeout)
+        if (early := self._waited("result()", timeout)) is None:
+            return super().result(timeout or 0)
+        logger.warning("weightwire: the update to version %d is over; a listener still runs", early.version)
+        if (error := self._failure_of(early)) is not None:
+            raise error
+        return early
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the update raised, or None."""
-        if timeout is None and not self.done():
-            self._wait("exception()")
-            if not self.done() and self._answer is not None:
-                return self._failure_of(self._answer)
-        return super().exception(0 if timeout is None else timeout)
+        if (early := self._waited("exception()", timeout)) is None:
+            return super().exception(timeout or 0)
+        return self._failure_of(early)
 
     @property
     def released(self) -> bool:
@@ -114,12 +108,17 @@ class PendingUpdate(concurrent.futures.Future[UpdateReport]):
         else:
             self.set_result(report)
 
-    def _wait(self, what: str) -> None:
+    def _waited(self, what: str, timeout: float | None) -> UpdateReport | None:
+        """Waits unless there is a `timeout`. Returns the report of an update that is over while a listener still runs."""
+        if timeout is not None or self.done():
+            return None
         if self._inside():
             raise called_from_inside(what)
-        wait_for(self, self._deadline_s)
-        if not self.done() and self._answer is None:
+        if wait_for(self, self._deadline_s):
+            return None
+        if self._answer is None:
             raise still_running()
+        return self._answer
 
 
 def wait_for(future: concurrent.futures.Future[Any], deadline_s: float) -> bool:

@@ -84,8 +84,7 @@ class PeftFactors:
         if self.sharded:
             self._source = source_of(self._model, numbers.get, self._ranks, include_buffers="none")
         else:
-            options: dict[str, Any] = {"include_buffers": "none", "rank": 0, "world_size": 1}
-            self._source = ModuleAdapter(self._model, rename=numbers.get, **options)
+            self._source = ModuleAdapter(self._model, rename=numbers.get, include_buffers="none", rank=0, world_size=1)
 
     def whole(self, *, anew: bool) -> dict[str, torch.Tensor]:
         """The chosen tensors by name. With `anew` they are gathered again; if the model is sharded, that is collective."""
