@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -15,9 +15,11 @@ import torch.distributed as dist
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, WeightwireError
 
-__all__ = ["exchange_bytes", "exchange_tensors", "meet"]
+__all__ = ["exchange_bytes", "exchange_tensors", "in_buckets", "meet"]
 
 logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
 
 PREFIX = "weightwire/rendezvous"
 OPEN = f"{PREFIX}/open"
@@ -133,3 +135,18 @@ def exchange_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None) -> lis
     everybody = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everybody, padded, group=group)
     return [one[:size] for one, size in zip(everybody, sizes, strict=True)]
+
+
+def in_buckets(items: Iterable[Item], nbytes_of: Callable[[Item], int], bucket_bytes: int) -> Iterator[list[Item]]:
+    """The items, in order, in lists of at most `bucket_bytes` together; a larger item is alone."""
+    bucket: list[Item] = []
+    used = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if bucket and used + nbytes > bucket_bytes:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(item)
+        used += nbytes
+    if bucket:
+        yield bucket

@@ -34,7 +34,7 @@ from inference_plugin.wire.manifest import Manifest, aligned
 from inference_plugin.wire.tensors import torch_dtype
 from inference_plugin.wire.tracing import span
 from trainer_adapters.sources.base import LocalSlice, WeightSource, narrowed
-from trainer_adapters.sources.exchange import exchange_bytes
+from trainer_adapters.sources.exchange import exchange_bytes, in_buckets
 
 __all__ = ["gathered"]
 
@@ -162,17 +162,8 @@ def _buckets(manifest: Manifest, claims: Sequence[tuple[Box, ...]], bucket_bytes
         box = claims[rank][position]
         item_bytes = torch_dtype(manifest.tensors[box.tensor].dtype).itemsize
         pieces += [(rank, part) for part in split_box(box, item_bytes, bucket_bytes)]
-    buckets = []
-    chunk: list[tuple[int, Box]] = []
-    used = 0
-    for rank, box in pieces:
-        nbytes = manifest.box_nbytes(box)
-        if chunk and used + nbytes > bucket_bytes:
-            buckets.append(_bucket(manifest, chunk))
-            chunk, used = [], 0
-        chunk.append((rank, box))
-        used += nbytes
-    return [*buckets, _bucket(manifest, chunk)] if chunk else buckets
+    chunks = in_buckets(pieces, lambda piece: manifest.box_nbytes(piece[1]), bucket_bytes)
+    return [_bucket(manifest, chunk) for chunk in chunks]
 
 
 def _bucket(manifest: Manifest, chunk: list[tuple[int, Box]]) -> _Bucket:

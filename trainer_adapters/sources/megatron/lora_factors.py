@@ -12,7 +12,7 @@ Megatron-Bridge is not imported: its modules are recognised by the names of thei
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from trainer_adapters.sources.exchange import exchange_bytes, exchange_tensors
+from trainer_adapters.sources.exchange import exchange_bytes, exchange_tensors, in_buckets
 from trainer_adapters.sources.lora.product import add_product, exact_copy
 
 __all__ = ["BridgeAdapter", "BridgeFactors", "LayerKey", "adapted_layers", "adapters_of", "base_name", "factors_of"]
@@ -138,9 +138,9 @@ class BridgeFactors:
             }
             if dist.get_world_size(group) > 1:
                 _check_alike(self._adapted, factors, self.config.bucket_bytes, group)
-            for some in _in_buckets(factors, self.config.bucket_bytes):
-                everybody = _gathered([tensor for layer in some for tensor in factors[layer]], group)
-                for i, layer in enumerate(some):
+            for some in in_buckets(factors.items(), _nbytes, self.config.bucket_bytes):
+                everybody = _gathered([tensor for _, own in some for tensor in own], group)
+                for i, (layer, _) in enumerate(some):
                     a = torch.cat(
                         [one[2 * i] for one in everybody], dim=1 if self._adapted[layer].input_is_parallel else 0
                     )
@@ -189,19 +189,8 @@ def _check_alike(
         )
 
 
-def _in_buckets(factors: Mapping[LayerKey, list[torch.Tensor]], bucket_bytes: int) -> Iterator[list[LayerKey]]:
-    """The layers in lists whose A and B take at most `bucket_bytes` together; a larger layer is alone."""
-    bucket: list[LayerKey] = []
-    used = 0
-    for layer, own in factors.items():
-        nbytes = sum(tensor.nbytes for tensor in own)
-        if bucket and used + nbytes > bucket_bytes:
-            yield bucket
-            bucket, used = [], 0
-        bucket.append(layer)
-        used += nbytes
-    if bucket:
-        yield bucket
+def _nbytes(factors_of_layer: tuple[LayerKey, list[torch.Tensor]]) -> int:
+    return sum(tensor.nbytes for tensor in factors_of_layer[1])
 
 
 def _gathered(local: list[torch.Tensor], group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
