@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -101,7 +102,8 @@ class LoaderInstaller(StandbyInstaller):
         self._check_fits(self._layout.nbytes)
         skeleton, constants = self._model.skeleton, self._model.constants
         live = self._layout.live_storages()
-        with self._model.lock, materialised(skeleton, set(storage_views(skeleton)), self._model.device) as held:
+        empty = partial(torch.empty, device=self._model.device)
+        with self._model.lock, materialised(skeleton, set(storage_views(skeleton)), empty) as held:
             storages = dict(held.flats)
             for key, storage in storages.items():
                 constant = constants.get(key)

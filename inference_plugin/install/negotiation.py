@@ -212,14 +212,18 @@ class _Negotiation:
             return plan.refusal
         if plan.refused:
             return f"{first_few(list(plan.refused))} are computed while loading"
-        wrong = prove_plan(traced, self._model.skeleton, self._load, self._tensors, self._free_bytes())
+        wrong = self._prove(traced)
         return f"the placement plan failed its proof: {wrong}" if wrong else ""
+
+    def _prove(self, traced: PlacementPlan) -> str:
+        skeleton, tied = self._model.skeleton, self._manifest.tied
+        return prove_plan(traced, skeleton, self._load, self._tensors, self._free_bytes(), tied)
 
     def _parts(self, traced: PlacementPlan, ties: Mapping[str, str]) -> ProvenParts:
         """The parts that the loader has to fill, if it can fill them one by one while a plan covers the rest."""
         if not traced.refused or not traced.refused.keys().isdisjoint({*ties, *ties.values()}):
             return ProvenParts()
-        if prove_plan(traced, self._model.skeleton, self._load, self._tensors, self._free_bytes()):
+        if self._prove(traced):
             return ProvenParts()
         return prove_parts(
             traced,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -127,7 +128,7 @@ def _load(
     device: torch.device,
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """The part's storages after a load, and the number of elements that it left as 0xFF, by parameter."""
-    with torch.no_grad(), materialised(skeleton, set(part.destinations), device) as held:
+    with torch.no_grad(), materialised(skeleton, set(part.destinations), partial(torch.empty, device=device)) as held:
         for key, flat in held.flats.items():
             start(key, flat)
         load(iter(list(given.items())))

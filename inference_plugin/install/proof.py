@@ -1,7 +1,7 @@
 """Proves a placement plan: compares the engine's own load of random bytes with a replay of the plan, bit for bit.
 
-`prove_plan` runs the real `load_weights` on the skeleton, batch by batch so that memory stays bounded, and replays the
-plan into a second set of tensors that started with the same scrambled bytes. Afterwards every storage must be equal in
+`prove_plan` runs the real `load_weights` on the skeleton, batch by batch so that memory stays bounded, and then replays the
+plan into the same memory, which starts with the same scrambled bytes again. Every storage must have the same digest after
 both, as a whole: a region that only one of them wrote differs. The loader must not have written anywhere else, nor to the
 checkpoint tensors.
 """
@@ -22,7 +22,9 @@ from inference_plugin.install.plan import Fill, LoadWeights, Placement, Placemen
 from inference_plugin.install.replay import Replay
 from inference_plugin.install.storages import storage_id, storage_views, written_tensors
 from inference_plugin.install.trial_load import check_trial_fits, materialised
+from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["BUDGET_BYTES", "prove_plan"]
 
@@ -38,8 +40,12 @@ def prove_plan(
     load_weights: LoadWeights,
     tensors: Sequence[TensorInfo],
     free_bytes: float = math.inf,
+    tied: Mapping[str, str] | None = None,
 ) -> str:
     """Proves `plan`, as traced from `skeleton`, `load_weights` and `tensors`. Returns what is wrong with it; "" if it is proven.
+
+    `tied`: names of tensors that have the bytes of another one, each with the name of that (`Manifest.tied`). They are loaded
+    together: a loader may write whichever comes first and pass over the other.
 
     Uses about `BUDGET_BYTES` at a time, less where `free_bytes` are fewer; more if one set of tensors that belong together (the
     experts of a layer) is larger, or if the loader insists on every name. Raises `EngineUnsupported`, before it takes anything,
@@ -47,9 +53,9 @@ def prove_plan(
     """
     if plan.refusal is not None:
         return f"the plan is refused: {plan.refusal}"
-    proof = _Proof(plan, skeleton, load_weights, tensors, free_bytes)
+    proof = _Proof(plan, skeleton, load_weights, tensors, free_bytes, tied or {})
     try:
-        findings = proof.run_batches(_batches(plan, tensors, proof.storage_bytes(), min(BUDGET_BYTES, free_bytes)))
+        findings = proof.run_batches(min(BUDGET_BYTES, free_bytes))
     except EngineUnsupported:
         raise
     except Exception as error:  # noqa: BLE001 - a plan that doesn't fit the skeleton at all
@@ -66,13 +72,14 @@ class _Batch(NamedTuple):
     planned: tuple[str, ...]
     refused: tuple[str, ...]
     nbytes: int
-    """What loading and replaying them takes."""
+    """The memory that they take."""
 
 
 def _batches(
-    plan: PlacementPlan, tensors: Sequence[TensorInfo], storage_bytes: Mapping[str, int], budget_bytes: float
+    plan: PlacementPlan, order: Mapping[str, int], tied: Mapping[str, str], cost: _Cost, budget_bytes: float
 ) -> list[_Batch]:
-    """The connected sets of sources and destinations, packed into batches that fit the budget, in checkpoint order."""
+    """The connected sets of sources and destinations, packed into batches that fit the budget, in checkpoint order. `order`: the
+    position of each name in the checkpoint."""
     groups = _Groups()
     for placement in plan.placements:
         groups.join(("source", placement.source.tensor), ("planned", placement.dest.tensor))
@@ -81,9 +88,10 @@ def _batches(
             groups.join(("source", name), ("refused", dest))
     for name in plan.unused:  # loaded too: the plan says that they write nothing
         groups.join(("source", name), ("source", name))
-    components = [c for c in groups.sets() if any(kind == "planned" for kind, _ in c) or c[0][1] in plan.unused]
-    cost = _Cost(tensors, storage_bytes)
-    order = {name: i for i, (name, _, _) in enumerate(tensors)}
+    for alias, name in tied.items():
+        groups.join(("source", alias), ("source", name))
+    unused = {("source", name) for name in plan.unused}
+    components = [c for c in groups.sets() if any(kind == "planned" or (kind, name) in unused for kind, name in c)]
     components.sort(key=lambda c: min(order[name] for kind, name in c if kind == "source"))
     packed: list[list[tuple[str, str]]] = []
     room = 0.0
@@ -98,17 +106,16 @@ def _batches(
 
 
 class _Cost:
-    """What tensors and storages take in a proof. A planned destination takes its memory twice: loaded and replayed."""
+    """The memory of tensors and storages in a proof. Tied tensors share theirs."""
 
-    def __init__(self, tensors: Sequence[TensorInfo], storage_bytes: Mapping[str, int]) -> None:
-        self._nbytes = {
-            "source": {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors},
-            "planned": {name: 2 * nbytes for name, nbytes in storage_bytes.items()},
-            "refused": storage_bytes,
-        }
+    def __init__(
+        self, tensors: Sequence[TensorInfo], tied: Mapping[str, str], storage_bytes: Mapping[str, int]
+    ) -> None:
+        sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors if name not in tied}
+        self._nbytes = {"source": sizes, "planned": storage_bytes, "refused": storage_bytes}
 
     def of(self, members: Iterable[tuple[str, str]]) -> int:
-        return sum(self._nbytes[kind].get(name, 0) for kind, name in members)
+        return sum(_aligned(self._nbytes[kind].get(name, 0)) for kind, name in members)
 
 
 def _batch(members: Iterable[tuple[str, str]], order: Mapping[str, int], nbytes: int) -> _Batch:
@@ -159,54 +166,73 @@ class _Proof:
         load_weights: LoadWeights,
         tensors: Sequence[TensorInfo],
         free_bytes: float,
+        tied: Mapping[str, str],
     ) -> None:
         self._free_bytes = free_bytes
         self._plan, self._skeleton, self._load_weights = plan, skeleton, load_weights
         self._infos = {name: (shape, dtype) for name, shape, dtype in tensors}
+        self._tied = {alias: name for alias, name in tied.items() if {alias, name} <= self._infos.keys()}
         self._placements = _by_dest(plan.placements)
         self._fills = _by_dest(plan.fills)
         self._noise = _Noise()
         self._originals = storage_views(skeleton)
+        self._cost = _Cost(tensors, self._tied, {name: flat.nbytes for name, flat in self._originals.items()})
+        self._memory = _Memory(0)
 
-    def storage_bytes(self) -> dict[str, int]:
-        return {name: flat.nbytes for name, flat in self._originals.items()}
-
-    def run_batches(self, batches: Sequence[_Batch]) -> dict[str, str]:
+    def run_batches(self, budget_bytes: float) -> dict[str, str]:
         findings: dict[str, str] = {}
-        check_trial_fits(max((batch.nbytes for batch in batches), default=0), self._free_bytes)
+        order = {name: i for i, name in enumerate(self._infos)}
+        batches = _batches(self._plan, order, self._tied, self._cost, budget_bytes)
+        self._take(max((batch.nbytes for batch in batches), default=0))
         try:
             for batch in batches:
                 findings |= self._run_batch(batch)
         except _LoaderRaised as error:
             # Some loaders insist on every name: try again with all of them.
-            everything = _Batch(
-                tuple(self._infos),
-                tuple(self._plan.extents),
-                tuple(self._plan.refused),
-                sum(batch.nbytes for batch in batches),
-            )
-            check_trial_fits(everything.nbytes, self._free_bytes)
+            members = [("source", name) for name in self._infos]
+            members += [("planned", name) for name in self._plan.extents]
+            members += [("refused", name) for name in self._plan.refused]
+            everything = _batch(members, order, self._cost.of(members))
+            self._take(everything.nbytes)
             try:
                 return self._run_batch(everything)
             except _LoaderRaised as again:
                 return dict.fromkeys(self._plan.extents, str(again)) or {"": str(error)}
         return findings
 
+    def _take(self, nbytes: int) -> None:
+        check_trial_fits(nbytes, self._free_bytes)
+        self._memory = _Memory(0)  # frees the old memory before the new is taken
+        self._memory = _Memory(nbytes)
+
     def _run_batch(self, batch: _Batch) -> dict[str, str]:
-        sources = {name: self._noise.tensor(name, *self._infos[name]) for name in batch.sources}
-        with materialised(self._skeleton, {*batch.planned, *batch.refused}, torch.device("cpu")) as held:
+        self._memory.reuse()
+        sources = {name: self._source(name) for name in batch.sources if name not in self._tied}
+        sources = {name: sources[self._tied.get(name, name)] for name in batch.sources}
+        sent = {name: _digest(tensor) for name, tensor in sources.items()}
+        with materialised(self._skeleton, {*batch.planned, *batch.refused}, self._memory.empty) as held:
             for name, flat in held.flats.items():
                 self._noise.fill(flat, _scramble(name))
             strays = self._load(sources)
             findings = dict.fromkeys(strays, "the loader writes to it from tensors that by the plan don't reach it")
             for name in held.rebound(self._skeleton) & set(batch.planned):
                 findings[name] = "the loader replaces it instead of writing to it"
-            findings |= self._mutated(batch, sources)
+            changed = {name for name, tensor in sources.items() if _digest(tensor) != sent[name]}
             for dest in batch.planned:
+                if names := sorted(changed & {p.source.tensor for p in self._placements[dest]}):
+                    findings[dest] = f"the loader changes the checkpoint tensor {names[0]}"
                 wrong = "" if dest in findings else self._compare(dest, held.flats.get(dest), sources)
                 if wrong:
                     findings[dest] = wrong
         return findings
+
+    def _source(self, name: str) -> Tensor:
+        shape, dtype = self._infos[name]
+        flat = self._memory.empty(torch.Size(shape).numel(), dtype=dtype)
+        self._noise.fill(flat, name)
+        if flat.numel() == 1 and dtype in _WIDE_FLOATS:
+            flat.nan_to_num_(nan=1.0).abs_()
+        return flat.view(shape)
 
     def _load(self, sources: Mapping[str, Tensor]) -> set[str]:
         """Runs the real load; returns the destinations that it wrote although they have no memory in this batch."""
@@ -218,25 +244,17 @@ class _Proof:
             raise _LoaderRaised(f"the real load raised {type(error).__name__}: {error}") from error
         return watch.strays - self._plan.refused.keys()
 
-    def _mutated(self, batch: _Batch, sources: Mapping[str, Tensor]) -> dict[str, str]:
-        findings = {}
-        for name, tensor in sources.items():
-            if not _same_bytes(tensor, self._noise.tensor(name, *self._infos[name])):
-                for dest in batch.planned:
-                    if any(p.source.tensor == name for p in self._placements[dest]):
-                        findings[dest] = f"the loader changes the checkpoint tensor {name}"
-        return findings
-
     def _compare(self, dest: str, loaded: Tensor | None, sources: Mapping[str, Tensor]) -> str:
+        """Replays the plan in the place of what was loaded."""
         if loaded is None:
             return "not in the skeleton"
-        replayed = torch.empty_like(loaded)
-        self._noise.fill(replayed, _scramble(dest))
+        by_loader = _digest(loaded)
+        self._noise.fill(loaded, _scramble(dest))
         try:
-            Replay(self._placements[dest], sources, {dest: replayed}, self._fills[dest]).run()
+            Replay(self._placements[dest], sources, {dest: loaded}, self._fills[dest]).run()
         except (ValueError, RuntimeError) as error:
             return f"the plan doesn't fit: {error}"
-        return "" if _same_bytes(loaded, replayed) else "the replay differs from the real load"
+        return "" if _digest(loaded) == by_loader else "the replay differs from the real load"
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -258,6 +276,24 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         return func(*args, **(kwargs or {}))
 
 
+class _Memory:
+    """Memory that batches take one after the other: the first write to new memory costs ten times as much as the next one."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8).numpy()
+        self._taken = 0
+
+    def reuse(self) -> None:
+        """Nobody uses anymore what `empty` returned so far."""
+        self._taken = 0
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """A flat tensor with a storage of its own, uninitialised."""
+        start, nbytes = self._taken, numel * dtype.itemsize
+        self._taken += _aligned(nbytes)
+        return torch.from_numpy(self._bytes[start : start + nbytes]).view(dtype)
+
+
 class _Noise:
     """Reproducible random bytes: a pool of prime length, tiled from an offset that follows from the label.
 
@@ -268,28 +304,23 @@ class _Noise:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._pool = torch.randint(0, 256, (_POOL_BYTES,), dtype=torch.uint8, generator=generator)
-
-    def tensor(self, label: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
-        self.fill(flat, label)
-        if flat.numel() == 1 and dtype in _WIDE_FLOATS:
-            flat.nan_to_num_(nan=1.0).abs_()
-        return flat.view(shape)
+        self._pool = torch.randint(0, 256, (_POOL_BYTES,), dtype=torch.uint8, generator=generator).numpy()
 
     def fill(self, flat: Tensor, label: str) -> None:
-        out = flat.view(torch.uint8)
+        # By numpy, on this thread alone: torch would use several threads, which wait for each other at each chunk.
+        out = bytes_view(flat).numpy()
         first = zlib.crc32(label.encode()) % _POOL_BYTES
         done = 0
-        while done < out.numel():
-            chunk = self._pool[first : first + out.numel() - done]
-            out[done : done + chunk.numel()].copy_(chunk)
-            done, first = done + chunk.numel(), 0
+        while done < out.size:
+            chunk = self._pool[first : first + out.size - done]
+            out[done : done + chunk.size] = chunk
+            done, first = done + chunk.size, 0
         if flat.dtype == torch.bool:
             out &= 1
 
 
 _WIDE_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ALIGNMENT = 64
 _POOL_BYTES = (1 << 20) - 3  # the largest prime below a megabyte: no row length of a weight divides it
 
 
@@ -297,9 +328,12 @@ def _scramble(dest: str) -> str:
     return f"scramble {dest}"
 
 
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    wide = torch.int64 if one.nbytes % 8 == 0 else torch.uint8
-    return torch.equal(one.reshape(-1).view(wide), other.reshape(-1).view(wide))
+def _digest(tensor: Tensor) -> int:
+    return digest_bytes(bytes_view(tensor).numpy())
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _by_dest(writes: Iterable[_Write]) -> defaultdict[str, list[_Write]]:

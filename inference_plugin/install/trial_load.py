@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,8 +55,9 @@ class Materialised:
 
 
 @contextmanager
-def materialised(skeleton: nn.Module, chosen: set[str], device: torch.device) -> Iterator[Materialised]:
-    """Gives the storages of these keys real memory, under all their names, until the context ends.
+def materialised(skeleton: nn.Module, chosen: set[str], empty: Callable[..., Tensor]) -> Iterator[Materialised]:
+    """Gives the storages of these keys real memory, under all their names, until the context ends. `empty(numel, dtype=dtype)`
+    makes flat tensors.
 
     Inside, copies of the parameters take their places: torch refuses `param.data = real` for a parameter on meta.
     """
@@ -69,7 +71,7 @@ def materialised(skeleton: nn.Module, chosen: set[str], device: torch.device) ->
             continue
         if key not in flats:
             numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-            flats[key] = torch.empty(numel, dtype=tensor.dtype, device=device)
+            flats[key] = empty(numel, dtype=tensor.dtype)
         twins[id(tensor)] = with_data(tensor, _like(tensor, flats[key]))
     tables: list[dict[str, Any]] = [
         table for module in skeleton.modules() for table in (module._parameters, module._buffers)
@@ -111,7 +113,7 @@ def loader_coverage(
     fewer tensors can be compared. Holds the memory of the whole model meanwhile.
     Raises what the loader and `Materialised.gather` raise.
     """
-    with materialised(skeleton, set(storage_views(skeleton)), device) as held:
+    with materialised(skeleton, set(storage_views(skeleton)), partial(torch.empty, device=device)) as held:
         for flat in held.flats.values():
             bytes_view(flat).fill_(POISON)
         with torch.no_grad():

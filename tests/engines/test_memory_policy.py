@@ -147,7 +147,7 @@ def test_a_plan_whose_trial_does_not_fit_is_refused_before_the_trial(tp2_engine:
     nbytes = nbytes_of(tp2_engine)
     with SyncManager(timeout_s=60) as sync:
         wanted, free = refused(tp2_engine, sync, TRIAL, workers(tp2_engine), nbytes)
-    assert nbytes < wanted * MIB <= 2 * nbytes, "the embedding's tensor, and a rank's half of it twice"
+    assert nbytes // 2 < wanted * MIB <= nbytes * 3 // 2, "the embedding's tensor, and a rank's half of it"
     assert nbytes // 4 < free * MIB <= nbytes // 2, "each of two ranks of a host counts on half of what is free"
 
 
