@@ -1,4 +1,4 @@
-"""The entry points by which engines find the plug-in. The hook specifications for third parties are in `hooks`.
+"""The entry points by which engines find the plug-in. The hook specifications for third parties are in `plugins`.
 
 An installed plug-in never keeps an engine from starting: whatever fails here is warned about once, `weightwire doctor` and
 `weightwire status` tell of it, and the engine serves without the plug-in.

@@ -218,15 +218,8 @@ def note_problem(engine: str, text: str) -> None:
 
 def problems(job: str | None = None) -> list[str]:
     """Which living processes run an engine without the plug-in, and why."""
-    found = []
-    for path in sorted(runtime_dir(job).glob("*.problem")):
-        owner = _owner(path)
-        if owner is None or has_ended(*owner):
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            why = path.read_text() or "its reason could not be written down; the engine's log has it"
-            found.append(f"{path.name.partition('-')[0]} process {owner[0]}: {why}")
-    return found
+    unknown = "its reason could not be written down; the engine's log has it"
+    return [f"{process}: {why or unknown}" for process, why in _notes(".problem", job)]
 
 
 def note_start(engine: str, about: str) -> Path:
@@ -243,13 +236,7 @@ def note_start(engine: str, about: str) -> Path:
 
 def starting(job: str | None = None) -> list[str]:
     """Which living processes start an engine that is no replica yet, in words."""
-    found = []
-    for path in sorted(runtime_dir(job).glob("*.starting")):
-        owner = _owner(path)
-        if owner is not None and not has_ended(*owner):
-            with contextlib.suppress(FileNotFoundError):
-                found.append(f"{path.name.partition('-')[0]} process {owner[0]}: {path.read_text()}")
-    return found
+    return [f"{process}: {about}" for process, about in _notes(".starting", job)]
 
 
 def none_runs(job: str | None = None) -> str:
@@ -289,6 +276,14 @@ def _remove_orphans(replicas: set[str], job: str | None) -> None:
         leftover = path.is_socket() or path.suffix in _LEFTOVERS or path.name.startswith("collective-")
         if found and found[1] not in replicas and leftover and (owner := _owner(path)) and has_ended(*owner):
             path.unlink(missing_ok=True)
+
+
+def _notes(suffix: str, job: str | None) -> Iterator[tuple[str, str]]:
+    """Living processes that left a file with this suffix, in words, each with its text."""
+    for path in sorted(runtime_dir(job).glob(f"*{suffix}")):
+        if (owner := _owner(path)) and not has_ended(*owner):
+            with contextlib.suppress(FileNotFoundError):
+                yield f"{path.name.partition('-')[0]} process {owner[0]}", path.read_text()
 
 
 def _living(pattern: str) -> dict[str, tuple[int, int]]:

@@ -50,7 +50,6 @@ class Channel(Closing):
         pid: int = 0,
         start_ticks: int = 0,
         peer_boot_id: str = "",
-        context: zmq.Context[Any] | None = None,
         resends: bool = True,
         silence_s: float | None = None,
         **where: Any,
@@ -68,7 +67,7 @@ class Channel(Closing):
         self._resend_at_s = math.inf
         self._process: ProcessWatch | None = None
         check_room(DESCRIPTORS)
-        self._socket = (context or _context_of_process()).socket(zmq.REQ)
+        self._socket = _context_of_process().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._last_words: LastWords | None = None
         self._link: Link | None = None

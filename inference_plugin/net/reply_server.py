@@ -51,12 +51,12 @@ CLOSE_S = 5.0
 class Asker:
     """Where the reply to one request goes. `peer` identifies the peer's connection."""
 
-    def __init__(self, server: ReplyServer, socket: zmq.Socket[bytes], route: Sequence[bytes], seq: int) -> None:
+    def __init__(self, server: ReplyServer, socket: zmq.Socket[bytes], route: Sequence[bytes]) -> None:
         self.peer = route[0]
         self._server = server
         self._socket = socket
         self._route = route
-        self._seq = seq
+        self._seq = 0
         self._answered = False
 
     def reply(self, body: Body, payload: Any = None) -> None:
@@ -249,7 +249,7 @@ class ReplyServer:
             return True  # the peer is no REQ: it waits for no reply
         route, frames = [frame.bytes for frame in frames[: end + 1]], frames[end + 1 :]
         self.received_bytes += sum(len(frame) for frame in frames)
-        asker = Asker(self, socket, route, 0)
+        asker = Asker(self, socket, route)
         try:
             envelope = _decode(frames)
             asker._seq = envelope.seq

@@ -8,7 +8,7 @@ import torch
 
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.messages import BoxDigest, RankVerify
-from inference_plugin.wire.tensors import bytes_view
+from inference_plugin.wire.tensors import bytes_view, narrowed
 
 __all__ = ["compare_rank"]
 
@@ -25,9 +25,7 @@ def _difference(box: BoxDigest, tensor: torch.Tensor | None) -> str:
         return f"{where} is in the engine and not in the source"
     if str(tensor.dtype).removeprefix("torch.") != box.dtype:
         return f"{where} is {box.dtype} in the engine and {tensor.dtype} in the source"
-    part = tensor
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        part = part.narrow(dim, offset, size)
+    part = narrowed(tensor, box.offsets, box.sizes)
     if not box.signed_zeros and part.is_floating_point() and part.element_size() > 1:
         part = part + 0
     same = digest_bytes(bytes_view(part.contiguous()).numpy()) == box.digest

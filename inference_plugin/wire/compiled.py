@@ -14,8 +14,7 @@ INTERFACE = 1
 """Raised together with the number in `_copying.c`, whenever a function there takes other arguments or returns something else."""
 
 NAMES = (
-    "copy_groups", "copy_rows", "copy_rows_and_digest", "copy_strided_and_digest", "digest_rows", "has_all_bits",
-    "tensor_rows", "tensors_over",
+    "copy_groups", "copy_rows", "copy_rows_and_digest", "digest_rows", "has_all_bits", "tensor_rows", "tensors_over",
 )  # fmt: skip
 """The functions that this code calls."""
 
@@ -27,7 +26,7 @@ def load() -> tuple[Any, str]:
         functions: Any = importlib.import_module("inference_plugin.wire._copying")
     except ImportError as error:
         return None, str(error)
-    found = getattr(functions, "INTERFACE", 1)  # the first builds do not say it
+    found = getattr(functions, "INTERFACE", None)
     missing = [name for name in NAMES if not hasattr(functions, name)]
     if found == INTERFACE and not missing:
         return functions, ""

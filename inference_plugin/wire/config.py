@@ -19,6 +19,7 @@ import msgspec
 
 from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES
 from inference_plugin.wire.errors import ConfigError
+from inference_plugin.wire.host_memory import free_host_bytes
 
 __all__ = [
     "OTHER_VARIABLES", "PIECE_BYTES", "Config", "Setting", "misspelt_variables", "settings", "unknown_variables",
@@ -146,10 +147,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     def warn_if_short_of_memory(self, buckets: int) -> None:
         """Logs a warning if this many buckets exceed the free memory."""
-        import psutil  # type: ignore[import-untyped]  # takes long to import, and is needed here only
-
-        wanted_bytes, free_bytes = buckets * self.bucket_bytes, psutil.virtual_memory().available
-        if wanted_bytes > free_bytes:
+        if buckets * self.bucket_bytes > (free_bytes := free_host_bytes()):
             logger.warning(
                 "weightwire: %d buckets of bucket_bytes=%d (WEIGHTWIRE_BUCKET_BYTES) exceed the %d bytes of memory that "
                 "are free",
@@ -193,19 +191,22 @@ def written(value: Any) -> str:
 
 def unknown_variables() -> list[str]:
     """Variables that begin with WEIGHTWIRE_ and are unknown, so probably misspelt."""
-    known = {*OTHER_VARIABLES, *(variable_of(name) for name in Config.__struct_fields__)}
+    known = _known_variables()
     return sorted(name for name in os.environ if name.startswith("WEIGHTWIRE_") and name not in known)
 
 
 def misspelt_variables() -> list[str]:
     """A sentence for each of `unknown_variables`, with the known name that is most similar."""
-    known = [*OTHER_VARIABLES, *(variable_of(name) for name in Config.__struct_fields__)]
     found = []
     for name in unknown_variables():
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name, _known_variables(), 1)
         meant = f"; did you mean {near[0]}?" if near else ""
         found.append(f"{name} is set, and no variable of weightwire has that name{meant}")
     return found
+
+
+def _known_variables() -> list[str]:
+    return [*OTHER_VARIABLES, *map(variable_of, Config.__struct_fields__)]
 
 
 @functools.cache

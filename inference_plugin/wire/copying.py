@@ -70,18 +70,17 @@ def _not_in_one_pass(*_: Any) -> None:
     return None
 
 
-_copy_and_digest_in_one_pass: Callable[[Any, int, int, Any, int, int], int | None]
+_copy_and_digest_in_one_pass: Callable[..., int | None]
+"""As `copy_rows_and_digest`; None, and nothing written, where it takes more than one pass."""
 _digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
 _copy_groups: Callable[[Any, list[tuple[int, list[int], list[int]]]], list[int | None]] | None
-_copy_strided: Callable[[Any, int, int, Any, int, int, int], int | None]
 if FUNCTIONS is None:
     copy_rows = _copy_rows_by_numpy
-    _copy_and_digest_in_one_pass = _digest_in_one_pass = _copy_strided = _not_in_one_pass
+    _copy_and_digest_in_one_pass = _digest_in_one_pass = _not_in_one_pass
     _copy_groups = None
 else:
     copy_rows, _copy_groups = FUNCTIONS.copy_rows, FUNCTIONS.copy_groups
     _copy_and_digest_in_one_pass, _digest_in_one_pass = FUNCTIONS.copy_rows_and_digest, FUNCTIONS.digest_rows
-    _copy_strided = FUNCTIONS.copy_strided_and_digest
 
 
 def copy_rows_and_digest(
@@ -94,10 +93,9 @@ def copy_rows_and_digest(
     places, processors without AVX2) are digested and copied by turns, and stay cached in between. Otherwise as
     `copy_rows`.
     """
-    where = target, target_start, target_stride, source, rows, row_bytes
-    in_one_pass = source_stride in (0, row_bytes)
-    digest = _copy_and_digest_in_one_pass(*where) if in_one_pass else _copy_strided(*where, source_stride)
-    return _copy_rows_and_digest_by_turns(*where, source_stride) if digest is None else digest
+    where = target, target_start, target_stride, source, rows, row_bytes, source_stride
+    digest = _copy_and_digest_in_one_pass(*where)
+    return _copy_rows_and_digest_by_turns(*where) if digest is None else digest
 
 
 def digest_rows(source: Any, stride: int, rows: int, spans: list[tuple[int, int]]) -> list[int]:

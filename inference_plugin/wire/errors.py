@@ -104,7 +104,7 @@ class WeightwireError(Exception):
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return raise_free, (self.info(),)
+        return WeightwireError.of, (self.info(),)
 
     def at(self, **where: Any) -> WeightwireError:
         """The same error with fields that were still empty filled in; returns itself."""
@@ -321,11 +321,6 @@ class UnknownKey(BatchError, KeyError):
     """A key that a distributed batch doesn't have; the text lists its keys."""
 
     default_hint = "`key in batch` tells whether it has a key"
-
-
-def raise_free(info: ErrorInfo) -> WeightwireError:
-    """Rebuilds an error (for `copy` and for frameworks that carry exceptions between their own processes)."""
-    return WeightwireError.of(info)
 
 
 def first_few(names: list[str] | tuple[str, ...], limit: int = 8) -> str:

@@ -171,10 +171,8 @@ def _around(box: Box, hole: Box) -> list[Box]:
 def split_box(box: Box, item_bytes: int, piece_bytes: int) -> list[Box]:
     """`box` cut along its outermost dimensions into boxes of at most `piece_bytes` (one element at the least), in C order.
 
-    An empty box gives none. Raises ValueError for a size that is not positive.
+    An empty box gives none.
     """
-    if piece_bytes <= 0 or item_bytes <= 0:
-        raise ValueError(f"piece_bytes and item_bytes must be positive, not {piece_bytes} and {item_bytes}")
     volume = box_volume(box)
     if volume == 0:
         return []

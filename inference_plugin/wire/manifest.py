@@ -174,9 +174,5 @@ class SegmentLayout(msgspec.Struct, frozen=True):
 
 
 def aligned(nbytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
-    """`nbytes` rounded up to a multiple of `alignment_bytes`. Raises ValueError for negative or zero arguments."""
-    if alignment_bytes <= 0:
-        raise ValueError(f"alignment_bytes must be positive, not {alignment_bytes}")
-    if nbytes < 0:
-        raise ValueError(f"nbytes must not be negative, not {nbytes}")
+    """`nbytes` rounded up to a multiple of `alignment_bytes`."""
     return -(-nbytes // alignment_bytes) * alignment_bytes

@@ -51,7 +51,20 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     lacks: tuple[str, ...] = ()
 
 
-class UpdateReport(msgspec.Struct, frozen=True):
+class _Shown(msgspec.Struct, frozen=True):
+    """A report that is shown as a `Text`."""
+
+    def __str__(self) -> str:
+        return str(self._text())
+
+    def __rich__(self) -> Any:
+        return self._text().table()
+
+    def _text(self) -> Text:
+        raise NotImplementedError
+
+
+class UpdateReport(_Shown, frozen=True):
     """An update: `bytes` of the manifest, `seconds` from call to last commit, `phases` in seconds on the manager rank.
 
     Phases: agree (discover, open, begin), stage (all ranks write; gather, pack and move are within it), seal (digests
@@ -75,12 +88,6 @@ class UpdateReport(msgspec.Struct, frozen=True):
     egress_bytes: int = 0
     held_bytes: int = 0
     engine_dtypes: dict[str, str] = {}
-
-    def __str__(self) -> str:
-        return str(self._text())
-
-    def __rich__(self) -> Any:
-        return self._text().table()
 
     def _text(self) -> Text:
         took = len(self.replicas) - len(self.failed)
@@ -141,17 +148,11 @@ class ReplicaVerify(msgspec.Struct, frozen=True):
         return self.error is None and not self.differ and not self.unreadable and self.boxes > 0
 
 
-class VerifyReport(msgspec.Struct, frozen=True):
+class VerifyReport(_Shown, frozen=True):
     """A verification of a group over all replicas."""
 
     group: str
     replicas: tuple[ReplicaVerify, ...]
-
-    def __str__(self) -> str:
-        return str(self._text())
-
-    def __rich__(self) -> Any:
-        return self._text().table()
 
     def _text(self) -> Text:
         equal = sum(one.ok for one in self.replicas)
@@ -185,16 +186,10 @@ class ReplicaPause(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
 
 
-class PauseReport(msgspec.Struct, frozen=True):
+class PauseReport(_Shown, frozen=True):
     """All replicas of the job; empty on trainer ranks above 0."""
 
     replicas: tuple[ReplicaPause, ...]
-
-    def __str__(self) -> str:
-        return str(self._text())
-
-    def __rich__(self) -> Any:
-        return self._text().table()
 
     def _text(self) -> Text:
         counts: dict[str, int] = {}
@@ -235,9 +230,8 @@ class Text:
 
     def __str__(self) -> str:
         """The heading and a line per row; columns that are empty in all rows are left out."""
-        used = [i for i, _ in enumerate(self.columns) if any(row[i] for row in self.rows)]
-        widths = {i: max(len(row[i]) for row in self.rows) for i in used}
-        lines = ["  ".join(row[i].ljust(widths[i]) for i in used).rstrip() for row in self.rows]
+        widths = {i: max(len(row[i]) for row in self.rows) for i in self._used()}
+        lines = ["  ".join(row[i].ljust(width) for i, width in widths.items()).rstrip() for row in self.rows]
         return "\n".join([self.heading, *(f"  {line}" for line in lines)])
 
     def table(self) -> Any:
@@ -245,12 +239,15 @@ class Text:
         from rich.table import Table
 
         table = Table(title=self.heading, title_justify="left")
-        used = [i for i, _ in enumerate(self.columns) if any(row[i] for row in self.rows)]
+        used = self._used()
         for i in used:
             table.add_column(self.columns[i], overflow="fold", no_wrap=i < 2)  # names, to be copied, and a word each
         for row in self.rows:
             table.add_row(*(row[i] for i in used))
         return table
+
+    def _used(self) -> list[int]:
+        return [i for i, _ in enumerate(self.columns) if any(row[i] for row in self.rows)]
 
 
 def gib(nbytes: int) -> str:

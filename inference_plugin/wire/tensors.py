@@ -13,7 +13,8 @@ from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
 
 __all__ = [
-    "PackedRows", "box_view", "bytes_view", "dtype_name", "is_freed", "packed_rows", "tensors_over", "torch_dtype",
+    "PackedRows", "box_view", "bytes_view", "dtype_name", "is_freed", "narrowed", "packed_rows", "tensors_over",
+    "torch_dtype",
 ]  # fmt: skip
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES if hasattr(torch, name)}
@@ -132,7 +133,12 @@ def box_view(segment: torch.Tensor, manifest: Manifest, box: Box) -> torch.Tenso
         raise ValueError(
             f"the segment begins {segment.storage_offset()} bytes into its storage: {spec.dtype} is unaligned"
         )
-    view = segment[start : start + spec.nbytes].view(dtype).view(spec.shape)
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        view = view.narrow(dim, offset, size)
-    return view
+    return narrowed(segment[start : start + spec.nbytes].view(dtype).view(spec.shape), box.offsets, box.sizes)
+
+
+def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The part of `tensor` that begins at `offsets` and has `sizes`, as a view of it."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor

@@ -127,8 +127,8 @@ Work = (
 
 
 class Terms(Struct, frozen=True):
-    """Result of `AgreeOnTerms`. `claims`: the parameters that an update writes; `nbytes` of the staging; `whole`: such an
-    update is one of the whole model."""
+    """Result of `AgreeOnTerms`. `claims`: the parameters that an update writes; `whole`: such an update is one of the whole
+    model."""
 
     needs: tuple[Box, ...]
     mechanism: str
@@ -137,7 +137,6 @@ class Terms(Struct, frozen=True):
     claims: frozenset[str]
     derived: int
     untouched: int
-    nbytes: int
     whole: bool
     passed_over: tuple[int, ...] = ()
     takes_bytes: int = 0

@@ -165,7 +165,6 @@ class WeightUpdateGroup:
             install=terms.install if terms else "",
             mechanism=terms.mechanism if terms else "",
             digest=installed.digest if installed else "",
-            staged_bytes=terms.nbytes if transaction and terms else 0,
             detail=(self.detail or self.unknown)[:MAX_DETAIL_CHARACTERS],
             partial=self.partial,
         )

@@ -243,7 +243,6 @@ class GroupWork:
                 untouched=len(terms.untouched),
                 passed_over=terms.passed_over,
                 takes_bytes=terms.takes_bytes,
-                nbytes=request.manifest.nbytes,
                 whole=not request.partial and not is_apart(self.name),
             )
         except BaseException:

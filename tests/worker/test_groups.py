@@ -43,7 +43,7 @@ def test_an_update_goes_through_its_states_to_the_new_version(worker: Worker, tr
     done = worker.commit("t1", 3)
     states.append(worker.status().state)
     assert states == ["idle", "receiving", "sealed", "idle"]
-    assert (done.version, done.rank, done.error) == (3, 0, None)
+    assert (done.version, done.rank) == (3, 0)
     assert (worker.status().version, worker.status().digest) == (3, sealed.digest)
     assert sealed.checked_bytes == MANIFEST.nbytes
     assert_equal_bytes(worker.installer.installed, weights(1))
@@ -121,7 +121,7 @@ def test_a_begin_that_comes_after_its_abort_does_not_come_back_to_life(worker: W
     trainer.abort("t1", "the trainer gave up")
     with pytest.raises(VersionConflict, match="dropped: the trainer gave up"):
         trainer.begin("t1", 1)
-    assert (worker.status().state, worker.status().staged_bytes) == ("idle", 0)
+    assert (worker.status().state, worker.status().txn) == ("idle", "")
     trainer.update("t2", 1, weights(1))
     assert worker.commit("t2", 1).version == 1
 
@@ -176,7 +176,7 @@ def test_an_update_that_overtakes_while_the_other_is_being_sealed_ends_the_seali
 
 
 def serves(worker: Worker, seed: int, version: int) -> None:
-    assert (worker.status().state, worker.status().version, worker.status().staged_bytes) == ("idle", version, 0)
+    assert (worker.status().state, worker.status().version, worker.status().txn) == ("idle", version, "")
     assert_equal_bytes(worker.installer.installed, weights(seed))
 
 

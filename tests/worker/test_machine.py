@@ -150,7 +150,7 @@ class Shell:
         if isinstance(work, AgreeOnTerms):
             names = "".join(work.request.manifest.index)
             whole = TERMS[names][1] and not work.request.partial
-            result = Terms((Box(0, (0,), (4,)),), "plan", "copy", "a test", frozenset(names), 0, 0, 4, whole)
+            result = Terms((Box(0, (0,), (4,)),), "plan", "copy", "a test", frozenset(names), 0, 0, whole)
         elif isinstance(work, MapStaging):
             result = Mapped(f"segment of {work.txn}", work.segment == b"late")
         elif isinstance(work, Stage):

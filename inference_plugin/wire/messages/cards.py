@@ -42,7 +42,6 @@ class GroupStatus(msgspec.Struct, frozen=True):
     install: Word = ""
     mechanism: Word = ""
     digest: Word = ""
-    staged_bytes: Count = 0
     detail: Text = ""
     partial: bool = False
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import msgspec
 
-from inference_plugin.wire.errors import ErrorInfo
 from inference_plugin.wire.messages.common import (
     GroupName,
     InFlight,
@@ -44,7 +43,6 @@ class RankCommit(msgspec.Struct, frozen=True):
     version: int
     install_s: float
     releases_segment: bool
-    error: ErrorInfo | None = None
     partial: bool = False
     torn: tuple[str, ...] = ()
     checked_bytes: int = 0
@@ -90,7 +88,6 @@ class RankVerify(msgspec.Struct, frozen=True):
     version: int | None
     boxes: tuple[BoxDigest, ...]
     unreadable: dict[str, str] = {}
-    error: ErrorInfo | None = None
 
 
 class Verified(msgspec.Struct, frozen=True, tag="verified"):
