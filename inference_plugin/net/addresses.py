@@ -33,7 +33,7 @@ from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError
 from inference_plugin.wire.messages import ReplicaCard
 
 __all__ = [
-    "boot_id", "check_room", "checked_job", "discover", "ipc_address", "is_orphaned", "is_published", "job_name",
+    "boot_id", "check_room", "checked_job", "discover", "here", "ipc_address", "is_orphaned", "is_published", "job_name",
     "listen_address", "local_pools", "local_registries", "new_registry_address", "new_replica_id", "note_problem",
     "note_start", "problems", "registry_address", "remove_card", "remove_replica", "replace_file", "runtime_dir",
     "stale_replicas", "starting", "write_card",
@@ -260,6 +260,11 @@ def boot_id() -> str:
     """This host's boot and this process's pid namespace: within both, a pid means one process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def here() -> str:
+    """Identifies this host and pid namespace, and the job by its runtime directory."""
+    return f"{boot_id()} {runtime_dir()}"
 
 
 def _is_stale(card: ReplicaCard) -> bool:

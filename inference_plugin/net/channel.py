@@ -20,9 +20,9 @@ from inference_plugin.wire import codec
 from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, WeightwireError
-from inference_plugin.wire.messages import Body, Failed, ReplicaCard, WorkerCard
+from inference_plugin.wire.messages import Body, Failed, Hop, ReplicaCard, Target, WorkerCard
 
-__all__ = ["Channel", "Outgoing", "coordinator_channel", "fan_out", "take_ready", "worker_channel"]
+__all__ = ["Channel", "Outgoing", "bytes_channel", "coordinator_channel", "fan_out", "take_ready", "worker_channel"]
 
 RESEND_S = 10.0
 """A request without a reply is sent again after this time, then after twice that, and so on: requests are idempotent, and
@@ -230,6 +230,21 @@ def coordinator_channel(card: ReplicaCard, silence_s: float | None = None) -> Ch
 def worker_channel(card: ReplicaCard, worker: WorkerCard, silence_s: float | None = None) -> Channel:
     """A channel to one of a replica's workers, for the calling thread."""
     return _member(card, worker, side="worker", rank=worker.rank, silence_s=silence_s)
+
+
+def bytes_channel(worker: Target | Hop, side: str, silence_s: float) -> Channel:
+    """A channel for buckets to a worker, for the calling thread. `side`: whose this end is."""
+    return Channel(
+        worker.address,
+        pid=worker.pid,
+        start_ticks=worker.start_ticks,
+        peer_boot_id=worker.boot_id,
+        silence_s=silence_s,
+        side=side,
+        replica=worker.replica,
+        rank=worker.rank,
+        phase="stage",
+    )
 
 
 _started: weakref.WeakSet[zmq.Context[Any]] = weakref.WeakSet()

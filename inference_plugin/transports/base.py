@@ -25,9 +25,18 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
-from inference_plugin.transports.pieces import DigestPass, DigestPasses, Lying, in_segment, pieces_of, place_piece
+from inference_plugin.transports.pieces import (
+    Bytes,
+    DigestPass,
+    DigestPasses,
+    Lying,
+    in_segment,
+    pieces_of,
+    place_piece,
+)
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.wire.config import PIECE_BYTES, Config
+from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     DigestMismatch,
     ProtocolError,
@@ -43,7 +52,7 @@ from inference_plugin.wire.zone import ZoneLayout
 
 __all__ = [
     "Delivery", "Kept", "Put", "Receiver", "Sender", "Slice", "Staging", "Target", "Transport", "WriteStats",
-    "pieces_of", "place_piece",
+    "digested_pieces", "pieces_of", "place_piece",
 ]  # fmt: skip
 
 
@@ -90,6 +99,19 @@ class WriteStats:
     """Replicas that couldn't be written to, where others could."""
 
 
+def digested_pieces(delivery: Delivery, stats: WriteStats) -> Iterator[tuple[Piece, Bytes]]:
+    """The pieces of a delivery with their bytes, each valid until the next. What the caller does with each counts in `move_s`."""
+    for item in delivery.slices:
+        for place, data in pieces_of(delivery.manifest, item):
+            started_s = time.perf_counter()
+            piece = Piece(place.box, digest_bytes(data))
+            digested_s = time.perf_counter()
+            yield piece, data
+            stats.nbytes += data.nbytes
+            stats.digest_s += digested_s - started_s
+            stats.move_s += time.perf_counter() - digested_s
+
+
 class Staging(abc.ABC):
     """Memory of one transaction on one worker: `segment` is uint8 of the layout's size, read-only by agreement.
 
@@ -97,7 +119,8 @@ class Staging(abc.ABC):
 
     segment: torch.Tensor
     segment_id: str
-    extra_bytes: int
+    extra_bytes: int = 0
+    """Memory that the worker holds for it beside the live weights."""
     landing: bytes = b""
     takes_late: bool = False
     """Whether buckets may still arrive after the seal was requested."""
@@ -168,7 +191,7 @@ class Staging(abc.ABC):
             return sum(pool.map(carried(check_some), parts))
 
     def lying(self, manifest: Manifest, box: Box) -> Iterable[Lying]:
-        """Where a box lies in `segment`: once in checkpoint layout; in a zone once for each place that it lands in."""
+        """Where a box lies in `segment`: `LyingAt`."""
         return (in_segment(manifest, box),)
 
     @abc.abstractmethod
@@ -195,9 +218,9 @@ class Receiver(abc.ABC):
     def drop_kept(self) -> None:  # noqa: B027 -- most keep nothing
         """Frees what is kept between transactions. Called while none is open."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Frees everything; may be called twice."""
+        self.drop_kept()
 
 
 class Sender(abc.ABC):

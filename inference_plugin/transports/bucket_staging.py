@@ -6,6 +6,7 @@ import mmap
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import sub
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from inference_plugin.wire.geometry import Box, Piece, PiecePlace, intersect
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Bucket, Relay
-from inference_plugin.wire.tensors import box_view, torch_dtype
+from inference_plugin.wire.tensors import box_view, narrowed, torch_dtype
 
 __all__ = ["BucketReceiver", "BucketStaging", "check_received", "checked_pieces"]
 
@@ -97,9 +98,8 @@ class BucketStaging(Staging):
             place_piece(self.segment, self._manifest, place, data)
             return True
         source = typed(data, torch_dtype(self._manifest.tensors[box.tensor].dtype)).view(box.sizes)
-        for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-            source = source.narrow(dim, offset - box.offsets[dim], size)
-        box_view(self.segment, self._manifest, part).copy_(source)
+        needed = narrowed(source, tuple(map(sub, part.offsets, box.offsets)), part.sizes)
+        box_view(self.segment, self._manifest, part).copy_(needed)
         return True
 
     def pass_on(self, bucket: Bucket, payload: memoryview) -> None:

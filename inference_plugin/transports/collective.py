@@ -30,17 +30,16 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.devices import in_use, start_thread
-from inference_plugin.net.addresses import boot_id, runtime_dir
+from inference_plugin.net.addresses import boot_id, here, runtime_dir
 from inference_plugin.transports.backends import Group, backend_named, chosen_backend
-from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats
+from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats, digested_pieces
 from inference_plugin.transports.bucket_staging import BucketReceiver, BucketStaging
-from inference_plugin.transports.interfaces import INTERFACE, own_interface, reach_store, serve_store
-from inference_plugin.transports.pieces import Bytes, pieces_of
+from inference_plugin.transports.interfaces import INTERFACE, own_interface, serve_store
+from inference_plugin.transports.pieces import Bytes
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.transports.topology import SENDER, GroupPlan, Process, plan_groups
 from inference_plugin.wire.codec import MAX_PAYLOAD_BYTES, decode_as
 from inference_plugin.wire.config import Config, variable_of
-from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     PeerLost,
     ProtocolError,
@@ -207,7 +206,7 @@ class CollectiveReceiver(BucketReceiver):
         offered = decode_as(probe, Probe)
         if offered.has_interface:
             own_interface(Config.from_environment())
-        elif offered.here != _here():
+        elif offered.here != here():
             raise TransportUnavailable(
                 "collective: the trainer is on another host or has another runtime directory; collectives authenticate "
                 "nobody, and stay on one host by default",
@@ -244,7 +243,7 @@ class CollectiveSender(Sender):
 
     def probe(self) -> bytes:
         has_interface = self.config.collective_interface is not None
-        return msgspec.msgpack.encode(Probe(_here(), has_interface, self._backend, in_use().uuid()))
+        return msgspec.msgpack.encode(Probe(here(), has_interface, self._backend, in_use().uuid()))
 
     def meet(self, targets: Sequence[Target], trainer_ranks: int, timeout_s: float, fan_out: FanOut) -> None:
         self._met = tuple(targets), trainer_ranks, timeout_s
@@ -295,21 +294,14 @@ class CollectiveSender(Sender):
     def _send_all(self, joined: Group, delivery: Delivery, pieces: list[Piece], stats: WriteStats) -> None:
         self.config.warn_if_short_of_memory(2)
         packed, flying = (BroadcastBuffer(self.config.bucket_bytes) for _ in range(2))
-        for item in delivery.slices:
-            for place, part in pieces_of(delivery.manifest, item):
-                started_s = time.perf_counter()
-                piece = Piece(place.box, digest_bytes(part))
-                digested_s = time.perf_counter()
-                if not packed.has_room(part.nbytes):
-                    flying.wait()
-                    packed.send(joined)
-                    packed, flying = flying, packed
-                    stats.messages += 1
-                packed.add(piece, part)
-                pieces.append(piece)
-                stats.nbytes += part.nbytes
-                stats.digest_s += digested_s - started_s
-                stats.move_s += time.perf_counter() - digested_s
+        for piece, part in digested_pieces(delivery, stats):
+            if not packed.has_room(part.nbytes):
+                flying.wait()
+                packed.send(joined)
+                packed, flying = flying, packed
+                stats.messages += 1
+            packed.add(piece, part)
+            pieces.append(piece)
         started_s = time.perf_counter()
         flying.wait()
         if packed.pieces:
@@ -326,11 +318,6 @@ class CollectiveSender(Sender):
         for path in self._paths:
             path.unlink(missing_ok=True)
         self._paths, self._store = [], None
-
-
-def _here() -> str:
-    """Identifies this host and runtime directory."""
-    return f"{boot_id()} {runtime_dir()}"
 
 
 def _this_process() -> Process:
@@ -350,7 +337,8 @@ def _join(
     def meet(limit: timedelta) -> Any:
         if rendezvous.store is None:
             return dist.FileStore(str(_path(rendezvous.name, plan.sender)), plan.size)  # type: ignore[attr-defined]
-        return dist.PrefixStore(f"{rendezvous.name}/{plan.sender}", reach_store(*rendezvous.store, limit))  # type: ignore[attr-defined]
+        store = dist.TCPStore(*rendezvous.store, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"{rendezvous.name}/{plan.sender}", store)  # type: ignore[attr-defined]
 
     return Group(
         backend_named(rendezvous.backend),

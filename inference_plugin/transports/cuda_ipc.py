@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from inference_plugin.devices import Runs, SharedMemory, device_of, in_use, present
-from inference_plugin.net.addresses import boot_id, runtime_dir
+from inference_plugin.net.addresses import here
 from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats
 from inference_plugin.transports.device_pieces import PIECE_BYTES, DevicePieces, KnownRuns, KnownSpots
 from inference_plugin.transports.segment import SegmentAddress, SharedSegment
@@ -105,7 +105,7 @@ class _WriterLock:
 
     def write(self, card: bytes) -> SegmentAddress:
         self._segment = SharedSegment.create(len(card))
-        self._segment.tensor[: len(card)] = torch.frombuffer(bytearray(card), dtype=torch.uint8)
+        self._segment.write(0, card)
         return self._segment.address
 
     def take(self) -> bool:
@@ -143,7 +143,7 @@ class DeviceZoneStaging(ZoneStaging):
         self._seal()
         pieces = tuple(pieces)
         device, digests = device_of(self.segment.device), [piece.digest for piece in pieces]
-        spots = self._spots.of(manifest, tuple(piece.box for piece in pieces), self.lying)
+        spots = self._spots.of(manifest, (piece.box for piece in pieces), self.lying)
         for batch in spots:
             found = device.new_digests()
             if batch.starts is None:
@@ -173,7 +173,7 @@ class DeviceZoneReceiver(ZoneReceiver):
 
     def check_probe(self, probe: bytes) -> None:
         offered = decode_as(probe, Probe)
-        if offered.here != _here():
+        if offered.here != here():
             raise TransportUnavailable("cuda_ipc: the trainer is on another host, or has another runtime directory")
         if not (mine := in_use().uuid()) or mine not in offered.devices:
             raise TransportUnavailable(
@@ -206,7 +206,7 @@ class CudaIpcSender(Sender):
         self._runs = KnownRuns()
 
     def probe(self) -> bytes:
-        return msgspec.msgpack.encode(Probe(_here(), in_use().reachable()))
+        return msgspec.msgpack.encode(Probe(here(), in_use().reachable()))
 
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         return b""
@@ -263,18 +263,12 @@ class CudaIpcSender(Sender):
         """A zone's card. The last one that was asked for comes last; the zones of a worker share one `ZoneLayout`."""
         card = self._cards.pop(address.segment.segment_id, None)
         if card is None:
-            card = _card_in(segment, address)
+            card = segment.read(0, address.nbytes, Card)
             card.layout.check(manifest)
             same = (other.layout for other in self._cards.values() if other.layout == card.layout)
             card = Card(card.device, card.handle, next(same, card.layout))
         self._cards[address.segment.segment_id] = card
         return card
-
-
-def _card_in(segment: SharedSegment, address: CardAddress) -> Card:
-    if address.nbytes > segment.nbytes:
-        raise ProtocolError(f"a card of {address.nbytes} bytes in a segment of {segment.nbytes}")
-    return decode_as(segment.tensor[: address.nbytes].numpy().tobytes(), Card)
 
 
 def _lock(segment: SharedSegment, kind: int) -> bool:
@@ -283,11 +277,6 @@ def _lock(segment: SharedSegment, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _here() -> str:
-    """Identifies this host, and the job by its runtime directory."""
-    return f"{boot_id()} {runtime_dir()}"
 
 
 def _free_bytes() -> int:

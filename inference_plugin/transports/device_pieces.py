@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from inference_plugin.devices import Digests, Offsets, Runs, device_of
 from inference_plugin.transports.base import WriteStats
-from inference_plugin.transports.pieces import Lying, checked_dtype, part_of
+from inference_plugin.transports.pieces import Groups, Lying, LyingAt, checked_dtype, part_of
 from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import bytes_view
@@ -100,41 +100,25 @@ class Spots:
     nbytes: int
 
 
-class KnownSpots:
-    """The spots of a list of boxes, which repeats with every update."""
+class KnownSpots(Groups[Spots]):
+    """The spots of a list of boxes."""
 
-    def __init__(self) -> None:
-        self._known: tuple[Manifest | None, tuple[Box, ...], list[Spots]] = None, (), []
-
-    def of(
-        self, manifest: Manifest, boxes: tuple[Box, ...], lying: Callable[[Manifest, Box], Iterable[Lying]]
-    ) -> list[Spots]:
-        """`lying` says where a box lies, the same at every call."""
-        of, known, spots = self._known
-        if manifest is not of or boxes != known:
-            spots = list(_spots(manifest, boxes, lying))
-            self._known = manifest, boxes, spots
-        return spots
-
-
-def _spots(
-    manifest: Manifest, boxes: Sequence[Box], lying: Callable[[Manifest, Box], Iterable[Lying]]
-) -> Iterator[Spots]:
-    found = [(position, where) for position, box in enumerate(boxes) for where in lying(manifest, box)]
-    for are_runs in (True, False):
-        batch: list[tuple[int, Lying]] = []
-        nbytes = 0
-        some = [one for one in found if (one[1].rows is not None and one[1].rows.sizes[0] == 1) == are_runs]
-        for index, (position, where) in enumerate(some):
-            batch.append((position, where))
-            nbytes += manifest.box_nbytes(boxes[position])
-            # Pieces that lie apart are packed to be read, in memory beside the engine's.
-            if nbytes >= (BATCH_BYTES if are_runs else MADE_BYTES) or index == len(some) - 1:
-                rows = [where.rows for _, where in batch if where.rows is not None]
-                starts = np.array([each.offset for each in rows], dtype=np.int64) if are_runs else None
-                lengths = np.array([manifest.box_nbytes(boxes[position]) for position, _ in batch], dtype=np.int64)
-                yield Spots([position for position, _ in batch], [where for _, where in batch], starts, lengths, nbytes)
-                batch, nbytes = [], 0
+    def _grouped(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterator[Spots]:
+        found = [(position, where) for position, box in enumerate(boxes) for where in lying(manifest, box)]
+        for are_runs in (True, False):
+            batch: list[tuple[int, Lying]] = []
+            nbytes = 0
+            some = [one for one in found if (one[1].rows is not None and one[1].rows.sizes[0] == 1) == are_runs]
+            for index, (position, where) in enumerate(some):
+                batch.append((position, where))
+                nbytes += manifest.box_nbytes(boxes[position])
+                # Pieces that lie apart are packed to be read, in memory beside the engine's.
+                if nbytes >= (BATCH_BYTES if are_runs else MADE_BYTES) or index == len(some) - 1:
+                    rows = [where.rows for _, where in batch if where.rows is not None]
+                    starts = np.array([each.offset for each in rows], dtype=np.int64) if are_runs else None
+                    lengths = np.array([manifest.box_nbytes(boxes[position]) for position, _ in batch], dtype=np.int64)
+                    yield Spots([p for p, _ in batch], [where for _, where in batch], starts, lengths, nbytes)
+                    batch, nbytes = [], 0
 
 
 class DevicePieces:

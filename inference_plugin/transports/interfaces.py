@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from inference_plugin.wire.config import Config, variable_of
 from inference_plugin.wire.errors import TransportUnavailable
 
-__all__ = ["INTERFACE", "own_interface", "reach_store", "serve_store"]
+__all__ = ["INTERFACE", "own_interface", "serve_store"]
 
 INTERFACE = variable_of("collective_interface")
 
@@ -49,11 +48,6 @@ def serve_store(interface: str) -> tuple[Any, tuple[str, int]]:
     finally:
         listening.close()
     return store, (address, port)
-
-
-def reach_store(address: str, port: int, limit: timedelta) -> Any:
-    """The store at that address. Raises torch's `DistNetworkError` where nobody answers within `limit`."""
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]
 
 
 def _address_of(interface: str) -> tuple[socket.AddressFamily, str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from inference_plugin.net.channel import Channel
+from inference_plugin.net.channel import bytes_channel
 from inference_plugin.transports.base import Target
 from inference_plugin.transports.pieces import Bytes
 from inference_plugin.wire.config import Config
@@ -51,17 +51,7 @@ class Lane:
 
     def __init__(self, target: Target, config: Config) -> None:
         self.target = target
-        self.channel = Channel(
-            target.address,
-            pid=target.pid,
-            start_ticks=target.start_ticks,
-            peer_boot_id=target.boot_id,
-            side="trainer",
-            replica=target.replica,
-            rank=target.rank,
-            phase="stage",
-            silence_s=config.silence_s,
-        )
+        self.channel = bytes_channel(target, "trainer", config.silence_s)
         self._to = f"{target.replica} rank {target.rank}"
         self._bucket_bytes = config.bucket_bytes
         self._buffers = collections.deque(self._make_buffers(config))

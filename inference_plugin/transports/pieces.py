@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from operator import sub
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,12 +20,14 @@ from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.geometry import Box, PiecePlace, Region, Slice, rows_region
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.tensors import box_view, bytes_view, torch_dtype
+from inference_plugin.wire.tensors import box_view, bytes_view, narrowed, torch_dtype
 
 __all__ = [
-    "Bytes", "DigestPass", "DigestPasses", "Lying", "PieceRows", "checked_dtype", "in_segment", "part_of", "pieces_of",
-    "place_piece", "rows_of_pieces", "typed",
+    "Bytes", "DigestPass", "DigestPasses", "Groups", "Lying", "LyingAt", "PieceRows", "checked_dtype", "in_segment",
+    "part_of", "pieces_of", "place_piece", "rows_of_pieces", "typed",
 ]  # fmt: skip
+
+Group = TypeVar("Group")
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Contiguous bytes. numpy's calls cost a fraction of torch's, and a copy of this size needs one thread only."""
@@ -123,11 +127,7 @@ def _cut(manifest: Manifest, item: Slice, dtype: torch.dtype, piece_bytes: int) 
 
 def part_of(item: Slice, place: PiecePlace) -> torch.Tensor:
     """A piece of a slice, as a view of it."""
-    part = item.tensor
-    for dim, (start, size) in enumerate(zip(place.box.offsets, place.box.sizes, strict=True)):
-        if size != item.box.sizes[dim]:
-            part = part.narrow(dim, start - item.box.offsets[dim], size)
-    return part
+    return narrowed(item.tensor, tuple(map(sub, place.box.offsets, item.box.offsets)), place.box.sizes)
 
 
 def _from_device(
@@ -189,6 +189,10 @@ class Lying(NamedTuple):
     view: Callable[[torch.Tensor], torch.Tensor]
 
 
+LyingAt: TypeAlias = Callable[[Manifest, Box], Iterable[Lying]]
+"""Where a box lies: once in a segment, in a zone once for each place that it lands in."""
+
+
 def in_segment(manifest: Manifest, box: Box) -> Lying:
     """Where a box lies in a segment."""
     base = manifest.layout.offsets[box.tensor]
@@ -219,40 +223,42 @@ class DigestPass:
         return digest_rows(memory.numpy(), regions[0].strides[0], regions[0].sizes[0], spans)
 
 
-class DigestPasses:
-    """The passes over lists of boxes that repeat with every update: only a new list is grouped."""
+class Groups(abc.ABC, Generic[Group]):
+    """The boxes of a list, grouped to be digested together. Lists repeat with every update: only a new one is grouped."""
 
     def __init__(self) -> None:
-        self._known: tuple[Manifest | None, tuple[Box, ...], list[DigestPass]] = None, (), []
+        self._known: tuple[Manifest | None, tuple[Box, ...], list[Group]] = None, (), []
 
-    def of(
-        self, manifest: Manifest, boxes: Iterable[Box], lying: Callable[[Manifest, Box], Iterable[Lying]]
-    ) -> list[DigestPass]:
-        """In the order of memory. `lying` says where a box lies, the same at every call."""
+    def of(self, manifest: Manifest, boxes: Iterable[Box], lying: LyingAt) -> list[Group]:
+        """`lying` says where a box lies, the same at every call."""
         boxes = tuple(boxes)
-        of, known, passes = self._known
+        of, known, groups = self._known
         if manifest is not of or boxes != known:
-            passes = _grouped(manifest, boxes, lying)
-            self._known = manifest, boxes, passes
-        return passes
+            groups = list(self._grouped(manifest, boxes, lying))
+            self._known = manifest, boxes, groups
+        return groups
+
+    @abc.abstractmethod
+    def _grouped(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterable[Group]: ...
 
 
-def _grouped(
-    manifest: Manifest, boxes: Sequence[Box], lying: Callable[[Manifest, Box], Iterable[Lying]]
-) -> list[DigestPass]:
-    passes: defaultdict[Hashable, DigestPass] = defaultdict(DigestPass)
-    for position, box in enumerate(boxes):
-        for where in lying(manifest, box):
-            rows = where.rows
-            if rows is None or rows.sizes[0] == 1:
-                group = passes[where.base, box]
-            else:
-                first_row = (rows.offset - where.base) // rows.strides[0]
-                group = passes[where.base, first_row, rows.sizes[0], rows.strides[0]]
-            group.pieces.append(position)
-            group.lying.append(where)
-            group.nbytes += manifest.box_nbytes(box)
-    return sorted(passes.values(), key=lambda group: group.start)
+class DigestPasses(Groups[DigestPass]):
+    """Passes over the host's memory, in its order."""
+
+    def _grouped(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterable[DigestPass]:
+        passes: defaultdict[Hashable, DigestPass] = defaultdict(DigestPass)
+        for position, box in enumerate(boxes):
+            for where in lying(manifest, box):
+                rows = where.rows
+                if rows is None or rows.sizes[0] == 1:
+                    group = passes[where.base, box]
+                else:
+                    first_row = (rows.offset - where.base) // rows.strides[0]
+                    group = passes[where.base, first_row, rows.sizes[0], rows.strides[0]]
+                group.pieces.append(position)
+                group.lying.append(where)
+                group.nbytes += manifest.box_nbytes(box)
+        return sorted(passes.values(), key=lambda group: group.start)
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:

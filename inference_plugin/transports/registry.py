@@ -41,10 +41,8 @@ def transport_named(name: str) -> Transport:
 
 
 def available_transports() -> list[Transport]:
-    """The transports that `auto` tries, in its order: those that stream, or the others, as `install` says.
-
-    Raises `TransportUnavailable` if there is none.
-    """
+    """The transports that can be used here, in the order in which `auto` tries them. Raises `TransportUnavailable` if there is
+    none."""
     known = transports()
     usable = [transport for transport in known.values() if transport.why_not() is None]
     if not usable:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from inference_plugin.net.channel import Channel
+from inference_plugin.net.channel import Channel, bytes_channel
 from inference_plugin.net.listening import check_listen_address
 from inference_plugin.transports.spread import branches
 from inference_plugin.wire.errors import PeerLost, ProtocolError, SyncTimeout, WeightwireError
@@ -173,17 +173,7 @@ class _Feed(threading.Thread):
     def run(self) -> None:
         child = self._child
         try:
-            with Channel(
-                child.address,
-                pid=child.pid,
-                start_ticks=child.start_ticks,
-                peer_boot_id=child.boot_id,
-                side="worker",
-                replica=child.replica,
-                rank=child.rank,
-                phase="stage",
-                silence_s=self._relay.silence_s,
-            ) as channel:
+            with bytes_channel(child, "worker", self._relay.silence_s) as channel:
                 self._pass_all(channel)
         except Exception as error:  # noqa: BLE001 -- the child's replica is the manager's to judge; those below are ours
             logger.info("weightwire: no longer relaying to %s: %s", child.replica, WeightwireError.wrap(error))

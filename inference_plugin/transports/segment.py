@@ -17,7 +17,7 @@ import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,7 +25,8 @@ import torch
 
 from inference_plugin.devices import in_use
 from inference_plugin.net.addresses import boot_id
-from inference_plugin.wire.errors import TransportUnavailable
+from inference_plugin.wire.codec import decode_as
+from inference_plugin.wire.errors import ProtocolError, TransportUnavailable
 from inference_plugin.wire.messages.common import BootId, Count
 
 __all__ = ["LARGE_PAGE_BYTES", "MIN_SEGMENT_BYTES", "SegmentAddress", "SharedSegment", "why_no_segments"]
@@ -36,6 +37,8 @@ GIVEN_BACK_AT_ONCE = TOUCHED_AT_ONCE = 4 << 20
 """Bytes of one system call, during which no other Python thread runs."""
 
 LARGE_PAGE_BYTES = 2 << 20
+
+T = TypeVar("T")
 
 MADV_POPULATE_WRITE = 23
 """Linux 5.14. Python's mmap has no name for it."""
@@ -123,6 +126,16 @@ class SharedSegment:
     def address(self) -> SegmentAddress:
         """The address for other processes, valid while this one lives and keeps the segment open."""
         return SegmentAddress(self.segment_id, boot_id(), os.getpid(), self.fd, self.nbytes, os.fstat(self.fd).st_ino)
+
+    def write(self, start: int, struct: bytes) -> None:
+        """Puts a struct in msgpack at byte `start`, for `read`."""
+        self.tensor[start : start + len(struct)] = torch.frombuffer(bytearray(struct), dtype=torch.uint8)
+
+    def read(self, start: int, nbytes: int, kind: type[T]) -> T:
+        """The struct of type `kind` at byte `start`. Raises `ProtocolError` for anything else."""
+        if start + nbytes > self.nbytes:
+            raise ProtocolError(f"a {kind.__name__} at {start} of {nbytes} bytes, in a segment of {self.nbytes}")
+        return decode_as(self.tensor[start : start + nbytes].numpy().tobytes(), kind)
 
     def set_writable(self, writable: bool) -> None:
         """Ends, or begins anew, this process's permission to write; its page tables stay. Raises OSError."""

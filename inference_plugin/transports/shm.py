@@ -35,7 +35,6 @@ class ShmStaging(Staging):
         self.passes = passes
         self.segment = segment.tensor[:nbytes]
         self.segment_id = segment.segment_id
-        self.extra_bytes = 0
 
     def close(self) -> None:
         self.segment = torch.empty(0, dtype=torch.uint8)
@@ -77,9 +76,6 @@ class ShmReceiver(Receiver):
     def drop_kept(self) -> None:
         while self._segments:
             self._segments.popitem()[1].close()
-
-    def close(self) -> None:
-        self.drop_kept()
 
 
 class ShmSender(Sender):

@@ -62,7 +62,6 @@ class StreamStaging(Staging):
     def __init__(self, manifest: Manifest, buffers: Buffers, landing: bytes) -> None:
         self.segment = torch.empty(0, dtype=torch.uint8)
         self.segment_id = secrets.token_hex(8)
-        self.extra_bytes = 0
         self.landing = landing
         self._manifest = manifest
         self._buffers = buffers
@@ -188,9 +187,6 @@ class StreamReceiver(Receiver):
         return StreamStaging(manifest, self._buffers, self._landing)
 
     def drop_kept(self) -> None:
-        self._buffers.close()
-
-    def close(self) -> None:
         self._buffers.close()
 
 

@@ -14,14 +14,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats
+from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats, digested_pieces
 from inference_plugin.transports.bucket_staging import BucketReceiver
 from inference_plugin.transports.lanes import Lane, WriteTerms
-from inference_plugin.transports.pieces import pieces_of
 from inference_plugin.transports.relay import RelayTerms
 from inference_plugin.transports.spread import FanOut, branches, classes_of, degree_of
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import PeerLost
 from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.manifest import Manifest
@@ -63,18 +61,11 @@ class ZmqSender(Sender):
         lanes = self._used = self._spread(terms, delivery.targets)
         pieces: list[Piece] = []
         stats = WriteStats()
-        for item in delivery.slices:
-            for place, part in pieces_of(delivery.manifest, item):
-                started_s = time.perf_counter()
-                piece = Piece(place.box, digest_bytes(part))
-                digested_s = time.perf_counter()
-                pieces.append(piece)
-                for lane in lanes:
-                    with lane.failing():
-                        lane.add(piece, part)
-                stats.nbytes += part.nbytes
-                stats.digest_s += digested_s - started_s
-                stats.move_s += time.perf_counter() - digested_s
+        for piece, part in digested_pieces(delivery, stats):
+            pieces.append(piece)
+            for lane in lanes:
+                with lane.failing():
+                    lane.add(piece, part)
         started_s = time.perf_counter()
         for lane in lanes:
             with lane.failing():

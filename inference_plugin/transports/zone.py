@@ -80,9 +80,7 @@ class Zone:
         self.layout = layout
         self._segment = SharedSegment.create(layout_at + len(described))
         self._segment.ask_for_large_pages()
-        self._segment.tensor[layout_at : layout_at + len(described)] = torch.frombuffer(
-            bytearray(described), dtype=torch.uint8
-        )
+        self._segment.write(layout_at, described)
         self.address = ZoneAddress(self._segment.address, layout_at, len(described))
         self._closed = threading.Event()
         with contextlib.suppress(RuntimeError):  # no thread can be started: the first writer pays for the page faults
@@ -115,7 +113,6 @@ class ZoneStaging(Staging):
         self.passes = receiver.passes
         self.segment = zone.memory
         self.segment_id = zone.address.segment.segment_id
-        self.extra_bytes = 0
         self.landing = msgspec.msgpack.encode(zone.address)
 
     def lying(self, manifest: Manifest, box: Box) -> Iterable[Lying]:
@@ -321,10 +318,7 @@ class KeptZones:
 
 
 def _layout_in(segment: SharedSegment, address: ZoneAddress) -> ZoneLayout:
-    end = address.layout_at + address.layout_nbytes
-    if end > segment.nbytes:
-        raise ProtocolError(f"a zone of {segment.nbytes} bytes whose layout ends at {end}")
-    layout = decode_as(segment.tensor[address.layout_at : end].numpy().tobytes(), ZoneLayout)
+    layout = segment.read(address.layout_at, address.layout_nbytes, ZoneLayout)
     if layout.nbytes > address.layout_at:
         raise ProtocolError(f"a zone whose layout, at {address.layout_at}, lies in its {layout.nbytes} bytes")
     return layout

@@ -93,10 +93,10 @@ def test_a_device_that_trainer_and_engine_share_is_refused_where_the_backend_wan
     with pytest.raises(
         TransportUnavailable, match="two can't broadcast from a trainer to an engine on the same device"
     ):
-        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe(collective._here(), False, "two", device.uuid())))
+        CollectiveReceiver().check_probe(msgspec.msgpack.encode(Probe(addresses.here(), False, "two", device.uuid())))
     for fine in (
-        Probe(collective._here(), False, "two", "GPU-2"),
-        Probe(collective._here(), False, "gloo", device.uuid()),
+        Probe(addresses.here(), False, "two", "GPU-2"),
+        Probe(addresses.here(), False, "gloo", device.uuid()),
     ):
         CollectiveReceiver().check_probe(msgspec.msgpack.encode(fine))
 
