@@ -10,13 +10,13 @@ from typing import Any
 from msgspec import Struct
 
 from inference_plugin.wire.errors import WeightwireError
-from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.messages import Bucket, GroupOpened, GroupState, OpenGroup, Relay
 
 __all__ = [
     "Action", "AgreeOnTerms", "Cancel", "CheckPieces", "CleanUp", "CloseWork", "DropStaging", "Fail", "FreeMemory",
-    "KeepTerms", "MapStaging", "Mapped", "PassOn", "PutInForce", "ReadingState", "ReceiveBucket", "Reply",
-    "SettleStaging", "Stage", "StartWork", "StateChanged", "Terms", "Warn", "WayBack", "Work",
+    "KeepTerms", "MapStaging", "Mapped", "PassOn", "PutInForce", "ReceiveBucket", "Reply", "SettleStaging", "Stage",
+    "StartWork", "StateChanged", "Terms", "Warn", "WayBack", "WeightsState", "Work",
 ]  # fmt: skip
 
 # --- work: what takes time. One at a time for each group, but for `Stage`, which runs beside it -----------------------
@@ -127,34 +127,12 @@ Work = (
 
 
 class Terms(Struct, frozen=True):
-    """Result of `AgreeOnTerms`. `claims`: the parameters that an update writes; `whole`: such an update is one of the whole
-    model."""
+    """Result of `AgreeOnTerms`. `opened`: the answer to `OpenGroup`, without the version; `claims`: the parameters that an update
+    writes; `whole`: such an update is one of the whole model."""
 
-    needs: tuple[Box, ...]
-    mechanism: str
-    install: str
-    why: str
+    opened: GroupOpened
     claims: frozenset[str]
-    derived: int
-    untouched: int
     whole: bool
-    passed_over: tuple[int, ...] = ()
-    takes_bytes: int = 0
-
-    def opened(self, version: int | None) -> GroupOpened:
-        """The answer to `OpenGroup`."""
-        return GroupOpened(
-            needs=self.needs,
-            mechanism=self.mechanism,  # type: ignore[arg-type]
-            install=self.install,  # type: ignore[arg-type]
-            why=self.why,
-            version=version,
-            written=len(self.claims),
-            derived=self.derived,
-            untouched=self.untouched,
-            passed_over=self.passed_over,
-            takes_bytes=self.takes_bytes,
-        )
 
 
 class Mapped(Struct, frozen=True):
@@ -223,12 +201,11 @@ class WayBack(Struct, frozen=True):
     undone: str = ""
 
 
-class ReadingState(Struct, frozen=True):
-    """Answer to `CheckReading`: whether the live parameters are what they were when the verification began, and the installed
-    version."""
+class WeightsState(Struct, frozen=True):
+    """Answer to `LookAtWeights`: the installed version, and how often the live parameters may have been written so far."""
 
-    stands: bool
     version: int | None
+    writes: int
 
 
 Action = Reply | Fail | StartWork | Cancel | StateChanged | Warn

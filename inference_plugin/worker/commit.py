@@ -9,12 +9,13 @@ from typing import Any
 
 from inference_plugin.wire.errors import CommitFailed, ProtocolError, TornReplica
 from inference_plugin.wire.messages import RankCommit, TakesBytes
-from inference_plugin.worker.actions import DropStaging, SettleStaging, WayBack
+from inference_plugin.worker.actions import DropStaging, SettleStaging, WayBack, WeightsState
 from inference_plugin.worker.events import (
     CheckSealed,
     CheckStream,
     Finished,
     Install,
+    LookAtWeights,
     ReleaseCheck,
     StartFinish,
     StartUndo,
@@ -37,7 +38,7 @@ def check_sealed(group: WeightUpdateGroup, event: CheckSealed) -> None:
         raise ProtocolError(f"transaction {txn} is of version {transaction.version}, not {event.version}")
     if transaction.error is not None:
         raise copy.copy(transaction.error)
-    if transaction.sealed is None and not (transaction.streams and transaction.begun):
+    if transaction.sealed is None and not transaction.streams:
         raise ProtocolError(f"transaction {txn} is not sealed")
     if group.state != "committing":
         group.before_commit = group.state
@@ -63,7 +64,7 @@ def check_committing(group: WeightUpdateGroup, txn: str) -> Transaction:
 def install(group: WeightUpdateGroup, event: Install) -> None:
     """The engine's thread is about to write: a verification under way must begin again, and streaming trainers may send."""
     transaction = check_committing(group, event.txn)
-    group.reading = ""
+    group.writes += 1
     transaction.stands = True
     for waiting, _ in transaction.stand_askers:
         group.reply(waiting, TakesBytes(stands=True))
@@ -87,14 +88,14 @@ def start_finish(group: WeightUpdateGroup, event: StartFinish) -> None:
 def finished(group: WeightUpdateGroup, event: Finished) -> None:
     """Makes the transaction's version the installed one."""
     transaction = check_committing(group, event.txn)
-    assert transaction.sealed is not None
+    assert transaction.sealed is not None and transaction.mapped is not None
     previous = group.take_previous()
     group.installed = Installed(
         transaction.version,
         event.txn,
         transaction.sealed.digest,
         transaction.sender,
-        transaction.segment_id,
+        transaction.mapped.segment_id,
         event.keeps,
     )
     group.transaction = None
@@ -121,7 +122,7 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
 def start_undo(group: WeightUpdateGroup, event: StartUndo) -> None:
     if group.state == "torn":
         raise TornReplica(group.detail)
-    group.reading = ""
+    group.writes += 1
     installed, undone_txn = group.installed, group.transaction.txn if group.transaction is not None else ""
     if installed is None:
         group.reply(event.asker, WayBack(undone=undone_txn))
@@ -149,7 +150,7 @@ def tear(group: WeightUpdateGroup, reason: str, txn: str = "") -> None:
     """The content of the group's parameters is unknown until an update of all of them commits. An update that began after
     `txn` goes on, as it may be the one that heals the group."""
     group.detail = reason
-    group.reading = ""
+    group.writes += 1
     group.shared.torn.add(group.name, group.claims)
     began_since = txn and group.transaction is not None and group.transaction.txn != txn
     group.enter("torn")
@@ -160,7 +161,7 @@ def tear(group: WeightUpdateGroup, reason: str, txn: str = "") -> None:
 def forget_version(group: WeightUpdateGroup, reason: str) -> None:
     """Somebody else wrote the group's parameters: the next update may have any version, and there is no way back to the last one.
     An update that is on its way goes on, as it replaces them."""
-    group.reading = ""
+    group.writes += 1
     if group.installed is None:
         group.unknown = group.unknown and reason
         return
@@ -169,10 +170,15 @@ def forget_version(group: WeightUpdateGroup, reason: str) -> None:
     group.installed, group.unknown = None, reason
 
 
+def look_at_weights(group: WeightUpdateGroup, event: LookAtWeights) -> None:
+    group.reply(event.asker, WeightsState(group.version, group.writes))
+
+
 handlers: dict[type, Callable[[WeightUpdateGroup, Any], None]] = {
     CheckSealed: check_sealed,
     ReleaseCheck: release_check,
     Install: install,
+    LookAtWeights: look_at_weights,
     CheckStream: check_stream,
     StartFinish: start_finish,
     Finished: finished,

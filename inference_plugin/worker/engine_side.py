@@ -19,18 +19,16 @@ from inference_plugin.plugins import plugin_manager
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import BoxDigest, RankCommit, RankVerify
 from inference_plugin.wire.tracing import save, span, under
-from inference_plugin.worker.actions import ReadingState, WayBack
+from inference_plugin.worker.actions import WayBack, WeightsState
 from inference_plugin.worker.events import (
-    CheckReading,
     CheckSealed,
     CheckStream,
     Finished,
     Install,
+    LookAtWeights,
     ReleaseCheck,
     StartFinish,
-    StartReading,
     StartUndo,
-    StopReading,
     Undone,
 )
 from inference_plugin.worker.group import WeightUpdateGroup
@@ -53,9 +51,10 @@ Left = Literal["", "more", "changed"]
 
 @dataclass
 class Reading:
-    """A verification under way; `found` is None once all is read."""
+    """A verification under way, of parameters that had been written `writes` times; `found` is None once all is read."""
 
     token: str
+    writes: int
     found: Iterator[BoxDigest | tuple[str, str]] | None
 
 
@@ -168,35 +167,34 @@ class EngineSide:
 
     def start_reading(self, token: str) -> None:
         """Begins a verification. An earlier one that was not read to its end is dropped."""
-        self._readings[self.group.member] = Reading(token, self.installer.read_back())
-        self._ask(StartReading, self.group.name, token)
+        found = self.installer.read_back()
+        self._readings[self.group.member] = Reading(token, self._look_at_weights().writes, found)
 
     def read_on(self, token: str) -> tuple[RankVerify, Left]:
         """Digests of the next portion of the live parameters."""
         reading = self._readings.get(self.group.member)
-        state: ReadingState = self._ask(CheckReading, self.group.name, token)
-        if reading is None or reading.token != token or not state.stands:
-            self._forget(token)
+        state = self._look_at_weights()
+        if reading is None or (reading.token, reading.writes) != (token, state.writes):
+            self.stop_reading(token)
             return RankVerify(self._rank, state.version, ()), "changed"
         try:
             boxes, unreadable, left = _next_portion(reading)
         except BaseException:
-            self._forget(token)
+            self.stop_reading(token)
             raise
-        after: ReadingState = self._ask(CheckReading, self.group.name, token)
-        if not after.stands:  # the group was opened anew meanwhile
+        if self._look_at_weights().writes != state.writes:  # the group was opened anew meanwhile
             left = "changed"
         return RankVerify(self._rank, state.version, boxes, unreadable), left
 
     def stop_reading(self, token: str) -> None:
         """Ends a verification: nobody waits for the rest of it."""
-        self._forget(token)
-        self._ask(StopReading, self.group.name, token)
-
-    def _forget(self, token: str) -> None:
         reading = self._readings.get(self.group.member)
         if reading is not None and reading.token == token:
             del self._readings[self.group.member]
+
+    def _look_at_weights(self) -> WeightsState:
+        state: WeightsState = self._ask(LookAtWeights, self.group.name)
+        return state
 
 
 def _next_portion(reading: Reading) -> tuple[tuple[BoxDigest, ...], dict[str, str], Left]:

@@ -14,9 +14,8 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Body
 
 __all__ = [
-    "Awake", "CheckReading", "CheckSealed", "CheckStream", "CloseAll", "Event", "Finished", "Install", "MaySleep",
-    "Process", "ReleaseCheck", "Request", "StartFinish", "StartReading", "StartUndo", "StopReading", "Tear", "TearAll",
-    "Tick", "Undone", "WorkEnded",
+    "Awake", "CheckSealed", "CheckStream", "CloseAll", "Event", "Finished", "Install", "LookAtWeights", "MaySleep",
+    "Process", "ReleaseCheck", "Request", "StartFinish", "StartUndo", "Tear", "TearAll", "Tick", "Undone", "WorkEnded",
 ]  # fmt: skip
 
 Process = tuple[int, int]
@@ -148,28 +147,11 @@ class Awake(Struct, frozen=True):
     """The memory of the weights is there again."""
 
 
-class StartReading(Struct, frozen=True):
-    """A verification begins to read the live parameters; it replaces an earlier one. Answered with None."""
+class LookAtWeights(Struct, frozen=True):
+    """A verification is about to read the live parameters, or has read some; answered with `WeightsState`."""
 
     asker: Any
     group: str
-    token: str
-
-
-class CheckReading(Struct, frozen=True):
-    """Whether a verification may go on; answered with `ReadingState`."""
-
-    asker: Any
-    group: str
-    token: str
-
-
-class StopReading(Struct, frozen=True):
-    """A verification has ended. Answered with None."""
-
-    asker: Any
-    group: str
-    token: str
 
 
 class CloseAll(Struct, frozen=True):
@@ -194,8 +176,6 @@ Event = (
     | MaySleep
     | FellAsleep
     | Awake
-    | StartReading
-    | CheckReading
-    | StopReading
+    | LookAtWeights
     | CloseAll
 )

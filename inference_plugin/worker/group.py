@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from inference_plugin.wire.errors import (
     ProtocolError,
     SyncTimeout,
@@ -54,7 +56,7 @@ from inference_plugin.worker.actions import (
     Warn,
 )
 from inference_plugin.worker.torn import TornParameters
-from inference_plugin.worker.transaction import Agreement, Installed, Job, Opening, Transaction
+from inference_plugin.worker.transaction import Installed, Job, Opening, Transaction
 
 __all__ = ["FINISHED_KEPT", "Shared", "WeightUpdateGroup"]
 
@@ -98,7 +100,6 @@ class WeightUpdateGroup:
         self.before_commit: GroupState = "idle"
         self.terms: Terms | None = None
         self.opened: OpenGroup | None = None
-        self.agreement: Agreement | None = None
         self.openings: list[Opening] = []
         self.installed: Installed | None = None
         self.transaction: Transaction | None = None
@@ -110,8 +111,8 @@ class WeightUpdateGroup:
         """Why the version is unknown that the parameters hold, after an update; "" where it is known."""
         self.holds_memory = False
         """Whether memory is kept between updates: the way back, mapped segments, buffers."""
-        self.reading = ""
-        """The verification that reads the live parameters; "" once they may have changed since it began."""
+        self.writes = 0
+        """How often the live parameters may have been written: a verification that this overtakes begins again."""
         self.closed = False
         self.gone = False
         self.shared = shared
@@ -162,8 +163,8 @@ class WeightUpdateGroup:
             version=installed.version if installed else None,
             txn=transaction.txn if transaction else "",
             transport=self.opened.transport if self.opened else "",
-            install=terms.install if terms else "",
-            mechanism=terms.mechanism if terms else "",
+            install=terms.opened.install if terms else "",
+            mechanism=terms.opened.mechanism if terms else "",
             digest=installed.digest if installed else "",
             detail=(self.detail or self.unknown)[:MAX_DETAIL_CHARACTERS],
             partial=self.partial,
@@ -180,7 +181,7 @@ class WeightUpdateGroup:
     def close(self, asker: Any = None) -> None:
         """Frees all that the group holds; the live weights stay. It takes no request from now on."""
         self.closed = True
-        self.reading = ""
+        self.writes += 1
         self.drop("the group was closed")
         for opening in [job.opening for job in self._queue if isinstance(job.work, AgreeOnTerms)]:
             assert opening is not None
@@ -194,14 +195,8 @@ class WeightUpdateGroup:
         """Drops transactions that nobody will finish, and answers the seals whose waiting time is over."""
         now_s, transaction = self.shared.now_s, self.transaction
         if transaction is not None:
-            for asker, until_s in transaction.seal_askers:
-                if until_s <= now_s:
-                    self.reply(asker, Sealed(done=False))
-            transaction.seal_askers = [each for each in transaction.seal_askers if each[1] > now_s]
-            for asker, until_s in transaction.stand_askers:
-                if until_s <= now_s:
-                    self.reply(asker, TakesBytes(stands=False))
-            transaction.stand_askers = [each for each in transaction.stand_askers if each[1] > now_s]
+            transaction.seal_askers = self._still_waiting(transaction.seal_askers, Sealed(done=False))
+            transaction.stand_askers = self._still_waiting(transaction.stand_askers, TakesBytes(stands=False))
         for dropped in self.dropped:
             if dropped.warn_at_s <= now_s:
                 dropped.warn_at_s = now_s + WARN_EVERY_S
@@ -225,6 +220,13 @@ class WeightUpdateGroup:
         nobodys = self.installed is None or is_gone(self.installed.sender)
         if self.holds_memory and self.transaction is None and nobodys:
             self.release_memory()
+
+    def _still_waiting(self, askers: list[tuple[Any, float]], not_yet: Any) -> list[tuple[Any, float]]:
+        """Answers the askers whose waiting time is over; returns the others."""
+        for asker, until_s in askers:
+            if until_s <= self.shared.now_s:
+                self.reply(asker, not_yet)
+        return [each for each in askers if each[1] > self.shared.now_s]
 
     # --- the queue ---------------------------------------------------------------------------------------------------
 
@@ -259,7 +261,7 @@ class WeightUpdateGroup:
         elif bucket.seq > expected:
             said = f"bucket {bucket.seq} of trainer rank {bucket.rank} came before bucket {expected}"
             self.fail(job.asker, ProtocolError(said))
-        elif transaction.covered and not transaction.takes_late:
+        elif transaction.covered and not (transaction.mapped and transaction.mapped.takes_late):
             self.fail(job.asker, ProtocolError("a new bucket after the seal"))
         else:
             return True
@@ -373,6 +375,11 @@ class WeightUpdateGroup:
     def fail(self, asker: Any, error: WeightwireError) -> None:
         if asker is not None:
             self.do(Fail(asker, copy.copy(error)))
+
+    def reply_opened(self, asker: Any) -> None:
+        """Answers an `OpenGroup` by the terms in force."""
+        assert self.terms is not None
+        self.reply(asker, msgspec.structs.replace(self.terms.opened, version=self.version))
 
     def answer(self, asker: Any, body: Any, error: WeightwireError | None) -> None:
         if error is not None:

@@ -35,18 +35,15 @@ from inference_plugin.wire.messages import (
     Sender,
 )
 from inference_plugin.worker import commit, requests
-from inference_plugin.worker.actions import Action, Fail, ReadingState, Reply, Terms
+from inference_plugin.worker.actions import Action, Fail, Reply, Terms
 from inference_plugin.worker.events import (
     Awake,
-    CheckReading,
     Event,
     FellAsleep,
     ForgetVersions,
     MaySleep,
     Process,
     Request,
-    StartReading,
-    StopReading,
     Tear,
     TearAll,
     Tick,
@@ -129,8 +126,6 @@ class WorkerGroups:
         elif isinstance(event, Tear):
             if event.group in self.groups:
                 commit.tear(self.groups[event.group], event.reason, event.txn)
-        elif isinstance(event, (StartReading, CheckReading, StopReading)):
-            self._reading(event, self.named(event.group))
         elif isinstance(event, TearAll):
             self._tear_all(event.reason)
         elif isinstance(event, ForgetVersions):
@@ -162,16 +157,6 @@ class WorkerGroups:
             self._close(asker, body.group)
         else:
             raise ProtocolError(f"a worker takes no {type(body).__name__}")
-
-    def _reading(self, event: StartReading | CheckReading | StopReading, group: WeightUpdateGroup) -> None:
-        if isinstance(event, CheckReading):
-            group.reply(event.asker, ReadingState(group.reading == event.token, group.version))
-            return
-        if isinstance(event, StartReading):
-            group.reading = event.token
-        elif group.reading == event.token:
-            group.reading = ""
-        group.reply(event.asker, None)
 
     def _tick(self, ended: Collection[Process]) -> None:
         def is_gone(sender: Sender) -> bool:

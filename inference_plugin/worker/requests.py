@@ -26,7 +26,7 @@ from inference_plugin.wire.messages import (
 )
 from inference_plugin.worker.actions import AgreeOnTerms, CheckPieces, MapStaging, PassOn, ReceiveBucket
 from inference_plugin.worker.group import WeightUpdateGroup
-from inference_plugin.worker.transaction import Agreement, Job, Opening, Transaction
+from inference_plugin.worker.transaction import Job, Opening, Transaction
 
 __all__ = ["bucket", "handlers", "open_group"]
 
@@ -39,23 +39,28 @@ def still_committing() -> SyncTimeout:
     )
 
 
+def terms_of(request: OpenGroup) -> tuple[object, ...]:
+    """What requests for the same terms have in common."""
+    return request.manifest.fingerprint, request.transport, request.probe, request.install, request.partial
+
+
 def open_group(group: WeightUpdateGroup, asker: Any, request: OpenGroup) -> None:
     """Agrees on terms; ends the open transaction where they are new.
 
     The terms in force, and those of the last opening that is not finished, are answered and change nothing. Others
     replace the group's terms when their turn comes. Terms that are refused leave the old ones in force.
     """
-    agreement = Agreement.of(request)
-    if group.openings and group.openings[-1].agreement == agreement:
-        group.openings[-1].askers.append(asker)
-        return
-    if not group.openings and group.agreement == agreement and group.terms is not None:
-        group.reply(asker, group.terms.opened(group.version))
+    asked_last = group.openings[-1].request if group.openings else group.opened
+    if asked_last is not None and terms_of(asked_last) == terms_of(request):
+        if group.openings:
+            group.openings[-1].askers.append(asker)
+        else:
+            group.reply_opened(asker)
         return
     if group.state == "committing":
         raise still_committing()
     group.drop("the group was opened anew")
-    opening = Opening(agreement, request, [asker])
+    opening = Opening(request, [asker])
     group.openings.append(opening)
     group.queue(Job(AgreeOnTerms(request), opening=opening))
 
@@ -63,19 +68,18 @@ def open_group(group: WeightUpdateGroup, asker: Any, request: OpenGroup) -> None
 def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
     if group.openings:
         raise ProtocolError("the group is being opened by other terms", hint="open the group again")
-    if group.agreement is None:
+    if (agreed := group.opened) is None:
         raise ProtocolError("the group is not open", hint="send OpenGroup before Begin")
-    if request.fingerprint != group.agreement.fingerprint:
+    if request.fingerprint != agreed.manifest.fingerprint:
         raise ManifestMismatch("the manifest changed since the group was opened", hint="open the group again")
-    agreed = group.agreement
     if request.transport and (request.transport, request.install, request.partial) != (
         agreed.transport, agreed.install, agreed.partial
     ):  # fmt: skip
         raise ProtocolError("another trainer has opened the group since, by other terms", hint="open the group again")
     current = group.transaction
     if current is not None and current.txn == request.txn:
-        if current.begun:
-            group.reply(asker, Begun(landing=current.landing))
+        if current.mapped is not None:
+            group.reply(asker, Begun(landing=current.mapped.landing))
         else:
             current.begin_askers.append(asker)
         return

@@ -55,19 +55,19 @@ def _agreed(group: WeightUpdateGroup, job: Job, terms: Terms, error: WeightwireE
         kept = None if group.closed else group.opened
         group.queue(Job(KeepTerms(kept), opening=opening), first=True)
         return
-    group.reading = ""
+    group.writes += 1
     previous = group.take_previous()
-    group.terms, group.opened, group.agreement = terms, opening.request, opening.agreement
+    group.terms, group.opened = terms, opening.request
     group.openings.remove(opening)
     for asker in opening.askers:
-        group.reply(asker, terms.opened(group.version))
+        group.reply_opened(asker)
     group.queue(Job(PutInForce(previous)), first=True)
 
 
 def _kept_terms(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
     if error is not None:
         group.do(Warn(f"group {group.name} could not return to its terms; it must be opened again: {error}"))
-        group.opened = group.agreement = None  # its claims stay: no other group may write them, and they may be torn
+        group.opened = None  # its claims stay: no other group may write them, and they may be torn
     assert job.opening is not None and job.opening.error is not None
     group.forget(job.opening, job.opening.error)
     group.shared.left(group)
@@ -79,16 +79,14 @@ def _mapped(group: WeightUpdateGroup, job: Job, mapped: Mapped, error: Weightwir
     if transaction.dropped:
         return  # what was mapped is cleaned up
     if isinstance(error, ManifestMismatch):  # the terms no longer fit the engine: the group has to be opened again
-        group.opened = group.agreement = None
+        group.opened = None
     if error is not None:  # nothing is remembered: it may be begun again
         group.transaction = None
         if group.state != "torn":
             group.enter("idle")
         group.end_waits(transaction, error)
         return
-    transaction.begun = True
-    transaction.segment_id, transaction.takes_late = mapped.segment_id, mapped.takes_late
-    transaction.landing, transaction.streams = mapped.landing, mapped.streams
+    transaction.mapped = mapped
     if group.installed is not None and group.installed.keeps and group.installed.segment_id == mapped.segment_id:
         # The trainer writes over it: there is no way back from there.
         group.queue(Job(DropStaging(group.take_previous(), reused=True)), first=True)

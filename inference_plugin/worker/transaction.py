@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import Struct
-
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import OpenGroup, Sealed, Sender
-from inference_plugin.worker.actions import Work
+from inference_plugin.worker.actions import Mapped, Work
 
-__all__ = ["Agreement", "Installed", "Job", "Opening", "Transaction"]
+__all__ = ["Installed", "Job", "Opening", "Transaction"]
 
 
 @dataclass(slots=True)
@@ -38,13 +36,9 @@ class Transaction:
     expires_at_s: float
     must_equal: str = ""
     """The digest of weights that are served under this version already."""
-    begun: bool = False
     begin_askers: list[Any] = field(default_factory=list)
-    segment_id: str = ""
-    takes_late: bool = False
-    landing: bytes = b""
-    streams: bool = False
-    """Whether its bytes go into the live parameters, while it is being committed."""
+    mapped: Mapped | None = None
+    """Its staging, once it is there: the transaction has begun."""
     stands: bool = False
     """Whether the engine's thread takes streamed bytes."""
     stand_askers: list[tuple[Any, float]] = field(default_factory=list)
@@ -67,28 +61,16 @@ class Transaction:
     warn_at_s: float = math.inf
     """When to log that its preparation does not end."""
 
-
-class Agreement(Struct, frozen=True):
-    """The fields in which two `OpenGroup` for the same terms agree."""
-
-    fingerprint: str
-    transport: str
-    probe: bytes
-    install: str
-    partial: bool
-
-    @staticmethod
-    def of(request: OpenGroup) -> Agreement:
-        return Agreement(
-            request.manifest.fingerprint, request.transport, request.probe, request.install, request.partial
-        )
+    @property
+    def streams(self) -> bool:
+        """Whether its bytes go into the live parameters, while it is being committed."""
+        return self.mapped is not None and self.mapped.streams
 
 
 @dataclass(eq=False, slots=True)
 class Opening:
     """An `OpenGroup` that is not answered yet."""
 
-    agreement: Agreement
     request: OpenGroup
     askers: list[Any]
     error: WeightwireError | None = None

@@ -30,7 +30,7 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.geometry import Piece
 from inference_plugin.wire.groups import is_apart
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.messages import Sealed
+from inference_plugin.wire.messages import GroupOpened, Sealed
 from inference_plugin.wire.tracing import Trace, save, span, under
 from inference_plugin.worker.actions import (
     AgreeOnTerms,
@@ -233,18 +233,19 @@ class GroupWork:
             if terms.zone is not None:
                 receiver.land_in(terms.zone, terms.device)
             self._candidate = _Agreed(request.manifest, terms, receiver, ExactCover(request.manifest, terms.needs))
-            return Terms(
+            claims = self._installer.claims
+            opened = GroupOpened(
                 needs=terms.needs,
                 mechanism=terms.mechanism,
                 install=terms.install,
                 why=terms.why,
-                claims=self._installer.claims,
+                written=len(claims),
                 derived=len(terms.derived),
                 untouched=len(terms.untouched),
                 passed_over=terms.passed_over,
                 takes_bytes=terms.takes_bytes,
-                whole=not request.partial and not is_apart(self.name),
             )
+            return Terms(opened, claims, whole=not request.partial and not is_apart(self.name))
         except BaseException:
             self._candidate = None
             receiver.close()

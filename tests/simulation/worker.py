@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.wire.errors import CommitFailed, DigestMismatch, ProtocolError, VersionConflict, WeightwireError
-from inference_plugin.wire.messages import Body, Describe, GroupStatus, Sealed, WorkerCard
+from inference_plugin.wire.messages import Body, Describe, GroupOpened, GroupStatus, Sealed, WorkerCard
 from inference_plugin.worker import actions as do
 from inference_plugin.worker.engine_side import EngineSide, Left
 from inference_plugin.worker.events import CloseAll, Event, Request, Tear, TearAll, Tick, WorkEnded
@@ -124,17 +124,9 @@ class SimulatedWork:
                 pass
             case do.AgreeOnTerms(request):
                 self._candidate = request.manifest
-                return do.Terms(
-                    (request.manifest.whole(0),),
-                    "plan",
-                    self.installer.policy,
-                    "",
-                    frozenset({"w"}),
-                    0,
-                    0,
-                    8,
-                    whole=not request.partial,
-                )
+                policy: Any = self.installer.policy
+                opened = GroupOpened((request.manifest.whole(0),), "plan", policy)
+                return do.Terms(opened, frozenset({"w"}), whole=not request.partial)
             case do.PutInForce(previous):
                 self.manifest, self._candidate = self._candidate, None
                 self.updates.pop(previous, None)

@@ -27,6 +27,7 @@ from inference_plugin.wire.messages import (
     Bucket,
     CloseGroup,
     Done,
+    GroupOpened,
     OpenGroup,
     RankCommit,
     Relay,
@@ -150,7 +151,8 @@ class Shell:
         if isinstance(work, AgreeOnTerms):
             names = "".join(work.request.manifest.index)
             whole = TERMS[names][1] and not work.request.partial
-            result = Terms((Box(0, (0,), (4,)),), "plan", "copy", "a test", frozenset(names), 0, 0, whole)
+            opened = GroupOpened((Box(0, (0,), (4,)),), "plan", "copy", "a test")
+            result = Terms(opened, frozenset(names), whole)
         elif isinstance(work, MapStaging):
             result = Mapped(f"segment of {work.txn}", work.segment == b"late")
         elif isinstance(work, Stage):
