@@ -275,19 +275,17 @@ class Outgoing(msgspec.Struct, frozen=True):
 def fan_out(requests: Sequence[Outgoing], kind: type[Reply], *, timeout_s: float) -> list[Reply | WeightwireError]:
     """Sends all requests at once and waits for all replies with one deadline. An error is returned in its request's place."""
     deadline_s = time.monotonic() + timeout_s
-    results: list[Reply | WeightwireError] = []
-    sent: list[WeightwireError | None] = []
-    for outgoing in requests:
+    unsent: dict[int, WeightwireError] = {}
+    for position, outgoing in enumerate(requests):
         try:
             outgoing.channel.send(outgoing.body)
-            sent.append(None)
         except WeightwireError as error:
-            sent.append(error)
-    for outgoing, failed in zip(requests, sent, strict=True):
+            unsent[position] = error
+    results: list[Reply | WeightwireError] = []
+    for position, outgoing in enumerate(requests):
         try:
-            if failed is not None:
-                raise failed
-            results.append(outgoing.channel.receive(kind, timeout_s=max(0.0, deadline_s - time.monotonic())))
+            left_s = max(0.0, deadline_s - time.monotonic())
+            results.append(unsent.get(position) or outgoing.channel.receive(kind, timeout_s=left_s))
         except WeightwireError as error:
             results.append(error)
     return results

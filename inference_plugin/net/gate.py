@@ -148,7 +148,7 @@ class Gate:
         zmq.zmq_poll([(self._listening.fileno(), zmq.POLLIN), (self._monitor, zmq.POLLIN)], -1)
         if not self._take_news(0):
             return False
-        if not self._is_pending():
+        if not zmq.zmq_poll([(self._listening.fileno(), zmq.POLLIN)], 0):
             return True
         why = self._why_full()
         if bool(why) != self._full:
@@ -162,9 +162,6 @@ class Gate:
             return self._take_news(ACCEPT_TIMEOUT_MS)
         finally:
             self._open(False)
-
-    def _is_pending(self) -> bool:
-        return bool(zmq.zmq_poll([(self._listening.fileno(), zmq.POLLIN)], 0))
 
     def _take_news(self, timeout_ms: int) -> bool:
         """Notes which peers came and left, and waits `timeout_ms` for the first news; false: the gate is closed."""
@@ -193,7 +190,8 @@ class Gate:
                 self._count_again_s = time.monotonic() + COUNT_AGAIN_S
             if len(self._peers) >= MAX_PEERS:
                 return f"there are {MAX_PEERS} peers"
-        return _why_no_room(self._listening.fileno())
+        reserve = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, LEAST_RESERVE), MOST_RESERVE)
+        return _why_no_room(reserve + 1)
 
     def _refuse(self) -> None:
         """Accepts a connection and closes it, with the spare descriptor where no other is free."""
@@ -226,15 +224,12 @@ class Gate:
 
 def check_room(count: int) -> None:
     """Raises `TransportUnavailable` where fewer than `count` descriptors are free: libzmq would abort the process."""
-    try:
-        any_fd = os.eventfd(0, os.EFD_CLOEXEC)
-    except OSError as error:
-        raise _too_few(str(error)) from error
-    try:
-        if any_fd + count > (soft := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) != resource.RLIM_INFINITY:
-            raise _too_few(f"{soft - any_fd} of {soft} are free")
-    finally:
-        os.close(any_fd)
+    if why := _why_no_room(count):
+        raise TransportUnavailable(
+            f"there are too few file descriptors for a socket: {why}",
+            hint="raise the limit of open files (ulimit -n)",
+            phase="start",
+        )
 
 
 def check_threads() -> None:
@@ -259,25 +254,16 @@ def check_threads() -> None:
             thread.join(PROBE_S)
 
 
-def _too_few(text: str) -> TransportUnavailable:
-    return TransportUnavailable(
-        f"there are too few file descriptors for a socket: {text}",
-        hint="raise the limit of open files (ulimit -n)",
-        phase="start",
-    )
-
-
-def _why_no_room(some_fd: int) -> str:
-    """Why no further peer may come in; "" if one may. A new descriptor gets the lowest free number, which tells how many
+def _why_no_room(count: int) -> str:
+    """Why there are not `count` free descriptors; "" if there are. A new one gets the lowest free number, which tells how many
     are in use."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
-        lowest = fcntl.fcntl(some_fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        lowest = os.eventfd(0, os.EFD_CLOEXEC)
     except OSError as error:
         return str(error)
     os.close(lowest)
-    reserve = min(max(soft // 4, LEAST_RESERVE), MOST_RESERVE)
-    if soft != resource.RLIM_INFINITY and lowest + reserve >= soft:
+    if soft != resource.RLIM_INFINITY and lowest + count > soft:
         return f"{soft - lowest} of {soft} descriptors are free"
     return ""
 

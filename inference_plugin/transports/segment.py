@@ -29,7 +29,14 @@ from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ProtocolError, TransportUnavailable
 from inference_plugin.wire.messages.common import BootId, Count
 
-__all__ = ["LARGE_PAGE_BYTES", "MIN_SEGMENT_BYTES", "SegmentAddress", "SharedSegment", "why_no_segments"]
+__all__ = [
+    "LARGE_PAGE_BYTES",
+    "MIN_SEGMENT_BYTES",
+    "MappedSegments",
+    "SegmentAddress",
+    "SharedSegment",
+    "why_no_segments",
+]
 
 MIN_SEGMENT_BYTES = 4096
 
@@ -211,6 +218,36 @@ class SharedSegment:
                 mapping.close()
                 self._is_unmapped = True
         return self._is_unmapped
+
+
+class MappedSegments:
+    """Segments of other processes, by their id; the last `most` that were asked for stay mapped: building page tables anew costs
+    as much as a copy. `first` is called with each one that is newly mapped."""
+
+    def __init__(self, *, writable: bool, most: int, first: Callable[[SharedSegment], None] = lambda _: None) -> None:
+        self._writable = writable
+        self._most = most
+        self._first = first
+        self._segments: dict[str, SharedSegment] = {}
+
+    def at(self, address: SegmentAddress) -> SharedSegment:
+        """Raises `TransportUnavailable` if this process can't reach it."""
+        segment = self._segments.pop(address.segment_id, None)
+        if segment is None or not segment.lies_at(address):
+            if segment is not None:
+                segment.close()
+            segment = SharedSegment.attach(address, writable=self._writable)
+            segment.ask_for_large_pages()
+            self._first(segment)
+        self._segments[address.segment_id] = segment
+        while len(self._segments) > self._most:
+            self._segments.pop(next(iter(self._segments))).close()
+        return segment
+
+    def close(self) -> None:
+        """Unmaps all of them; they may be asked for again."""
+        while self._segments:
+            self._segments.popitem()[1].close()
 
 
 def why_no_segments() -> str | None:

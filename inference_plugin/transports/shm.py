@@ -15,7 +15,13 @@ import torch
 
 from inference_plugin.transports.base import Delivery, Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
 from inference_plugin.transports.pieces import Bytes, DigestPasses, pieces_of, place_piece
-from inference_plugin.transports.segment import MIN_SEGMENT_BYTES, SegmentAddress, SharedSegment, why_no_segments
+from inference_plugin.transports.segment import (
+    MIN_SEGMENT_BYTES,
+    MappedSegments,
+    SegmentAddress,
+    SharedSegment,
+    why_no_segments,
+)
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
@@ -26,6 +32,9 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view
 
 __all__ = ["TRANSPORT"]
+
+SEGMENTS = 2
+"""Used in turn: while one is the way back, the next update is written to the other."""
 
 
 class ShmStaging(Staging):
@@ -41,12 +50,10 @@ class ShmStaging(Staging):
 
 
 class ShmReceiver(Receiver):
-    """Maps segments and keeps the last two mapped: building page tables anew costs as much as a copy."""
-
-    KEPT = 2
+    """Maps segments, and keeps the last ones mapped."""
 
     def __init__(self) -> None:
-        self._segments: dict[str, SharedSegment] = {}
+        self._segments = MappedSegments(writable=False, most=SEGMENTS, first=SharedSegment.page_lock)
         self._passes = DigestPasses()
 
     def check_probe(self, probe: bytes) -> None:
@@ -59,23 +66,10 @@ class ShmReceiver(Receiver):
             raise TransportUnavailable(
                 f"shm: the segment has {address.nbytes} bytes, the manifest needs {manifest.layout.nbytes}"
             )
-        kept = self._segments.get(address.segment_id)
-        segment = kept if kept and kept.lies_at(address) else SharedSegment.attach(address, writable=False)
-        segment.ask_for_large_pages()
-        if segment is not kept:
-            segment.page_lock()
-        if kept is not None:
-            del self._segments[address.segment_id]
-            if segment is not kept:
-                kept.close()
-        self._segments[address.segment_id] = segment
-        while len(self._segments) > self.KEPT:
-            self._segments.pop(next(iter(self._segments))).close()
-        return ShmStaging(segment, manifest.layout.nbytes, self._passes)
+        return ShmStaging(self._segments.at(address), manifest.layout.nbytes, self._passes)
 
     def drop_kept(self) -> None:
-        while self._segments:
-            self._segments.popitem()[1].close()
+        self._segments.close()
 
 
 class ShmSender(Sender):
@@ -83,7 +77,7 @@ class ShmSender(Sender):
 
     def __init__(self) -> None:
         self._owned: dict[str, SharedSegment] = {}
-        self._mapped: dict[str, SharedSegment] = {}
+        self._mapped = MappedSegments(writable=True, most=SEGMENTS)
         self._probe: SharedSegment | None = None
 
     def probe(self) -> bytes:
@@ -115,7 +109,8 @@ class ShmSender(Sender):
 
     def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
         manifest = delivery.manifest
-        segment = self._segment(decode_as(delivery.description, SegmentAddress)).tensor
+        address = decode_as(delivery.description, SegmentAddress)
+        segment = (self._owned.get(address.segment_id) or self._mapped.at(address)).tensor
         pieces: list[Piece] = []
         stats = WriteStats()
         for item in delivery.slices:
@@ -133,22 +128,12 @@ class ShmSender(Sender):
         return lambda box: box_view(memory, manifest, box)
 
     def close(self) -> None:
-        for segments in (self._mapped, self._owned):
-            while segments:
-                segments.popitem()[1].close()
+        self._mapped.close()
+        while self._owned:
+            self._owned.popitem()[1].close()
         if self._probe is not None:
             self._probe.close()
             self._probe = None
-
-    def _segment(self, address: SegmentAddress) -> SharedSegment:
-        if address.segment_id in self._owned:
-            return self._owned[address.segment_id]
-        segment = self._mapped.pop(address.segment_id, None) or SharedSegment.attach(address, writable=True)
-        segment.ask_for_large_pages()
-        self._mapped[address.segment_id] = segment
-        while len(self._mapped) > ShmReceiver.KEPT:
-            self._mapped.pop(next(iter(self._mapped))).close()
-        return segment
 
 
 def _place_and_digest(

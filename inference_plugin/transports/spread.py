@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
-__all__ = ["FAN_OUTS", "FanOut", "branches", "classes_of", "degree_of"]
+__all__ = ["FanOut", "branches", "classes_of", "degree_of"]
 
 FanOut: TypeAlias = Literal["auto", "direct", "chain", "tree"]
 """How a bucket reaches many replicas. `direct`: the trainer sends it to each. `chain`: to one, and each relays it to one.
 `tree`: to two, and each relays it to two. `auto`: `direct` for few replicas, else `tree`."""
-
-FAN_OUTS: tuple[FanOut, ...] = ("auto", "direct", "chain", "tree")
 
 TREE_DEGREE = 2
 FEW = 3

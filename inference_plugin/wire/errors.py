@@ -48,6 +48,9 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     dtypes: Annotated[dict[ShortName, ShortName], msgspec.Meta(max_length=MAX_DTYPE_RULES)] = {}
 
 
+WHERE = ("side", "replica", "rank", "group", "phase", "version")
+"""Fields of an error that say where it happened."""
+
 _KINDS: dict[str, type[WeightwireError]] = {}
 """Subclasses of `WeightwireError` by name."""
 
@@ -91,11 +94,7 @@ class WeightwireError(Exception):
         self.version = version
 
     def __str__(self) -> str:
-        where = [
-            f"{key}={value}"
-            for key in ("side", "replica", "rank", "group", "phase", "version")
-            if (value := getattr(self, key)) not in ("", None)
-        ]
+        where = [f"{key}={value}" for key in WHERE if (value := getattr(self, key)) not in ("", None)]
         text = self.message
         if where:
             text += f" [{' '.join(where)}]"
@@ -137,16 +136,8 @@ class WeightwireError(Exception):
     @staticmethod
     def of(info: ErrorInfo) -> WeightwireError:
         """The error that `info` describes; an unknown kind becomes a plain `WeightwireError`."""
-        error = _KINDS.get(info.kind, WeightwireError)(
-            info.message,
-            hint=info.hint,
-            side=info.side,
-            replica=info.replica,
-            rank=info.rank,
-            group=info.group,
-            phase=info.phase,
-            version=info.version,
-        )
+        where = {key: getattr(info, key) for key in WHERE}
+        error = _KINDS.get(info.kind, WeightwireError)(info.message, hint=info.hint, **where)
         error.dtypes = info.dtypes
         return error
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated
 
@@ -94,7 +94,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def layout(self) -> SegmentLayout:
-        return SegmentLayout.of(self.tensors)
+        *offsets, nbytes = itertools.accumulate((aligned(spec.nbytes) for spec in self.tensors), initial=0)
+        return SegmentLayout(tuple(offsets), nbytes)
 
     @cached_property
     def nbytes(self) -> int:
@@ -166,11 +167,6 @@ class SegmentLayout(msgspec.Struct, frozen=True):
 
     offsets: tuple[int, ...]
     nbytes: int
-
-    @staticmethod
-    def of(tensors: Iterable[TensorSpec]) -> SegmentLayout:
-        *offsets, nbytes = itertools.accumulate((aligned(spec.nbytes) for spec in tensors), initial=0)
-        return SegmentLayout(tuple(offsets), nbytes)
 
 
 def aligned(nbytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:

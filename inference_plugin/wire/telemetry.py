@@ -9,25 +9,15 @@ Source: https://opentelemetry.io/docs/specs/otel/trace/api/
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TimedSpan", "export", "is_wanted"]
+__all__ = ["export", "is_wanted"]
 
 TRACER = "weightwire"
 TRACE_ID_BITS = 128
 SPAN_ID_BITS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TimedSpan:
-    """`start_ns` and `end_ns` are Unix times."""
-
-    name: str
-    start_ns: int
-    end_ns: int
-    facts: Mapping[str, Any]
 
 
 def is_wanted() -> bool:
@@ -36,12 +26,15 @@ def is_wanted() -> bool:
     return api is not None and getattr(api, "_TRACER_PROVIDER", None) is not None
 
 
-def export(role: str, txn: str, named: Mapping[str, Any], spans: Sequence[TimedSpan]) -> None:
-    """Hands the spans of one process to its tracer provider."""
+def export(role: str, txn: str, named: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> None:
+    """Hands the spans of one process, as events of the trace file, to its tracer provider."""
     from opentelemetry import trace
 
-    if not spans:
+    if not events:
         return
+    since_ns = time.time_ns() - time.perf_counter_ns()
+    starts_ns = [since_ns + int(event["ts"] * 1000) for event in events]
+    ends_ns = [start_ns + int(event["dur"] * 1000) for start_ns, event in zip(starts_ns, events, strict=True)]
     tracer = trace.get_tracer(TRACER)
     number = int(txn, 16) if txn else 0
     around = None
@@ -54,17 +47,12 @@ def export(role: str, txn: str, named: Mapping[str, Any], spans: Sequence[TimedS
         )
         around = trace.set_span_in_context(trace.NonRecordingSpan(origin))
     about = {f"weightwire.{key}": each for key, each in named.items()} | {"weightwire.txn": txn}
-    first_ns, last_ns = min(one.start_ns for one in spans), max(one.end_ns for one in spans)
-    root = tracer.start_span(f"weightwire {role}", context=around, start_time=first_ns, attributes=_plain(about))
+    root = tracer.start_span(f"weightwire {role}", context=around, start_time=min(starts_ns), attributes=_plain(about))
     inside = trace.set_span_in_context(root)
-    for one in spans:
-        tracer.start_span(
-            one.name,
-            context=inside,
-            start_time=one.start_ns,
-            attributes=_plain({f"weightwire.{k}": v for k, v in one.facts.items()}),
-        ).end(one.end_ns)
-    root.end(last_ns)
+    for event, start_ns, end_ns in zip(events, starts_ns, ends_ns, strict=True):
+        facts = _plain({f"weightwire.{key}": each for key, each in event["args"].items()})
+        tracer.start_span(event["name"], context=inside, start_time=start_ns, attributes=facts).end(end_ns)
+    root.end(max(ends_ns))
 
 
 def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -160,13 +160,7 @@ class Trace:
     def write(self) -> None:
         """Writes the file, whole or not at all, and hands the spans to OpenTelemetry, where each is wanted. Raises OSError."""
         if telemetry.is_wanted():
-            since_ns = time.time_ns() - time.perf_counter_ns()
-            starts_ns = [since_ns + int(event["ts"] * 1000) for event in self._events]
-            spans = [
-                telemetry.TimedSpan(event["name"], start_ns, start_ns + int(event["dur"] * 1000), event["args"])
-                for start_ns, event in zip(starts_ns, self._events, strict=True)
-            ]
-            telemetry.export(self._role, self.txn, self._named, spans)
+            telemetry.export(self._role, self.txn, self._named, self._events)
         if self._directory is not None:
             self._write_file(Path(self._directory).expanduser())
 

@@ -160,8 +160,8 @@ class GroupTable:
 
     def _ask(self, event: Callable[..., Event], *fields: Any) -> Any:
         """Returns the machine's answer to an event of the engine's thread, or raises its error. It comes at once."""
-        answer: Future[Any] = Future()
-        self._post(event(_Local(answer), *fields))
+        answer = _Answer()
+        self._post(event(answer, *fields))
         return answer.result(timeout=0)
 
     def _post(self, event: Event, now_s: float | None = None) -> None:
@@ -215,14 +215,8 @@ class GroupTable:
             self._listeners.put(functools.partial(hook, **told, group=change.group, state=change.state))
 
 
-class _Local:
+class _Answer(Future[Any]):
     """The asker of the engine's own thread."""
 
-    def __init__(self, answer: Future[Any]) -> None:
-        self._answer = answer
-
-    def reply(self, body: Any) -> None:
-        self._answer.set_result(body)
-
-    def fail(self, error: WeightwireError) -> None:
-        self._answer.set_exception(error)
+    reply = Future.set_result
+    fail = Future.set_exception
