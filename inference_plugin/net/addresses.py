@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 MAX_IPC_PATH_BYTES = 107
 """Length of sockaddr_un.sun_path on Linux, without its terminating zero."""
 
-_OWNER = re.compile(r"([a-z]+-(?P<pid>\d+)-(?:(?P<started>\d+)-)?[0-9a-f]+)(\.|$)")
-"""Names of files of a replica or of trainer ranks: the owner's id, with its process in it."""
+_OWNER = re.compile(r"([a-z]+-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+)(\.|$)")
+"""Names of files of a replica or of trainer ranks begin with the owner's `new_replica_id`, which has its process in it."""
 
 
 _LEFTOVERS = (".problem", ".starting", ".counts", ".tmp")
@@ -300,9 +300,9 @@ def _living(pattern: str) -> dict[str, tuple[int, int]]:
 
 
 def _owner(path: Path) -> tuple[int, int] | None:
-    """The process in the name of a file of the runtime directory: its pid and its start (0 if the name has none)."""
+    """The process in the name of a file of the runtime directory: its pid and its start."""
     found = _OWNER.match(path.name)
-    return (int(found["pid"]), int(found["started"] or 0)) if found else None
+    return (int(found["pid"]), int(found["started"])) if found else None
 
 
 def _card_path(replica: str, job: str | None) -> Path:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.devices import in_use, start_thread
-from inference_plugin.net.addresses import boot_id, here, runtime_dir
+from inference_plugin.net.addresses import boot_id, here, new_replica_id, runtime_dir
 from inference_plugin.transports.backends import Group, backend_named, chosen_backend
 from inference_plugin.transports.base import Delivery, Sender, Target, Transport, WriteStats, digested_pieces
 from inference_plugin.transports.bucket_staging import BucketReceiver, BucketStaging
@@ -66,7 +65,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     """The meeting place of a transaction's groups, the workers' processes in order, the number of trainer ranks that send, and
     the backend. `store`: host and port of rank 0's store; None where `name` is a file in the runtime directory instead."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^collective-[0-9]+-[0-9a-f]+$")]
+    name: Annotated[str, msgspec.Meta(pattern=r"^collective-[0-9]+-[0-9]+-[0-9a-f]+$")]
     receivers: Annotated[tuple[Process, ...], msgspec.Meta(min_length=1, max_length=65536)]
     senders: Annotated[int, msgspec.Meta(ge=1, le=65536)]
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -253,7 +252,7 @@ class CollectiveSender(Sender):
         self._forget()
         receivers = tuple(Process(target.boot_id, target.pid) for target in targets)
         plan_groups(senders, receivers)  # refuses what can't be a group before anybody waits for it
-        name = f"collective-{os.getpid()}-{secrets.token_hex(6)}"
+        name = new_replica_id("collective")
         store = None
         if (interface := self.config.collective_interface) is not None:
             self._store, store = serve_store(interface)

@@ -105,7 +105,7 @@ def test_a_device_that_trainer_and_engine_share_is_refused_where_the_backend_wan
     "wrong",
     [
         {"name": "/etc/passwd"},
-        {"name": "collective-1-a/../x"},
+        {"name": "collective-1-1-a/../x"},
         {"senders": 0},
         {"timeout_s": 1e9},
         {"receivers": ()},
@@ -118,7 +118,7 @@ def test_a_device_that_trainer_and_engine_share_is_refused_where_the_backend_wan
 def test_a_meeting_that_cannot_be_meant_is_refused_before_anything_is_opened(directory: Path, wrong: Any) -> None:
     here = Process(addresses.boot_id(), os.getpid())
     meeting = {
-        "name": "collective-1-a",
+        "name": "collective-1-1-a",
         "receivers": (here,),
         "senders": 1,
         "timeout_s": 1.0,
@@ -131,7 +131,7 @@ def test_a_meeting_that_cannot_be_meant_is_refused_before_anything_is_opened(dir
 
 
 def test_what_a_killed_trainer_leaves_is_removed_by_the_next_reader(directory: Path) -> None:
-    left = addresses.runtime_dir() / f"collective-{2**22 + 1}-abc.0"
+    left = addresses.runtime_dir() / f"collective-{2**22 + 1}-1-abc.0"
     left.touch()
     addresses.discover()
     assert not left.exists()

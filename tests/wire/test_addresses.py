@@ -168,16 +168,18 @@ def test_a_card_whose_pid_is_another_processs_now_is_stale(directory: Path) -> N
 
 def test_what_a_process_left_is_swept_even_if_its_pid_is_taken(directory: Path) -> None:
     now, earlier = f"{os.getpid()}-{start_ticks()}", f"{os.getpid()}-{start_ticks() - 1}"
-    for name in (f"registry-{now}-ab.r", f"registry-{earlier}-ab.r", f"registry-{os.getpid()}-ab.r"):
+    for name in (f"registry-{now}-ab.r", f"registry-{earlier}-ab.r"):
         socket.socket(socket.AF_UNIX).bind(str(addresses.runtime_dir() / name))
     assert addresses.new_replica_id("vllm").startswith(f"vllm-{now}-")
-    assert sorted(addresses.local_registries().values()) == [(os.getpid(), 0), (os.getpid(), start_ticks())]
+    assert list(addresses.local_registries().values()) == [(os.getpid(), start_ticks())]
+    for name in (f"collective-{now}-ab.0", f"collective-{earlier}-ab.0"):
+        (addresses.runtime_dir() / name).touch()
     (addresses.runtime_dir() / f"vllm-{earlier}-ab.problem").write_text("long ago")
     addresses.note_problem("vllm", "today")
     assert addresses.problems() == [f"vllm process {os.getpid()}: today"]
     addresses.discover()
-    left = sorted(path.name for path in addresses.runtime_dir().iterdir() if path.is_socket())
-    assert left == sorted([f"registry-{now}-ab.r", f"registry-{os.getpid()}-ab.r"])
+    left = sorted(path.name for path in addresses.runtime_dir().iterdir() if not path.name.endswith(".problem"))
+    assert left == [f"collective-{now}-ab.0", f"registry-{now}-ab.r"]
 
 
 def test_whoever_reads_what_a_process_noted_sees_all_of_it_or_nothing(directory: Path) -> None:
