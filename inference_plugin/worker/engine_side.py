@@ -109,9 +109,9 @@ class EngineSide:
             update.is_told = True
             self._tell_listeners(version, "install")
         with under(update.trace):
-            if not update.is_installed and not (update.bytes.streams and self._is_under_way(txn, update)):
+            if not update.is_installed and not (update.staging.streams and self._is_under_way(txn, update)):
                 with span("install"):
-                    self.installer.install(update.bytes.segment, shares)
+                    self.installer.install(update.staging.segment, shares)
                 update.is_installed = True
         return "" if update.is_installed else "more"
 
@@ -119,7 +119,7 @@ class EngineSide:
         """Places the bytes that arrive within `PLACING_S`. Returns whether more are due; raises the reason if none will come."""
         with span("place"):
             try:
-                update.bytes.place(self.installer.place, PLACING_S)
+                update.staging.place(self.installer.place, PLACING_S)
             except WeightwireError:
                 self._ask(CheckStream, self.group.name, txn)  # if the transaction was dropped, this raises the reason
                 raise
@@ -157,8 +157,8 @@ class EngineSide:
             return None
         previous = self.work.update(txn)
         if self.installer.needs_previous:
-            previous.bytes.check(self.work.manifest, previous.wanted, lambda _: None, 1)
-        return previous.bytes.segment
+            previous.staging.check(self.work.manifest, previous.wanted, lambda _: None, 1)
+        return previous.staging.segment
 
     def _tell_listeners(self, version: int, step: str) -> None:
         plugin_manager().hook.weightwire_installing(group=self.group.name, version=version, rank=self._rank, step=step)

@@ -80,9 +80,8 @@ class Where:
 class Update:
     """What one transaction holds here."""
 
-    txn: str
     trace: Trace | None
-    staging: Staging | None = None
+    staging: Staging
     wanted: Sequence[Piece] = ()
     """What this worker needs of it, with the trainer's digests."""
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -90,13 +89,6 @@ class Update:
     """Whether listeners know that it is being installed."""
     is_installed: bool = False
     """Whether the installer has written all of it."""
-
-    @property
-    def bytes(self) -> Staging:
-        """Its staging. Raises `ProtocolError` where there is none."""
-        if self.staging is None:
-            raise ProtocolError(f"no transaction {self.txn} is open", hint="send Begin first")
-        return self.staging
 
 
 @dataclass(frozen=True)
@@ -182,8 +174,7 @@ class GroupWork:
         """Any thread: work for the transaction ends as soon as it can."""
         if (update := self._updates.get(txn)) is not None:
             update.cancelled.set()
-            if (staging := update.staging) is not None:
-                staging.cancel()
+            update.staging.cancel()
 
     def _cancel_all(self) -> None:
         for txn in list(self._updates):
@@ -287,24 +278,19 @@ class GroupWork:
         manifest, terms = self._in_force.manifest, self._in_force.terms
         where = {"rank": self._where.rank, "replica": self._where.replica, "group": self.name}
         trace = Trace.begun(self._where.config.profile_dir, role="worker", version=work.version, txn=work.txn, **where)
-        update = self._updates[work.txn] = Update(work.txn, trace)
-        try:
-            with under(trace), span("open staging"):
-                update.staging = self._in_force.receiver.open(manifest, work.segment, terms.needs)
-        except BaseException:
-            del self._updates[work.txn]
-            raise
-        staging = update.staging
+        with under(trace), span("open staging"):
+            staging = self._in_force.receiver.open(manifest, work.segment, terms.needs)
+        self._updates[work.txn] = Update(trace, staging)
         return Mapped(staging.segment_id, staging.takes_late, staging.landing, staging.streams)
 
     def _receive(self, work: ReceiveBucket) -> None:
         update, bucket = self.update(work.txn), work.bucket
         with under(update.trace), span("receive", trainer=bucket.rank, bytes=len(work.payload)):
-            update.bytes.receive(bucket, work.payload)
-        update.bytes.pass_on(bucket, work.payload)
+            update.staging.receive(bucket, work.payload)
+        update.staging.pass_on(bucket, work.payload)
 
     def _pass_on(self, work: PassOn) -> None:
-        self.update(work.txn).bytes.relay(work.relay)
+        self.update(work.txn).staging.relay(work.relay)
 
     def _check_pieces(self, work: CheckPieces) -> None:
         update, agreed = self.update(work.txn), self._in_force
@@ -317,7 +303,7 @@ class GroupWork:
     def _stage(self, work: Stage) -> Sealed:
         """Checks the digests of what this worker needs, then lets the installer prepare."""
         update, manifest = self.update(work.txn), self.manifest
-        staging = update.bytes
+        staging = update.staging
         assert manifest is not None
         threads = min(self._where.config.check_threads, len(os.sched_getaffinity(0)))
         try:
@@ -353,20 +339,19 @@ class GroupWork:
             self.installer.discard()
         finally:
             if update is not None:
-                if update.staging is not None:
-                    update.staging.close()
+                update.staging.close()
                 save(update.trace)
 
     def _settle(self, work: SettleStaging) -> None:
         update = self.update(work.txn)
         update.cancelled.wait(SETTLE_AFTER_S)
-        update.bytes.settle()
+        update.staging.settle()
 
     def _drop_staging(self, work: DropStaging) -> None:
         if work.reused:
             self._updates.pop(work.txn, None)
             return
-        if (update := self._updates.get(work.txn)) is not None and update.staging is not None:
+        if (update := self._updates.get(work.txn)) is not None:
             update.cancelled.wait(SETTLE_AFTER_S)
             update.staging.settle()
         self._free(work.txn)
@@ -388,5 +373,5 @@ class GroupWork:
 
     def _free(self, txn: str) -> None:
         """Closes the staging of a committed transaction, if it is there."""
-        if (update := self._updates.pop(txn, None)) is not None and update.staging is not None:
+        if (update := self._updates.pop(txn, None)) is not None:
             update.staging.close()

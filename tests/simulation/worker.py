@@ -71,7 +71,7 @@ class Staging:
     wanted: tuple[()] = ()
 
     @functools.cached_property
-    def bytes(self) -> _Bytes:
+    def staging(self) -> _Bytes:
         return _Bytes(self.txn, self)
 
     def place(self, put: Any, _limit_s: float) -> None:

@@ -519,7 +519,7 @@ def test_a_segment_written_again_is_no_way_back_any_more(directory: Path) -> Non
     trainer.update("t1", 1, weights(1))
     assert not worker.commit("t1", 1).releases_segment
     group = worker.table.named("policy")
-    kept = group.work.update("t1").bytes
+    kept = group.work.update("t1").staging
     held = frozenset({kept.segment_id})
     trainer.begin("t2", 2, busy=held)
     assert group.group.installed is not None and group.group.installed.keeps
