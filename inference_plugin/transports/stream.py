@@ -22,7 +22,7 @@ from inference_plugin.transports.base import Put, Receiver, Staging, Target, Tra
 from inference_plugin.transports.bucket_staging import check_received, checked_pieces
 from inference_plugin.transports.lanes import Buffer, Lane
 from inference_plugin.transports.pieces import Bytes, typed
-from inference_plugin.transports.segment import SegmentAddress, SharedSegment
+from inference_plugin.transports.segment import MappedSegments, SegmentAddress, SharedSegment
 from inference_plugin.transports.shm import TRANSPORT as SHM
 from inference_plugin.transports.spread import FanOut
 from inference_plugin.transports.zmq import ZmqSender
@@ -33,7 +33,7 @@ from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Bucket
-from inference_plugin.wire.messages.common import Count
+from inference_plugin.wire.messages.common import MAX_PEERS, Count
 from inference_plugin.wire.tensors import torch_dtype
 
 __all__ = ["TRANSPORT", "SharedPlace"]
@@ -59,7 +59,7 @@ class StreamStaging(Staging):
 
     streams = True
 
-    def __init__(self, manifest: Manifest, buffers: Buffers, landing: bytes) -> None:
+    def __init__(self, manifest: Manifest, buffers: MappedSegments, landing: bytes) -> None:
         self.segment = torch.empty(0, dtype=torch.uint8)
         self.segment_id = secrets.token_hex(8)
         self.landing = landing
@@ -73,7 +73,7 @@ class StreamStaging(Staging):
         self._is_cancelled = False
 
     def receive(self, bucket: Bucket, payload: memoryview) -> None:
-        data = self._buffers.bytes_of(bucket) if bucket.lies_at else payload
+        data = _bytes_of(self._buffers, bucket) if bucket.lies_at else payload
         pieces = list(checked_pieces(self._manifest, bucket.pieces, data))
         if again := [piece for piece, _ in pieces if piece.box in self._received]:
             raise ProtocolError(f"{self._manifest.describe(again[0].box)} was placed already")
@@ -143,35 +143,20 @@ class StreamStaging(Staging):
             raise VersionConflict("the transaction was dropped")
 
 
-class Buffers:
-    """The trainer ranks' buffers that this worker has mapped."""
-
-    def __init__(self) -> None:
-        self._mapped: dict[str, SharedSegment] = {}
-
-    def bytes_of(self, bucket: Bucket) -> memoryview:
-        """The bytes of a bucket, in the trainer's memory. Raises `TransportUnavailable` if this process can't map it."""
-        place = decode_as(bucket.lies_at, SharedPlace)
-        address = place.segment
-        if place.offset + place.nbytes > address.nbytes:
-            raise ProtocolError(f"a bucket at {place.offset} of {place.nbytes} bytes, in {address.nbytes} bytes")
-        segment = self._mapped.get(address.segment_id)
-        if segment is None or not segment.lies_at(address):
-            if segment is not None:
-                segment.close()
-            segment = self._mapped[address.segment_id] = SharedSegment.attach(address, writable=False)
-        return segment.tensor[place.offset : place.offset + place.nbytes].numpy().data
-
-    def close(self) -> None:
-        while self._mapped:
-            self._mapped.popitem()[1].close()
+def _bytes_of(buffers: MappedSegments, bucket: Bucket) -> memoryview:
+    """The bytes of a bucket, in the trainer's memory. Raises `TransportUnavailable` if this process can't map it."""
+    place = decode_as(bucket.lies_at, SharedPlace)
+    end = place.offset + place.nbytes
+    if end > place.segment.nbytes:
+        raise ProtocolError(f"a bucket at {place.offset} of {place.nbytes} bytes, in {place.segment.nbytes} bytes")
+    return buffers.at(place.segment).tensor[place.offset : end].numpy().data
 
 
 class StreamReceiver(Receiver):
     """Maps the trainer ranks' buffers, for as long as updates come."""
 
     def __init__(self) -> None:
-        self._buffers = Buffers()
+        self._buffers = MappedSegments(writable=False, most=MAX_PEERS)
         self._landing = b""
 
     def check_probe(self, probe: bytes) -> None:
