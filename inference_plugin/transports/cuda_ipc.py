@@ -74,8 +74,7 @@ class DeviceZone:
     def __init__(self, layout: ZoneLayout) -> None:
         device = in_use()
         self.layout = layout
-        if layout.nbytes > (free := _free_bytes()):
-            raise _does_not_fit(layout.nbytes, free)
+        _check_fits(layout.nbytes)
         # The card outlives the zone: its lock says when the memory may be freed.
         self._lock = _WriterLock()
         memory = device.share(layout.nbytes, self._lock.free_when_unwritten)
@@ -184,8 +183,7 @@ class DeviceZoneReceiver(ZoneReceiver):
     def land_in(self, layout: ZoneLayout, device: str) -> None:
         if device != in_use().type:
             raise TransportUnavailable(f"cuda_ipc: the weights are on {device}")
-        if ZONES * layout.nbytes > (free := _free_bytes()):
-            raise _does_not_fit(ZONES * layout.nbytes, free)
+        _check_fits(ZONES * layout.nbytes)
         self._layout, self._spots = layout, KnownSpots()
 
     def drop_kept(self) -> None:
@@ -279,11 +277,6 @@ def _lock(segment: SharedSegment, kind: int) -> bool:
     return True
 
 
-def _free_bytes() -> int:
-    device = in_use()
-    return device.free_bytes(torch.device(device.type, device.current() or 0))
-
-
 def _wait_for(where: torch.device) -> None:
     """Returns once all copies of this thread into memory of that device have ended."""
     device = device_of(where)
@@ -293,11 +286,14 @@ def _wait_for(where: torch.device) -> None:
         device.drain(where)
 
 
-def _does_not_fit(nbytes: int, free: int) -> TransportUnavailable:
-    return TransportUnavailable(
-        f"cuda_ipc: a second set of weights, {nbytes >> 20} MiB, does not fit: {free >> 20} MiB of the device are free",
-        hint="transport 'shm' with install='copy' holds at most one on the device",
-    )
+def _check_fits(nbytes: int) -> None:
+    """Raises `TransportUnavailable` unless this process's device has so much memory free."""
+    device = in_use()
+    if nbytes > (free := device.free_bytes(torch.device(device.type, device.current() or 0))):
+        raise TransportUnavailable(
+            f"cuda_ipc: a second set of weights, {nbytes >> 20} MiB, does not fit: {free >> 20} MiB of the device are free",
+            hint="transport 'shm' with install='copy' holds at most one on the device",
+        )
 
 
 TRANSPORT = Transport(

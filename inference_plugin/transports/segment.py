@@ -40,7 +40,7 @@ __all__ = [
 
 MIN_SEGMENT_BYTES = 4096
 
-GIVEN_BACK_AT_ONCE = TOUCHED_AT_ONCE = 4 << 20
+ADVISED_AT_ONCE = 4 << 20
 """Bytes of one system call, during which no other Python thread runs."""
 
 LARGE_PAGE_BYTES = 2 << 20
@@ -180,27 +180,27 @@ class SharedSegment:
     def back(self, start: int, nbytes: int) -> bool:
         """As `touch`, but raises OSError where the system has no memory for the pages. False: the kernel has no such call
         (before Linux 5.14), or the segment is closed."""
-        end = min(start + nbytes, self.nbytes)
         try:
-            for step in range(start - start % mmap.PAGESIZE, end, TOUCHED_AT_ONCE):
-                if (mapping := self._map) is None:
-                    return False
-                mapping.madvise(MADV_POPULATE_WRITE, step, min(TOUCHED_AT_ONCE, end - step))
-        except ValueError:  # closed meanwhile
-            return False
+            return self._advise(MADV_POPULATE_WRITE, start - start % mmap.PAGESIZE, min(start + nbytes, self.nbytes))
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False
             raise
-        return True
 
     def give_back(self, start: int, end: int) -> None:
         """Returns the memory of the pages `start:end` to the system; they read as zeros from then on, in every process.
         Both are multiples of the page size. Has no effect on a closed segment."""
+        self._advise(mmap.MADV_REMOVE, start, end)
+
+    def _advise(self, advice: int, start: int, end: int) -> bool:
+        """False: the segment is closed."""
         with contextlib.suppress(ValueError):  # closed meanwhile
-            for step in range(start, end, GIVEN_BACK_AT_ONCE):
-                if (mapping := self._map) is not None:
-                    mapping.madvise(mmap.MADV_REMOVE, step, min(GIVEN_BACK_AT_ONCE, end - step))
+            for step in range(start, end, ADVISED_AT_ONCE):
+                if (mapping := self._map) is None:
+                    return False
+                mapping.madvise(advice, step, min(ADVISED_AT_ONCE, end - step))
+            return True
+        return False
 
     def close(self) -> bool:
         """Unmaps it and closes the descriptor. False: views of `tensor` that are still held keep the mapping until they go."""

@@ -52,7 +52,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
 
 class _Shown(msgspec.Struct, frozen=True):
-    """A report that is shown as a `Text`."""
+    """A report that is shown as a `Lines`."""
 
     def __str__(self) -> str:
         return str(self._text())
@@ -60,7 +60,7 @@ class _Shown(msgspec.Struct, frozen=True):
     def __rich__(self) -> Any:
         return self._text().table()
 
-    def _text(self) -> Text:
+    def _text(self) -> Lines:
         raise NotImplementedError
 
 
@@ -89,7 +89,7 @@ class UpdateReport(_Shown, frozen=True):
     held_bytes: int = 0
     engine_dtypes: dict[str, str] = {}
 
-    def _text(self) -> Text:
+    def _text(self) -> Lines:
         took = len(self.replicas) - len(self.failed)
         phases = ", ".join(f"{name} {seconds(self.phases[name])}" for name in PHASES if name in self.phases)
         rate = f" ({gib(int(self.bytes / self.seconds))}/s)" if self.seconds > 0 else ""
@@ -108,7 +108,7 @@ class UpdateReport(_Shown, frozen=True):
             )
             for one in self.replicas
         ]
-        return Text(heading, ("replica", "status", "serves", "generation", "how", "error"), rows)
+        return Lines(heading, ("replica", "status", "serves", "generation", "how", "error"), rows)
 
     @property
     def memory(self) -> dict[str, int]:
@@ -154,7 +154,7 @@ class VerifyReport(_Shown, frozen=True):
     group: str
     replicas: tuple[ReplicaVerify, ...]
 
-    def _text(self) -> Text:
+    def _text(self) -> Lines:
         equal = sum(one.ok for one in self.replicas)
         heading = f"{self.group}: {equal} of {len(self.replicas)} replicas hold what the trainer holds"
         rows = [
@@ -168,7 +168,7 @@ class VerifyReport(_Shown, frozen=True):
             )
             for one in self.replicas
         ]
-        return Text(heading, ("replica", "result", "serves", "compared", "differences", "error"), rows)
+        return Lines(heading, ("replica", "result", "serves", "compared", "differences", "error"), rows)
 
     @property
     def ok(self) -> bool:
@@ -191,7 +191,7 @@ class PauseReport(_Shown, frozen=True):
 
     replicas: tuple[ReplicaPause, ...]
 
-    def _text(self) -> Text:
+    def _text(self) -> Lines:
         counts: dict[str, int] = {}
         for one in self.replicas:
             counts[one.state] = counts.get(one.state, 0) + 1
@@ -206,7 +206,7 @@ class PauseReport(_Shown, frozen=True):
             )
             for one in self.replicas
         ]
-        return Text(heading, ("replica", "engine", "state", "memory", "error"), rows)
+        return Lines(heading, ("replica", "engine", "state", "memory", "error"), rows)
 
     @property
     def failed(self) -> tuple[ReplicaPause, ...]:
@@ -220,7 +220,7 @@ class PauseReport(_Shown, frozen=True):
                 raise WeightwireError.of(replica.error)
 
 
-class Text:
+class Lines:
     """A report as lines of text or as a table of rich: a heading, and rows of cells under `columns`."""
 
     def __init__(self, heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
