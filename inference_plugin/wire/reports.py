@@ -52,7 +52,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
 
 class _Shown(msgspec.Struct, frozen=True):
-    """A report that is shown as a `Lines`."""
+    """A report that is shown as `Lines`."""
 
     def __str__(self) -> str:
         return str(self._text())

@@ -11,13 +11,12 @@ from inference_plugin.wire.errors import CommitFailed, ProtocolError, TornReplic
 from inference_plugin.wire.messages import RankCommit, TakesBytes
 from inference_plugin.worker.actions import DropStaging, SettleStaging, WayBack, WeightsState
 from inference_plugin.worker.events import (
+    CheckCommitting,
     CheckSealed,
-    CheckStream,
     Finished,
     Install,
     LookAtWeights,
     ReleaseCheck,
-    StartFinish,
     StartUndo,
     Undone,
 )
@@ -53,7 +52,7 @@ def release_check(group: WeightUpdateGroup, event: ReleaseCheck) -> None:
     group.reply(event.asker, None)
 
 
-def check_committing(group: WeightUpdateGroup, txn: str) -> Transaction:
+def committing(group: WeightUpdateGroup, txn: str) -> Transaction:
     """The transaction that is being committed. Raises `ProtocolError` for another one."""
     transaction = group.transaction
     if group.state != "committing" or transaction is None or transaction.txn != txn:
@@ -63,7 +62,7 @@ def check_committing(group: WeightUpdateGroup, txn: str) -> Transaction:
 
 def install(group: WeightUpdateGroup, event: Install) -> None:
     """The engine's thread is about to write: a verification under way must begin again, and streaming trainers may send."""
-    transaction = check_committing(group, event.txn)
+    transaction = committing(group, event.txn)
     group.writes += 1
     transaction.stands = True
     for waiting, _ in transaction.stand_askers:
@@ -72,22 +71,17 @@ def install(group: WeightUpdateGroup, event: Install) -> None:
     group.reply(event.asker, transaction.version)
 
 
-def check_stream(group: WeightUpdateGroup, event: CheckStream) -> None:
-    """Answers whether all streamed bytes have arrived and been checked. Raises the reason if the rest will never arrive."""
-    transaction = check_committing(group, event.txn)
+def check_committing(group: WeightUpdateGroup, event: CheckCommitting) -> None:
+    """Answers whether all bytes have arrived and been checked. Raises the reason if the rest will never arrive."""
+    transaction = committing(group, event.txn)
     if transaction.error is not None:
         raise copy.copy(transaction.error)
     group.reply(event.asker, transaction.sealed is not None)
 
 
-def start_finish(group: WeightUpdateGroup, event: StartFinish) -> None:
-    check_committing(group, event.txn)
-    group.reply(event.asker, None)
-
-
 def finished(group: WeightUpdateGroup, event: Finished) -> None:
     """Makes the transaction's version the installed one."""
-    transaction = check_committing(group, event.txn)
+    transaction = committing(group, event.txn)
     assert transaction.sealed is not None and transaction.mapped is not None
     previous = group.take_previous()
     group.installed = Installed(
@@ -179,8 +173,7 @@ handlers: dict[type, Callable[[WeightUpdateGroup, Any], None]] = {
     ReleaseCheck: release_check,
     Install: install,
     LookAtWeights: look_at_weights,
-    CheckStream: check_stream,
-    StartFinish: start_finish,
+    CheckCommitting: check_committing,
     Finished: finished,
     StartUndo: start_undo,
     Undone: undone,

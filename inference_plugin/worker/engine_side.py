@@ -21,13 +21,12 @@ from inference_plugin.wire.messages import BoxDigest, RankCommit, RankVerify
 from inference_plugin.wire.tracing import save, span, under
 from inference_plugin.worker.actions import WayBack, WeightsState
 from inference_plugin.worker.events import (
+    CheckCommitting,
     CheckSealed,
-    CheckStream,
     Finished,
     Install,
     LookAtWeights,
     ReleaseCheck,
-    StartFinish,
     StartUndo,
     Undone,
 )
@@ -121,14 +120,14 @@ class EngineSide:
             try:
                 update.staging.place(self.installer.place, PLACING_S)
             except WeightwireError:
-                self._ask(CheckStream, self.group.name, txn)  # if the transaction was dropped, this raises the reason
+                self._ask(CheckCommitting, self.group.name, txn)  # raises the reason if the transaction was dropped
                 raise
-        is_sealed: bool = self._ask(CheckStream, self.group.name, txn)
+        is_sealed: bool = self._ask(CheckCommitting, self.group.name, txn)
         return not is_sealed
 
     def finish(self, txn: str, install_s: float) -> RankCommit:
         """Makes the new version the installed one. Call it once the version is on all ranks."""
-        self._ask(StartFinish, self.group.name, txn)
+        self._ask(CheckCommitting, self.group.name, txn)
         update = self.work.update(txn)
         with under(update.trace), span("finish"):
             self.installer.finish()

@@ -14,8 +14,8 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Body
 
 __all__ = [
-    "Awake", "CheckSealed", "CheckStream", "CloseAll", "Event", "Finished", "Install", "LookAtWeights", "MaySleep",
-    "Process", "ReleaseCheck", "Request", "StartFinish", "StartUndo", "Tear", "TearAll", "Tick", "Undone", "WorkEnded",
+    "Awake", "CheckCommitting", "CheckSealed", "CloseAll", "Event", "Finished", "Install", "LookAtWeights", "MaySleep",
+    "Process", "ReleaseCheck", "Request", "StartUndo", "Tear", "TearAll", "Tick", "Undone", "WorkEnded",
 ]  # fmt: skip
 
 Process = tuple[int, int]
@@ -68,16 +68,8 @@ class Install(Struct, frozen=True):
     txn: str
 
 
-class CheckStream(Struct, frozen=True):
-    """Have all streamed bytes arrived and been sealed? Answered with a bool, or with the error that keeps the rest away."""
-
-    asker: Any
-    group: str
-    txn: str
-
-
-class StartFinish(Struct, frozen=True):
-    """The new version is on all ranks; answered with None if it may become the installed one."""
+class CheckCommitting(Struct, frozen=True):
+    """Is the transaction being committed? Answered with whether all bytes are sealed, or with the error that keeps some away."""
 
     asker: Any
     group: str
@@ -165,8 +157,7 @@ Event = (
     | CheckSealed
     | ReleaseCheck
     | Install
-    | CheckStream
-    | StartFinish
+    | CheckCommitting
     | Finished
     | StartUndo
     | Undone

@@ -58,6 +58,7 @@ from inference_plugin.worker.actions import (
 )
 from inference_plugin.worker.events import (
     Awake,
+    CheckCommitting,
     CheckSealed,
     CloseAll,
     Event,
@@ -67,7 +68,6 @@ from inference_plugin.worker.events import (
     MaySleep,
     ReleaseCheck,
     Request,
-    StartFinish,
     StartUndo,
     Tear,
     TearAll,
@@ -195,7 +195,7 @@ class Shell:
         self.sealed(txn, version, group)
         assert self.engine(CheckSealed, group, txn, version) is None
         self.engine(Install, group, txn)
-        self.engine(StartFinish, group, txn)
+        self.engine(CheckCommitting, group, txn)
         done: RankCommit = self.engine(Finished, group, txn, 0.0, keeps)
         self.end_all()
         return done
@@ -362,7 +362,7 @@ class Walk:
             return
         group = self.random.choice(sorted(self.installing))
         held, txn = self.machine.groups[group], self.installing.pop(group)
-        assert self._ask(StartFinish, group, txn) is None
+        assert self._ask(CheckCommitting, group, txn) is True
         if held.partial:
             left = {name: None if torn is None else torn - held.claims for name, torn in self.torn.items()}
             self.torn = {name: torn for name, torn in left.items() if torn is None or torn}
