@@ -290,7 +290,6 @@ class WeightUpdateGroup:
         error = kind(f"the transaction was dropped: {reason}", **more)  # type: ignore[arg-type]
         if transaction.txn not in self.finished:
             self.remember(transaction.txn, error)
-        transaction.dropped = True
         self.end_waits(transaction, error)
         if self.state != "torn":
             self.enter("idle")

@@ -76,8 +76,8 @@ def _kept_terms(group: WeightUpdateGroup, job: Job, _result: None, error: Weight
 def _mapped(group: WeightUpdateGroup, job: Job, mapped: Mapped, error: WeightwireError | None) -> None:
     transaction = job.transaction
     assert transaction is not None
-    if transaction.dropped:
-        return  # what was mapped is cleaned up
+    if transaction is not group.transaction:
+        return  # it was dropped, and what was mapped is cleaned up
     if isinstance(error, ManifestMismatch):  # the terms no longer fit the engine: the group has to be opened again
         group.opened = None
     if error is not None:  # nothing is remembered: it may be begun again
@@ -108,8 +108,8 @@ def _received(group: WeightUpdateGroup, job: Job, _result: None, error: Weightwi
 def _checked_pieces(group: WeightUpdateGroup, job: Job, _result: None, error: WeightwireError | None) -> None:
     transaction = job.transaction
     assert transaction is not None and isinstance(job.work, CheckPieces)
-    if transaction.dropped:
-        return
+    if transaction is not group.transaction:
+        return  # it was dropped
     digest = job.work.digest
     if error is None and transaction.must_equal not in ("", digest):
         error = VersionConflict(
@@ -131,8 +131,8 @@ def _staged(group: WeightUpdateGroup, job: Job, sealed: Sealed, error: Weightwir
     assert transaction is not None
     transaction.staging = False
     transaction.warn_at_s = math.inf
-    if transaction.dropped:
-        return
+    if transaction is not group.transaction:
+        return  # it was dropped
     if error is not None:
         transaction.error = copy.copy(error).at(phase="seal", version=transaction.version)
     else:

@@ -57,7 +57,6 @@ class Transaction:
     error: WeightwireError | None = None
     """The error that kept it from being sealed."""
     abort_askers: list[Any] = field(default_factory=list)
-    dropped: bool = False
     warn_at_s: float = math.inf
     """When to log that its preparation does not end."""
 
