@@ -11,7 +11,7 @@ import torch
 
 from inference_plugin.devices import Digests, Offsets, Runs, device_of
 from inference_plugin.transports.base import WriteStats
-from inference_plugin.transports.pieces import Groups, Lying, LyingAt, checked_dtype, part_of
+from inference_plugin.transports.pieces import Lying, LyingAt, Passes, checked_dtype, part_of
 from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import bytes_view
@@ -100,10 +100,10 @@ class Spots:
     nbytes: int
 
 
-class KnownSpots(Groups[Spots]):
+class KnownSpots(Passes[Spots]):
     """The spots of a list of boxes."""
 
-    def _grouped(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterator[Spots]:
+    def _divided(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterator[Spots]:
         found = [(position, where) for position, box in enumerate(boxes) for where in lying(manifest, box)]
         for are_runs in (True, False):
             batch: list[tuple[int, Lying]] = []

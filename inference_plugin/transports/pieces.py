@@ -23,11 +23,11 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view, bytes_view, narrowed, torch_dtype
 
 __all__ = [
-    "Bytes", "DigestPass", "DigestPasses", "Groups", "Lying", "LyingAt", "PieceRows", "checked_dtype", "in_segment",
+    "Bytes", "DigestPass", "DigestPasses", "Lying", "LyingAt", "Passes", "PieceRows", "checked_dtype", "in_segment",
     "part_of", "pieces_of", "place_piece", "rows_of_pieces", "typed",
 ]  # fmt: skip
 
-Group = TypeVar("Group")
+Pass = TypeVar("Pass")
 
 Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 """Contiguous bytes. numpy's calls cost a fraction of torch's, and a copy of this size needs one thread only."""
@@ -223,29 +223,29 @@ class DigestPass:
         return digest_rows(memory.numpy(), regions[0].strides[0], regions[0].sizes[0], spans)
 
 
-class Groups(abc.ABC, Generic[Group]):
-    """The boxes of a list, grouped to be digested together. Lists repeat with every update: only a new one is grouped."""
+class Passes(abc.ABC, Generic[Pass]):
+    """What is digested together of a list of boxes. Lists repeat with every update: only a new one is divided."""
 
     def __init__(self) -> None:
-        self._known: tuple[Manifest | None, tuple[Box, ...], list[Group]] = None, (), []
+        self._known: tuple[Manifest | None, tuple[Box, ...], list[Pass]] = None, (), []
 
-    def of(self, manifest: Manifest, boxes: Iterable[Box], lying: LyingAt) -> list[Group]:
+    def of(self, manifest: Manifest, boxes: Iterable[Box], lying: LyingAt) -> list[Pass]:
         """`lying` says where a box lies, the same at every call."""
         boxes = tuple(boxes)
-        of, known, groups = self._known
+        of, known, passes = self._known
         if manifest is not of or boxes != known:
-            groups = list(self._grouped(manifest, boxes, lying))
-            self._known = manifest, boxes, groups
-        return groups
+            passes = list(self._divided(manifest, boxes, lying))
+            self._known = manifest, boxes, passes
+        return passes
 
     @abc.abstractmethod
-    def _grouped(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterable[Group]: ...
+    def _divided(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterable[Pass]: ...
 
 
-class DigestPasses(Groups[DigestPass]):
+class DigestPasses(Passes[DigestPass]):
     """Passes over the host's memory, in its order."""
 
-    def _grouped(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterable[DigestPass]:
+    def _divided(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterable[DigestPass]:
         passes: defaultdict[Hashable, DigestPass] = defaultdict(DigestPass)
         for position, box in enumerate(boxes):
             for where in lying(manifest, box):
