@@ -102,7 +102,7 @@ class WriteStats:
 def digested_pieces(delivery: Delivery, stats: WriteStats) -> Iterator[tuple[Piece, Bytes]]:
     """The pieces of a delivery with their bytes, each valid until the next. What the caller does with each counts in `move_s`."""
     for item in delivery.slices:
-        for place, data in pieces_of(delivery.manifest, item):
+        for place, data in pieces_of(delivery.manifest, item, delivery.piece_bytes):
             started_s = time.perf_counter()
             piece = Piece(place.box, digest_bytes(data))
             digested_s = time.perf_counter()
@@ -298,7 +298,6 @@ class Transport:
     lands_in_zone: bool = False
     """Whether trainer ranks write a worker's second set itself: for the only replica of its host that takes part."""
     piece_bytes: int = PIECE_BYTES
-    """Largest piece, where no other transport of the same update has smaller ones. A sender that has more than `PIECE_BYTES` here
-    cuts as `Delivery.piece_bytes` says."""
+    """Largest piece, where no other transport of the same update has smaller ones: a sender cuts as `Delivery` says."""
 
     AUTO: ClassVar[str] = "auto"

@@ -36,8 +36,8 @@ SHORTEST_ROW_BYTES = 256
 """Shorter rows are packed before they are copied elsewhere."""
 
 
-def pieces_of(manifest: Manifest, item: Slice, piece_bytes: int | None = None) -> Iterator[tuple[PiecePlace, Bytes]]:
-    """The pieces of a slice, of at most `piece_bytes` (`PIECE_BYTES`), with their bytes in C order, in CPU memory.
+def pieces_of(manifest: Manifest, item: Slice, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[PiecePlace, Bytes]]:
+    """The pieces of a slice, of at most `piece_bytes`, with their bytes in C order, in CPU memory.
 
     Where the slice has a `seen`, it is called with each piece and its bytes, before the piece is yielded.
 
@@ -49,7 +49,7 @@ def pieces_of(manifest: Manifest, item: Slice, piece_bytes: int | None = None) -
     """
     dtype = checked_dtype(manifest, item)
     seen: Callable[[PiecePlace, Bytes], None] | None = getattr(item, "seen", None)
-    for place, data in _cut(manifest, item, dtype, piece_bytes or PIECE_BYTES):
+    for place, data in _cut(manifest, item, dtype, piece_bytes):
         if seen is not None:
             seen(place, data)
         yield place, data
@@ -71,17 +71,19 @@ class PieceRows(NamedTuple):
         return np.ascontiguousarray(lying).reshape(-1)
 
 
-def rows_of_pieces(manifest: Manifest, item: Slice) -> Iterator[tuple[PiecePlace, PieceRows]]:
+def rows_of_pieces(
+    manifest: Manifest, item: Slice, piece_bytes: int = PIECE_BYTES
+) -> Iterator[tuple[PiecePlace, PieceRows]]:
     """As `pieces_of`, for whoever can read rows that lie apart: a slice of columns is not packed first."""
     tensor, dtype = item.tensor, checked_dtype(manifest, item)
     plain = tensor.dtype == dtype and tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg())
     if plain and not tensor.is_contiguous() and getattr(item, "seen", None) is None:
-        places = manifest.split(item.box, PIECE_BYTES)
+        places = manifest.split(item.box, piece_bytes)
         parts = [rows for place in places if (rows := _rows_in_place(part_of(item, place))) is not None]
         if len(parts) == len(places):
             yield from zip(places, parts, strict=True)
             return
-    for place, data in pieces_of(manifest, item):
+    for place, data in pieces_of(manifest, item, piece_bytes):
         yield place, PieceRows(data, 1, data.size, data.size)
 
 

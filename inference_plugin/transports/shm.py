@@ -114,7 +114,7 @@ class ShmSender(Sender):
         pieces: list[Piece] = []
         stats = WriteStats()
         for item in delivery.slices:
-            for place, data in pieces_of(manifest, item):
+            for place, data in pieces_of(manifest, item, delivery.piece_bytes):
                 pieces.append(_place_and_digest(segment, manifest, place, data, stats))
             delivery.check_deadline(stats.nbytes)
         stats.held_bytes = sum(owned.nbytes for owned in self._owned.values())

@@ -214,7 +214,7 @@ class ZoneSender(Sender):
             for zone in zones:
                 zone.begin_writing()
             for item in delivery.slices:
-                for place, rows in rows_of_pieces(manifest, item):
+                for place, rows in rows_of_pieces(manifest, item, delivery.piece_bytes):
                     began_s = time.perf_counter()
                     pieces.append(Piece(place.box, _land(zones, manifest, place.box, rows)))
                     stats.nbytes += place.end - place.start

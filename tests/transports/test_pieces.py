@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.transports import pieces as pieces_module
 from inference_plugin.transports.pieces import pieces_of, rows_of_pieces
 from inference_plugin.wire.geometry import Box
 from tests.support.plain_engine import manifest_of
@@ -41,10 +39,8 @@ def lying_anyhow(draw: st.DrawFn) -> torch.Tensor:
 def test_pieces_that_are_not_packed_are_those_that_are(tensor: torch.Tensor, piece_bytes: int) -> None:
     manifest = manifest_of({"weight": tensor.contiguous()})
     item: Any = LocalSlice(Box(0, (0,) * tensor.dim(), tuple(tensor.shape)), tensor)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces_module, "PIECE_BYTES", piece_bytes)
-        packed = [(place, data.tobytes()) for place, data in pieces_of(manifest, item)]
-        lying = [(place, rows.packed().tobytes()) for place, rows in rows_of_pieces(manifest, item)]
+    packed = [(place, data.tobytes()) for place, data in pieces_of(manifest, item, piece_bytes)]
+    lying = [(place, rows.packed().tobytes()) for place, rows in rows_of_pieces(manifest, item, piece_bytes)]
     assert lying == packed
 
 

@@ -93,6 +93,16 @@ def test_a_piece_whose_bytes_changed_after_their_digest_is_named() -> None:
     staging.close(), receiver.close(), sender.close()
 
 
+def test_pieces_are_as_small_as_another_transport_of_the_update_wants_them() -> None:
+    tensors = {"w": any_bits(torch.int8, 1000)}
+    manifest = manifest_for(tensors)
+    sender = ShmSender()
+    description, far_s = sender.allocate(manifest, frozenset()), time.monotonic() + FAR_S
+    delivery = Delivery("t", "policy", 0, manifest, description, whole_slices(tensors), (), far_s, piece_bytes=256)
+    assert [piece.box.sizes for piece in sender.write(delivery)[0]] == [(256,), (256,), (256,), (232,)]
+    sender.close()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 def test_a_wrong_byte_is_found_by_however_many_threads(threads: int) -> None:
     tensors = {f"t{i}": any_bits(torch.int8, 5 + i) for i in range(9)} | {"empty": any_bits(torch.int8, 0)}
