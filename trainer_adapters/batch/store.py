@@ -1,9 +1,9 @@
 """The store of an owner: what a process keeps of its rows for the consumers of distributed batches.
 
-A put copies the rows once, into shared memory; the same pass makes their digests. Bytes never move: a shard that is cleared or
-replaced lives on under the leases of those who read it. Then its memory is spare: later rows are written to it, and where the
-budget has no room for it, it goes back to the system (`memory` says what is never written to again). One lock guards the
-bookkeeping; bytes are copied, and memory is given back, outside of it.
+A put copies the rows once, into shared memory; the same pass makes their digests. Rows that were built there (`drafts`) it takes
+as they lie. Bytes never move: a shard that is cleared or replaced lives on under the leases of those who read it. Then its memory
+is spare: later rows are written to it, and where the budget has no room for it, it goes back to the system (`memory` says what is
+never written to again). One lock guards the bookkeeping; bytes are copied, and memory is given back, outside of it.
 """
 
 from __future__ import annotations
