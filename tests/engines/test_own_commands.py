@@ -1,4 +1,4 @@
-"""Beside our updates the user gives the engine commands of its own: loads of weights, pauses.
+"""Beside our updates the user gives the engine commands of its own: loads of weights, pauses, sleeps. Or a second trainer does.
 
 What is said of the weights is so, whoever wrote them. The engine steps once nobody wants it to stand.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_plugin.wire.errors import ReplicaAsleep
+from inference_plugin.wire.errors import ReplicaAsleep, VersionConflict
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import Halted
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
@@ -233,3 +233,16 @@ def test_weights_that_the_user_s_own_sleep_discarded_have_no_version(sleepy: Bot
         assert "discarded the weights" in driver.cards[0].unknown["policy"]
         assert [r.status for r in manager.update(source(sleepy.models["A"]), sleepy.version).replicas] == ["committed"]
         assert sleepy.serves() == ("A", {str(sleepy.version)})
+
+
+def test_of_two_trainers_of_one_group_the_earlier_is_told_and_nothing_of_its_update_is_served(engine: Both) -> None:
+    for point in ("staging", "sealed"):
+        with SyncManager(timeout_s=180) as first, SyncManager(timeout_s=180) as second:
+            engine.update(first, "A")
+            halted = Halted(first, engine.models["B"], engine.version + 1, point)
+            engine.version += 1
+            stamp = engine.update(second, "C")
+            with pytest.raises(VersionConflict, match="the transaction was dropped"):
+                halted.go_on()
+            assert engine.serves() == ("C", {stamp})
+            assert set(first.versions().values()) == set(second.versions().values()) == {engine.version}
