@@ -14,7 +14,7 @@ from inference_plugin.install.policies import StandbyInstaller, Tensors, WayBack
 from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.standby import StandbyWeights
 from inference_plugin.install.storages import storage_views
-from inference_plugin.install.trial_load import POISON, materialised
+from inference_plugin.install.trial_load import POISON, handed_out_bytes, materialised
 from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.tensors import bytes_view
 
@@ -99,7 +99,9 @@ class LoaderInstaller(StandbyInstaller):
 
     def _load(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
         """The skeleton's storages after a real load, by key."""
-        self._check_fits(self._layout.nbytes)
+        ignored = self._agreement.ignored  # their bytes were never sent
+        sources = {name: view for name, view in self._sources(segment).items() if name not in ignored}
+        self._check_fits(self._layout.nbytes + handed_out_bytes(view.nbytes for view in sources.values()))
         skeleton, constants = self._model.skeleton, self._model.constants
         live = self._layout.live_storages()
         empty = partial(torch.empty, device=self._model.device)
@@ -113,9 +115,7 @@ class LoaderInstaller(StandbyInstaller):
                     storage.copy_(constant.reshape(-1))
                 else:
                     bytes_view(storage).fill_(POISON)
-            ignored = self._agreement.ignored  # their bytes were never sent
-            copies = ((n, view.clone()) for n, view in self._sources(segment).items() if n not in ignored)
-            self._model.load_weights(skeleton, copies)
+            self._model.load_weights(skeleton, ((name, view.clone()) for name, view in sources.items()))
             held.gather(skeleton)
         for second, first in self._agreement.ties.items():
             one, other = storages.get(second), storages.get(first)

@@ -18,7 +18,7 @@ from inference_plugin.install.plan import PlacementPlan, TensorInfo
 from inference_plugin.install.proof import prove_plan
 from inference_plugin.install.storages import storage_views
 from inference_plugin.install.trace import trace_plan
-from inference_plugin.install.trial_load import LoaderCoverage, check_trial_fits, loader_coverage
+from inference_plugin.install.trial_load import LoaderCoverage, check_trial_fits, handed_out_bytes, loader_coverage
 from inference_plugin.wire.dtype_hint import dtype_line, dtype_rules
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
 from inference_plugin.wire.host_memory import free_host_bytes
@@ -237,7 +237,7 @@ class _Negotiation:
     def _cover_by_loader(self, tensors: Sequence[TensorInfo]) -> LoaderCoverage:
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in tensors]
         storages = sum(flat.nbytes for flat in storage_views(self._model.skeleton).values())
-        check_trial_fits(storages + max(sizes, default=0), self._model.free_share_bytes(self._sharing))
+        check_trial_fits(storages + handed_out_bytes(sizes), self._model.free_share_bytes(self._sharing))
         try:
             return loader_coverage(self._model.skeleton, self._load, tensors, self._model.device)
         except Exception as error:

@@ -18,8 +18,8 @@ from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = [
-    "POISON", "LoaderCoverage", "Materialised", "check_trial_fits", "loader_coverage", "materialised", "poisoned",
-    "trial_tensors",
+    "POISON", "LoaderCoverage", "Materialised", "check_trial_fits", "handed_out_bytes", "loader_coverage", "materialised",
+    "poisoned", "trial_tensors",
 ]  # fmt: skip
 
 POISON = 0xFF
@@ -136,6 +136,12 @@ def check_trial_fits(nbytes: int, free_bytes: float) -> None:
             hint="free memory on the engine's host; nothing was changed, and the next update opens the group again",
             phase="open",
         )
+
+
+def handed_out_bytes(sizes: Iterable[int]) -> int:
+    """The most memory that tensors of these sizes take which a loader gets one after the other: it still holds one of them when
+    the next is made."""
+    return sum(sorted(sizes)[-2:])
 
 
 def trial_tensors(tensors: Iterable[TensorInfo], device: torch.device) -> Iterator[tuple[str, Tensor]]:
