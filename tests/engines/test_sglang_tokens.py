@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here once more
@@ -26,10 +27,11 @@ from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here onc
     test_a_manifest_that_does_not_fit_is_refused_with_names_before_anything_changes,
     test_an_older_version_is_refused_and_changes_nothing,
     test_the_same_version_again_changes_nothing,
+    weights,
 )
 from tests.support.rig import eventually
 from tests.support.sglang_engines import SglangDriver
-from trainer_adapters import SyncManager
+from trainer_adapters import ModuleAdapter, SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -87,6 +89,17 @@ def test_twenty_times_there_and_back(live: Live) -> None:
             for which in ("B", "A"):
                 live.update(which, manager)
                 live.assert_serves(which)
+
+
+@pytest.mark.parametrize("live", ["tp1"], indirect=True)
+def test_weights_that_are_nan_leave_nothing_behind_once_others_are_served(live: Live) -> None:
+    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights(live.models["A"]).items()}
+    with SyncManager(timeout_s=180) as manager:
+        live.version += 1
+        manager.update(ModuleAdapter(broken), live.version)
+        live.driver.generate(PROMPTS, COUNT)
+        live.update("B", manager)
+    live.assert_serves("B")
 
 
 @pytest.mark.parametrize("tp", [1, 2], ids=["tp1", "dp-attention"])
