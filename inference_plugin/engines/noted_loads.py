@@ -10,7 +10,7 @@ from typing import Any
 
 from inference_plugin.engines.monkeypatch import contained
 
-__all__ = ["LOADED", "note_loads"]
+__all__ = ["LOADED", "note_loads", "noted_so_far"]
 
 logger = logging.getLogger(__name__)
 
@@ -19,14 +19,17 @@ LOADED = "the model's own loader, and not Weightwire, wrote the weights"
 _live: weakref.WeakKeyDictionary[Any, Callable[[str], object]] = weakref.WeakKeyDictionary()
 """Live models. (What an attribute of the model reached, an update would have to follow.)"""
 
+_loads = 0
+
 
 def note_loads(model: Any, forget: Callable[[str], object]) -> Callable[[], None]:
     """Has `forget` called before each load into the live model; Weightwire itself loads into skeletons only. Returns what ends
     it."""
     _live[model] = forget
     kind = type(model)
-    if not hasattr(kind.load_weights, "weightwire_notes"):
-        kind.load_weights = _noted(kind.load_weights)
+    load = getattr(kind, "load_weights", None)
+    if callable(load) and not hasattr(load, "weightwire_notes"):
+        kind.load_weights = _noted(load)
 
     def end() -> None:
         _live.pop(model, None)
@@ -34,11 +37,18 @@ def note_loads(model: Any, forget: Callable[[str], object]) -> Callable[[], None
     return end
 
 
+def noted_so_far() -> int:
+    """The number of loads that were noted in this process."""
+    return _loads
+
+
 def _noted(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _loads
         if (forget := _live.get(self)) is not None:
             with contained("noting a load", logger):
+                _loads += 1
                 forget(LOADED)
         return load(self, *args, **kwargs)
 

@@ -61,7 +61,7 @@ class RankRuntime:
         where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._where = where
         self._asleep: set[MemoryTag] = set()
-        self._loaded: dict[str, str] = {}
+        self._has_loads_to_tell = False
         self.moves_memory = False
         """Whether a sleep or a wake-up of ours is under way."""
         self._asleep_by_engine = False
@@ -96,8 +96,8 @@ class RankRuntime:
     def note_load(self, reason: str) -> dict[str, str]:
         """On the engine's own thread: somebody else is about to write the weights. Returns the groups whose version is
         unknown from then on, and who wrote them; none if no version was ever known."""
-        self._loaded = self._table.forget_versions(reason)
-        return self._loaded
+        self._has_loads_to_tell = True
+        return self._table.forget_versions(reason)
 
     @property
     def is_asleep(self) -> bool:
@@ -118,10 +118,10 @@ class RankRuntime:
             self._table.awake()
 
     def _forget_versions(self, reason: str) -> dict[str, str]:
-        """For a `reason`, which is told by the next `forget` otherwise; without one, for a load since the last of them."""
-        why = self.note_load(reason) if reason else self._loaded
-        self._loaded = {}
-        return why
+        """For a `reason`; without one, tells of loads since the last time, as far as no update has replaced them."""
+        told = bool(reason) or self._has_loads_to_tell
+        self._has_loads_to_tell = False
+        return self._table.forget_versions(reason) if told else {}
 
     def call(self, request: bytes) -> bytes:
         """Runs one operation on the engine's own thread. Never raises: the executor would mix up later answers."""
@@ -190,6 +190,7 @@ class RankRuntime:
             unknown = self._forget_versions(operation.reason)
         elif operation.name == "note_sleep":
             unknown = self.note_sleep(operation.reason)
+            self._has_loads_to_tell = False
         elif operation.name == "note_wake_up":
             self.note_wake_up()
         else:

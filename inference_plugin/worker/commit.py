@@ -154,10 +154,9 @@ def tear(group: WeightUpdateGroup, reason: str, txn: str = "") -> None:
 
 def forget_version(group: WeightUpdateGroup, reason: str) -> None:
     """Somebody else wrote the group's parameters: the next update may have any version, and there is no way back to the last one.
-    An update that is on its way goes on, as it replaces them."""
+    An update that is on its way goes on, as it replaces them. The first who wrote is the one that is named."""
     group.writes += 1
     if group.installed is None:
-        group.unknown = group.unknown and reason
         return
     if previous := group.take_previous():
         group.queue(Job(DropStaging(previous)))

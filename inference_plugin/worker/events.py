@@ -118,7 +118,7 @@ class TearAll(Struct, frozen=True):
 
 class ForgetVersions(Struct, frozen=True):
     """Somebody else writes, or has written, the served model's weights: which version they are is unknown until the next update.
-    Answered with the groups whose version is unknown, and why."""
+    Answered with the groups whose version is unknown, and why. Without a `reason` it is only that question."""
 
     asker: Any
     reason: str

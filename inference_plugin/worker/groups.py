@@ -138,8 +138,8 @@ class GroupTable:
         self._post(TearAll(reason))
 
     def forget_versions(self, reason: str) -> dict[str, str]:
-        """Somebody else writes the served model's weights: their versions are unknown until the next update.
-        Returns the groups whose version is unknown, and why."""
+        """Somebody else writes the served model's weights: their versions are unknown until the next update. Without a `reason`
+        only asks. Returns the groups whose version is unknown, and why."""
         why: dict[str, str] = self._ask(ForgetVersions, reason)
         return why
 

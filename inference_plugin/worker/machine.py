@@ -234,7 +234,7 @@ class WorkerGroups:
 
     def _forget_versions(self, asker: Any, reason: str) -> None:
         served = [group for group in self.groups.values() if not is_apart(group.name)]
-        for group in served:
+        for group in served if reason else ():
             commit.forget_version(group, reason)
         self._shared.actions.append(Reply(asker, {group.name: group.unknown for group in served if group.unknown}))
 

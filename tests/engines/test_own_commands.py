@@ -94,6 +94,53 @@ def test_weights_that_somebody_else_loaded_have_no_version_until_the_next_update
         eventually(lambda: [r.state for r in manager.replicas()] == ["current"], what="the manager to hear of that")
 
 
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+@pytest.mark.parametrize("by", ["engine", "user"])
+def test_no_later_call_on_the_workers_brings_up_a_load_that_an_update_has_replaced(engine: Both, by: str) -> None:
+    with SyncManager(timeout_s=180) as manager:
+        engine.update(manager, "B")
+        engine.load("C", by)
+        stamp = engine.update(manager, "B")
+        engine.driver.rpc("ext_about")
+        assert engine.serves() == ("B", {stamp})
+        assert engine.verified(manager, "B") == (True, [engine.version])
+        assert engine.driver.cards[0].unknown == {}
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_weights_that_somebody_else_loaded_on_one_rank_have_no_version_on_any(engine: Both) -> None:
+    with SyncManager(timeout_s=180) as manager:
+        for rank in (0, 1):
+            stamp = engine.update(manager, "B")
+            assert sorted(engine.driver.rpc("ext_load", str(engine.models["C"]), rank)) == [False, True]
+            assert set(manager.versions().values()) == {None}
+            report = manager.update(source(engine.models["B"]), engine.version)
+            assert [r.status for r in report.replicas] == ["committed"], "no rank serves that version any more"
+            assert engine.serves() == ("B", {stamp})
+
+
+def test_weights_that_the_caller_of_an_engine_in_its_process_loads_have_no_version(
+    runtime: Path, checkpoint: Checkpoint
+) -> None:
+    models = {letter: checkpoint("qwen3", tied=False, seed=seed) for letter, seed in (("A", 1), ("B", 2), ("C", 3))}
+    with Driver(runtime, in_process=True) as driver, SyncManager(timeout_s=180) as manager:
+        driver.open(models["A"], plain=True, max_model_len=1024)
+        engine = Both("vllm", driver, models)
+        engine.load("C", "caller")
+        assert engine.serves() == ("C", {"default"}), "no version was known before"
+        for by in ("caller", "user", "engine"):
+            stamp = engine.update(manager, "B")
+            assert engine.serves() == ("B", {stamp})
+            engine.load("C", by)
+            assert engine.serves() == ("C", {"unknown"})
+            assert driver.cards[0].unknown.keys() == {"policy"}
+            engine.load("A", by)
+            stamp = engine.update(manager, "B")
+            assert engine.serves() == ("B", {stamp}), "nobody loaded since"
+            assert driver.cards[0].unknown == {}
+    assert driver.leftovers() == []
+
+
 def test_an_update_that_is_on_its_way_replaces_what_somebody_else_loaded_meanwhile(engine: Both) -> None:
     for point in ("staging", "sealed"):
         with SyncManager(timeout_s=180) as manager:
@@ -232,6 +279,7 @@ def test_weights_that_the_user_s_own_sleep_discarded_have_no_version(sleepy: Bot
         assert sleepy.verified(manager, "A") == (False, [None])
         assert "discarded the weights" in driver.cards[0].unknown["policy"]
         assert [r.status for r in manager.update(source(sleepy.models["A"]), sleepy.version).replicas] == ["committed"]
+        driver.rpc("ext_about")
         assert sleepy.serves() == ("A", {str(sleepy.version)})
 
 

@@ -195,10 +195,15 @@ class Driver:
         return getattr(client.engine_core, method)(*args)
 
     def do_load(self, model: str, by: str) -> None:
-        """Weights that a user loads: by vLLM's own reload ("engine"), or by a worker extension of the user's. What was computed
-        with those of before the user has to drop as well."""
+        """Weights that a user loads: by vLLM's own reload ("engine"), by a worker extension of the user's, or in the caller's
+        process by the model itself ("caller"). What was computed with those of before the user has to drop as well."""
         if by == "engine":
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+        elif by == "caller":
+            from safetensors.torch import load_file
+
+            served = self.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+            served.load_weights(load_file(f"{model}/model.safetensors").items())
         else:
             self.llm.collective_rpc("ext_load", args=(model,))
         self.llm.reset_prefix_cache()

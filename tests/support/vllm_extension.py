@@ -110,10 +110,12 @@ class Extension:
         """Everything reachable that the model computes with."""
         return json.dumps(reachable(self.model_runner.get_model()))  # type: ignore[attr-defined]
 
-    def ext_load(self, model: str) -> str:
-        """What extensions of other projects do: the model's own loader takes a checkpoint."""
+    def ext_load(self, model: str, on: int | None = None) -> str:
+        """What extensions of other projects do: the model's own loader takes a checkpoint, on all ranks or `on` one."""
         from safetensors.torch import load_file
 
+        if on not in (None, self.rank):  # type: ignore[attr-defined]
+            return json.dumps(False)
         self.model_runner.get_model().load_weights(load_file(f"{model}/model.safetensors").items())  # type: ignore[attr-defined]
         return json.dumps(True)
 

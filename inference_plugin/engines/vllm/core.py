@@ -39,6 +39,8 @@ class CoreControl(EngineControl):
         self.pauses = OwnPauses(core, self.submit)
         self._asleep: frozenset[MemoryTag] = frozenset()
         # in-process only
+        self.loads_told = 0
+        """The number of noted loads in this process when workers were last asked of them."""
         self.lock = threading.RLock()
         self._commands: list[Callable[[], None]] = []
         self._stash: list[Any] = []

@@ -14,7 +14,7 @@ from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.starting import begin_start, end_start, ends_start
 from inference_plugin.engines.vllm.core import CoreCommand, CoreControl, own_root
 from inference_plugin.engines.vllm.core_start import ExecutorLost, start
-from inference_plugin.engines.vllm.own_loads import note_memory, noted_loads
+from inference_plugin.engines.vllm.own_loads import ask_of_loads_here, note_memory, noted_loads
 from inference_plugin.engines.vllm.shared_core import SharedCore
 from inference_plugin.engines.vllm.weight_transfer import BACKEND, NativeCalls
 from inference_plugin.wire.errors import EngineUnsupported
@@ -269,7 +269,14 @@ def hook_inproc() -> None:
     @wrap(InprocClient, "get_output")
     def get_output(original: Callable[..., Any], self: Any) -> Any:
         control = _control_of(self.engine_core)
-        return original(self) if control is None else control.step(lambda: original(self))
+        if control is None:
+            return original(self)
+
+        def step() -> Any:
+            ask_of_loads_here(self.engine_core, control)
+            return original(self)
+
+        return control.step(step)
 
     @wrap(InprocClient, "add_request")
     def add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:

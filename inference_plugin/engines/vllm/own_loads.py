@@ -16,11 +16,12 @@ from typing import Any, Literal
 import msgspec
 
 from inference_plugin.engines.monkeypatch import contained
+from inference_plugin.engines.noted_loads import noted_so_far
 from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.engines.vllm.core import CoreControl
 from inference_plugin.wire.codec import decode_as
 
-__all__ = ["note_memory", "noted_loads"]
+__all__ = ["ask_of_loads_here", "note_memory", "noted_loads"]
 
 logger = logging.getLogger("vllm.weightwire")
 
@@ -34,10 +35,8 @@ WRITES = frozenset(
 def noted_loads(core: Any, control: CoreControl, method: Any) -> Iterator[None]:
     """Around a call on all workers of `core`, on its own thread. Those that write weights are known beforehand; after any other
     the workers are asked whether it loaded some."""
-    if method in WRITES:
+    if isinstance(method, str) and method in WRITES:
         _forget(core, control, f"vLLM's own {method} wrote the weights")
-        yield
-        return
     try:
         yield
     except TimeoutError:
@@ -46,6 +45,13 @@ def noted_loads(core: Any, control: CoreControl, method: Any) -> Iterator[None]:
         _forget(core, control, "")
         raise
     _forget(core, control, "")
+
+
+def ask_of_loads_here(core: Any, control: CoreControl) -> None:
+    """Before a step of an engine in the caller's process, who may have called the live model's loader itself."""
+    if control.loads_told != (loads := noted_so_far()):
+        control.loads_told = loads
+        _forget(core, control, "")
 
 
 def note_memory(core: Any, control: CoreControl, move: Callable[[], Any], level: int | None) -> Any:
@@ -62,20 +68,27 @@ def note_memory(core: Any, control: CoreControl, move: Callable[[], Any], level:
 
 
 def _forget(core: Any, control: CoreControl, reason: str) -> None:
-    """Has this core's workers forget the version for a `reason`; without one asks them whether they have since the last time."""
-    _tell(core, control, "forget", reason)
+    """Has this core's workers forget the version for a `reason`; without one, for what one of them tells of a load since the last
+    time."""
+    why = _tell(core, control, "forget", reason)
+    if why and not reason:
+        _tell(core, control, "forget", why)  # some may not have loaded any: their version is of no use alone
 
 
-def _tell(core: Any, control: CoreControl, name: Literal["forget", "note_sleep", "note_wake_up"], reason: str) -> None:
+def _tell(core: Any, control: CoreControl, name: Literal["forget", "note_sleep", "note_wake_up"], reason: str) -> str:
+    """Returns why the version of some group is unknown; "" where they are known."""
+    unknown: dict[str, str] = {}
     with contained("telling workers of vLLM's own commands", logger):
         operation = RankOperation(secrets.token_hex(8), name, reason=reason)
         # Of this core alone: where several share experts, vLLM calls each of them.
         answers = CoreControl.call_ranks(control, msgspec.msgpack.encode(operation))
-        replies = [decode_as(answer, RankReply) for answer in answers]
-        unknown = {
-            group: who for reply in replies if reply.nonce == operation.nonce for group, who in reply.unknown.items()
-        }
+        for answer in answers:
+            # After an exception in one worker, others may still answer the call before.
+            with contained("reading a worker's answer", logger):
+                reply = decode_as(answer, RankReply)
+                unknown |= reply.unknown if reply.nonce == operation.nonce else {}
         if unknown:
             control.lose_version()
             if (coordinator := core._weightwire_coordinator) is not None:
                 coordinator.lose_version(unknown)
+    return next(iter(unknown.values()), "")
