@@ -154,6 +154,19 @@ def test_an_update_that_is_on_its_way_replaces_what_somebody_else_loaded_meanwhi
 
 
 @pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+def test_weights_that_others_may_write_in_a_session_of_the_user_s_have_no_version(engine: Both) -> None:
+    """Remote writes (RDMA) into parameters have no call of their own: only the session's begin and end."""
+    with SyncManager(timeout_s=180) as manager:
+        stamp = engine.update(manager, "B")
+        engine.driver.call("session", which="begin")
+        assert engine.serves() == ("B", {"unknown"})
+        stamp = engine.update(manager, "C")
+        assert engine.serves() == ("C", {stamp})
+        engine.driver.call("session", which="end")
+        assert engine.serves() == ("C", {"unknown"}), "what was written since the update is unknown"
+
+
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
 def test_a_load_of_the_user_s_that_finds_nothing_changes_no_version(engine: Both, tmp_path: Path) -> None:
     with SyncManager(timeout_s=180) as manager:
         stamp = engine.update(manager, "B")

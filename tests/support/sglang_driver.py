@@ -95,19 +95,22 @@ class Driver(engine_driver.Driver):
             done, message, *_ = self.llm.update_weights_from_disk(model)
             assert done, message
         else:
+            self.do_session("begin")
             self._send(model)
+            self.do_session("end")
+
+    def do_session(self, which: str) -> None:
+        """SGLang's own `begin_weight_update`, or its end."""
+        from sglang.srt.managers import io_struct
+
+        kind = getattr(io_struct, f"{which.capitalize()}WeightUpdateReqInput", None)
+        if kind is not None:  # before, an update is a call of its own
+            self._ask(f"{which}_weight_update", kind(), None)
 
     def _send(self, model: str) -> None:
         from safetensors.torch import load_file
-        from sglang.srt.managers import io_struct
 
-        def session(name: str, kind: str) -> None:
-            if hasattr(io_struct, kind):  # before, an update is a call of its own
-                self._ask(name, getattr(io_struct, kind)(), None)
-
-        session("begin_weight_update", "BeginWeightUpdateReqInput")
         done, message = self.llm.update_weights_from_tensor(list(load_file(f"{model}/model.safetensors").items()))[:2]
-        session("end_weight_update", "EndWeightUpdateReqInput")
         assert done, message
 
     def do_own_pause(self) -> None:

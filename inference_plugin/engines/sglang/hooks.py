@@ -135,13 +135,10 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
         rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
         return original(self, recv_req) if rank is None or rank.note_pause(False) else None
 
-    @wrap(WeightUpdater, "update_weights_from_tensor")
-    def update_weights_from_tensor(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Some of its formats write parameters without the model's loader."""
-        if _rank is not None and self.get_model() is _rank.live:
-            with contained("noting SGLang's own update", logger):
-                _rank.lose_version("SGLang's own update_weights_from_tensor wrote the weights")
-        return original(self, *args, **kwargs)
+    # These may write parameters without the model's loader, or have others write them, until a session ends.
+    for update in ("update_weights_from_tensor", "begin_weight_update", "end_weight_update"):
+        if hasattr(WeightUpdater, update):  # 0.5.20 has no sessions
+            wrap(WeightUpdater, update)(partial(_update_by_user, update))
 
     @wrap(Scheduler, "_maybe_namespace_elastic_radix_cache")
     def namespace(original: Callable[..., Any], self: Any, req: Any) -> Any:
@@ -249,6 +246,15 @@ def _started(scheduler: Any, ranks: Ranks) -> SchedulerRank:
             rank.close()
         raise
     return rank
+
+
+def _update_by_user(name: str, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a method of SGLang's `WeightUpdater`, of the served model or of a draft."""
+    if _rank is not None:
+        with contained("noting SGLang's own update", logger):
+            if self.get_model() is _rank.live:
+                _rank.lose_version(f"SGLang's own {name} wrote the weights")
+    return original(self, *args, **kwargs)
 
 
 def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]) -> LeaderControl | FollowerControl:

@@ -39,6 +39,8 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.resume_memory_occupation", ("recv_req",), "called: takes it back; wrapped"),
     PatchPoint("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.check_weights", ("recv_req",), "wrapped: the replica is torn before SGLang resets its weights"),
     PatchPoint("sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater.update_weights_from_tensor", ("named_tensors",), "wrapped: the weights' version is unknown from then on"),
+    PatchPoint("sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater.begin_weight_update", ("self",), "wrapped, as until the end others may write the weights", since="0.5.21"),
+    PatchPoint("sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater.end_weight_update", ("self",), "wrapped", since="0.5.21"),
     PatchPoint("sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater.get_model", why="called: whose weights it writes"),
     PatchPoint("sglang.srt.managers.io_struct:CheckWeightsReqOutput", ("success", "message"), "made: why they were not reset"),
     PatchPoint("sglang.srt.managers.io_struct:ResumeMemoryOccupationReqOutput", why="made: not woken"),
