@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from inference_plugin.engines.monkeypatch import contained
 
 __all__ = ["LOADED", "note_loads", "noted_so_far"]
@@ -46,8 +48,9 @@ def _noted(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _loads
-        if (forget := _live.get(self)) is not None:
-            with contained("noting a load", logger):
+        with contained("noting a load", logger):
+            # A model may be loaded through a stand-in, of which nothing is known.
+            if isinstance(self, nn.Module) and (forget := _live.get(self)) is not None:
                 _loads += 1
                 forget(LOADED)
         return load(self, *args, **kwargs)

@@ -594,7 +594,12 @@ def test_a_version_that_somebody_else_wrote_over_is_no_way_back_and_may_come_aga
     shell.engine(Undone, "policy", "it failed")
     shell.end_all()
     assert shell.mapped == set()
+    assert shell.engine(ForgetVersions, "") == {"policy": "the engine loaded others"}
+    assert shell.engine(ForgetVersions, "again") == {"policy": "the engine loaded others"}, (
+        "the first who wrote is named"
+    )
     assert shell.committed("t3", 1).unknown == ()
+    assert shell.engine(ForgetVersions, "") == {}, "it only asks"
     (status,) = shell.machine.statuses()
     assert (status.version, status.detail) == (1, "")
 
