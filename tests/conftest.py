@@ -31,6 +31,11 @@ SMOKE = (
 ENGINES = "tests/engines/"
 FULL = (
     "tests/gpu/test_bench.py",
+    *(
+        f"tests/install/test_trial_memory.py::test_a_trial_takes_no_more_memory_than_was_asked_for_in_advance[{case}"
+        for case in ("plan-apart", "loader-tied")
+    ),
+    "tests/batch/test_killed_steps.py::test_an_owner_killed_at_any_step_of_a_put[that replaces rows",
     # models: the second layout of a model, and those whose way another model of the list goes as well
     *(
         f"{ENGINES}test_vllm_models.py::{test}"
