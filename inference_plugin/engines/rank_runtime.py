@@ -151,13 +151,13 @@ class RankRuntime:
             self.moves_memory = False
 
     def _wake(self, tags: tuple[MemoryTag, ...]) -> None:
-        """Takes back the released memory among `tags`. Memory that came back stays, also where the rest fails."""
+        """Takes back what we released of the memory among `tags`. Memory that came back stays, also where the rest fails."""
         for tag in tags:
             if tag in self._asleep:
                 with self._moving_memory():
                     self.model.wake_up(tag)
                 self._asleep.remove(tag)
-        if "weights" not in self._asleep:
+        if "weights" not in self._asleep and not self._asleep_by_engine:
             self._table.awake()
 
     def _run(self, operation: RankOperation, started_s: float) -> RankReply:

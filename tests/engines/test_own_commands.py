@@ -248,8 +248,13 @@ def test_no_update_writes_into_memory_that_the_user_s_own_sleep_released(sleepy:
         if sleepy.name == "vllm":
             driver.rpc("ext_give_allocator")  # of the memory where the weights lie now
         driver.call("own_sleep", level=1)
-        with pytest.raises(ReplicaAsleep, match="wake it by the engine's own command"):
-            manager.update(source(sleepy.models["A"]), sleepy.version + 1)
+        for attempt in ("at once", "after a manager's sleep was refused"):
+            with pytest.raises(ReplicaAsleep, match="wake it by the engine's own command") as refused:
+                manager.update(source(sleepy.models["A"]), sleepy.version + 1)
+            assert refused.value.phase == "agree", f"{attempt}: before any of that memory is read"
+            if attempt == "at once":
+                with pytest.raises(ReplicaAsleep):
+                    manager.sleep(1)
         (replica,) = manager.verify(source(sleepy.models["B"])).replicas
         assert replica.error is not None and replica.error.kind == "ReplicaAsleep"
         driver.call("own_wake_up", tags=["weights"])
