@@ -218,9 +218,9 @@ class Receiver(abc.ABC):
     def drop_kept(self) -> None:  # noqa: B027 -- most keep nothing
         """Frees what is kept between transactions. Called while none is open."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Frees everything; may be called twice."""
-        self.drop_kept()
 
 
 class Sender(abc.ABC):

@@ -71,6 +71,9 @@ class ShmReceiver(Receiver):
     def drop_kept(self) -> None:
         self._segments.close()
 
+    def close(self) -> None:
+        self.drop_kept()
+
 
 class ShmSender(Sender):
     """Manager rank: owns at most two segments, used in turn. Every rank: keeps them mapped."""

@@ -174,6 +174,9 @@ class StreamReceiver(Receiver):
     def drop_kept(self) -> None:
         self._buffers.close()
 
+    def close(self) -> None:
+        self.drop_kept()
+
 
 # --- the trainer's side ----------------------------------------------------------------------------------------------------
 
