@@ -33,7 +33,7 @@ FULL = (
     "tests/gpu/test_bench.py",
     *(
         f"tests/install/test_trial_memory.py::test_a_trial_takes_no_more_memory_than_was_asked_for_in_advance[{case}"
-        for case in ("plan-apart", "loader-tied")
+        for case in ("plan-apart", "loader")
     ),
     "tests/batch/test_killed_steps.py::test_an_owner_killed_at_any_step_of_a_put[that replaces rows",
     # models: the second layout of a model, and those whose way another model of the list goes as well
@@ -108,7 +108,7 @@ FULL = (
     ),
     *(
         f"{ENGINES}test_memory.py::test_an_update_takes_the_memory_of_its_policy_and_of_a_module_or_two[{scheme}"
-        for scheme in ("w4a16", "fp8 by", "latent")
+        for scheme in ("w4a16", "fp8 by", "latent", "packed", "loader, part by part")
     ),
     *(
         f"{ENGINES}test_vllm_quantised_load.py::"
@@ -123,7 +123,11 @@ FULL = (
         f"{ENGINES}test_vllm_models.py::test_five_updates_in_a_row_reach_what_hangs_beside_the_modules[{case}"
         for case in ("gpt-oss-float16-plain", "fp8-kv-scales-whole")
     ),
-    f"{ENGINES}test_families.py::test_a_family_in_sglang_is_a_fresh_engine_after_every_update[gemma2",
+    *(
+        f"{ENGINES}test_families.py::test_a_family_in_sglang_is_a_fresh_engine_after_every_update[{kind}"
+        for kind in ("gemma2", "apertus")
+    ),
+    f"{ENGINES}test_vllm_shared_experts.py::test_four_ranks_of_two_cores_are_one_replica",
     # ranks that share experts: without expert parallel the first and the last stay
     *(
         f"{ENGINES}test_vllm_shared_experts.py::{test}[parts"

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +74,23 @@ def kill(pid: int) -> None:
 
 @contextmanager
 def few_descriptors(free: int) -> Iterator[None]:
-    """Leaves this process at most so many free descriptors."""
+    """Leaves this process so many free descriptors, also where what ended before is closed only now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
+    taken: list[int] = []
     try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(min(free, len(taken))):
+            os.close(taken.pop())
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 class Rig:
