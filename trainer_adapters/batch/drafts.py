@@ -59,17 +59,28 @@ class Draft:
         "holding",
     )
 
-    def __init__(self, block: Block, fd: int, drafts: Drafts) -> None:
-        """`fd`: of the block's segment. Raises `TransportUnavailable`."""
-        self.block = block
+    def __init__(self, drafts: Drafts) -> None:
         self.holding: Holding | None = None
         self._drafts = drafts
         self._pid = os.getpid()
-        self._mapped_bytes = block.offset % mmap.PAGESIZE + block.nbytes
         self._shared = self._private = 0
-        self._private = self._map(fd, mmap.MAP_PRIVATE)
-        self._shared = self._map(fd, mmap.MAP_SHARED)
+
+    def map(self, block: Block, fd: int) -> None:
+        """Maps a block of the segment `fd`, which is closed. Raises `TransportUnavailable`."""
+        self.block = block
+        self._mapped_bytes = block.offset % mmap.PAGESIZE + block.nbytes
+        try:
+            self._private = self._map(fd, mmap.MAP_PRIVATE)
+            self._shared = self._map(fd, mmap.MAP_SHARED)
+        finally:
+            os.close(fd)
         _libc.madvise(self._shared, self._mapped_bytes, MADV_POPULATE_WRITE)  # else page by page, as they are written
+        self._drafts.put_back({0: self})
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the block is the draft's: it is freed when the draft ends."""
+        return bool(self._shared)
 
     @property
     def address(self) -> int:
@@ -132,15 +143,6 @@ class Drafts:
         """What no tensor views any more: shards, and memory that was never put."""
         self._waker = waker
         self._by_address: dict[int, weakref.ref[Draft]] = {}
-
-    def map(self, block: Block, fd: int) -> Draft:
-        """A draft of a block of the segment `fd`, which is closed. Raises `TransportUnavailable`."""
-        try:
-            draft = Draft(block, fd, self)
-        finally:
-            os.close(fd)
-        self.put_back({0: draft})
-        return draft
 
     def claim(self, sources: Sequence[Sources | PackedRows]) -> dict[int, Draft]:
         """Those of `sources`, by number, that are rows which fill a draft to its last byte, one after the other. Nobody else gets

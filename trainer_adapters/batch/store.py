@@ -27,7 +27,7 @@ from inference_plugin.wire.closing import Closing
 from inference_plugin.wire.errors import BatchError, ProtocolError, StoreFull
 from inference_plugin.wire.messages.batch import Cut, LeaseEnd, RefusedShard, WantedShard
 from inference_plugin.wire.messages.common import Sender
-from trainer_adapters.batch.drafts import Drafts
+from trainer_adapters.batch.drafts import Draft, Drafts
 from trainer_adapters.batch.filling import back, fill
 from trainer_adapters.batch.inputs import checked_dtype, parts_of_task
 from trainer_adapters.batch.leases import Holding, Leases
@@ -90,18 +90,20 @@ class Store(Closing):
         if not nbytes:
             return torch.empty(sizes, dtype=dtype)
         check_budget(None, nbytes, self._budget_bytes)
+        draft = Draft(self._drafts)
         (block,) = self._reserve(None, [nbytes], checked_seconds("timeout_s", timeout_s))
         try:
             back(block)
             with self._lock:
                 self._check_open()
                 fd = block.descriptor()
-            array = self._drafts.map(block, fd).array()
+            draft.map(block, fd)
         except BaseException:
-            with _Changing(self) as freed:
-                self._free(block, freed)
+            if not draft.is_mapped:
+                with _Changing(self) as freed:
+                    self._free(block, freed)
             raise
-        return torch.from_numpy(array).view(dtype).view(sizes)
+        return torch.from_numpy(draft.array()).view(dtype).view(sizes)
 
     def put(
         self,
