@@ -107,10 +107,11 @@ def test_an_installation_that_never_began_needs_no_way_back() -> None:
 
 
 def alive(addresses: set[int]) -> set[int]:
-    """Those addresses at which a tensor lies. Tensors of other tests may still be there, and some have no memory of their own."""
+    """Those addresses at which a tensor or parameter lies. Objects of other tests may still be there: some have no memory of
+    their own, and those of other classes are left out, since a parameter without a shape refuses the question."""
     found = set()
     for one in gc.get_objects():
-        if isinstance(one, torch.Tensor):
+        if type(one) in (torch.Tensor, nn.Parameter):
             with contextlib.suppress(RuntimeError):
                 found.add(one.data_ptr())
     return addresses & found
