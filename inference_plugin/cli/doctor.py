@@ -80,7 +80,7 @@ def _look_at_directory(job: str | None, facts: dict[str, Any], problems: list[st
         problems += addresses.unreadable_cards()
         problems += [f"runs without the plug-in: {text}" for text in addresses.problems(job)]
         facts["starting"] = addresses.starting(job)
-        addresses.check_room(job)
+        addresses.check_writable(job)
     except WeightwireError as error:
         problems.append(str(error))
         return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import mul, sub
 
 import torch
 
@@ -18,6 +19,7 @@ from inference_plugin.install.plan import Placement
 from inference_plugin.install.policies import PolicyInstaller, WayBack
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, TornReplica, first_few
 from inference_plugin.wire.geometry import Box, overlap
+from inference_plugin.wire.tensors import narrowed
 from inference_plugin.wire.zone import strides_of_box
 
 __all__ = ["StreamingInstaller"]
@@ -92,10 +94,8 @@ class StreamingInstaller(PolicyInstaller):
             if shared is None:
                 continue
             offsets, sizes = shared
-            source, start = tensor, place.offset
-            for dim, (offset, size, stride) in enumerate(zip(offsets, sizes, place.strides, strict=True)):
-                source = source.narrow(dim, offset - box.offsets[dim], size)
-                start += (offset - place.box.offsets[dim]) * stride
+            source = narrowed(tensor, tuple(map(sub, offsets, box.offsets)), sizes)
+            start = place.offset + sum(map(mul, map(sub, offsets, place.box.offsets), place.strides))
             with torch.inference_mode():
                 self._storage(passing, place).as_strided(sizes, place.strides, start).copy_(source)
             passing.placed += source.numel()

@@ -33,7 +33,7 @@ from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError
 from inference_plugin.wire.messages import ReplicaCard
 
 __all__ = [
-    "boot_id", "check_room", "checked_job", "discover", "here", "ipc_address", "is_orphaned", "is_published", "job_name",
+    "boot_id", "check_writable", "checked_job", "discover", "here", "ipc_address", "is_orphaned", "is_published", "job_name",
     "listen_address", "local_pools", "local_registries", "new_registry_address", "new_replica_id", "note_problem",
     "note_start", "problems", "registry_address", "remove_card", "remove_replica", "replace_file", "runtime_dir",
     "stale_replicas", "starting", "write_card",
@@ -85,7 +85,7 @@ def runtime_dir(job: str | None = None) -> Path:
     return path
 
 
-def check_room(job: str | None) -> None:
+def check_writable(job: str | None) -> None:
     """Raises `ConfigError` if no card could be written into the runtime directory just now."""
     path = runtime_dir(job) / f"{new_replica_id('room')}.tmp"
     try:

@@ -434,7 +434,7 @@ pretenders = st.builds(
     rank=st.sampled_from([0, 1, 2, 2**31, 2**63]),
     secret=st.sampled_from(["", "guess"]),
     given_up=st.booleans(),
-) | st.builds(Wrote, txn=st.just("0" * 24), rank=st.sampled_from([0, 1, 2, 2**63]), nbytes=st.integers(-1, 2**63))
+) | st.builds(Wrote, txn=st.just("0" * 24), rank=st.sampled_from([0, 1, 2, 2**63]), messages=st.integers(-1, 2**63))
 frames = st.one_of(
     st.lists(st.binary(max_size=50), min_size=1, max_size=4),
     envelopes.map(lambda envelope: [b"", msgspec.msgpack.encode(envelope)]),

@@ -6,7 +6,7 @@ A source describes existing memory. No transport, engine or communication in thi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.geometry import Box, PiecePlace
 from inference_plugin.wire.manifest import Manifest
 
-__all__ = ["LocalSlice", "WeightSource", "WrappingSource", "narrowed"]
+__all__ = ["LocalSlice", "WeightSource", "WrappingSource"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +166,3 @@ class WrappingSource(WeightSource):
     @property
     def engine_dtypes(self) -> Mapping[str, str]:
         return self._source.engine_dtypes if self._source is not None else {}
-
-
-def narrowed(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The view of `tensor` that begins at `offsets` and has shape `sizes`, in elements per dimension."""
-    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, start, size)
-    return tensor

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
-from inference_plugin.wire.tensors import dtype_name
-from trainer_adapters.sources.base import LocalSlice, narrowed
+from inference_plugin.wire.tensors import dtype_name, narrowed
+from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inventory import ExchangedSource, HeldBox, Inventory
 from trainer_adapters.sources.scan import why_not_plain
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules

@@ -31,9 +31,9 @@ from inference_plugin.wire.cover import check_exact_cover
 from inference_plugin.wire.errors import ErrorInfo, ManifestMismatch, WeightwireError
 from inference_plugin.wire.geometry import Box, box_volume, split_box
 from inference_plugin.wire.manifest import Manifest, aligned
-from inference_plugin.wire.tensors import torch_dtype
+from inference_plugin.wire.tensors import narrowed, torch_dtype
 from inference_plugin.wire.tracing import span
-from trainer_adapters.sources.base import LocalSlice, WeightSource, narrowed
+from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.sources.exchange import exchange_bytes, in_buckets
 
 __all__ = ["gathered"]

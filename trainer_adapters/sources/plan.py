@@ -18,8 +18,7 @@ import torch
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
-from inference_plugin.wire.tensors import dtype_name
-from trainer_adapters.sources.base import narrowed
+from inference_plugin.wire.tensors import dtype_name, narrowed
 from trainer_adapters.sources.selection import DtypeRules, NameFilter
 
 __all__ = [

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from inference_plugin.wire import geometry
 from inference_plugin.wire.geometry import Box, Edges, cut_at_edges
-from trainer_adapters.sources.base import LocalSlice, narrowed
+from inference_plugin.wire.tensors import narrowed
+from trainer_adapters.sources.base import LocalSlice
 
 __all__ = ["cut_slices", "edges_of"]
 

@@ -72,7 +72,6 @@ class Writer:
         `released` is called once the source is no longer read.
         """
         deadline_s = min(time.monotonic() + go.timeout_s, deadline_s)
-        started_s = time.perf_counter()
         pieces: list[Piece] | None = None
         costs: list[WriteStats] = []
         together, passes = False, 0
@@ -120,11 +119,9 @@ class Writer:
             go.txn,
             self._rank,
             tuple(pieces or ()),
-            sum(each.nbytes for each in costs),
             sum(each.messages for each in costs),
             sum(each.move_s for each in costs),
             sum(each.digest_s for each in costs),
-            time.perf_counter() - started_s,
             {replica: error.info() for each in costs for replica, error in each.lost.items()},
             sent_bytes=sum(each.sent_bytes for each in costs),
             copies=copies,

@@ -94,11 +94,9 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
     txn: Txn
     rank: RankNumber
     pieces: Pieces = ()
-    nbytes: Count = 0
     messages: Count = 0
     move_s: Seconds = 0.0
     digest_s: Seconds = 0.0
-    seconds: Seconds = 0.0
     lost: Annotated[dict[ReplicaId, ErrorInfo], msgspec.Meta(max_length=MAX_PEERS)] = {}
     error: ErrorInfo | None = None
     sent_bytes: Count = 0

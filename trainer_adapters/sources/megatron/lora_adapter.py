@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.tensors import dtype_name, torch_dtype
-from trainer_adapters.sources.base import LocalSlice, narrowed
+from inference_plugin.wire.tensors import dtype_name, narrowed, torch_dtype
+from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inventory import HeldBox, Inventory, SendAssignment
 from trainer_adapters.sources.lora.product import saved_name, scaled
 from trainer_adapters.sources.megatron.architecture import Architecture

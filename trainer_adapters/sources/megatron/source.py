@@ -22,8 +22,8 @@ import torch.distributed as dist
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.tensors import torch_dtype
-from trainer_adapters.sources.base import LocalSlice, narrowed
+from inference_plugin.wire.tensors import narrowed, torch_dtype
+from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inventory import ExchangedSource, Inventory, SendAssignment
 from trainer_adapters.sources.megatron.architecture import Architecture
 from trainer_adapters.sources.megatron.chunks import Chunk, chunks_of
