@@ -19,9 +19,9 @@ from inference_plugin.install.rebuilt import RebuiltModule, operands, rebuild
 from inference_plugin.install.references import LiveReferences
 from inference_plugin.install.standby import LiveTensor, StandbyWeights
 from inference_plugin.install.storages import equal_bytes, held_tensors, named_tensors
+from inference_plugin.install.trial_load import poison
 from inference_plugin.install.trials import makes_default, run_trials
 from inference_plugin.install.unpacking import Unpacking
-from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["LiveLayout"]
 
@@ -94,13 +94,9 @@ class LiveLayout:
     @property
     def derived(self) -> tuple[str, ...]:
         """Names of what the engine's post-processing derives from the parameters that an update writes."""
-        return tuple(
-            sorted(
-                words(name, path)
-                for name in self.rebuilt
-                for path in (*self._trials[name].moved, *((n,) for n in self._added(name)))
-            )
-        )
+        trials = {name: self._trials[name] for name in self.rebuilt}
+        made = {name: (*t.moved, *((n,) for n in t.buffers | t.added)) for name, t in trials.items()}
+        return tuple(sorted(words(name, path) for name, paths in made.items() for path in paths))
 
     @property
     def untouched(self) -> tuple[str, ...]:
@@ -213,11 +209,12 @@ class LiveLayout:
     def _held(self, keys: Container[str]) -> Iterator[LiveTensor]:
         """The live model's tensors in the storages of these keys, each once."""
         seen: set[int] = set()
-        held = ((self._key_of.get(n, ""), holder, own, t) for n, holder, own, t in held_tensors(self._model.live))
-        for key, holder, name, tensor in itertools.chain(held, self._references.views):
-            if key in keys and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield LiveTensor(key, holder, name, tensor)
+        all_held = held_tensors(self._model.live)
+        held = (LiveTensor(self._key_of.get(n, ""), holder, own, tensor) for n, holder, own, tensor in all_held)
+        for live in itertools.chain(held, self._references.views):
+            if live.key in keys and id(live.tensor) not in seen:
+                seen.add(id(live.tensor))
+                yield live
 
     def swap(self, second: StandbyWeights) -> StandbyWeights:
         """Engine's thread: replaces the live set by a second set; returns the replaced set."""
@@ -248,15 +245,20 @@ class LiveLayout:
         return sorted(self._keys_of(module) & self._plain)
 
     def new_storage(self, key: str) -> torch.Tensor:
-        """Memory for a storage. If the plan leaves bytes of it unwritten, it starts as in the engine: with the constructor's
-        value if that is known, else with 0xFF, which shows up in a comparison."""
+        """Memory for a storage, which has its first bytes if a load by the plan may leave some of them unwritten."""
         shape = self._storages.shapes[key]
         storage = torch.empty(shape.shape, dtype=shape.dtype, device=self._storages.device_of(key))
+        if key in self._model.constants or key not in self._plan.extents or key in self._uncovered:
+            self.start_storage(key, storage)
+        return storage
+
+    def start_storage(self, key: str, storage: torch.Tensor) -> None:
+        """Gives a storage the bytes that it has in the engine before a load: the constructor's value if that is known, else
+        0xFF."""
         if (constant := self._model.constants.get(key)) is not None and constant.numel() == storage.numel():
             storage.copy_(constant.reshape(-1))
-        elif key not in self._plan.extents or key in self._uncovered:
-            bytes_view(storage).fill_(0xFF)
-        return storage
+        else:
+            poison(storage)
 
     def operands(self, module: str, updated: Mapping[str, torch.Tensor]) -> list[Operand]:
         """This rank's part of what the module's post-processing reduces over the ranks."""
@@ -356,7 +358,3 @@ class LiveLayout:
         """The storages of modules that the post-processing of `module` reads, and that the live model no longer has."""
         gone = (read for read in self._post.read_by(module).values() if read not in self._post.live_modules)
         return set().union(*map(self._keys_of, gone))
-
-    def _added(self, module: str) -> frozenset[str]:
-        """The buffers that post-processing writes and the parameters that it adds."""
-        return self._trials[module].buffers | self._trials[module].added

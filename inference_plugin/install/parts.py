@@ -9,30 +9,18 @@ at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
 
 from inference_plugin.install.plan import LoadWeights, PlacementPlan, TensorInfo
 from inference_plugin.install.proof import BUDGET_BYTES
-from inference_plugin.install.storages import equal_bytes, named_tensors, storage_views
-from inference_plugin.install.trial_load import (
-    POISON,
-    Materialised,
-    check_trial_fits,
-    materialised,
-    poisoned,
-    trial_tensors,
-)
-from inference_plugin.wire.tensors import bytes_view
+from inference_plugin.install.storages import equal_bytes, storage_views
+from inference_plugin.install.trial_load import check_trial_fits, in_batches, loaded, poison, trial_tensors
 
-__all__ = ["Part", "ProvenParts", "load_part", "parts_of", "prove_parts"]
-
-Start = Callable[[str, torch.Tensor], None]
-"""Called with a storage's key and memory before the load: writes the storage's first bytes."""
+__all__ = ["Part", "ProvenParts", "parts_of", "prove_parts"]
 
 
 @dataclass(frozen=True)
@@ -69,18 +57,6 @@ def parts_of(plan: PlacementPlan, skeleton: nn.Module) -> tuple[Part, ...]:
     return tuple(Part(tuple(sorted(sources)), tuple(sorted(destinations))) for sources, destinations, _ in parts)
 
 
-def load_part(
-    part: Part,
-    skeleton: nn.Module,
-    load: LoadWeights,
-    sources: Mapping[str, torch.Tensor],
-    start: Start,
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """The part's storages after a real load of copies of its tensors, flat, by key."""
-    return _load(part, skeleton, load, {name: sources[name].clone() for name in part.sources}, start, device)[0]
-
-
 def prove_parts(
     plan: PlacementPlan,
     skeleton: nn.Module,
@@ -97,8 +73,9 @@ def prove_parts(
         return ProvenParts(why="their source tensors are unknown")
     infos = {info[0]: info for info in tensors}
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors}
-    whole = sum(sizes.values()) <= min(BUDGET_BYTES, free_bytes / 3)
-    batches = _batches(parts, sizes, min(BUDGET_BYTES, free_bytes / 3))
+    budget_bytes = min(BUDGET_BYTES, free_bytes / 3)
+    whole = sum(sizes.values()) <= budget_bytes
+    batches = in_batches(parts, lambda part: sum(sizes[name] for name in part.sources), budget_bytes)
     storages = {key: flat.nbytes for key, flat in storage_views(skeleton).items()}
     check_trial_fits(max(_trial_bytes(batch, sizes, storages) for batch in batches), free_bytes)
     uncovered: dict[str, int] = {}
@@ -108,9 +85,9 @@ def prove_parts(
                 trial_tensors(tensors if whole else [infos[n] for part in batch for n in part.sources], device)
             )
             everything = Part(tuple(given), tuple(key for part in batch for key in part.destinations))
-            together, _ = _load(everything, skeleton, load, given, _poison, device)
+            together, _ = _load(everything, skeleton, load, given, device)
             for part in batch:
-                alone, left = _load(part, skeleton, load, {n: given[n] for n in part.sources}, _poison, device)
+                alone, left = _load(part, skeleton, load, given, device)
                 uncovered |= left
                 if wrong := [key for key in part.destinations if not equal_bytes(alone[key], together[key])]:
                     return ProvenParts(why=f"the loader computes {wrong[0]} differently from its own tensors alone")
@@ -124,45 +101,12 @@ def _load(
     skeleton: nn.Module,
     load: LoadWeights,
     given: Mapping[str, torch.Tensor],
-    start: Start,
     device: torch.device,
-) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+) -> tuple[Mapping[str, torch.Tensor], dict[str, int]]:
     """The part's storages after a load, and the number of elements that it left as 0xFF, by parameter."""
-    with torch.no_grad(), materialised(skeleton, set(part.destinations), partial(torch.empty, device=device)) as held:
-        for key, flat in held.flats.items():
-            start(key, flat)
-        load(iter(list(given.items())))
-        held.gather(skeleton)
-        return dict(held.flats), _left(held, skeleton)
-
-
-def _left(held: Materialised, skeleton: nn.Module) -> dict[str, int]:
-    return {
-        name: count
-        for name, _, is_parameter in named_tensors(skeleton)
-        if is_parameter
-        and held.keys.get(name) in held.flats
-        and (place := held.places[name]).numel()
-        and (count := poisoned(place))
-    }
-
-
-def _poison(_: str, flat: torch.Tensor) -> None:
-    bytes_view(flat).fill_(POISON)
-
-
-def _batches(parts: Sequence[Part], sizes: Mapping[str, int], budget_bytes: float) -> list[list[Part]]:
-    """The parts in groups whose tensors take about `budget_bytes`."""
-    batches: list[list[Part]] = []
-    room = 0.0
-    for part in parts:
-        nbytes = sum(sizes[name] for name in part.sources)
-        if not batches or nbytes > room:
-            batches.append([])
-            room = budget_bytes
-        batches[-1].append(part)
-        room -= nbytes
-    return batches
+    tensors, chosen = iter([(name, given[name]) for name in part.sources]), set(part.destinations)
+    with loaded(skeleton, chosen, load, tensors, lambda _, flat: poison(flat), device) as held:
+        return held.flats, held.unwritten(skeleton)
 
 
 def _trial_bytes(batch: Sequence[Part], sizes: Mapping[str, int], storages: Mapping[str, int]) -> int:

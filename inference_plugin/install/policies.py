@@ -31,9 +31,10 @@ from inference_plugin.install.plan import Placement
 from inference_plugin.install.rebuilt import RebuiltModule
 from inference_plugin.install.replay import Replay
 from inference_plugin.install.standby import StandbyWeights
+from inference_plugin.install.trial_load import poison
 from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ProtocolError, TornReplica
 from inference_plugin.wire.geometry import Box
-from inference_plugin.wire.tensors import box_view, bytes_view
+from inference_plugin.wire.tensors import box_view
 
 __all__ = ["CopyInstaller", "PolicyInstaller", "StagedInstaller", "StandbyInstaller", "Tensors", "WayBack"]
 
@@ -158,12 +159,15 @@ class PolicyInstaller(abc.ABC):
         return sources | {alias: sources[name] for alias, name in manifest.tied.items()}
 
     def _bind(self, placements: list[Placement], sources: Tensors, destinations: Tensors) -> Replay:
-        fills = [
-            fill
-            for fill in self._agreement.plan.fills
-            if fill.dest.tensor in destinations and fill.dest.tensor in self._layout.written
-        ]
+        fills = [fill for fill in self._agreement.plan.fills if fill.dest.tensor in destinations]
         return Replay(placements, sources, destinations, fills)
+
+    def _fill_constants(self, storages: Tensors) -> None:
+        """Writes what the engine's loader writes whatever the trainer sends."""
+        with torch.inference_mode():
+            for fill in self._agreement.plan.fills:
+                if fill.dest.tensor in storages:
+                    fill.dest.of(storages[fill.dest.tensor]).fill_(fill.value)
 
     def _placements_of(self, module: str) -> list[Placement]:
         """The placements from the tensors that `prepare` received into the storages from which `module` is rebuilt."""
@@ -194,8 +198,7 @@ class PolicyInstaller(abc.ABC):
     def _memory_of(self, module: str, sources: Tensors, throttle: Throttle) -> dict[str, torch.Tensor]:
         """The storages that exist only for rebuilding a module, filled."""
         memory = {key: self._layout.new_storage(key) for key in self._layout.rebuilt_keys(module)}
-        with torch.no_grad():
-            self._bind(self._placements_of(module), sources, memory).run(between=throttle)
+        self._bind(self._placements_of(module), sources, memory).run(between=throttle)
         return memory
 
 
@@ -221,8 +224,7 @@ class CopyInstaller(PolicyInstaller):
         live = self._layout.own_storages()
         copies = {key: live[key].clone() for key in self._layout.plain_keys(module) if key in live}
         placements = [p for p in self._layout.plain_placements if p.dest.tensor in copies]
-        with torch.no_grad():
-            self._bind(placements, sources, copies).run()
+        self._bind(placements, sources, copies).run()
         return copies
 
     def _put(self, segment: torch.Tensor) -> None:
@@ -239,8 +241,7 @@ class CopyInstaller(PolicyInstaller):
 
     def _write(self, segment: torch.Tensor) -> None:
         replay, sources = self._bound_to(segment)
-        with torch.no_grad():
-            replay.run()
+        replay.run()
         for module in self._rebuild(self._layout.rebuilt, sources, self._layout.live_storages(), lambda _: None):
             self._layout.move_in(module)
         self._layout.reset_references()
@@ -275,8 +276,7 @@ class StagedInstaller(CopyInstaller):
         live, sources, plain = self._layout.live_storages(), self._sources(segment), self._layout.plain_placements
         if not self._memory:
             self._memory = {key: _poisoned_like(storage) for key, storage in self._layout.own_storages().items()}
-        with torch.no_grad():
-            self._bind(plain, sources, self._memory).run(between=throttle)
+        self._bind(plain, sources, self._memory).run(between=throttle)
         modules = list(self._rebuild(self._layout.beforehand, sources, self._memory, throttle))
         self._note_operands(sources, lambda _: self._memory, throttle)
         in_place = [replace(placement, source=placement.dest) for placement in plain]
@@ -289,8 +289,7 @@ class StagedInstaller(CopyInstaller):
         (replay, modules), self._staged = self._staged, None
         at_commit = self._rebuild(self._layout.reducing, self._sources(segment), self._memory, lambda _: None)
         self._way_back.touched = True
-        with torch.no_grad():
-            replay.run()
+        replay.run()
         for module in (*modules, *at_commit):
             self._layout.move_in(module)
         self._layout.reset_references()
@@ -334,8 +333,7 @@ class StandbyInstaller(PolicyInstaller):
         self, storages: dict[str, torch.Tensor], sources: Tensors, throttle: Throttle
     ) -> list[RebuiltModule]:
         """Copies what the plan places into the second set, and makes the rebuilt modules."""
-        with torch.no_grad():
-            self._bind(self._layout.plain_placements, sources, storages).run(between=throttle)
+        self._bind(self._layout.plain_placements, sources, storages).run(between=throttle)
         modules = list(self._rebuild(self._layout.beforehand, sources, storages, throttle))
         self._note_operands(sources, lambda _: storages, throttle)
         return modules
@@ -390,5 +388,5 @@ class StandbyInstaller(PolicyInstaller):
 def _poisoned_like(tensor: torch.Tensor) -> torch.Tensor:
     memory = torch.empty_like(tensor)
     ask_for_large_pages(memory)
-    bytes_view(memory).fill_(0xFF)
+    poison(memory)
     return memory

@@ -8,11 +8,12 @@ checkpoint tensors.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inference_plugin.install.plan import Fill, LoadWeights, Placement, PlacementPlan, TensorInfo
 from inference_plugin.install.replay import Replay
 from inference_plugin.install.storages import storage_id, storage_views, written_tensors
-from inference_plugin.install.trial_load import check_trial_fits, materialised
+from inference_plugin.install.trial_load import check_trial_fits, in_batches, materialised
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.tensors import bytes_view
@@ -32,6 +33,9 @@ BUDGET_BYTES = 512 << 20
 """About the most bytes that a proof loads at once."""
 
 _Write = TypeVar("_Write", Placement, Fill)
+
+_Member: TypeAlias = tuple[str, str]
+"""A name after its kind: "source" of a checkpoint tensor, "planned" or "refused" of a destination."""
 
 
 def prove_plan(
@@ -59,8 +63,8 @@ def prove_plan(
     except EngineUnsupported:
         raise
     except Exception as error:  # noqa: BLE001 - a plan that doesn't fit the skeleton at all
-        findings = dict.fromkeys(plan.extents, f"{type(error).__name__}: {error}")
-        findings = findings or {"": f"{type(error).__name__}: {error}"}
+        text = f"{type(error).__name__}: {error}"
+        findings = dict.fromkeys(plan.extents, text) or {"": text}
     reason = "; ".join(f"{name}: {text}" if name else text for name, text in list(findings.items())[:3])
     return reason + (f"; and {len(findings) - 3} more" if len(findings) > 3 else "")
 
@@ -75,77 +79,22 @@ class _Batch(NamedTuple):
     """The memory that they take."""
 
 
-def _batches(
-    plan: PlacementPlan, order: Mapping[str, int], tied: Mapping[str, str], cost: _Cost, budget_bytes: float
-) -> list[_Batch]:
-    """The connected sets of sources and destinations, packed into batches that fit the budget, in checkpoint order. `order`: the
-    position of each name in the checkpoint."""
-    groups = _Groups()
-    for placement in plan.placements:
-        groups.join(("source", placement.source.tensor), ("planned", placement.dest.tensor))
-    for dest, names in plan.refused_sources.items():
-        for name in names:
-            groups.join(("source", name), ("refused", dest))
-    for name in plan.unused:  # loaded too: the plan says that they write nothing
-        groups.join(("source", name), ("source", name))
-    for alias, name in tied.items():
-        groups.join(("source", alias), ("source", name))
-    unused = {("source", name) for name in plan.unused}
-    components = [c for c in groups.sets() if any(kind == "planned" or (kind, name) in unused for kind, name in c)]
-    components.sort(key=lambda c: min(order[name] for kind, name in c if kind == "source"))
-    packed: list[list[tuple[str, str]]] = []
-    room = 0.0
-    for component in components:
-        nbytes = cost.of(component)
-        if not packed or nbytes > room:
-            packed.append([])
-            room = budget_bytes
-        packed[-1] += component
-        room -= nbytes
-    return [_batch(members, order, cost.of(members)) for members in packed]
-
-
-class _Cost:
-    """The memory of tensors and storages in a proof. Tied tensors share theirs."""
-
-    def __init__(
-        self, tensors: Sequence[TensorInfo], tied: Mapping[str, str], storage_bytes: Mapping[str, int]
-    ) -> None:
-        sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape, dtype in tensors if name not in tied}
-        self._nbytes = {"source": sizes, "planned": storage_bytes, "refused": storage_bytes}
-
-    def of(self, members: Iterable[tuple[str, str]]) -> int:
-        return sum(_aligned(self._nbytes[kind].get(name, 0)) for kind, name in members)
-
-
-def _batch(members: Iterable[tuple[str, str]], order: Mapping[str, int], nbytes: int) -> _Batch:
-    names: dict[str, list[str]] = defaultdict(list)
-    for kind, name in members:
-        names[kind].append(name)
-    return _Batch(
-        tuple(sorted(names["source"], key=order.__getitem__)),
-        tuple(names["planned"]),
-        tuple(names["refused"]),
-        nbytes,
-    )
-
-
 class _Groups:
     """Disjoint sets (union-find)."""
 
     def __init__(self) -> None:
-        self._parent: dict[tuple[str, str], tuple[str, str]] = {}
+        self._parent: dict[_Member, _Member] = {}
 
-    def join(self, one: tuple[str, str], other: tuple[str, str]) -> None:
+    def join(self, one: _Member, other: _Member) -> None:
         self._parent[self._root(one)] = self._root(other)
 
-    def sets(self) -> list[list[tuple[str, str]]]:
-        found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    def sets(self) -> list[list[_Member]]:
+        found: dict[_Member, list[_Member]] = defaultdict(list)
         for member in self._parent:
             found[self._root(member)].append(member)
         return list(found.values())
 
-    def _root(self, member: tuple[str, str]) -> tuple[str, str]:
+    def _root(self, member: _Member) -> _Member:
         self._parent.setdefault(member, member)
         while self._parent[member] != member:
             self._parent[member] = member = self._parent[self._parent[member]]
@@ -171,18 +120,21 @@ class _Proof:
         self._free_bytes = free_bytes
         self._plan, self._skeleton, self._load_weights = plan, skeleton, load_weights
         self._infos = {name: (shape, dtype) for name, shape, dtype in tensors}
+        self._order = {name: i for i, name in enumerate(self._infos)}
         self._tied = {alias: name for alias, name in tied.items() if {alias, name} <= self._infos.keys()}
         self._placements = _by_dest(plan.placements)
         self._fills = _by_dest(plan.fills)
         self._noise = _Noise()
         self._originals = storage_views(skeleton)
-        self._cost = _Cost(tensors, self._tied, {name: flat.nbytes for name, flat in self._originals.items()})
+        storages = {name: flat.nbytes for name, flat in self._originals.items()}
+        sent = {n: torch.Size(s).numel() * dtype.itemsize for n, s, dtype in tensors if n not in self._tied}
+        self._nbytes = {"source": sent, "planned": storages, "refused": storages}
+        """The memory of tensors and storages in a proof. Tied tensors share theirs."""
         self._memory = _Memory(0)
 
     def run_batches(self, budget_bytes: float) -> dict[str, str]:
         findings: dict[str, str] = {}
-        order = {name: i for i, name in enumerate(self._infos)}
-        batches = _batches(self._plan, order, self._tied, self._cost, budget_bytes)
+        batches = self._batches(budget_bytes)
         self._take(max((batch.nbytes for batch in batches), default=0))
         try:
             for batch in batches:
@@ -192,13 +144,41 @@ class _Proof:
             members = [("source", name) for name in self._infos]
             members += [("planned", name) for name in self._plan.extents]
             members += [("refused", name) for name in self._plan.refused]
-            everything = _batch(members, order, self._cost.of(members))
+            everything = self._batch(members)
             self._take(everything.nbytes)
             try:
                 return self._run_batch(everything)
             except _LoaderRaised as again:
                 return dict.fromkeys(self._plan.extents, str(again)) or {"": str(error)}
         return findings
+
+    def _batches(self, budget_bytes: float) -> list[_Batch]:
+        """The connected sets of sources and destinations, packed into batches that fit the budget, in checkpoint order."""
+        plan, groups = self._plan, _Groups()
+        for placement in plan.placements:
+            groups.join(("source", placement.source.tensor), ("planned", placement.dest.tensor))
+        for dest, names in plan.refused_sources.items():
+            for name in names:
+                groups.join(("source", name), ("refused", dest))
+        for name in plan.unused:  # loaded too: the plan says that they write nothing
+            groups.join(("source", name), ("source", name))
+        for alias, name in self._tied.items():
+            groups.join(("source", alias), ("source", name))
+        unused = {("source", name) for name in plan.unused}
+        components = [c for c in groups.sets() if any(kind == "planned" or (kind, name) in unused for kind, name in c)]
+        components.sort(key=lambda c: min(self._order[name] for kind, name in c if kind == "source"))
+        packed = in_batches(components, self._cost, budget_bytes)
+        return [self._batch(list(itertools.chain(*some))) for some in packed]
+
+    def _batch(self, members: Sequence[_Member]) -> _Batch:
+        names: dict[str, list[str]] = {kind: [] for kind in self._nbytes}
+        for kind, name in members:
+            names[kind].append(name)
+        sources = sorted(names["source"], key=self._order.__getitem__)
+        return _Batch(tuple(sources), tuple(names["planned"]), tuple(names["refused"]), self._cost(members))
+
+    def _cost(self, members: Iterable[_Member]) -> int:
+        return sum(_aligned(self._nbytes[kind].get(name, 0)) for kind, name in members)
 
     def _take(self, nbytes: int) -> None:
         check_trial_fits(nbytes, self._free_bytes)

@@ -14,18 +14,10 @@ from torch import nn
 from inference_plugin.install.graph import Path, child_at, helpers_under, is_helper, state_of, tensors_under, words
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT
+from inference_plugin.install.standby import LiveTensor
 from inference_plugin.install.trials import Trial
 
-__all__ = ["LiveReferences", "View"]
-
-
-class View(NamedTuple):
-    """A view of the storage `key` that is no registered parameter: `holder[name] is tensor`."""
-
-    key: str
-    holder: dict[str, Any]
-    name: str
-    tensor: torch.Tensor
+__all__ = ["LiveReferences"]
 
 
 class _Reset(NamedTuple):
@@ -45,7 +37,8 @@ class LiveReferences:
     def __init__(self, post: PostProcessing, trials: Mapping[str, Trial], written: Collection[str]) -> None:
         self._post = post
         self._model = post.model
-        self.views: list[View] = []
+        self.views: list[LiveTensor] = []
+        """Views of live storages that are no registered parameters."""
         self._resets: list[_Reset] = []
         self._lazy_numbers: list[tuple[dict[str, Any], str]] = []
         self._live = {key: tensor for key, tensor in post.storages.tensors.items() if tensor.numel()}
@@ -78,7 +71,7 @@ class LiveReferences:
             if (key := self._post.storages.key_in_live(tensor)) is not None:
                 if not self._post.storages.is_registered(tensor):
                     holder = child_at(module, path[:-1])
-                    self.views.append(View(key, _table(holder), path[-1], tensor))  # type: ignore[arg-type]
+                    self.views.append(LiveTensor(key, _table(holder), path[-1], tensor))  # type: ignore[arg-type]
             elif path not in cold and not any(path[: len(known)] == known for known in explained):
                 found.append(words(name, path))
         if trial is not None and trial.moved:

@@ -6,7 +6,6 @@ piece has arrived; then the engine's own post-processing rebuilds the module, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import mul, sub
 
@@ -75,7 +74,9 @@ class StreamingInstaller(PolicyInstaller):
         self._places: dict[int, list[_Place]] = {}
         self._elements: dict[str, int] = dict.fromkeys(self._layout.rebuilt, 0)
         self._whole = 0
-        for module, placement in self._placements():
+        placements = [("", placement) for placement in self._layout.plain_placements]
+        placements += [(m, p) for m in self._layout.rebuilt for p in self._layout.rebuilt_placements(m)]
+        for module, placement in placements:
             place = self._place_of(module, placement)
             self._places.setdefault(place.box.tensor, []).append(place)
             self._whole += placement.dest.numel
@@ -143,11 +144,7 @@ class StreamingInstaller(PolicyInstaller):
         self._way_back.touched = True
         self._peak_bytes = 0
         self._passing = passing = _Passing(self._layout.live_storages(), dict(self._elements))
-        own = self._layout.own_storages()
-        with torch.inference_mode():
-            for fill in self._agreement.plan.fills:
-                if fill.dest.tensor in own:
-                    fill.dest.of(passing.storages[fill.dest.tensor]).fill_(fill.value)
+        self._fill_constants(passing.storages)
         return passing
 
     def _storage(self, passing: _Passing, place: _Place) -> torch.Tensor:
@@ -155,9 +152,7 @@ class StreamingInstaller(PolicyInstaller):
             return passing.storages[place.key]
         if (memory := passing.memory.get(place.module)) is None:
             memory = {key: self._layout.new_storage(key) for key in self._layout.rebuilt_keys(place.module)}
-            for fill in self._agreement.plan.fills:
-                if fill.dest.tensor in memory:
-                    fill.dest.of(memory[fill.dest.tensor]).fill_(fill.value)
+            self._fill_constants(memory)
             passing.memory[place.module] = memory
             passing.held_bytes += sum(t.nbytes for t in memory.values())
             self._peak_bytes = max(self._peak_bytes, passing.held_bytes)
@@ -173,13 +168,6 @@ class StreamingInstaller(PolicyInstaller):
     def _waiting_for(self, place: _Place) -> list[str]:
         """The modules that are rebuilt from the bytes at a place."""
         return [place.module] if place.module else self._awaiting.get(place.key, [])
-
-    def _placements(self) -> Iterator[tuple[str, Placement]]:
-        for placement in self._layout.plain_placements:
-            yield "", placement
-        for module in self._layout.rebuilt:
-            for placement in self._layout.rebuilt_placements(module):
-                yield module, placement
 
     def _place_of(self, module: str, placement: Placement) -> _Place:
         if (box := self._agreement.box_read(placement)) is None:

@@ -7,23 +7,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from inference_plugin.install.plan import LoadWeights, TensorInfo
-from inference_plugin.install.storages import named_tensors, storage_id, storage_views, with_data
+from inference_plugin.install.storages import flat, keys_by_name, named_tensors, storage_id, storage_views, with_data
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = [
-    "POISON", "LoaderCoverage", "Materialised", "check_trial_fits", "handed_out_bytes", "loader_coverage", "materialised",
-    "poisoned", "trial_tensors",
+    "LoaderCoverage", "Materialised", "check_trial_fits", "handed_out_bytes", "in_batches", "loaded", "loader_coverage",
+    "materialised", "poison", "trial_tensors",
 ]  # fmt: skip
 
 POISON = 0xFF
 COMPARED_ELEMENTS = 4 << 20
+
+Item = TypeVar("Item")
+
+Start: TypeAlias = Callable[[str, Tensor], None]
+"""Called with a storage's key and memory before a load: writes the storage's first bytes."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,14 @@ class Materialised:
             if storage_id(place) != storage_id(tensor):
                 place.copy_(tensor)
 
+    def unwritten(self, skeleton: nn.Module) -> dict[str, int]:
+        """The number of elements that a load left as 0xFF, by parameter."""
+        return {
+            name: count
+            for name, _, is_parameter in named_tensors(skeleton)
+            if is_parameter and self.keys[name] in self.flats and (count := _poisoned(self.places[name]))
+        }
+
 
 @contextmanager
 def materialised(skeleton: nn.Module, chosen: set[str], empty: Callable[..., Tensor]) -> Iterator[Materialised]:
@@ -61,18 +74,16 @@ def materialised(skeleton: nn.Module, chosen: set[str], empty: Callable[..., Ten
 
     Inside, copies of the parameters take their places: torch refuses `param.data = real` for a parameter on meta.
     """
-    first: dict[int, str] = {}
-    keys: dict[str, str] = {}
+    keys = keys_by_name(skeleton)
     flats: dict[str, Tensor] = {}
     twins: dict[int, Tensor] = {}
     for name, tensor, _ in named_tensors(skeleton):
-        key = keys[name] = first.setdefault(storage_id(tensor), name)
-        if key not in chosen or id(tensor) in twins:
+        if (key := keys[name]) not in chosen or id(tensor) in twins:
             continue
         if key not in flats:
-            numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-            flats[key] = empty(numel, dtype=tensor.dtype)
-        twins[id(tensor)] = with_data(tensor, _like(tensor, flats[key]))
+            flats[key] = empty(flat(tensor).numel(), dtype=tensor.dtype)
+        data = flats[key].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        twins[id(tensor)] = with_data(tensor, data)
     tables: list[dict[str, Any]] = [
         table for module in skeleton.modules() for table in (module._parameters, module._buffers)
     ]
@@ -87,8 +98,23 @@ def materialised(skeleton: nn.Module, chosen: set[str], empty: Callable[..., Ten
             table.update(entries)
 
 
-def _like(tensor: Tensor, flat: Tensor) -> Tensor:
-    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+@contextmanager
+def loaded(
+    skeleton: nn.Module,
+    chosen: set[str],
+    load_weights: LoadWeights,
+    tensors: Iterable[tuple[str, Tensor]],
+    start: Start,
+    device: torch.device,
+) -> Iterator[Materialised]:
+    """Gives the storages of these keys memory on `device`, and loads `tensors` for real. Raises what the loader and
+    `Materialised.gather` raise."""
+    with torch.no_grad(), materialised(skeleton, chosen, partial(torch.empty, device=device)) as held:
+        for key, storage in held.flats.items():
+            start(key, storage)
+        load_weights(tensors)
+        held.gather(skeleton)
+        yield held
 
 
 @dataclass(frozen=True)
@@ -110,22 +136,13 @@ def loader_coverage(
     """Loads trial tensors for real, to see what the loader writes where no plan describes it.
 
     The skeleton starts as 0xFF, and no trial tensor holds such a byte. A tensor's bytes follow from its name, so that a load of
-    fewer tensors can be compared. Holds the memory of the whole model meanwhile.
-    Raises what the loader and `Materialised.gather` raise.
+    fewer tensors can be compared. Holds the memory of the whole model meanwhile. Raises as `loaded` does.
     """
-    with materialised(skeleton, set(storage_views(skeleton)), partial(torch.empty, device=device)) as held:
-        for flat in held.flats.values():
-            bytes_view(flat).fill_(POISON)
-        with torch.no_grad():
-            load_weights(trial_tensors(tensors, device))
-            held.gather(skeleton)
-        unwritten = {}
-        for name, tensor, is_parameter in named_tensors(skeleton):
-            if is_parameter and tensor.numel() and (count := poisoned(tensor)):
-                unwritten[name] = count
-        written = frozenset(name for name, flat in held.flats.items() if poisoned(flat) < flat.numel())
-        sums = {name: zlib.crc32(bytes_view(flat.cpu()).numpy().data) for name, flat in held.flats.items()}
-    return LoaderCoverage(unwritten, written, sums)
+    trial, every = trial_tensors(tensors, device), set(storage_views(skeleton))
+    with loaded(skeleton, every, load_weights, trial, lambda _, storage: poison(storage), device) as held:
+        written = frozenset(key for key, storage in held.flats.items() if _poisoned(storage) < storage.numel())
+        sums = {key: zlib.crc32(bytes_view(storage.cpu()).numpy().data) for key, storage in held.flats.items()}
+        return LoaderCoverage(held.unwritten(skeleton), written, sums)
 
 
 def check_trial_fits(nbytes: int, free_bytes: float) -> None:
@@ -139,9 +156,23 @@ def check_trial_fits(nbytes: int, free_bytes: float) -> None:
 
 
 def handed_out_bytes(sizes: Iterable[int]) -> int:
-    """The most memory that tensors of these sizes take which a loader gets one after the other: it still holds one of them when
-    the next is made."""
+    """The most memory that tensors of these sizes take while a loader gets them one after the other: it still holds one when the
+    next is made."""
     return sum(sorted(sizes)[-2:])
+
+
+def in_batches(items: Iterable[Item], nbytes_of: Callable[[Item], int], budget_bytes: float) -> list[list[Item]]:
+    """The items, in their order, in batches of at most `budget_bytes`; an item that takes more is a batch of its own."""
+    batches: list[list[Item]] = []
+    room = 0.0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if not batches or nbytes > room:
+            batches.append([])
+            room = budget_bytes
+        batches[-1].append(item)
+        room -= nbytes
+    return batches
 
 
 def trial_tensors(tensors: Iterable[TensorInfo], device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +184,12 @@ def trial_tensors(tensors: Iterable[TensorInfo], device: torch.device) -> Iterat
         yield name, tensor.to(device)
 
 
-def poisoned(tensor: Tensor) -> int:
+def poison(tensor: Tensor) -> None:
+    """Fills a contiguous tensor with 0xFF, so that a byte that stays unwritten shows up in a comparison."""
+    bytes_view(tensor).fill_(POISON)
+
+
+def _poisoned(tensor: Tensor) -> int:
     """Number of elements of which all bytes are still 0xFF. Looks at some at a time: a comparison takes a byte for each byte."""
     raw = bytes_view(tensor.detach().contiguous()).view(-1, tensor.element_size())
     parts = torch.split(raw, COMPARED_ELEMENTS)

@@ -78,12 +78,6 @@ class ZoneInstaller(StandbyInstaller):
         self._check_fits(self._layout.rebuilt_nbytes)
         return storages, list(self._rebuild(self._layout.rebuilt, loaded, storages, throttle))
 
-    def _fill_constants(self, storages: Tensors) -> None:
-        with torch.inference_mode():
-            for fill in self._agreement.plan.fills:
-                if fill.dest.tensor in storages and fill.dest.tensor in self._layout.written:
-                    fill.dest.of(storages[fill.dest.tensor]).fill_(fill.value)
-
     def _placements_of(self, module: str) -> list[Placement]:
         return [replace(placement, source=placement.dest) for placement in super()._placements_of(module)]
 
