@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from inference_plugin.install.contract import AdapterSlots, InstallTerms, Throttle
-from inference_plugin.wire.digest import digest_bytes
+from inference_plugin.install.verify import box_digest
 from inference_plugin.wire.errors import (
     EngineUnsupported,
     ManifestMismatch,
@@ -25,7 +25,7 @@ from inference_plugin.wire.errors import (
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.messages import BoxDigest
-from inference_plugin.wire.tensors import box_view, bytes_view, dtype_name
+from inference_plugin.wire.tensors import box_view
 
 __all__ = ["AdapterInstaller"]
 
@@ -130,16 +130,7 @@ class AdapterInstaller:
 
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
         for name, offsets, tensor in self._slots.read(self._name):
-            if isinstance(tensor, str):
-                yield name, tensor
-                continue
-            yield BoxDigest(
-                name=name,
-                offsets=offsets,
-                sizes=tuple(tensor.shape),
-                dtype=dtype_name(tensor.dtype),
-                digest=digest_bytes(bytes_view(tensor.contiguous().cpu()).numpy()),
-            )
+            yield (name, tensor) if isinstance(tensor, str) else box_digest(name, offsets, tensor, exact=True)
 
     def close(self) -> None:
         self.discard()

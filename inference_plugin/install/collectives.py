@@ -128,7 +128,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reduction = _reduction()
         if self._answers is None or reduction not in REDUCTIONS:
             self._refuse(f"{name} by {reduction}")
-        tensors, ranks = args[0], _ranks(args[1])
+        tensors, ranks = args[0], tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[1])))
         if len(ranks) > 1:
             for tensor in tensors:
                 operand = _operand(reduction, ranks, tensor)
@@ -155,11 +155,6 @@ def shares_of(told: Sequence[bytes]) -> tuple[Share, ...]:
 def _operand(reduction: str, ranks: tuple[int, ...], tensor: torch.Tensor) -> Operand:
     data = bytes_view(tensor.detach().contiguous().cpu()).numpy().tobytes()
     return Operand(reduction, ranks, dtype_name(tensor.dtype), tuple(tensor.shape), data)
-
-
-def _ranks(boxed: Any) -> tuple[int, ...]:
-    group = dist.ProcessGroup.unbox(boxed)
-    return tuple(dist.get_process_group_ranks(group))
 
 
 def _done() -> Any:

@@ -99,14 +99,12 @@ def helpers_under(module: nn.Module, boundary: Boundary) -> list[tuple[Path, Any
     seen = {id(module)}
     queue: list[tuple[Path, Any]] = [((name,), value) for name, value in state_of(module).items()]
     for path, value in queue:  # grows
-        if isinstance(value, dict):
-            queue += [((*path, key), item) for key, item in value.items() if isinstance(key, (str, int))]
-        elif isinstance(value, (list, tuple)):
-            queue += [((*path, i), item) for i, item in enumerate(value)]
-        elif id(value) not in seen and is_helper(value, boundary):
+        if not isinstance(value, (dict, list, tuple)):
+            if id(value) in seen or not is_helper(value, boundary):
+                continue
             seen.add(id(value))
             found.append((path, value))
-            queue += [((*path, name), item) for name, item in state_of(value).items()]
+        queue += [((*path, label), child) for label, child in _children(value, boundary)]
     return found
 
 

@@ -58,19 +58,24 @@ class ModelInstaller:
         chosen.discard()
         chosen.forget_segments()  # replays are bound to storages that a swap may have replaced
         self._agreement, self._policy, self._proven = agreement, chosen, None
+        unfilled = ""
+        if agreement.unfilled:
+            unfilled = (
+                f"no checkpoint fills these, so they stay as the engine made them: {first_few(agreement.unfilled)}"
+            )
+        device = agreement.model.device.type
+        takes_second = chosen.install_policy == "standby" and device == "cpu" and not has_second
         return InstallTerms(
             needs=agreement.needs,
             mechanism=chosen.mechanism,
             install=chosen.install_policy,
-            why="; ".join(
-                filter(None, [agreement.why_loader, why, _words_of(agreement.unfilled), agreement.model.leaves_out])
-            ),
+            why="; ".join(filter(None, [agreement.why_loader, why, unfilled, agreement.model.leaves_out])),
             derived=agreement.layout.derived,
             untouched=agreement.layout.untouched,
             passed_over=agreement.passed_over,
             zone=layout,
-            device=agreement.model.device.type,
-            takes_bytes=0 if has_second else _second_bytes(agreement, chosen),
+            device=device,
+            takes_bytes=agreement.layout.nbytes if takes_second else 0,
         )
 
     def _agree(self, manifest: Manifest, partial: bool, sharing: int) -> Agreement:
@@ -138,17 +143,6 @@ class ModelInstaller:
     @property
     def needs_previous(self) -> bool:
         return self._policy.install_policy == "copy"
-
-
-def _words_of(unfilled: tuple[str, ...]) -> str:
-    """A note on parameters that may stay random for ever."""
-    return f"no checkpoint fills these, so they stay as the engine made them: {first_few(unfilled)}" if unfilled else ""
-
-
-def _second_bytes(agreement: Agreement, chosen: PolicyInstaller) -> int:
-    """Host memory that a second set takes."""
-    has_one = chosen.install_policy == "standby" or chosen.mechanism == "loader"
-    return agreement.layout.nbytes if has_one and agreement.model.device.type == "cpu" else 0
 
 
 def _choose(agreement: Agreement, policy: str, *, has_second: bool, sharing: int) -> tuple[type[PolicyInstaller], str]:

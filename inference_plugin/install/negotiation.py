@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
-from torch import nn
 
 from inference_plugin.install.agreement import Agreement
 from inference_plugin.install.contract import EngineModel
@@ -121,28 +120,26 @@ class _Negotiation:
             return ()
         idle &= set(self._own_load.unused)
         placements = (*self._traced.placements, *self._own_load.placements)
-        tables = {p.shape for p in placements if self._model.pads(self._holder(p.dest.tensor))}
+        module_of = self._model.skeleton.get_submodule
+        tables = {p.shape for p in placements if self._model.pads(module_of(p.dest.tensor.rpartition(".")[0]))}
         return tuple(
             i
             for i, spec in enumerate(self._manifest.tensors)
             if spec.name in idle and self._checkpoint[spec.name][0] == spec.shape and spec.shape not in tables
         )
 
-    def _holder(self, key: str) -> nn.Module:
-        return self._model.skeleton.get_submodule(key.rpartition(".")[0])
-
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         return self._model.load_weights(self._model.skeleton, tensors)
 
     def _check_plan(self, plan: PlacementPlan) -> None:
         """Raises `ManifestMismatch` for names, shapes and dtypes that the loader can't take."""
-        if plan.refusal is not None and self._partial:
-            raise ManifestMismatch(
-                f"the parameters that this part of the model writes cannot be determined: {plan.refusal}",
-                hint="send the whole model as one group",
-                phase="open",
-            )
         if plan.refusal is not None:
+            if self._partial:
+                raise ManifestMismatch(
+                    f"the parameters that this part of the model writes cannot be determined: {plan.refusal}",
+                    hint="send the whole model as one group",
+                    phase="open",
+                )
             # The loader raised for all tensors together: try them one by one to find those that it can't take.
             if plan.broke and (wrong := self._misfits()):
                 raise ManifestMismatch(
@@ -173,9 +170,8 @@ class _Negotiation:
         alone = {info: trace_plan(self._model.skeleton, self._load, [info]) for info in self._tensors}
         fitting = [info for info, plan in alone.items() if not plan.broke]
         wrong: list[str] = []
-        for info in [info for info, plan in alone.items() if plan.broke]:
-            plan = alone[info]
-            if len(wrong) < SHOWN_MISFITS:  # a tied head fits only beside its embedding
+        for info, plan in alone.items():
+            if plan.broke and len(wrong) < SHOWN_MISFITS:  # a tied head fits only beside its embedding
                 plan = trace_plan(self._model.skeleton, self._load, [*fitting, info])
             if plan.broke:
                 why = textwrap.shorten(plan.refusal or "", SHOWN_CHARACTERS, placeholder=" ...")
@@ -201,11 +197,6 @@ class _Negotiation:
                 phase="open",
             )
 
-    def _free_bytes(self) -> int:
-        """Host memory that a proof may take."""
-        model = self._model
-        return model.free_share_bytes(self._sharing) if model.device.type == "cpu" else free_host_bytes()
-
     def _why_loader(self, plan: PlacementPlan, traced: PlacementPlan) -> str:
         """Why the engine's own loader has to install; "" if the plan can."""
         if plan.refusal is not None:
@@ -216,8 +207,9 @@ class _Negotiation:
         return f"the placement plan failed its proof: {wrong}" if wrong else ""
 
     def _prove(self, traced: PlacementPlan) -> str:
-        skeleton, tied = self._model.skeleton, self._manifest.tied
-        return prove_plan(traced, skeleton, self._load, self._tensors, self._free_bytes(), tied)
+        model = self._model  # the proof runs in host memory
+        free_bytes = model.free_share_bytes(self._sharing) if model.device.type == "cpu" else free_host_bytes()
+        return prove_plan(traced, model.skeleton, self._load, self._tensors, free_bytes, self._manifest.tied)
 
     def _parts(self, traced: PlacementPlan, ties: Mapping[str, str]) -> ProvenParts:
         """The parts that the loader has to fill, if it can fill them one by one while a plan covers the rest."""
@@ -278,7 +270,8 @@ class _Negotiation:
         unwritten = layout.unwritten_buffers()
         # A name that begins with an underscore (`_prob_scale`) is the engine's own: its loader would take the tensor, but no
         # checkpoint has it. Integers such as `position_ids` come from the constructor, and nobody trains them.
-        own = {n for n in unwritten if n.rpartition(".")[2].startswith("_") or not self._is_floating(n)}
+        held = self._model.skeleton.get_buffer
+        own = {n for n in unwritten if n.rpartition(".")[2].startswith("_") or not held(n).is_floating_point()}
         if buffers := [n for n, built in unwritten.items() if not built or (n not in own and self._is_loaded(n))]:
             raise ManifestMismatch(
                 f"no tensor of the manifest fills these buffers, which the engine reads from a checkpoint: {first_few(buffers)}",
@@ -292,9 +285,6 @@ class _Negotiation:
         held = self._model.skeleton.get_buffer(buffer)
         plan = trace_plan(self._model.skeleton, self._load, [(buffer, tuple(held.shape), held.dtype)])
         return plan.refusal is None and not plan.unused
-
-    def _is_floating(self, buffer: str) -> bool:
-        return self._model.skeleton.get_buffer(buffer).is_floating_point()
 
     def _check_layout(self, layout: LiveLayout) -> None:
         """Raises if the live model holds something that an update would leave behind or destroy."""
@@ -326,12 +316,8 @@ class _Negotiation:
 def _left_by_loader(coverage: LoaderCoverage, ties: Mapping[str, str]) -> dict[str, int]:
     """The number of elements that a real load leaves unwritten, by parameter; of tied parameters it must fill one."""
     filled = {ties.get(name, name) for name in coverage.written}
-    firsts = set(ties.values())
-    return {
-        name: count
-        for name, count in coverage.unwritten.items()
-        if not (name in ties and ties[name] in filled) and not (name in firsts and name in filled)
-    }
+    tied = {*ties, *ties.values()}
+    return {n: count for n, count in coverage.unwritten.items() if n not in tied or ties.get(n, n) not in filled}
 
 
 def _tensor_infos(manifest: Manifest) -> list[TensorInfo]:

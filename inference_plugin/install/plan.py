@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,9 @@ class Fill:
     dest: Region
     value: bool | int | float | complex
     dtype: torch.dtype
+
+
+_Write = TypeVar("_Write", Placement, Fill)
 
 
 @dataclass(frozen=True)
@@ -130,17 +134,8 @@ class PlacementPlan:
             if writes[second] and writes[first] and writes[second] != writes[first]:
                 apart[second] = f"{second} and {first} are one weight in the running engine, and two in the trainer"
             gone, kept = (second, first) if writes[first] else (first, second)
-            names = {kept: first}
-            placements = [
-                replace(p, dest=p.dest.named(names.get(p.dest.tensor, p.dest.tensor)))
-                for p in placements
-                if p.dest.tensor != gone
-            ]
-            fills = [
-                replace(f, dest=f.dest.named(names.get(f.dest.tensor, f.dest.tensor)))
-                for f in fills
-                if f.dest.tensor != gone
-            ]
+            placements = _retied(placements, gone, kept, first)
+            fills = _retied(fills, gone, kept, first)
             for table in (extents, uncovered):
                 left = {name: table.pop(name) for name in (gone, kept) if name in table}
                 if kept in left:
@@ -154,3 +149,9 @@ class PlacementPlan:
             doubled=tuple(dict.fromkeys(ties.get(n, n) for n in self.doubled)),
         )
         return plan, apart
+
+
+def _retied(writes: list[_Write], gone: str, kept: str, name: str) -> list[_Write]:
+    """The writes without those to `gone`; those to `kept` go to `name`."""
+    left = (write for write in writes if write.dest.tensor != gone)
+    return [replace(w, dest=w.dest.named(name)) if w.dest.tensor == kept else w for w in left]

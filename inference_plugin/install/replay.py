@@ -195,16 +195,10 @@ def _check_sides(
 ) -> None:
     checked: set[tuple[str, str]] = set()
     devices: dict[str, tuple[torch.device, str]] = {}
+    writes: list[Placement | Fill] = [*placements, *fills]
     ends = itertools.chain(
-        (
-            end
-            for p in placements
-            for end in (
-                ("source", p.source, p.dtype, sources),
-                ("destination", p.dest, p.dtype, destinations),
-            )
-        ),
-        (("destination", f.dest, f.dtype, destinations) for f in fills),
+        (("source", placement.source, placement.dtype, sources) for placement in placements),
+        (("destination", write.dest, write.dtype, destinations) for write in writes),
     )
     for side, region, dtype, tensors in ends:
         name = region.tensor

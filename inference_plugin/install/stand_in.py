@@ -51,7 +51,7 @@ class StandIn:
         for path, node in helpers_under(self.module, boundary):
             if id(node) in copies:
                 self._nodes[path] = node
-        self._before = {path: _snapshot(state_of(node)) for path, node in self._nodes.items()}
+        self._before = {path: _snapshot(node) for path, node in self._nodes.items()}
         self.parameters = dict(self.module._parameters)
         self.buffers = dict(self.module._buffers)
         self._versions = {name: held._version for name, held in self.buffers.items() if held is not None}
@@ -119,8 +119,8 @@ class StandIn:
 _OWN = frozenset(nn.Module().__dict__)
 
 
-def _snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _frozen(value) for name, value in state.items()}
+def _snapshot(node: Any) -> dict[str, Any]:
+    return {name: _frozen(value) for name, value in state_of(node).items()}
 
 
 class _Same:

@@ -287,7 +287,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
     def _origins(self, tensor: Tensor) -> frozenset[str]:
         """Names of the checkpoint tensors and of the model's storages (after `_OWN`) from which `tensor` was made."""
-        key = storage_id(tensor)
+        return self._origins_at(storage_id(tensor))
+
+    def _origins_at(self, key: int) -> frozenset[str]:
         if key in self._sources:
             self.findings.touched(self._sources[key])
             return frozenset((self._sources[key],))
@@ -322,11 +324,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         for name in self._before.keys() | after.keys():
             if self._before.get(name) == after.get(name):
                 continue
-            origins: frozenset[str] = frozenset()
-            if name in after:
-                key = after[name][0]
-                origins = self._derived[key].origins if key in self._derived else origins
-                origins = frozenset((self._sources[key],)) if key in self._sources else origins
+            origins = self._origins_at(after[name][0]) if name in after else frozenset[str]()
             how = "replaced" if name in self._before and name in after else "made" if name in after else "removed"
             self.findings.refuse(
                 canonical.get(name, name), f"{name} is {how} by the loader, not written in place", _sent(origins)

@@ -98,31 +98,29 @@ def _try(post: PostProcessing, module: str) -> Trial:
             settled.add((name,))
         else:
             buffers.add(name)
-    held_names = {n for n, p in live._parameters.items() if p is not None and p.numel()}
-    made_names = {n for n, p in one.module._parameters.items() if p is not None and p.numel()}
-    if wrong := sorted(held_names ^ made_names):
+    added, reductions = _added_by(post, module, one), len(asked[0].operands)
+    return Trial(frozenset(replaced), frozenset(moved), frozenset(settled), frozenset(buffers), added, reductions)
+
+
+def _added_by(post: PostProcessing, module: str, finished: StandIn) -> frozenset[str]:
+    """The parameters with memory of their own that post-processing added. Raises `EngineUnsupported` if the live module holds
+    other parameters than the finished stand-in, or other views of its weights."""
+    held = {name for name, p in post.live_modules[module]._parameters.items() if p is not None and p.numel()}
+    made = {name: p for name, p in finished.module._parameters.items() if p is not None and p.numel()}
+    if wrong := sorted(held ^ made.keys()):
         raise EngineUnsupported(
             f"{module} of the live model differs from what the engine's post-processing makes: {first_few(wrong)}",
             phase="open",
         )
-    added = {
-        n: made for n, made in one.module._parameters.items() if n in made_names - given.keys() and made is not None
-    }
-    views = {n for n, made in added.items() if one.region(made) is not None}
-    if wrong := [n for n in sorted(views) if not post.settled(module, (n,), added[n], one)]:
+    added = {name for name in made if finished.parameters.get(name) is None}
+    views = {name for name in added if finished.region(made[name]) is not None}
+    if wrong := [name for name in sorted(views) if not post.settled(module, (name,), made[name], finished)]:
         raise EngineUnsupported(
             f"{module} of the live model is not the view of its weights that the engine's post-processing makes: "
             f"{first_few(wrong)}",
             phase="open",
         )
-    return Trial(
-        frozenset(replaced),
-        frozenset(moved),
-        frozenset(settled),
-        frozenset(buffers),
-        frozenset(added.keys() - views),
-        len(asked[0].operands),
-    )
+    return frozenset(added - views)
 
 
 def _check_reductions(post: PostProcessing, module: str, one: Noted, other: Noted) -> None:

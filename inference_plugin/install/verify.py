@@ -14,7 +14,7 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
 from inference_plugin.wire.tensors import bytes_view, dtype_name
 
-__all__ = ["live_digests"]
+__all__ = ["box_digest", "live_digests"]
 
 
 def live_digests(
@@ -39,16 +39,18 @@ def _digests(
     manifest: Manifest, placements: Sequence[Placement], storages: Mapping[str, torch.Tensor], *, exact: bool
 ) -> Iterator[BoxDigest]:
     for source, box, tensor in read_back(placements, storages):
-        data = tensor if exact else _unsigned_zeros(tensor)
-        yield BoxDigest(
-            name=manifest.sent_name(source),
-            offsets=box.offsets,
-            sizes=box.sizes,
-            dtype=dtype_name(tensor.dtype),
-            digest=digest_bytes(bytes_view(data.contiguous().cpu()).numpy()),
-            signed_zeros=exact,
-        )
+        yield box_digest(manifest.sent_name(source), box.offsets, tensor, exact=exact)
 
 
-def _unsigned_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor + 0 if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+def box_digest(name: str, offsets: tuple[int, ...], tensor: torch.Tensor, *, exact: bool) -> BoxDigest:
+    """The digest of a box's values. Not `exact`: they were read through a form that keeps no sign of zero, so +0.0 is added."""
+    with_signs = exact or not tensor.is_floating_point() or tensor.element_size() == 1
+    data = tensor if with_signs else tensor + 0
+    return BoxDigest(
+        name=name,
+        offsets=offsets,
+        sizes=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        digest=digest_bytes(bytes_view(data.contiguous().cpu()).numpy()),
+        signed_zeros=exact,
+    )
