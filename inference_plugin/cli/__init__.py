@@ -5,21 +5,15 @@ A file holds one command or a few; `app` holds what they share. Nothing imports 
 
 from __future__ import annotations
 
-import sys
-
 from inference_plugin.cli.app import app
 from inference_plugin.cli.output import ended_by
-from inference_plugin.wire.errors import WeightwireError
 
 __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """The console script: an error of ours, or of the file system, is one line on stderr and exit status 2."""
+    """The console script. Help that cannot be written ends it as a command's output would."""
     try:
         app()
-    except WeightwireError as error:
-        print(f"weightwire: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     except OSError as error:
         raise ended_by(error) from None

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from inference_plugin import __version__
-from inference_plugin.cli.output import ended_by
+from inference_plugin.cli.output import ended_by, stop
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import coordinator_channel, worker_channel
 from inference_plugin.wire.config import misspelt_variables
@@ -48,7 +48,7 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="For progr
 
 
 class Seconds(click.FloatRange):
-    """A time from 0.1 s to a day. NaN, which no comparison refuses, is none."""
+    """A time from 0.1 s to a day. NaN is refused here: it passes click's comparisons with the limits."""
 
     def __init__(self) -> None:
         super().__init__(min=0.1, max=86400.0)
@@ -74,15 +74,16 @@ class Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command. A file that cannot be read or written, its output included, ends it with status 2."""
+        """Runs the command. An error of ours, or a file that cannot be read or written, its output included, is one line on
+        stderr and exit status 2."""
         try:
             try:
                 return super().invoke(ctx)
             finally:
                 if sys.stdout is not None:
                     sys.stdout.flush()
-        except WeightwireError:  # several are OSErrors as well
-            raise
+        except WeightwireError as error:  # several are OSErrors as well
+            raise stop(str(error)) from None
         except OSError as error:
             raise ended_by(error) from None
 

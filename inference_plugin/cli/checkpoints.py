@@ -46,7 +46,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """The dtype that `--dtype` names, None without it. Ends the command for what is none."""
+    """The dtype that `--dtype` names; None if the option is not given. Ends the command if torch has no such dtype."""
     import torch
 
     found = getattr(torch, name, None) if name else None

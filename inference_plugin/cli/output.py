@@ -63,8 +63,8 @@ def stop(message: str) -> SystemExit:
 
 
 def ended_by(error: OSError) -> SystemExit:
-    """To be raised: says what could not be read or written, and ends with status 2. A reader that closed its pipe, as `head`
-    does, wants to hear no more: nothing is said."""
+    """To be raised: says what could not be read or written, and ends with status 2. Says nothing if the reader has closed its
+    pipe, as `head` does."""
     with contextlib.suppress(OSError, AttributeError):  # what is still to be written would fail again as Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
@@ -74,7 +74,7 @@ def ended_by(error: OSError) -> SystemExit:
 
 @contextlib.contextmanager
 def heard_or_not() -> Iterator[None]:
-    """Prints what a command has done: output that cannot be written is told on stderr, and does not change its exit status."""
+    """For the report of what a command has done: an error of the output goes to stderr and leaves the exit status as it is."""
     try:
         yield
         if sys.stdout is not None:

@@ -1,4 +1,5 @@
-"""`weightwire verify --probe`: what a server says of fixed prompts, beside what `transformers` says of the checkpoint."""
+"""`weightwire verify --probe`: compares a server's log-probabilities of fixed prompts with those of the checkpoint in
+`transformers`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Accelerator(Device):
     def is_in_use(self) -> bool:
         return bool(self._module.is_initialized())
 
-    def current(self) -> int | None:
+    def current(self) -> int:
         index: int = self._module.current_device()
         return index
 
@@ -42,7 +42,7 @@ class Accelerator(Device):
             self._module.set_device(index)
 
     def uuid(self) -> str:
-        return self._uuid_of(self.current() or 0)
+        return self._uuid_of(self.current())
 
     def _uuid_of(self, index: int) -> str:
         return str(getattr(self._module.get_device_properties(index), "uuid", ""))
@@ -84,7 +84,7 @@ class Accelerator(Device):
         if self.why_not_shared() is not None:
             return None
         try:
-            return _driver().page_lock(self.current() or 0, memory.data_ptr(), memory.nbytes)
+            return _driver().page_lock(self.current(), memory.data_ptr(), memory.nbytes)
         except TransportUnavailable as error:
             logger.info("weightwire: a segment of %d MiB can't be page-locked: %s", memory.nbytes >> 20, error.message)
             return None
@@ -93,7 +93,7 @@ class Accelerator(Device):
         return memory.is_pinned()
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, self.current() or 0))
+        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, self.current()))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -113,13 +113,13 @@ class Accelerator(Device):
         return None
 
     def reachable(self) -> tuple[str, ...]:
-        mine = self.current() or 0
+        mine = self.current()
         others = (index for index in range(self._module.device_count()) if index != mine)
         near = [index for index in others if self._module.can_device_access_peer(mine, index)]
         return tuple(self._uuid_of(index) for index in (mine, *near))
 
     def share(self, nbytes: int, unused: Unused) -> SharedMemory:
-        return _driver().share(self.current() or 0, nbytes, unused)
+        return _driver().share(self.current(), nbytes, unused)
 
     def attach(self, handle: bytes, nbytes: int, uuid: str) -> SharedMemory:
         indices = range(self._module.device_count())

@@ -6,7 +6,7 @@ hold wherever this package reads or writes device memory:
 
 - A thread that reads what another thread computed waits for a mark that the other one recorded.
 - No memory is written anew before what reads it has ended: either both are in one queue, or somebody has waited.
-- Whoever is told that something is done is told after `synchronise` or `drain`.
+- Nothing is reported as done before `synchronise` or `drain` has returned.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def is_in_use(self) -> bool:
-        """Whether this process has initialised it. The question does not."""
+        """Whether this process has initialised it. Asking does not initialise it."""
 
     @abc.abstractmethod
     def current(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What torch does not offer of the CUDA driver: memory in allocations of their own, and the handles by which processes share it
+"""Calls of the CUDA driver that torch does not offer: memory in allocations of its own, and handles by which processes share it
 (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html).
 
 A handle stands for one allocation of `cuMemAlloc`. Memory of torch's allocator has no handle of this kind where segments are
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -70,7 +71,8 @@ class CudaDriver:
             except TransportUnavailable:
                 self._call("cuMemFree_v2", address)
                 raise
-        array = DeviceArray(address.value, nbytes, lambda: unused(lambda: self._free(device, address.value)))
+        free = functools.partial(self._call_on, device, "cuMemFree_v2", address.value)
+        array = DeviceArray(address.value, nbytes, lambda: unused(free))
         memory = SharedMemory(self._as_tensor(array, device), bytes(handle.reserved))
         self._shared[memory.handle] = memory.tensor
         return memory
@@ -88,7 +90,7 @@ class CudaDriver:
                 "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), LAZY_PEER_ACCESS
             )
         array = DeviceArray(address.value, nbytes, lambda: None)
-        end = weakref.finalize(array, self._end, device, address.value)
+        end = weakref.finalize(array, self._call_on, device, "cuIpcCloseMemHandle", address.value)
         end.atexit = False  # the process takes its mappings with it
         return SharedMemory(self._as_tensor(array, device), handle, end)
 
@@ -97,26 +99,16 @@ class CudaDriver:
 
         The driver's call, not the runtime's: a failure of that one would be raised by torch's next kernel launch.
         """
+        self._call_on(device, "cuMemHostRegister_v2", address, nbytes, REGISTER_PORTABLE | REGISTER_READ_ONLY)
+        return functools.partial(self._call_on, device, "cuMemHostUnregister", address)
+
+    def _call_on(self, device: int, name: str, *arguments: Any) -> None:
         with self._on(device):
-            self._call("cuMemHostRegister_v2", address, nbytes, REGISTER_PORTABLE | REGISTER_READ_ONLY)
-
-        def end() -> None:
-            with self._on(device):
-                self._call("cuMemHostUnregister", address)
-
-        return end
-
-    def _free(self, device: int, address: int) -> None:
-        with self._on(device):
-            self._call("cuMemFree_v2", address)
-
-    def _end(self, device: int, address: int) -> None:
-        with self._on(device):
-            self._call("cuIpcCloseMemHandle", address)
+            self._call(name, *arguments)
 
     @contextlib.contextmanager
     def _on(self, device: int) -> Iterator[None]:
-        """Makes the context that torch uses of a device the thread's own for a while."""
+        """Inside, this thread's current context is the device's primary one, which torch uses."""
         ordinal, context, before = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(ordinal), device)

@@ -29,8 +29,8 @@ from inference_plugin.devices.digests import (
 __all__ = ["TritonDigests"]
 
 BLOCKS_AT_ONCE = 2
-"""Of a program of one warp, which reads 512 bytes at once. Tried on an H200: two blocks and one warp read 4.0 TB/s, which is the
-speed of its memory; two or four warps reach half of that."""
+"""Blocks that a program sums at once. A program is one warp, which reads 512 bytes at once. Tried on an H200: two blocks and one
+warp read 4.0 TB/s, which is the speed of its memory; two or four warps reach half of that."""
 LOADED_AHEAD = 64
 """Steps of a chain whose sums are loaded before the first of them is taken: a load takes as long as some tens of steps."""
 MAX_PROGRAMS_OF_PIECE = 4096

@@ -26,7 +26,7 @@ __all__ = ["WeightwireEngine"]
 class WeightwireEngine:
     """One worker's end of a refit. `dtype`: in which all tensors travel; default: as NeMo-RL yields them. `options`:
     `SyncManager`'s arguments. NeMo-RL's `bucket_size` is not used. Raises `ConfigError` for arguments that `SyncManager` does
-    not take, and for a dtype that is none.
+    not take, and for an invalid dtype.
     """
 
     shard_expert_weights = False

@@ -18,8 +18,8 @@ __all__ = ["await_registrations", "checked_options"]
 def checked_options(
     options: object, dtype: Any, given_as: str, error: type[ArgumentError | ConfigError] = ArgumentError
 ) -> dict[str, Any]:
-    """`options`, keywords for `SyncManager`. Raises `error` if they are no mapping, or name something that `SyncManager` does not
-    take, and for a `dtype` that is none; `given_as` says where the user gave them."""
+    """`options`, keywords for `SyncManager`. Raises `error` if they are no mapping, if `SyncManager` lacks one of them, and
+    for an invalid `dtype`; `given_as` says where the user gave them."""
     if not isinstance(options, Mapping):
         raise error(
             f"{given_as}: {options!r} is no mapping", hint="give SyncManager's keywords, such as {'timeout_s': 300}"
@@ -39,8 +39,8 @@ def checked_options(
 
 
 def await_registrations(manager: SyncManager, count: int) -> None:
-    """Rank 0 waits until `count` replicas are there: an engine on another host finds a new manager only when it tries again.
-    After `silence_s` nothing is raised: the update says what is missing."""
+    """Rank 0 waits until `count` replicas have registered: an engine on another host finds a new manager only when it tries
+    again. After `silence_s` nothing is raised: the update says what is missing."""
     if manager.rank == 0:
         with contextlib.suppress(SyncTimeout):
             manager.wait_for_replicas(count, timeout_s=manager.settings.config.silence_s)

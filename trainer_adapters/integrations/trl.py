@@ -57,7 +57,7 @@ def through_weightwire(trainer: Trainer, *, dtype: torch.dtype | str | None = No
     `dtype`: in which all tensors travel, which is that of the engine's parameters; default: a colocated engine's dtype, for a
     server the trainer's own. `settings`: as `SyncManager` takes them. Nothing else changes: the same arguments, the same methods.
 
-    Raises `ArgumentError` for what is no class, for a setting that `SyncManager` does not have and for a dtype that is none;
+    Raises `ArgumentError` for anything but a class, for a setting that `SyncManager` does not have and for an invalid dtype;
     `EngineUnsupported` where TRL is missing or another one. The constructor raises `ArgumentError` for a trainer without vLLM
     and as `refuse` says, and `EngineUnsupported` for a server without our plug-in.
     `train()`, and whatever else generates, raises what `SyncManager.update` raises, the same on every rank, and `CommitFailed`

@@ -40,8 +40,8 @@ DAY_S = 86400.0
 class WeightTransfer:
     """TRL's `WeightTransferProtocol`. `server`: the URL of the vLLM server, the trainer's `vllm_server_base_url`. `dtype`: in
     which all tensors travel; default: the trainer's own. `server_timeout_s`: how long a server may take to start. `settings`:
-    as `SyncManager` takes them, without `process_group`. Raises `ArgumentError` for what is no URL, no time or no
-    dtype, and for a setting that `SyncManager` does not have.
+    as `SyncManager` takes them, without `process_group`. Raises `ArgumentError` for an invalid URL, time or dtype, and for a
+    setting that `SyncManager` does not have.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class WeightTransfer:
 
 
 def check_server(server: object, timeout_s: object) -> None:
-    """Raises `ArgumentError` for what is no URL, and for a time that no wait may have."""
+    """Raises `ArgumentError` for an invalid URL or time."""
     if not isinstance(server, str) or not re.match("https?://.", server):
         raise ArgumentError(f"server={server!r} is no URL of a server", hint="such as 'http://127.0.0.1:8000'")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= DAY_S:

@@ -47,7 +47,7 @@ HANDS_OVER_ENGINE = "delta_sharded"
 """The mode in which verl's worker gives its backend the training engine, which can be asked again and again, in place of a
 generator of tensors, which can be read once."""
 GRACE_S = 30.0
-"""After one rank's error the other ranks have so long to say theirs."""
+"""Time in which the other ranks report their errors after the first one."""
 TOLD_S = 10.0
 Named: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 Figures: TypeAlias = dict[str, float]
