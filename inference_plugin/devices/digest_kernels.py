@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -48,27 +49,21 @@ class TritonDigests(BlockDigests):
         """Of some pieces: the address of each one's rows, the address of the sums of its last 64 bytes, its whole blocks."""
 
     def add_runs(self, runs: Sequence[Runs]) -> None:
-        fitting = []
-        for some in runs:
-            if _fits(some):
+        for fit, alike in itertools.groupby(runs, _fits):
+            if not fit:
+                super().add_runs(list(alike))
+                continue
+            addresses, lengths = [], []
+            for some in alike:
                 targets, sources = some.copies()
                 for target, source in zip(targets, sources, strict=True):  # a fused kernel reaches half of the speed
                     target.copy_(source, non_blocking=True)
-                fitting.append(some)
+                addresses.append(some.memory.data_ptr() + some.starts)
+                lengths.append(some.lengths)
                 self._long += range(self._count, self._count + len(some.lengths))
                 self._lengths += some.lengths.tolist()
                 self._count += len(some.lengths)
-            else:
-                if fitting:
-                    self._sum(fitting)
-                    fitting = []
-                super().add_runs([some])
-        if fitting:
-            self._sum(fitting)
-
-    def _sum(self, runs: Sequence[Runs]) -> None:
-        addresses = np.concatenate([some.memory.data_ptr() + some.starts for some in runs])
-        self._launch(addresses, np.concatenate([some.lengths for some in runs]), runs[0].memory.device)
+            self._launch(np.concatenate(addresses), np.concatenate(lengths), some.memory.device)
 
     def _read(self, pieces: Sequence[torch.Tensor]) -> None:
         addresses = np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)
