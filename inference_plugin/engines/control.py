@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from inference_plugin.engines.commit import CommitPlan
-from inference_plugin.engines.operations import with_error
+from inference_plugin.engines.operations import RankOperation, with_error
+from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.messages import InFlight, MemoryTag
 from inference_plugin.wire.tracing import span
 
@@ -59,12 +60,13 @@ class EngineControl(ABC):
         """The calls up to the next `resume` belong to this commit. An engine whose ranks run commits by themselves sends them
         the plan."""
 
-    def finish(self, request: bytes, group: str, version: int, txn: str, in_flight: InFlight) -> list[bytes]:
+    def finish(self, request: bytes, in_flight: InFlight) -> list[bytes]:
         """`call_ranks` and `installed`, as one step of a commit."""
         answers = self.call_ranks(request)
         try:
+            finished = decode_as(request, RankOperation)
             with span("caches"):
-                self.installed(group, version, txn, in_flight)
+                self.installed(finished.group, finished.version, finished.txn, in_flight)
         except Exception as error:  # noqa: BLE001 -- the commit tears the replica, and then tells
             return [with_error(answer, error) for answer in answers]
         return answers

@@ -269,9 +269,8 @@ class ReplicaCoordinator(Service):
                 with span(operation.name):
                     return self._calls.ask(operation, control.call_ranks)
             case Finish(operation, in_flight):
-                what = (operation.group, operation.version, operation.txn, in_flight)
                 with span(operation.name):
-                    return self._calls.ask(operation, lambda request: control.finish(request, *what))
+                    return self._calls.ask(operation, lambda request: control.finish(request, in_flight))
             case AnnounceCommit(plan):
                 self._begin_trace(command, plan)
                 self._calls.check("check")

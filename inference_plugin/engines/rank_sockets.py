@@ -19,11 +19,12 @@ from inference_plugin.net import addresses
 from inference_plugin.wire.codec import MAX_CONTROL_BYTES, decode_as
 from inference_plugin.wire.errors import PeerLost, WeightwireError
 
-__all__ = ["Gathering", "RankSockets", "sockets_of"]
+__all__ = ["Gathering", "START_TIMEOUT_S", "RankSockets", "sockets_of"]
 
 _LENGTH_BYTES = 8
 _TOKEN_BYTES = 16
-_START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 600.0
+"""Limit of each step of a start in which ranks wait for each other."""
 
 
 class Gathering(Protocol):
@@ -175,7 +176,7 @@ def sockets_of(group: Gathering, rank: int, size: int) -> RankSockets | None:
 def _connected(name: bytes, token: bytes, rank: int) -> socket.socket | None:
     peer = socket.socket(socket.AF_UNIX)
     try:
-        peer.settimeout(_START_TIMEOUT_S)
+        peer.settimeout(START_TIMEOUT_S)
         peer.connect(name)
         peer.sendall(token + rank.to_bytes(_LENGTH_BYTES))
     except OSError:
@@ -186,7 +187,7 @@ def _connected(name: bytes, token: bytes, rank: int) -> socket.socket | None:
 
 def _accepted(listener: socket.socket, token: bytes, size: int) -> dict[int, socket.socket]:
     """The other ranks, all of which have connected; whoever else did has no token."""
-    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    deadline_s = time.monotonic() + START_TIMEOUT_S
     found: dict[int, socket.socket] = {}
     while len(found) < size - 1:
         listener.settimeout(_left_s(deadline_s))

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from inference_plugin.engines.sglang.ranks import INLINE_BYTES, Ranks
+from inference_plugin.engines.gloo_group import INLINE_BYTES
+from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import CommitFailed, PeerLost, SyncTimeout, TornReplica
 from inference_plugin.wire.messages import ReplicaCard

@@ -444,8 +444,8 @@ def test_cores_of_several_hosts_are_refused_by_name() -> None:
         def allgather(self, into: list[list[Any]], mine: list[Any]) -> Any:
             for gathered in into[0]:
                 gathered.copy_(mine[0])
-            into[0][1][4] ^= 1  # the other one is on a host of another boot id
-            return SimpleNamespace(wait=lambda: None)
+            into[0][1][8] ^= 1  # the other one is on a host of another boot id
+            return SimpleNamespace(wait=lambda _: None)
 
     core = SimpleNamespace(
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace()), dp_group=Group(), dp_rank=0, dp_size=2
@@ -470,7 +470,7 @@ class Starting(DPEngineCoreProc):
     def allgather(self, into: list[list[Any]], mine: list[Any]) -> Any:
         for gathered, told in zip(into[0], self.states.gather(self.dp_rank, mine[0].clone()), strict=True):
             gathered.copy_(told)
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda _: None)
 
     def rpc(self, method: Any, timeout: float = 0.0, args: tuple[Any, ...] = ()) -> list[Any]:
         self.asked.append(method)

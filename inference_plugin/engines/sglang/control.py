@@ -35,7 +35,7 @@ from inference_plugin.engines.commit import CommitPlan, commit_on_all_ranks
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.monkeypatch import contained
-from inference_plugin.engines.operations import RankReply, with_error
+from inference_plugin.engines.operations import RankOperation, RankReply, with_error
 from inference_plugin.engines.rank_calls import RankCalls
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
 from inference_plugin.engines.sglang.turn import EngineOperation, EngineReply, Step, Turn
@@ -85,11 +85,12 @@ class _TurnControl(abc.ABC):
     def call_ranks(self, request: bytes) -> list[bytes]:
         return self._step(Step(rank=request))
 
-    def finish(self, request: bytes, group: str, version: int, txn: str, in_flight: InFlight) -> list[bytes]:
+    def finish(self, request: bytes, in_flight: InFlight) -> list[bytes]:
         answer = self._rank.perform(Step(rank=request))
         if decode_as(answer, RankReply).error is None:
             try:
-                self.installed(group, version, txn, in_flight)
+                finished = decode_as(request, RankOperation)
+                self.installed(finished.group, finished.version, finished.txn, in_flight)
             except Exception as error:  # noqa: BLE001 -- the commit tears the replica, and then tells
                 answer = with_error(answer, error)
         return self._ranks.gather(answer)
@@ -268,8 +269,7 @@ class FollowerControl(_TurnControl):
             case Ask(operation):
                 return self._calls.ask(operation, self.call_ranks)
             case Finish(operation, in_flight):
-                what = (operation.group, operation.version, operation.txn, in_flight)
-                return self._calls.ask(operation, lambda request: self.finish(request, *what))
+                return self._calls.ask(operation, lambda request: self.finish(request, in_flight))
             case StopSteps(in_flight):
                 return self.pause(in_flight)
             case Refuse(reason):

@@ -11,6 +11,7 @@ from typing import Any
 
 from inference_plugin.devices import start_thread
 from inference_plugin.engines.control import UNKNOWN_VERSION, EngineControl
+from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.kept_caches import KEEP, keeps_cache
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.vllm.api import TORN
@@ -31,6 +32,8 @@ class CoreControl(EngineControl):
         from vllm.v1.engine.core import EngineCoreProc
 
         self.core = core
+        self.coordinator: ReplicaCoordinator | None = None
+        """Where this core has it, once it serves."""
         self.in_process = not isinstance(core, EngineCoreProc)
         self.refusal: str | None = None
         self.root_epoch = 0
@@ -135,7 +138,9 @@ class CoreControl(EngineControl):
     def end_all(self, status: Any, reason: str | None) -> None:
         """Ends all requests with that status of vLLM's, and tells their clients; `reason` None means aborted."""
         by_client: dict[int, list[str]] = {}
-        for request_id, client in self._finished(status):
+        for ended in self.core.scheduler.finish_requests(None, status):
+            # Before 0.26 vLLM returns pairs of these.
+            request_id, client = ended if isinstance(ended, tuple) else (ended.request_id, ended.client_index)
             by_client.setdefault(client, []).append(request_id)
         for client, ids in by_client.items():
             self.end_outputs(ids, reason, client)
@@ -154,10 +159,13 @@ class CoreControl(EngineControl):
             outputs=[EngineCoreOutput(i, [], finish_reason=kind, stop_reason=reason, **error) for i in ids],
             finished_requests=set(ids),
         )
+        self._send(client, ended)
+
+    def _send(self, client: int, outputs: Any) -> None:
         if self.in_process:
-            self._stash.append(ended)
+            self._stash.append(outputs)
         else:
-            self.core.output_queue.put_nowait((client, ended))
+            self.core.output_queue.put_nowait((client, outputs))
 
     def step(self, step: Callable[[], Any]) -> Any:
         """In-process: one call of `get_output`."""
@@ -177,25 +185,32 @@ class CoreControl(EngineControl):
 
     def _pause_in_process(self, in_flight: InFlight) -> Future[None] | None:
         from vllm.v1.core.sched.interface import PauseState
+
+        if in_flight != "drain":
+            self._stop(in_flight)
+            return None
+        self.core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        if self._has_running():
+            self._drained = Future()  # `step` completes it
+            return self._drained
+        self._reset_caches()
+        return None
+
+    def _stop(self, in_flight: InFlight) -> None:
+        """Stops at once; under "drain" no request runs any more."""
+        from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.request import RequestStatus
 
         core = self.core
-        if in_flight == "drain":
-            core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-            if self._has_running():
-                self._drained = Future()  # `step` completes it
-                return self._drained
-            self._reset_caches()
-            return None
         if in_flight == "abort":
             self.end_all(RequestStatus.FINISHED_ABORTED, None)
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        while core.batch_queue:
+        while core.batch_queue:  # where cores share experts all have begun the same steps, so these end
             outputs, _ = core.step_with_batch_queue()
-            self._stash.extend(outputs.values() if outputs else ())
+            for client, output in outputs.items() if outputs else ():
+                self._send(client, output)
         if in_flight != "keep":
             self._reset_caches()
-        return None
 
     def _reset_caches(self) -> None:
         """Drops what the old weights computed: KV blocks, and the encodings of images and sound.
@@ -206,12 +221,6 @@ class CoreControl(EngineControl):
         if not self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise CommitFailed("the KV connector's cache could not be reset")
         self.core.reset_encoder_cache()
-
-    def _finished(self, status: Any) -> list[tuple[str, int]]:
-        """Removes all requests from the scheduler; returns their ids and clients."""
-        ended = self.core.scheduler.finish_requests(None, status)
-        # Before 0.26 vLLM returns these pairs itself.
-        return [one if isinstance(one, tuple) else (one.request_id, one.client_index) for one in ended]
 
     def _has_running(self) -> bool:
         return bool(self.core.scheduler.has_unfinished_requests() or self.core.batch_queue)

@@ -23,9 +23,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import msgspec
-import torch
 
 from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.gloo_group import GlooGroup
 from inference_plugin.engines.rank_sockets import RankSockets, sockets_of
 from inference_plugin.engines.vllm.shared_core import CoreOrder, CoreReply, SharedCore
 from inference_plugin.wire.codec import decode_as
@@ -38,8 +38,6 @@ logger = logging.getLogger("vllm.weightwire")
 
 _AGAIN_S = 0.01
 """Rest before a turn is begun again, where a core was in a collective of vLLM's own."""
-_START_BYTES = 4096
-_LENGTH_BYTES = 4
 
 
 class LeadingCore(EngineControl):
@@ -108,8 +106,8 @@ class LeadingCore(EngineControl):
     def call_ranks(self, request: bytes) -> list[bytes]:
         return [answer for reply in self._ask(CoreOrder("rank", request=request)) for answer in reply.answers]
 
-    def finish(self, request: bytes, group: str, version: int, txn: str, in_flight: InFlight) -> list[bytes]:
-        order = CoreOrder("finish", request=request, group=group, version=version, txn=txn, in_flight=in_flight)
+    def finish(self, request: bytes, in_flight: InFlight) -> list[bytes]:
+        order = CoreOrder("finish", request=request, in_flight=in_flight)
         return [answer for reply in self._ask(order) for answer in reply.answers]
 
     def pause(self, in_flight: InFlight) -> Future[None] | None:
@@ -267,7 +265,8 @@ def connect(core: Any) -> RankSockets:
                 hint=f"start it without {what}",
                 phase="start",
             )
-    sockets = sockets_of(_StartGroup(core.dp_group), core.dp_rank, core.dp_size)
+    # vLLM itself does not use the group yet.
+    sockets = sockets_of(GlooGroup(core.dp_group), core.dp_rank, core.dp_size)
     if sockets is None:
         raise EngineUnsupported(
             "data-parallel ranks that share experts are on several hosts, or can't reach each other by a socket",
@@ -275,17 +274,3 @@ def connect(core: Any) -> RankSockets:
             phase="start",
         )
     return sockets
-
-
-class _StartGroup:
-    """vLLM's own gloo group of the cores, before it is used for anything else."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def gather(self, data: bytes) -> list[bytes]:
-        frame = bytearray(len(data).to_bytes(_LENGTH_BYTES) + data).ljust(_START_BYTES, b"\0")
-        gathered = [torch.empty(_START_BYTES, dtype=torch.uint8) for _ in range(self._group.size())]
-        self._group.allgather([gathered], [torch.frombuffer(frame, dtype=torch.uint8)]).wait()
-        told = [one.numpy().tobytes() for one in gathered]
-        return [one[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(one[:_LENGTH_BYTES])] for one in told]

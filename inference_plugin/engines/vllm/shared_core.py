@@ -26,9 +26,6 @@ class CoreOrder(msgspec.Struct, frozen=True):
     name: Literal["halt", "allow", "end", "rank", "finish", "drain", "stand", "hold", "go_on", "refuse"]
     steps: int | None = None
     request: bytes = b""
-    group: str = ""
-    version: int = 0
-    txn: str = ""
     in_flight: InFlight = "keep"
     asleep: tuple[MemoryTag, ...] = ()
     reason: str | None = None
@@ -89,9 +86,7 @@ class SharedCore(CoreControl):
                 self._weights_in_doubt |= self._before is not None
                 return CoreReply(answers=self.call_ranks(order.request))
             case "finish":
-                return CoreReply(
-                    answers=self.finish(order.request, order.group, order.version, order.txn, order.in_flight)
-                )
+                return CoreReply(answers=self.finish(order.request, order.in_flight))
             case "drain":
                 return CoreReply(done=self._drain())
             case "stand":
@@ -167,22 +162,10 @@ class SharedCore(CoreControl):
 
     def _stand(self, in_flight: InFlight) -> None:
         """No step runs until `go_on`, and none is under way. Requests follow the policy."""
-        from vllm.v1.core.sched.interface import PauseState
-        from vllm.v1.request import RequestStatus
-
-        core = self.core
         self._note_state()
-        if in_flight == "abort":
-            self.end_all(RequestStatus.FINISHED_ABORTED, None)
-        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        core.ignore_start_dp_wave = True
-        while core.batch_queue:  # every core has begun the same steps, so they end
-            outputs, _ = core.step_with_batch_queue()
-            for output in outputs.items() if outputs else ():
-                core.output_queue.put_nowait(output)
-        core.engines_running = False
-        if in_flight != "keep":
-            self._reset_caches()
+        self.core.ignore_start_dp_wave = True
+        self._stop(in_flight)
+        self.core.engines_running = False
 
     def _note_state(self) -> None:
         if self._before is None:
