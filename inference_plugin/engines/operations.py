@@ -8,10 +8,10 @@ from typing import Literal
 import msgspec
 
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import ErrorInfo, PeerLost, TornReplica, WeightwireError
+from inference_plugin.wire.errors import ErrorInfo, TornReplica, WeightwireError
 from inference_plugin.wire.messages import MemoryTag, RankCommit, RankVerify, SleepLevel, WorkerCard
 
-__all__ = ["RankOperation", "RankReply", "agreed_replies", "first_error", "raise_first", "with_error"]
+__all__ = ["RankOperation", "RankReply", "first_error", "raise_first", "with_error"]
 
 
 class RankOperation(msgspec.Struct, frozen=True):
@@ -48,17 +48,6 @@ class RankReply(msgspec.Struct, frozen=True):
     left: Literal["", "more", "changed"] = ""
     share: bytes = b""
     unknown: dict[str, str] = {}
-
-
-def agreed_replies(answers: Sequence[bytes], operation: RankOperation, ranks: int) -> list[RankReply]:
-    """The answers of all ranks to `operation`. Raises `PeerLost` where one is missing or answers another call."""
-    name = operation.name
-    replies = [decode_as(answer, RankReply) for answer in answers]
-    if any(reply.nonce != operation.nonce for reply in replies):
-        raise PeerLost(f"the engine's executor returned another call's answer to {name!r}", hint="restart the engine")
-    if len(replies) != ranks:
-        raise PeerLost(f"{len(replies)} of {ranks} workers answered {name!r}", hint="restart the engine")
-    return replies
 
 
 def with_error(answer: bytes, error: Exception) -> bytes:

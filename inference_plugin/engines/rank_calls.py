@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from inference_plugin.engines.operations import RankOperation, RankReply, agreed_replies
+from inference_plugin.engines.operations import RankOperation, RankReply
+from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import PeerLost
 
 __all__ = ["RankCalls"]
@@ -23,21 +24,27 @@ class RankCalls:
         self._lost: str | None = None
 
     def ask(self, operation: RankOperation, call: Callable[[bytes], list[bytes]]) -> list[RankReply]:
-        """Every rank's answer. Raises `PeerLost`."""
-        self.check(operation.name)
+        """Every rank's answer. Raises `PeerLost` where one is missing or answers another call."""
+        name = operation.name
+        self.check(name)
         if not operation.nonce:
             operation = msgspec.structs.replace(operation, nonce=secrets.token_hex(8))
         try:
-            return agreed_replies(call(msgspec.msgpack.encode(operation)), operation, self._ranks)
+            replies = [decode_as(answer, RankReply) for answer in call(msgspec.msgpack.encode(operation))]
+            if any(reply.nonce != operation.nonce for reply in replies):
+                raise PeerLost(
+                    f"the engine's executor returned another call's answer to {name!r}", hint="restart the engine"
+                )
+            if len(replies) != self._ranks:
+                raise PeerLost(f"{len(replies)} of {self._ranks} workers answered {name!r}", hint="restart the engine")
         except Exception as error:
-            lost: PeerLost
-            if isinstance(error, PeerLost):
-                lost = error
-            else:
-                lost = PeerLost(f"the engine lost a worker in {operation.name!r}: {type(error).__name__}: {error}")
+            lost = error
+            if not isinstance(lost, PeerLost):
+                lost = PeerLost(f"the engine lost a worker in {name!r}: {type(error).__name__}: {error}")
             self._lost = lost.message
-            lost.at(phase=operation.name, **self._where)
+            lost.at(phase=name, **self._where)
             raise lost from error
+        return replies
 
     def check(self, phase: str) -> None:
         """Raises `PeerLost` where a rank was lost before."""

@@ -8,8 +8,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import msgspec
@@ -21,12 +22,12 @@ from inference_plugin.net.processes import start_ticks
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import EngineUnsupported, WeightwireError, asleep_by_engine
-from inference_plugin.wire.messages import MemoryTag, RankCommit, RankVerify, WorkerCard
-from inference_plugin.worker.engine_side import Left
+from inference_plugin.wire.messages import MemoryTag, WorkerCard
+from inference_plugin.worker.engine_side import EngineSide
 from inference_plugin.worker.groups import GroupTable
 from inference_plugin.worker.server import WorkerServer
 
-__all__ = ["RankIdentity", "RankOperation", "RankReply", "RankRuntime", "rank_timeout_s"]
+__all__ = ["RankIdentity", "RankRuntime", "rank_timeout_s"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +59,14 @@ class RankRuntime:
         config = Config.from_environment()
         beside = identity.ranks if model.device.type == "cpu" else 1
         self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding, config, beside)
-        where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
-        self._where = where
+        self._where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._asleep: set[MemoryTag] = set()
         self._has_loads_to_tell = False
         self.moves_memory = False
         """Whether a sleep or a wake-up of ours is under way."""
         self._asleep_by_engine = False
         listen = addresses.listen_address(identity.replica, str(identity.rank))
-        self._server = WorkerServer(self._table, listen, self.card, where)
+        self._server = WorkerServer(self._table, listen, self.card, self._where)
         try:
             self._server.start()
         except BaseException:
@@ -105,8 +105,8 @@ class RankRuntime:
         return bool(self._asleep)
 
     def note_sleep(self, lost: str) -> dict[str, str]:
-        """A command of the engine's own has released the memory of the weights, which are `lost` for that reason, or kept ("").
-        Returns what `note_load` returns."""
+        """A command of the engine's own has released the memory of the weights. `lost`: why the contents are lost; "" if they
+        are kept. Returns what `note_load` returns."""
         self._asleep_by_engine = True
         self._table.fell_asleep()
         return self.note_load(lost) if lost else {}
@@ -118,7 +118,7 @@ class RankRuntime:
             self._table.awake()
 
     def _forget_versions(self, reason: str) -> dict[str, str]:
-        """For a `reason`; without one, tells of loads since the last time, as far as no update has replaced them."""
+        """For a `reason`; without one, for the loads since the last call, unless an update has replaced them."""
         told = bool(reason) or self._has_loads_to_tell
         self._has_loads_to_tell = False
         return self._table.forget_versions(reason) if told else {}
@@ -130,13 +130,12 @@ class RankRuntime:
         try:
             operation = decode_as(request, RankOperation)
             nonce = operation.nonce
-            reply = self._run(operation, started_s)
+            reply = self._run(operation)
         except Exception as error:
             if not isinstance(error, WeightwireError):
                 logger.exception("weightwire: an operation failed on rank %d", self.identity.rank)
-            info = WeightwireError.wrap(error).at(**self._where).info()
-            reply = RankReply(nonce, self.identity.rank, time.perf_counter() - started_s, error=info)
-        return msgspec.msgpack.encode(reply)
+            reply = RankReply(nonce, self.identity.rank, error=WeightwireError.wrap(error).at(**self._where).info())
+        return msgspec.msgpack.encode(msgspec.structs.replace(reply, seconds=time.perf_counter() - started_s))
 
     def close(self) -> None:
         """Ends the server and frees what was staged; may be called twice."""
@@ -160,66 +159,61 @@ class RankRuntime:
         if "weights" not in self._asleep and not self._asleep_by_engine:
             self._table.awake()
 
-    def _run(self, operation: RankOperation, started_s: float) -> RankReply:
-        commit: RankCommit | None = None
-        verify: RankVerify | None = None
-        left: Left = ""
-        share = b""
-        card: WorkerCard | None = None
-        unknown: dict[str, str] = {}
+    def _run(self, operation: RankOperation) -> RankReply:
+        """The answer, but for the time that it took."""
+        reply = partial(RankReply, operation.nonce, self.identity.rank)
+        table = self._table
         if self._asleep_by_engine and operation.name in ("check", "verify", "read_on", "may_sleep"):
             raise asleep_by_engine()
-        if operation.name == "tear":
-            self._table.tear(operation.group, operation.txn, operation.reason)
-        elif operation.name == "may_sleep":
-            if why := self.model.why_no_sleep(operation.level):
-                raise EngineUnsupported(
-                    why, hint="pause() stops generation on every engine, and releases no memory", phase="sleep"
-                )
-            self._table.may_sleep(discard=operation.level == 2)
-        elif operation.name == "sleep":
-            self._asleep = set(get_args(MemoryTag))
-            with self._moving_memory():
-                self.model.sleep(operation.level)
-        elif operation.name == "wake":
-            self._wake(operation.tags)
-        elif operation.name == "tear_all":
-            self._table.tear_all(operation.reason)
-            card = self.card()
-        elif operation.name == "forget":
-            unknown = self._forget_versions(operation.reason)
-        elif operation.name == "note_sleep":
-            unknown = self.note_sleep(operation.reason)
-            self._has_loads_to_tell = False
-        elif operation.name == "note_wake_up":
-            self.note_wake_up()
-        else:
-            group = self._table.named(operation.group)
-            if operation.name == "check":
+        match operation.name:
+            case "tear":
+                table.tear(operation.group, operation.txn, operation.reason)
+            case "tear_all":
+                table.tear_all(operation.reason)
+                return reply(card=self.card())
+            case "may_sleep":
+                if why := self.model.why_no_sleep(operation.level):
+                    raise EngineUnsupported(
+                        why, hint="pause() stops generation on every engine, and releases no memory", phase="sleep"
+                    )
+                table.may_sleep(discard=operation.level == 2)
+            case "sleep":
+                self._asleep = set(get_args(MemoryTag))
+                with self._moving_memory():
+                    self.model.sleep(operation.level)
+            case "wake":
+                self._wake(operation.tags)
+            case "forget":
+                return reply(unknown=self._forget_versions(operation.reason))
+            case "note_sleep":
+                unknown = self.note_sleep(operation.reason)
+                self._has_loads_to_tell = False
+                return reply(unknown=unknown)
+            case "note_wake_up":
+                self.note_wake_up()
+            case _:
+                return self._run_on(table.named(operation.group), operation, reply)
+        return reply()
+
+    @staticmethod
+    def _run_on(group: EngineSide, operation: RankOperation, reply: Callable[..., RankReply]) -> RankReply:
+        match operation.name:
+            case "check":
                 commit = group.check_sealed(operation.txn, operation.version)
-                share = group.share() if commit is None else b""
-            elif operation.name == "release":
+                return reply(commit=commit, share=group.share() if commit is None else b"")
+            case "release":
                 group.release()
-            elif operation.name == "install":
-                left = group.install(operation.txn, operation.shares)
-            elif operation.name == "undo":
+            case "install":
+                return reply(left=group.install(operation.txn, operation.shares))
+            case "undo":
                 group.undo(operation.reason)
-            elif operation.name == "finish":
-                commit = group.finish(operation.txn, operation.install_s)
-            elif operation.name == "stop_reading":
+            case "finish":
+                return reply(commit=group.finish(operation.txn, operation.install_s))
+            case "stop_reading":
                 group.stop_reading(operation.txn)
-            else:
+            case "verify" | "read_on":
                 if operation.name == "verify":
                     group.start_reading(operation.txn)
                 verify, left = group.read_on(operation.txn)
-        return RankReply(
-            operation.nonce,
-            self.identity.rank,
-            time.perf_counter() - started_s,
-            commit=commit,
-            verify=verify,
-            card=card,
-            left=left,
-            share=share,
-            unknown=unknown,
-        )
+                return reply(verify=verify, left=left)
+        return reply()
