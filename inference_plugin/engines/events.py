@@ -30,13 +30,13 @@ class Command:
     """
 
     phase: str
-    body: Body | None
-    asker: Any
-    peer: bytes
-    expires_at_s: float
-    due_s: float
     start: Start
-    late: Callable[[], SyncTimeout]
+    body: Body | None = None
+    asker: Any = None
+    peer: bytes = b""
+    due_s: float = math.inf
+    expires_at_s: float = math.inf
+    late: Callable[[], SyncTimeout] = lambda: SyncTimeout("")
     steps: Steps[Body] | None = None
     awaits: EngineAction | None = None
     is_giving_up: bool = False

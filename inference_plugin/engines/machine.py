@@ -157,7 +157,7 @@ class ReplicaMachine:
             raise VersionConflict(f"transaction {first.txn} is being committed")
         phase, now_s = type(body).__name__.lower(), self._now_s
         start, late = self._command_of(body)
-        queue.append(Command(phase, body, asked.asker, asked.peer, now_s + body.timeout_s, now_s, start, late))
+        queue.append(Command(phase, start, body, asked.asker, asked.peer, now_s, now_s + body.timeout_s, late))
 
     def _command_of(self, body: Commit | Pause | Resume | Verify) -> tuple[Start, Callable[[], SyncTimeout]]:
         """How the command of a request begins, and its error where it comes too late."""
@@ -217,9 +217,7 @@ class ReplicaMachine:
                 )
             return Done()
 
-        never = math.inf
-        command = Command("overwrite", None, event.asker, b"", never, never, start, lambda: SyncTimeout(""), start())
-        self._advance(command)
+        self._advance(Command("overwrite", start, asker=event.asker, steps=start()))
 
     def _let_go(self, held: Held, *, gone: bool) -> None:
         """Has the replica resumed, once for each reason."""
@@ -232,7 +230,7 @@ class ReplicaMachine:
                 return Done()  # it was resumed or renewed meanwhile
             return (yield from pauses.let_go(self.standing, held, gone=gone, stays_asleep=stays_asleep))
 
-        self._commands.append(Command("resume", None, None, b"", math.inf, self._now_s, start, lambda: SyncTimeout("")))
+        self._commands.append(Command("resume", start, due_s=self._now_s))
 
     # --- the queue ----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from inference_plugin.net.records import record_of
@@ -63,18 +64,18 @@ def exposition(cards: Sequence[ReplicaCard], *, openmetrics: bool = False) -> by
     return (generate_openmetrics if openmetrics else generate_latest)(registry)
 
 
+@dataclass(eq=False)
 class _Collector:
     """A Prometheus collector of some replicas."""
 
-    def __init__(self, cards: Sequence[ReplicaCard]) -> None:
-        self._cards = cards
+    cards: Sequence[ReplicaCard]
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
         families = {m: kinds[m.kind](m.name, m.help, labels=m.labels) for m in ENGINE_METRICS}
-        for card in self._cards:
+        for card in self.cards:
             families[TORN].add_metric([card.replica], float(card.state == "torn"))
             families[SERVING].add_metric([card.replica], float(card.state == "serving"))
             for name, group in record_of(card).groups.items():

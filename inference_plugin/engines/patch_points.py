@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,6 @@ class EngineTable:
     """Versions that the engine tests ran with."""
     points: tuple[PatchPoint, ...]
 
-    def too_old(self, version: str) -> bool:
-        return _release(version) < _release(self.oldest)
-
     @property
     def served(self) -> str:
         """The versions that are served, in words. `docs/versions.md` says which of them were run."""
@@ -66,9 +63,7 @@ def check_patch_points(table: EngineTable, version: str) -> tuple[str, ...]:
     To be called before anything is wrapped. Raises `EngineUnsupported`, which names the engine's version, every place that is
     missing or changed, and the versions that are served.
     """
-    wrong, lacks = judge(table.points, version, {point: _wrong(point) for point in table.points})
-    if table.too_old(version):
-        wrong = (f"it is older than {table.oldest}", *wrong)
+    wrong, lacks = judge(table, version, _wrong)
     if wrong:
         raise EngineUnsupported(
             f"{table.engine} {version} is not the engine this plug-in knows: {'; '.join(wrong)}",
@@ -79,13 +74,15 @@ def check_patch_points(table: EngineTable, version: str) -> tuple[str, ...]:
 
 
 def judge(
-    points: Sequence[PatchPoint], version: str, wrong: dict[PatchPoint, str]
+    table: EngineTable, version: str, wrong: Callable[[PatchPoint], str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What keeps this version of the engine from being served, and what it lacks, both in words. `wrong` says for each place
-    what is wrong with it, "" for nothing."""
+    """What keeps this version of the engine from being served, and what it lacks, both in words. `wrong` says what is wrong
+    with a place, "" for nothing."""
     missing, lacks = [], []
-    for point in points:
-        reason = wrong[point]
+    if _release(version) < _release(table.oldest):
+        missing.append(f"it is older than {table.oldest}")
+    for point in table.points:
+        reason = wrong(point)
         if point.without and (reason or not point.needed_in(version)):
             lacks.append(point.without)
         elif reason and point.needed_in(version):

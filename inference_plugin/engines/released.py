@@ -9,11 +9,12 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from inference_plugin.engines.patch_points import EngineTable, judge
+from inference_plugin.engines.patch_points import judge
 from inference_plugin.engines.sglang.patch_points import SGLANG
 from inference_plugin.engines.source_places import Release, wrong_in
 from inference_plugin.engines.vllm.patch_points import VLLM
@@ -51,13 +52,7 @@ def check_release(release: Release) -> CheckedRelease:
         raise EngineUnsupported(
             f"{release.distribution} is no engine that this plug-in knows", hint=f"engines with a table: {names}"
         )
-    return _checked(release, table)
-
-
-def _checked(release: Release, table: EngineTable) -> CheckedRelease:
-    missing, lacks = judge(table.points, release.version, {point: wrong_in(release, point) for point in table.points})
-    if table.too_old(release.version):
-        missing = (f"it is older than {table.oldest}", *missing)
+    missing, lacks = judge(table, release.version, partial(wrong_in, release))
     return CheckedRelease(
         table.engine,
         release.version,

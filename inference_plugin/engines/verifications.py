@@ -15,7 +15,7 @@ from inference_plugin.engines.actions import Ask, Rest, Steps
 from inference_plugin.engines.operations import RankOperation, RankReply, raise_first
 from inference_plugin.engines.standing import Standing
 from inference_plugin.wire.errors import SyncTimeout, VersionConflict, WeightwireError
-from inference_plugin.wire.messages import BoxDigest, RankVerify, Verified, Verify
+from inference_plugin.wire.messages import RankVerify, Verified, Verify
 
 __all__ = ["Reading", "verify"]
 
@@ -31,9 +31,8 @@ class Reading:
     name: str
     attempt: int = 0
     begun: bool = False
-    ranks: dict[int, RankVerify] = field(default_factory=dict)
-    boxes: dict[int, list[BoxDigest]] = field(default_factory=dict)
-    unreadable: dict[int, dict[str, str]] = field(default_factory=dict)
+    portions: dict[int, list[RankVerify]] = field(default_factory=dict)
+    """By rank."""
 
     def operation(self) -> RankOperation:
         """Reads the next portion."""
@@ -41,28 +40,24 @@ class Reading:
         return RankOperation("", name, self.request.group, f"{self.name}.{self.attempt}")  # type: ignore[arg-type]
 
     def keep(self, reply: RankReply) -> None:
-        if (found := reply.verify) is not None:
-            self.ranks[reply.rank] = found
-            self.boxes.setdefault(reply.rank, []).extend(found.boxes)
-            self.unreadable.setdefault(reply.rank, {}).update(found.unreadable)
+        if reply.verify is not None:
+            self.portions.setdefault(reply.rank, []).append(reply.verify)
 
     def begin_again(self) -> None:
         self.attempt, self.begun = self.attempt + 1, False
-        self.ranks, self.boxes, self.unreadable = {}, {}, {}
+        self.portions = {}
 
     def answer(self) -> Verified:
         """All portions of all ranks."""
-        return Verified(
-            tuple(
-                msgspec.structs.replace(
-                    self.ranks[rank], boxes=tuple(self.boxes[rank]), unreadable=self.unreadable[rank]
-                )
-                for rank in sorted(self.ranks)
-            )
-        )
+        ranks = []
+        for _, read in sorted(self.portions.items()):
+            boxes = tuple(box for portion in read for box in portion.boxes)
+            unreadable = {name: why for portion in read for name, why in portion.unreadable.items()}
+            ranks.append(msgspec.structs.replace(read[-1], boxes=boxes, unreadable=unreadable))
+        return Verified(tuple(ranks))
 
     def late(self) -> SyncTimeout:
-        count = sum(map(len, self.boxes.values()))
+        count = sum(len(portion.boxes) for read in self.portions.values() for portion in read)
         where = f"after {count} tensors" if self.begun else "before the engine's thread was free"
         return SyncTimeout(f"{where} the {self.request.timeout_s:g} s of the verification were over")
 

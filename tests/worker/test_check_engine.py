@@ -210,7 +210,6 @@ def test_a_version_needs_the_places_of_its_time_and_what_is_optional_is_told(
         PatchPoint("vllm.core:Core", since="3", without="not at all"),
     )
     table = EngineTable("vllm", ("vllm",), "1.0", "2.0", (), points)
-    wrong = {point: wrong_in(release(), point) for point in points}
-    found = judge(table.points, version, wrong)
+    found = judge(table, version, lambda point: wrong_in(release(), point))
     assert list(found[0]) == missing
     assert found[1] == (lacks if version == "dev" else (*lacks, "not at all"))
