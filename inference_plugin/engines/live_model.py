@@ -36,6 +36,8 @@ class LiveModel:
     reads_finished = True
     post_processing: type | tuple[type, ...] = ()
     """The classes of the engine's `quant_method`s that post-process."""
+    padded: type | tuple[type, ...] = ()
+    """The classes of modules that the engine pads on purpose."""
     adapter_slots: AdapterSlots | None = None
     """The engine's own LoRA slots, where it has some."""
 
@@ -122,7 +124,7 @@ class LiveModel:
         return None
 
     def pads(self, module: nn.Module) -> bool:
-        return False
+        return isinstance(module, self.padded)
 
     def read_rebuilt(
         self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -181,8 +183,7 @@ def without_wrappers(model: nn.Module, wrapper: type[nn.Module]) -> nn.Module:
                 done[id(module)] = visit(base)
             else:
                 children = {name: child if child is None else visit(child) for name, child in module._modules.items()}
-                plain = all(child is children[name] for name, child in module._modules.items())
-                done[id(module)] = module if plain else with_children(module, children)
+                done[id(module)] = with_children(module, children)
         return done[id(module)]
 
     return visit(model)
@@ -199,6 +200,9 @@ def with_submodule(module: nn.Module, name: str, replacement: nn.Module) -> nn.M
 
 
 def with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+    """A twin of `module` with these children; `module` itself where they are its own."""
+    if children == module._modules:
+        return module
     twin: nn.Module = object.__new__(type(module))
     twin.__dict__ = module.__dict__ | {"_modules": children}
     return twin

@@ -94,16 +94,11 @@ def _parameters_to_meta(built: dict[int, torch.Tensor]) -> Iterator[None]:
             built[id(param)] = param.detach().clone()
         keep.append(param)
         storage = param.untyped_storage()
-        if storage.nbytes() == param.nbytes:
-            flat = torch.empty(param.numel(), dtype=param.dtype, device="meta")
-        else:  # a view: others may lie in the same memory
+        is_view = storage.nbytes() != param.nbytes  # others may lie in the same memory
+        if is_view:
             keep.append(storage)
-            flat = storages.setdefault(
-                storage._cdata, torch.empty(storage.nbytes() // param.element_size(), dtype=param.dtype, device="meta")
-            )
-        data = flat.view(param.dtype).as_strided(param.shape, param.stride(), param.storage_offset())
         swap: Any = torch.utils.swap_tensors  # type: ignore[attr-defined, unused-ignore]
-        swap(param, with_data(param, data))
+        swap(param, _on_meta(param, storages if is_view else {}))
 
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     try:
@@ -118,17 +113,22 @@ def _buffers_to_meta(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Puts twins on meta in the place of all buffers; returns the buffers by name."""
     found: dict[str, torch.Tensor] = {}
     twins: dict[int, torch.Tensor] = {}
-    flats: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in list(module._buffers.items()):
             if buffer is None or buffer.is_meta:
                 continue
             found[f"{prefix}.{name}" if prefix else name] = buffer
             if id(buffer) not in twins:
-                storage = buffer.untyped_storage()
-                count = storage.nbytes() // buffer.element_size()
-                flat = flats.setdefault(storage._cdata, torch.empty(count, dtype=buffer.dtype, device="meta"))
-                data = flat.view(buffer.dtype).as_strided(buffer.shape, buffer.stride(), buffer.storage_offset())
-                twins[id(buffer)] = with_data(buffer, data)
+                twins[id(buffer)] = _on_meta(buffer, storages)
             module._buffers[name] = twins[id(buffer)]
     return found
+
+
+def _on_meta(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A twin of `tensor` on meta. Twins of tensors that share a storage share one, too: `storages` has them."""
+    storage = tensor.untyped_storage()
+    count = storage.nbytes() // tensor.element_size()
+    flat = storages.setdefault(storage._cdata, torch.empty(count, dtype=tensor.dtype, device="meta"))
+    data = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return with_data(tensor, data)

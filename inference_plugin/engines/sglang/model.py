@@ -41,6 +41,7 @@ class SglangModel(LiveModel):
     def __init__(self, scheduler: Any) -> None:
         from sglang.srt.layers.amx_utils import PackWeightMethod
         from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+        from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         runner = scheduler.tp_worker.model_runner
         live: nn.Module = runner.model
@@ -49,7 +50,7 @@ class SglangModel(LiveModel):
 
             live = without_wrappers(live, BaseLayerWithLoRA)
             self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
-        self.post_processing = (QuantizeMethodBase, PackWeightMethod)
+        self.post_processing, self.padded = (QuantizeMethodBase, PackWeightMethod), VocabParallelEmbedding
         super().__init__(live, next(live.parameters()).device, *_skeleton(runner))
         if not (scheduler.spec_algorithm.is_none() or scheduler.spec_algorithm.is_ngram()):
             self.leaves_out = "the draft model of speculative decoding keeps its weights: SGLang's can't be updated"
@@ -137,11 +138,6 @@ class SglangModel(LiveModel):
         return [
             name for name in names if not (_is_non_persistent_buffer_name(name) or any(part in name for part in spared))
         ]
-
-    def pads(self, module: nn.Module) -> bool:
-        from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-        return isinstance(module, VocabParallelEmbedding)
 
 
 def _skeleton(runner: Any) -> Skeleton:

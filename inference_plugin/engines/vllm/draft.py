@@ -82,7 +82,7 @@ def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module)
     constants = {
         name: value
         for name, value in skeleton.constants.items()
-        if not any(_is_in(name, module) for module in borrowed)
+        if not any(name.startswith(f"{module}.") for module in borrowed)
     }
     device = torch.device(worker.device)
     draft = DraftModel(_without(live, borrowed), device, config, model_config, skeleton._replace(constants=constants))
@@ -121,11 +121,4 @@ def _without(module: nn.Module, names: set[str], at: str = "") -> nn.Module:
         name = f"{at}{own}"
         if name not in names:
             children[own] = child if child is None else _without(child, names, f"{name}.")
-    same = children.keys() == module._modules.keys() and all(
-        child is module._modules[own] for own, child in children.items()
-    )
-    return module if same else with_children(module, children)
-
-
-def _is_in(name: str, module: str) -> bool:
-    return name.startswith(f"{module}.")
+    return with_children(module, children)

@@ -35,21 +35,17 @@ class VllmModel(LiveModel):
         self, live: nn.Module, device: torch.device, config: Any, model_config: Any, skeleton: Skeleton
     ) -> None:
         from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         self.engine_config = config
         self.model_config = model_config
-        self.post_processing = QuantizeMethodBase
+        self.post_processing, self.padded = QuantizeMethodBase, VocabParallelEmbedding
         super().__init__(live, device, *skeleton)
         self.fixed_addresses = holds_addresses(config, device)
         held = _expert_maps(live)
         self._experts = list(held.values())
         for name, places in held.items():
             self.skeleton.get_submodule(name).expert_map_manager = places
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.model_config.dtype
-        return dtype
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return checkpoint_headers(self.model_config.model, self.model_config.revision)
@@ -97,11 +93,6 @@ class VllmModel(LiveModel):
             if isinstance(module, MLAAttention) and getattr(module, "dcp_q_replicate", False):
                 return f"{name} gathers its derived weights over the ranks of a decode context"
         return None
-
-    def pads(self, module: nn.Module) -> bool:
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-        return isinstance(module, VocabParallelEmbedding)
 
     def read_rebuilt(
         self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype

@@ -30,9 +30,9 @@ class TogetherModel(VllmModel):
         self._served, self._draft = served, draft
         if _CHILD in served.live._modules:
             raise EngineUnsupported(f"the served model has a module {_CHILD!r} of its own", phase="open")
-        if served.dtype != draft.dtype:
+        if (drafts_in := draft.model_config.dtype) != (serves_in := served.model_config.dtype):
             raise EngineUnsupported(
-                f"the draft computes in {draft.dtype}, the served model in {served.dtype}",
+                f"the draft computes in {drafts_in}, the served model in {serves_in}",
                 hint=f"update the draft as group {_CHILD!r}",
                 phase="open",
             )
