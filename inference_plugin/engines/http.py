@@ -20,7 +20,7 @@ from inference_plugin.net.processes import parent_of
 from inference_plugin.net.records import record_of
 from inference_plugin.wire.messages import ReplicaCard
 
-__all__ = ["ReplicaMiddleware", "readiness", "replicas_here"]
+__all__ = ["ReplicaMiddleware", "answer", "readiness", "replicas_here"]
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _END = b"# EOF\n"
@@ -89,7 +89,7 @@ class ReplicaMiddleware:
             with contained("reading the replicas for /ready", self.logger):
                 cards = await asyncio.to_thread(replicas_here)
                 status, body = readiness(cards, None if text is None else int(text), group)
-        await _answer(send, status, json.dumps(body).encode(), "application/json")
+        await answer(send, status, json.dumps(body).encode(), "application/json")
 
     async def _metrics(self, scope: Any, receive: Any, send: Any) -> None:
         headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"accept-encoding"]
@@ -112,10 +112,10 @@ class ReplicaMiddleware:
                 ours = await asyncio.to_thread(lambda: exposition(replicas_here(), openmetrics=openmetrics))
         if ours and status == 404:  # the engine has none
             status, theirs, kind = 200, b"", TEXT
-        await _answer(send, status, (theirs.removesuffix(_END) if ours else theirs) + ours, kind)
+        await answer(send, status, (theirs.removesuffix(_END) if ours else theirs) + ours, kind)
 
 
-async def _answer(send: Any, status: int, body: bytes, kind: str) -> None:
+async def answer(send: Any, status: int, body: bytes, kind: str) -> None:
     headers = [(b"content-type", kind.encode("latin-1")), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -40,8 +40,8 @@ def register() -> None:
 
     lacks = check_patch_points(VLLM, installed_version(*VLLM.distributions))
 
+    from inference_plugin.engines.vllm import hooks
     from inference_plugin.engines.vllm.api import hook_api
-    from inference_plugin.engines.vllm.hooks import hook_core, hook_inproc, hook_start
     from inference_plugin.engines.vllm.lora import hook_lora
     from inference_plugin.engines.vllm.weight_transfer import register_backend
     from inference_plugin.engines.vllm.worker import hook_worker
@@ -49,9 +49,12 @@ def register() -> None:
     log_like("vllm")
     with all_or_none():
         hook_worker()
-        hook_start()
-        hook_core(lacks)
-        hook_inproc()
+        hooks.hook_start()
+        hooks.hook_core(lacks)
+        hooks.hook_own_commands()
+        hooks.hook_requests()
+        hooks.hook_shared_cores()
+        hooks.hook_inproc()
         hook_api()
         hook_lora()
         register_backend()

@@ -16,9 +16,10 @@ __all__ = ["hook_answers", "version_metadata"]
 logger = logging.getLogger("vllm.weightwire")
 
 
+@functools.cache
 def hook_answers() -> None:
-    """Wraps the functions that make the answers to completions and chat completions. Called in the server's process once its
-    routes exist, because importing these modules takes long. Before 0.32 vLLM doesn't know the versions of an answer."""
+    """Wraps, once, the functions that make the answers to completions and chat completions. Called in the server's process when
+    its routes exist, because importing these modules takes long. Before 0.32 vLLM doesn't know the versions of an answer."""
     from vllm.outputs import CompletionOutput
 
     if "weight_versions" not in CompletionOutput.__dataclass_fields__:

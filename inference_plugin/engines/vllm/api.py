@@ -6,13 +6,12 @@ to do.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from inference_plugin.engines.http import ReplicaMiddleware, replicas_here
+from inference_plugin.engines.http import ReplicaMiddleware, answer, replicas_here
 from inference_plugin.engines.monkeypatch import contained, wrap
 from inference_plugin.engines.vllm.answers import hook_answers
 
@@ -54,12 +53,7 @@ def _add_middleware(app: Any) -> None:
         app.add_middleware(TornReplicaMiddleware)
         app.add_middleware(ReplicaMiddleware)
     with contained("hooking into the answers", logger):
-        _hook_answers_once()
-
-
-@functools.cache
-def _hook_answers_once() -> None:
-    hook_answers()
+        hook_answers()
 
 
 _STREAMED_ERROR = b'"Internal server error"'
@@ -87,13 +81,7 @@ class TornReplicaMiddleware:
                 reason = self._reason()
                 if reason is not None:
                     torn = True
-                    body = _error(reason)
-                    headers = [
-                        (b"content-type", b"application/json"),
-                        (b"content-length", str(len(body)).encode()),
-                    ]
-                    await send({"type": "http.response.start", "status": 503, "headers": headers})
-                    await send({"type": "http.response.body", "body": body})
+                    await answer(send, 503, _error(reason), "application/json")
             if torn:
                 return  # the answer was given already
             if message["type"] == "http.response.body":
@@ -111,13 +99,11 @@ class TornReplicaMiddleware:
 
     @staticmethod
     def _reason() -> str | None:
-        mine = []
+        why = ""
         with contained("looking for torn replicas", logger):
-            mine = [card for card in replicas_here() if card.state == "torn"]
-        if not mine:
-            return None
-        why = "; ".join(f"replica {card.replica}: {card.detail}" for card in mine)
-        return f"{TORN}: {why}"
+            torn = (card for card in replicas_here() if card.state == "torn")
+            why = "; ".join(f"replica {card.replica}: {card.detail}" for card in torn)
+        return f"{TORN}: {why}" if why else None
 
 
 def _error(reason: str) -> bytes:

@@ -14,7 +14,7 @@ from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordi
 from inference_plugin.engines.monkeypatch import installed_version
 from inference_plugin.engines.operations import RankReply
 from inference_plugin.engines.rank_runtime import rank_timeout_s
-from inference_plugin.engines.rank_sockets import RankSockets
+from inference_plugin.engines.rank_sockets import START_TIMEOUT_S, RankSockets
 from inference_plugin.engines.vllm.core import CoreControl
 from inference_plugin.engines.vllm.core_turns import FollowingCore, LeadingCore, connect
 from inference_plugin.engines.vllm.patch_points import VLLM
@@ -26,16 +26,14 @@ from inference_plugin.wire.messages import WorkerCard
 
 __all__ = ["ExecutorLost", "start"]
 
-_START_TIMEOUT_S = 600.0
-
 
 class ExecutorLost(PeerLost):
     """A call to the workers raised. A multi-process executor may now take late answers to it for answers to its next call, and
     the engine would compute nonsense: it must not start, with us or without."""
 
 
-def start(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoordinator | None]:
-    """The control of this core, and the coordinator where this core has it. If it fails, nothing of ours is left on any rank."""
+def start(core: Any, lacks: tuple[str, ...]) -> CoreControl:
+    """The control of this core, with the coordinator where this core has it. If it fails, nothing of ours is left on any rank."""
     from vllm.v1.engine.core import DPEngineCoreProc
 
     config = core.vllm_config
@@ -53,7 +51,8 @@ def start(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoordi
         cards = _start_workers(core, replica)
         if control.in_process:
             control.lock.acquire()  # until the client is made: `hook_inproc`
-        return control, _open(core, control, replica, cards, lacks)
+        control.coordinator = _open(core, control, replica, cards, lacks)
+    return control
 
 
 class _Started(msgspec.Struct, frozen=True):
@@ -63,28 +62,26 @@ class _Started(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
 
 
-def _start_together(core: Any, lacks: tuple[str, ...]) -> tuple[CoreControl, ReplicaCoordinator | None]:
+def _start_together(core: Any, lacks: tuple[str, ...]) -> SharedCore:
     """Runs on every core of a replica. If one core fails, all fail with the same error."""
     sockets = connect(core)
-    sockets.timeout_s = _START_TIMEOUT_S
+    sockets.timeout_s = START_TIMEOUT_S
     replica = sockets.broadcast(addresses.new_replica_id("vllm").encode()).decode()
     own = SharedCore(core)
-    coordinator: ReplicaCoordinator | None = None
     with _stopping_workers(core, replica):
         cards = _agree(sockets, lambda: _start_workers(core, replica))
-        leading = LeadingCore(own, sockets) if core.dp_rank == 0 else None
+        leads = core.dp_rank == 0
 
-        def open_it() -> Sequence[WorkerCard]:
-            nonlocal coordinator
-            if leading is not None:
-                coordinator = _open(core, leading, replica, cards, lacks)
+        def open_here() -> Sequence[WorkerCard]:
+            if leads:
+                own.coordinator = _open(core, LeadingCore(own, sockets), replica, cards, lacks)
             return ()
 
-        _agree(sockets, open_it)
+        _agree(sockets, open_here)
         sockets.timeout_s = rank_timeout_s()
-        if leading is None:
+        if not leads:
             FollowingCore(own, sockets)
-    return own, coordinator
+    return own
 
 
 def _agree(sockets: RankSockets, act: Callable[[], Sequence[WorkerCard]]) -> list[WorkerCard]:
@@ -157,7 +154,7 @@ def _open(
 
 def _ask_workers(core: Any, method: Any, *args: Any) -> list[Any]:
     try:
-        answers: list[Any] = core.model_executor.collective_rpc(method, timeout=_START_TIMEOUT_S, args=args)
+        answers: list[Any] = core.model_executor.collective_rpc(method, timeout=START_TIMEOUT_S, args=args)
     except Exception as error:
         raise ExecutorLost(
             f"the workers could not be asked: {error}", hint="WEIGHTWIRE_DISABLE=1 starts the engine without Weightwire"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.kept_caches import keeps_cache
 from inference_plugin.engines.monkeypatch import contained, run_without, wrap
 from inference_plugin.engines.rank_runtime import rank_timeout_s
@@ -19,17 +18,15 @@ from inference_plugin.engines.vllm.shared_core import SharedCore
 from inference_plugin.engines.vllm.weight_transfer import BACKEND, NativeCalls
 from inference_plugin.wire.errors import EngineUnsupported
 
-__all__ = ["hook_core", "hook_inproc", "hook_start"]
+__all__ = ["hook_core", "hook_inproc", "hook_own_commands", "hook_requests", "hook_shared_cores", "hook_start"]
 
 logger = logging.getLogger("vllm.weightwire")
 
 
 def hook_core(lacks: tuple[str, ...]) -> None:
-    """`lacks`: what users of this version of vLLM miss, in words."""
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.core.sched import output
-    from vllm.v1.engine import EngineCoreRequestType
-    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
+    """The life of an engine core, and the commands that its coordinator submits. `lacks`: what users of this version of vLLM
+    miss, in words."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.executor import Executor
 
     @wrap(Executor, "__init__")
@@ -48,6 +45,27 @@ def hook_core(lacks: tuple[str, ...]) -> None:
             _start_coordinator(self, lacks)
         return result
 
+    @wrap(EngineCore, "shutdown")
+    def shutdown(original: Callable[..., Any], self: Any) -> Any:
+        control = _control_of(self)
+        if control is not None and control.coordinator is not None:
+            with contained("closing the coordinator", logger):
+                control.coordinator.close()
+        return original(self)
+
+    @wrap(EngineCoreProc, "_handle_client_request")
+    def handle_client_request(original: Callable[..., Any], self: Any, request_type: Any, request: Any) -> Any:
+        if isinstance(request, CoreCommand):
+            request.run()
+            return None
+        return original(self, request_type, request)
+
+
+def hook_own_commands() -> None:
+    """vLLM's own commands that pause, release memory or write weights."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor import Executor
+
     @wrap(EngineCore, "collective_rpc")
     def collective_rpc(
         original: Callable[..., Any],
@@ -65,63 +83,56 @@ def hook_core(lacks: tuple[str, ...]) -> None:
             return original(self, method, timeout, args, kwargs)
         with control.lock:
             if method == "reset_weights":
-                _tear(self, control)
+                _tear(control)
                 return original(self, method, timeout, args, kwargs)
-            with noted_loads(self, control, method):
+            with noted_loads(control, method):
                 return original(self, method, timeout, args, kwargs)
 
     for core in (EngineCore, EngineCoreProc):
 
-        @wrap(core, "pause_scheduler")
-        def pause_scheduler(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-            control = _control_of(self)
-            if control is None or isinstance(control, SharedCore):
-                return original(self, *args, **kwargs)
+        @_wrap_where_we_run(core, "pause_scheduler")
+        def pause_scheduler(control: CoreControl, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if isinstance(control, SharedCore):
+                return original(*args, **kwargs)
             with control.lock:
-                return control.pauses.pause(lambda: original(self, *args, **kwargs))
+                return control.pauses.pause(partial(original, *args, **kwargs))
 
-    @wrap(EngineCore, "resume_scheduler")
-    def resume_scheduler(original: Callable[..., Any], self: Any) -> Any:
-        control = _control_of(self)
-        if control is None or isinstance(control, SharedCore):
-            return original(self)
+    @_wrap_where_we_run(EngineCore, "resume_scheduler")
+    def resume_scheduler(control: CoreControl, original: Callable[..., Any]) -> Any:
+        if isinstance(control, SharedCore):
+            return original()
         with control.lock:
-            return control.pauses.resume(lambda: original(self))
+            return control.pauses.resume(original)
 
-    @wrap(Executor, "sleep")
-    def sleep(original: Callable[..., Any], self: Any, level: int = 1) -> Any:
-        core = getattr(self, "_weightwire_core", None)
-        if core is None or (control := _control_of(core)) is None:
-            return original(self, level)
+    @_wrap_where_we_run(Executor, "sleep")
+    def sleep(control: CoreControl, original: Callable[..., Any], level: int = 1) -> Any:
         with control.lock:
-            return note_memory(core, control, lambda: original(self, level), level)
+            return note_memory(control, partial(original, level), level)
 
-    @wrap(Executor, "wake_up")
-    def wake_up(original: Callable[..., Any], self: Any, tags: list[str] | None = None) -> Any:
-        core = getattr(self, "_weightwire_core", None)
-        if core is None or (control := _control_of(core)) is None:
-            return original(self, tags)
+    @_wrap_where_we_run(Executor, "wake_up")
+    def wake_up(control: CoreControl, original: Callable[..., Any], tags: list[str] | None = None) -> Any:
         with control.lock:
             control.check_may_wake_up()
-            return note_memory(core, control, lambda: original(self, tags), None)
+            return note_memory(control, partial(original, tags), None)
 
-    @wrap(EngineCore, "preprocess_add_request")
-    def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
-        control = _control_of(self)
-        if control is None:
-            return original(self, request)
+
+def hook_requests() -> None:
+    """Requests find what this version of the weights computed; a torn replica refuses them."""
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.sched import output
+    from vllm.v1.engine.core import EngineCore
+
+    @_wrap_where_we_run(EngineCore, "preprocess_add_request")
+    def preprocess_add_request(control: CoreControl, original: Callable[..., Any], request: Any) -> Any:
         epoch = control.root_epoch
-        prepared, wave = original(self, request)
+        prepared, wave = original(request)
         prepared.weightwire_epoch = epoch
         if epoch and prepared.mm_features:
             control.hash_anew(prepared)  # not with encodings that an older version of the weights made
         return prepared, wave
 
-    @wrap(EngineCore, "add_request")
-    def add_request(original: Callable[..., Any], self: Any, request: Any, request_wave: int = 0) -> Any:
-        control = _control_of(self)
-        if control is None:
-            return original(self, request, request_wave)
+    @_wrap_where_we_run(EngineCore, "add_request")
+    def add_request(control: CoreControl, original: Callable[..., Any], request: Any, request_wave: int = 0) -> Any:
         control.some_keep_cache |= keeps_cache(getattr(request, "cache_salt", None))
         if getattr(request, "weightwire_epoch", 0) != control.root_epoch:
             try:
@@ -130,7 +141,7 @@ def hook_core(lacks: tuple[str, ...]) -> None:
                 logger.exception("weightwire: a request could not be hashed anew")
                 control.end_outputs([request.request_id], f"weightwire: {error}", request.client_index)
                 return None
-        result = original(self, request, request_wave)
+        result = original(request, request_wave)
         if control.refusal is not None and not control.in_process:
             control.refuse(control.refusal)  # it ends with the reason, before any step
         return result
@@ -145,45 +156,30 @@ def hook_core(lacks: tuple[str, ...]) -> None:
             vLLM would end where it has to encode an image anew without its pixels."""
             return mm_features
 
-    @wrap(EngineCore, "shutdown")
-    def shutdown(original: Callable[..., Any], self: Any) -> Any:
-        coordinator: ReplicaCoordinator | None = getattr(self, "_weightwire_coordinator", None)
-        if coordinator is not None:
-            with contained("closing the coordinator", logger):
-                coordinator.close()
-        return original(self)
 
-    @wrap(EngineCoreProc, "_handle_client_request")
-    def handle_client_request(original: Callable[..., Any], self: Any, request_type: Any, request: Any) -> Any:
-        if isinstance(request, CoreCommand):
-            request.run()
-            return None
-        return original(self, request_type, request)
+def hook_shared_cores() -> None:
+    """The loop of engine cores that share experts."""
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-    @wrap(EngineCoreProc, "_process_input_queue")
-    def process_input_queue(original: Callable[..., Any], self: Any) -> Any:
-        control = _control_of(self)
-        if isinstance(control, SharedCore):
-            return control.between_steps(lambda: original(self))
-        return original(self)
+    @_wrap_where_we_run(EngineCoreProc, "_process_input_queue")
+    def process_input_queue(control: CoreControl, original: Callable[..., Any]) -> Any:
+        return control.between_steps(original) if isinstance(control, SharedCore) else original()
 
-    @wrap(DPEngineCoreProc, "_has_global_unfinished_reqs")
-    def has_global_unfinished_reqs(original: Callable[..., Any], self: Any, local_unfinished: bool) -> Any:
-        unfinished = original(self, local_unfinished)
-        if isinstance(control := _control_of(self), SharedCore):
-            control.gate.count()
+    @_wrap_where_we_run(DPEngineCoreProc, "_has_global_unfinished_reqs")
+    def has_global_unfinished_reqs(control: SharedCore, original: Callable[..., Any], local_unfinished: bool) -> Any:
+        unfinished = original(local_unfinished)
+        control.gate.count()
         return unfinished
 
-    @wrap(DPEngineCoreProc, "_handle_client_request")
-    def handle_collective_request(original: Callable[..., Any], self: Any, request_type: Any, request: Any) -> Any:
-        control = _control_of(self)
-        if request_type != EngineCoreRequestType.UTILITY or not isinstance(control, SharedCore):
-            return original(self, request_type, request)
-        _, _, method, _ = request
-        if method not in ("resume_scheduler", "wake_up"):
-            return original(self, request_type, request)
+    @_wrap_where_we_run(DPEngineCoreProc, "_handle_client_request")
+    def handle_collective_request(
+        control: SharedCore, original: Callable[..., Any], request_type: Any, request: Any
+    ) -> Any:
+        if request_type != EngineCoreRequestType.UTILITY or request[2] not in ("resume_scheduler", "wake_up"):
+            return original(request_type, request)
         with control.collective() as entered:
-            return original(self, request_type, request) if entered else control.defer((request_type, request))
+            return original(request_type, request) if entered else control.defer((request_type, request))
 
 
 def hook_start() -> None:
@@ -208,21 +204,36 @@ def hook_start() -> None:
                 original(self, vllm_config, *args, **kwargs)
 
 
-def _control_of(core: Any) -> CoreControl | None:
-    """None where the engine runs without us."""
-    control: CoreControl | None = getattr(core, "_weightwire_control", None)
+def _control_of(owner: Any) -> CoreControl | None:
+    """The control of an engine core, or of what belongs to it; None where the engine runs without us."""
+    control: CoreControl | None = getattr(owner, "_weightwire_control", None)
     return control
+
+
+def _wrap_where_we_run(owner: Any, name: str) -> Callable[[Callable[..., Any]], object]:
+    """`wrap` for a method of an engine core, or of what belongs to it: the function gets the core's control, and the original as
+    a bound method. Where the engine runs without us the original is called."""
+
+    def decorate(wrapper: Callable[..., Any]) -> object:
+        @wrap(owner, name)
+        def wrapped(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+            control = _control_of(self)
+            bound = partial(original, self)
+            return bound(*args, **kwargs) if control is None else wrapper(control, bound, *args, **kwargs)
+
+        return wrapped
+
+    return decorate
 
 
 def _start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
     """Starts workers and coordinator and publishes the replica's card. Where that fails the engine runs without us; it is refused
     where the user named our worker extension."""
-    core._weightwire_control = core._weightwire_coordinator = None
+    core._weightwire_control = None
     native = core.vllm_config.weight_transfer_config
     core._weightwire_native = NativeCalls(lambda: _cards(core)) if native and native.backend == BACKEND else None
     try:
-        core._weightwire_control, core._weightwire_coordinator = start(core, lacks)
-        core.model_executor._weightwire_core = core
+        core._weightwire_control = core.model_executor._weightwire_control = start(core, lacks)
         for what in lacks:
             logger.warning("weightwire: in this version of vLLM %s", what)
     except ExecutorLost:
@@ -233,7 +244,7 @@ def _start_coordinator(core: Any, lacks: tuple[str, ...]) -> None:
         run_without("vllm", error, logger, f"model {core.vllm_config.model_config.model}")
 
 
-def _tear(core: Any, control: CoreControl) -> None:
+def _tear(control: CoreControl) -> None:
     """Tears the replica before vLLM zeroes its weights for `/weight_checker`."""
     if isinstance(control, SharedCore):
         raise EngineUnsupported(
@@ -241,8 +252,8 @@ def _tear(core: Any, control: CoreControl) -> None:
             hint="start the engine anew with a checkpoint of zeros",
             side="coordinator",
         )
-    coordinator: ReplicaCoordinator = core._weightwire_coordinator
-    coordinator.tear(
+    assert control.coordinator is not None
+    control.coordinator.tear(
         "vLLM reset the weights, as its /weight_checker was asked (a parameter that no update fills stays zero until a restart)"
     )
 
@@ -263,37 +274,30 @@ def hook_inproc() -> None:
     @wrap(InprocClient, "__init__")
     def init(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if (control := _control_of(self.engine_core)) is not None:
+        self._weightwire_control = control = _control_of(self.engine_core)
+        if control is not None:
             control.lock.release()
 
-    @wrap(InprocClient, "get_output")
-    def get_output(original: Callable[..., Any], self: Any) -> Any:
-        control = _control_of(self.engine_core)
-        if control is None:
-            return original(self)
-
+    @_wrap_where_we_run(InprocClient, "get_output")
+    def get_output(control: CoreControl, original: Callable[..., Any]) -> Any:
         def step() -> Any:
-            ask_of_loads_here(self.engine_core, control)
-            return original(self)
+            ask_of_loads_here(control)
+            return original()
 
         return control.step(step)
 
-    @wrap(InprocClient, "add_request")
-    def add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
-        control = _control_of(self.engine_core)
-        if control is None:
-            return original(self, request)
+    @_wrap_where_we_run(InprocClient, "add_request")
+    def add_request(control: CoreControl, original: Callable[..., Any], request: Any) -> Any:
         with control.lock:
             if control.refusal is not None:
                 # Raising here would leave the request in the caller's tables, and its next `generate` would hang.
                 control.end_outputs([request.request_id], control.refusal)
                 return None
-            return original(self, request)
+            return original(request)
 
     for name in ("abort_requests", "reset_prefix_cache"):
 
-        @wrap(InprocClient, name)
-        def locked(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-            control = _control_of(self.engine_core)
-            with control.lock if control is not None else contextlib.nullcontext():
-                return original(self, *args, **kwargs)
+        @_wrap_where_we_run(InprocClient, name)
+        def locked(control: CoreControl, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with control.lock:
+                return original(*args, **kwargs)

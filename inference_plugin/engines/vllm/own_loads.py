@@ -32,50 +32,50 @@ WRITES = frozenset(
 
 
 @contextlib.contextmanager
-def noted_loads(core: Any, control: CoreControl, method: Any) -> Iterator[None]:
-    """Around a call on all workers of `core`, on its own thread. Those that write weights are known beforehand; after any other
+def noted_loads(control: CoreControl, method: Any) -> Iterator[None]:
+    """Around a call on all workers of a core, on its own thread. Those that write weights are known beforehand; after any other
     the workers are asked whether it loaded some."""
     if isinstance(method, str) and method in WRITES:
-        _forget(core, control, f"vLLM's own {method} wrote the weights")
+        _forget(control, f"vLLM's own {method} wrote the weights")
     try:
         yield
     except TimeoutError:
         raise  # they don't answer
     except Exception:
-        _forget(core, control, "")
+        _forget(control, "")
         raise
-    _forget(core, control, "")
+    _forget(control, "")
 
 
-def ask_of_loads_here(core: Any, control: CoreControl) -> None:
+def ask_of_loads_here(control: CoreControl) -> None:
     """Before a step of an engine in the caller's process, who may have called the live model's loader itself."""
     if control.loads_told != (loads := noted_so_far()):
         control.loads_told = loads
-        _forget(core, control, "")
+        _forget(control, "")
 
 
-def note_memory(core: Any, control: CoreControl, move: Callable[[], Any], level: int | None) -> Any:
+def note_memory(control: CoreControl, move: Callable[[], Any], level: int | None) -> Any:
     """Around vLLM's own sleep at that level, or its wake-up (None), on the core's own thread."""
-    executor = core.model_executor
+    executor = control.core.model_executor
     slept = "weights" in executor.sleeping_tags
     result = move()
     sleeps = "weights" in executor.sleeping_tags
     if sleeps and not slept:
-        _tell(core, control, "note_sleep", "vLLM's own sleep of level 2 discarded the weights" if level == 2 else "")
+        _tell(control, "note_sleep", "vLLM's own sleep of level 2 discarded the weights" if level == 2 else "")
     elif slept and not sleeps:
-        _tell(core, control, "note_wake_up", "")
+        _tell(control, "note_wake_up", "")
     return result
 
 
-def _forget(core: Any, control: CoreControl, reason: str) -> None:
+def _forget(control: CoreControl, reason: str) -> None:
     """Has this core's workers forget the version for a `reason`; without one, for what one of them tells of a load since the last
     time."""
-    why = _tell(core, control, "forget", reason)
+    why = _tell(control, "forget", reason)
     if why and not reason:
-        _tell(core, control, "forget", why)  # some may not have loaded any: their version is of no use alone
+        _tell(control, "forget", why)  # some may not have loaded any: their version is of no use alone
 
 
-def _tell(core: Any, control: CoreControl, name: Literal["forget", "note_sleep", "note_wake_up"], reason: str) -> str:
+def _tell(control: CoreControl, name: Literal["forget", "note_sleep", "note_wake_up"], reason: str) -> str:
     """Returns why the version of some group is unknown; "" where they are known."""
     unknown: dict[str, str] = {}
     with contained("telling workers of vLLM's own commands", logger):
@@ -89,6 +89,6 @@ def _tell(core: Any, control: CoreControl, name: Literal["forget", "note_sleep",
                 unknown |= reply.unknown if reply.nonce == operation.nonce else {}
         if unknown:
             control.lose_version()
-            if (coordinator := core._weightwire_coordinator) is not None:
+            if (coordinator := control.coordinator) is not None:
                 coordinator.lose_version(unknown)
     return next(iter(unknown.values()), "")
