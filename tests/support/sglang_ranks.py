@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,9 +59,6 @@ class PlainRank(SchedulerRank):
 
     def refuse(self, reason: str | None) -> None:
         self.refusal = reason
-
-    def _end_waiting(self, reason: str, status: HTTPStatus | None) -> None:
-        raise AssertionError("there is no scheduler")
 
 
 def one_rank(rank: int, directory: str) -> None:

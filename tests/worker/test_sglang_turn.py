@@ -33,7 +33,8 @@ def scheduler_rank(unsure: str) -> Any:
     one.ended = []
     one._paused = False
     one._retract = lambda: one.ended.append("retract")  # type: ignore[method-assign]
-    one._end_waiting = lambda reason, status: one.ended.append(reason)  # type: ignore[method-assign]
+    one.scheduler, one._held = SimpleNamespace(waiting_queue=["a request"]), []
+    one._end = lambda request, reason, status: one.ended.append(reason)  # type: ignore[method-assign]
     one._continue = lambda: one.ended.append("continue")  # type: ignore[method-assign]
     return one
 

@@ -36,13 +36,14 @@ def register() -> None:
 
     lacks = check_patch_points(SGLANG, installed_version(*SGLANG.distributions))
 
+    from inference_plugin.engines.sglang import hooks
     from inference_plugin.engines.sglang.api import hook_api
-    from inference_plugin.engines.sglang.hooks import hook_scheduler, hook_start
     from inference_plugin.engines.sglang.lora import hook_lora
 
     with all_or_none():
-        hook_start()
-        hook_scheduler(lacks)
+        hooks.hook_start()
+        hooks.hook_scheduler(lacks)
+        hooks.hook_own_commands()
         hook_lora()
         hook_api()
 

@@ -24,18 +24,15 @@ from inference_plugin.net import addresses
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import EngineUnsupported, ErrorInfo, WeightwireError, first_few
 
-__all__ = ["hook_scheduler", "hook_start"]
+__all__ = ["hook_own_commands", "hook_scheduler", "hook_start"]
 
 logger = logging.getLogger("sglang.weightwire")
 
 
 def hook_scheduler(lacks: tuple[str, ...]) -> None:
     """`lacks`: what users of this version of SGLang miss, in words."""
-    from sglang.srt.managers.io_struct import CheckWeightsReqOutput, ResumeMemoryOccupationReqOutput
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     @wrap(Scheduler, "init_model_worker")
     def init_model_worker(original: Callable[..., Any], self: Any) -> Any:
@@ -64,23 +61,35 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
 
     @wrap(Scheduler, "get_next_batch_to_run")
     def get_next_batch_to_run(original: Callable[..., Any], self: Any, running_batch: Any, last_batch: Any) -> Any:
-        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
-        if rank is None or rank.pipeline is None:
+        if _rank is None or _rank.pipeline is None:
             return original(self, running_batch=running_batch, last_batch=last_batch)
-        return rank.pipeline.plan(original, running_batch, last_batch)
+        return _rank.pipeline.plan(original, running_batch, last_batch)
 
     @wrap(Scheduler, "run_batch")
     def run_batch(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
-        with rank.model.step() if rank is not None else contextlib.nullcontext():
+        with _rank.model.step() if _rank is not None else contextlib.nullcontext():
             return original(self, *args, **kwargs)
 
     @wrap(Scheduler, "_add_request_to_queue")
     def add_request_to_queue(original: Callable[..., Any], self: Any, req: Any, is_retracted: bool = False) -> Any:
-        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
-        if rank is not None and not rank.admit(req, is_retracted):
+        if _rank is not None and not _rank.admit(req, is_retracted):
             return None
         return original(self, req, is_retracted)
+
+    @wrap(Scheduler, "_maybe_namespace_elastic_radix_cache")
+    def namespace(original: Callable[..., Any], self: Any, req: Any) -> Any:
+        result = original(self, req)
+        if _rank is not None:
+            _rank.name(req)
+        return result
+
+
+def hook_own_commands() -> None:
+    """SGLang's own commands that pause, release memory or write weights."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqOutput, ResumeMemoryOccupationReqOutput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     @wrap(SchedulerWeightUpdaterManager, "check_weights")
     def check_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
@@ -125,28 +134,18 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
 
     @wrap(Scheduler, "pause_generation")
     def pause_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
-        if rank is not None:
-            rank.note_pause(True)
+        if _rank is not None:
+            _rank.note_pause(True)
         return original(self, recv_req)
 
     @wrap(Scheduler, "continue_generation")
     def continue_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
-        return original(self, recv_req) if rank is None or rank.note_pause(False) else None
+        return original(self, recv_req) if _rank is None or _rank.note_pause(False) else None
 
     # These may write parameters without the model's loader, or have others write them, until a session ends.
     for update in ("update_weights_from_tensor", "begin_weight_update", "end_weight_update"):
         if hasattr(WeightUpdater, update):  # 0.5.20 has no sessions
             wrap(WeightUpdater, update)(partial(_update_by_user, update))
-
-    @wrap(Scheduler, "_maybe_namespace_elastic_radix_cache")
-    def namespace(original: Callable[..., Any], self: Any, req: Any) -> Any:
-        result = original(self, req)
-        rank: SchedulerRank | None = getattr(self, "_weightwire_rank", None)
-        if rank is not None:
-            rank.name(req)
-        return result
 
 
 def hook_start() -> None:
@@ -184,8 +183,7 @@ def _leads() -> bool:
 
 _rank: SchedulerRank | None = None
 _turns: LeaderControl | FollowerControl | None = None
-"""This process's rank, and its part in turns: the request receiver doesn't know its scheduler."""
-
+"""This process's rank, and its part in turns; None while SGLang runs without us."""
 
 explicit = False
 """Whether the user named the extension: where it can't start, the engine doesn't."""
@@ -195,7 +193,7 @@ def _start(scheduler: Any, lacks: tuple[str, ...]) -> None:
     """Starts this rank and, on the first, the coordinator; publishes the replica's card. Where a part of it fails, on any rank,
     all ranks run without us, and nothing of ours is left in them."""
     global _rank, _turns
-    rank = scheduler._weightwire_rank = None
+    rank: SchedulerRank | None = None
     first = True
     try:
         from sglang.srt.runtime_context import get_parallel
@@ -205,13 +203,12 @@ def _start(scheduler: Any, lacks: tuple[str, ...]) -> None:
         if why := _unserved(scheduler, parallel):
             raise EngineUnsupported(why, hint="docs/sglang.md says which layouts are served", phase="start")
         ranks = Ranks(parallel)
-        scheduler._request_dispatcher._mapping[Turn] = _take_no_turn
+        handlers = scheduler._request_dispatcher._mapping
+        handlers[Turn] = lambda _: None  # where this rank runs without us, a turn must not end SGLang's loop
         rank = _started(scheduler, ranks)
         turns = _open_coordinator(rank, parallel, lacks)
-        handle = turns.handle if rank.pipeline is None else partial(rank.pipeline.announce, turns.handle)
-        scheduler._request_dispatcher._mapping[Turn] = handle
+        handlers[Turn] = turns.handle if rank.pipeline is None else partial(rank.pipeline.announce, turns.handle)
         _rank, _turns = rank, turns
-        scheduler._weightwire_rank = rank
     except Exception as error:
         if rank is not None:
             with contained("closing a rank", logger):
@@ -266,6 +263,7 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
     bells = rank.ranks.gather(rank.bell.address.encode())
     if rank.ranks.leads:
         try:
+            placed = parallel if hasattr(parallel, "dp_rank") else rank.scheduler.ps  # before 0.5.21
             turns = LeaderControl(rank, [bell.decode() for bell in bells])
             coordinator = open_coordinator(
                 turns,
@@ -277,7 +275,7 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
                 dtype=str(rank.scheduler.model_config.dtype).removeprefix("torch."),
                 tp=rank.ranks.tp_size,
                 pp=rank.ranks.stages,
-                dp_rank=_dp_rank(rank.scheduler, parallel),
+                dp_rank=int(placed.dp_rank or 0),
                 parent_pid=os.getppid(),
                 lacks=lacks,
             )
@@ -296,16 +294,6 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
     if failed:
         raise WeightwireError.of(decode_as(failed, ErrorInfo))
     return turns
-
-
-def _take_no_turn(_: Turn) -> None:
-    """Handles a turn on a rank that runs without us: SGLang's loop must not end because of it."""
-
-
-def _dp_rank(scheduler: Any, parallel: Any) -> int:
-    """Which of several data-parallel engines this one is."""
-    placed = parallel if hasattr(parallel, "dp_rank") else scheduler.ps  # before 0.5.21
-    return int(placed.dp_rank or 0)
 
 
 def _unserved(scheduler: Any, parallel: Any) -> str:

@@ -229,16 +229,14 @@ class SchedulerRank:
         """
         scheduler = self.scheduler
         self._installations += 1  # not the version: two groups may be at the same one
-        if not self._some_keep_cache and self._idle_but_for_waiting() and scheduler.flush_cache(empty_cache=False):
+        drops = not self._some_keep_cache and scheduler.is_fully_idle(**self._but_for_waiting)
+        if drops and scheduler.flush_cache(empty_cache=False):
             self.namespace = ""
         else:
             self.namespace = f"weightwire={self._installations}"
         for request in [*scheduler.waiting_queue, *self._held]:
             if not request.output_ids:
                 self.name(request)
-
-    def _idle_but_for_waiting(self) -> bool:
-        return bool(self.scheduler.is_fully_idle(**self._but_for_waiting))
 
     def name(self, request: Any) -> None:
         """Puts a request that has computed nothing yet into the present prefix namespace; not one whose conversation keeps its
@@ -285,27 +283,21 @@ class SchedulerRank:
         # Retracted first: a running request that is aborted takes one step more, and none may be taken.
         paused = self._paused
         self._retract()
-        self._end_waiting(reason, HTTPStatus.SERVICE_UNAVAILABLE)
-        if not paused:
-            self._continue()
-
-    def _end_waiting(self, reason: str, status: HTTPStatus | None) -> None:
         ended = [*self.scheduler.waiting_queue, *self._held]
         self.scheduler.waiting_queue, self._held = [], []
         for request in ended:
-            self._end(request, reason, status)
+            self._end(request, reason, HTTPStatus.SERVICE_UNAVAILABLE)
+        if not paused:
+            self._continue()
 
     def _end(self, request: Any, reason: str, status: HTTPStatus | None) -> None:
         """Ends a request that computes nothing now; with a status its client gets an error."""
         from sglang.srt.managers.scheduler import _make_abort_req
 
         why = {"type": "abort", "status_code": status, "message": reason}
+        scheduler = self.scheduler
         if self._speaks:
-            self._send_abort(_make_abort_req(request, finished_reason=why), request)
-        self.scheduler._release_aborted_request(request)
-
-    def _send_abort(self, output: Any, request: Any) -> None:
-        if hasattr(self.scheduler, "send_abort_output"):
-            self.scheduler.send_abort_output(output, request)
-        else:  # before 0.5.23
-            self.scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
+            has_sender = hasattr(scheduler, "send_abort_output")  # since 0.5.23
+            send = scheduler.send_abort_output if has_sender else scheduler.ipc_channels.send_to_tokenizer.send_output
+            send(_make_abort_req(request, finished_reason=why), request)
+        scheduler._release_aborted_request(request)
