@@ -52,8 +52,11 @@ class TensorSlots(ABC):
             assert found is not None
             row, column = self._first(found.layer, found.at)
             for slot in slots:
-                values = self._values(found, kind, slot, tensor.shape)
-                yield name, (0, column) if kind == "lora_A" else (row, 0), values
+                a, b = self._values(found, slot)
+                if kind == "lora_A":
+                    yield name, (0, column), a[: tensor.shape[0]]
+                else:
+                    yield name, (row, 0), b[:, : tensor.shape[1]]
 
     def _remember(self, adapter: str, tensors: Mapping[str, torch.Tensor] | None) -> None:
         """Remembers an adapter's tensors; None forgets them, and the engine reads the adapter from its path again."""
@@ -71,8 +74,8 @@ class TensorSlots(ABC):
         """The slots that hold the adapter now."""
 
     @abstractmethod
-    def _values(self, found: LayerSlice, kind: str, slot: Any, shape: Sequence[int]) -> torch.Tensor:
-        """What a slot holds for a module; `kind` is "lora_A" or "lora_B", `shape` that of the whole tensor."""
+    def _values(self, found: LayerSlice, slot: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a slot holds for a module: A and B, which may have more rows (A) and columns (B) than the adapter."""
 
     @abstractmethod
     def _first(self, layer: Any, at: int) -> tuple[int, int]:

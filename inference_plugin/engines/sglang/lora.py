@@ -104,19 +104,14 @@ class SglangAdapterSlots(TensorSlots):
         """By SGLang's id; all ids of an adapter hold the same."""
         return [lora_id for lora_id in self._ids(adapter) if lora_id in self._manager.memory_pool.uid_to_buffer_id][:1]
 
-    def _values(self, found: LayerSlice, kind: str, slot: str, shape: Sequence[int]) -> torch.Tensor:
+    def _values(self, found: LayerSlice, slot: str) -> tuple[torch.Tensor, torch.Tensor]:
         from sglang.srt.lora.utils import get_target_module_name
 
         pool, (layer, name, at) = self._manager.memory_pool, found
         key, number = get_target_module_name(name, pool.target_modules), _layer_number(name)
         buffer, rank = pool.uid_to_buffer_id[slot], self._manager.loras[slot].config.r
-        values: torch.Tensor
-        if kind == "lora_A":
-            values = pool.A_buffer[key][number][buffer][at * rank : at * rank + shape[0]]
-        else:
-            rows = slice(layer.lora_offsets[at], layer.lora_offsets[at + 1])
-            values = pool.B_buffer[key][number][buffer][rows, : shape[1]]
-        return values
+        rows = slice(layer.lora_offsets[at], layer.lora_offsets[at + 1])
+        return pool.A_buffer[key][number][buffer][at * rank :], pool.B_buffer[key][number][buffer][rows]
 
     def _first(self, layer: Any, at: int) -> tuple[int, int]:
         from sglang.srt.lora import layers

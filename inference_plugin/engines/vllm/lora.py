@@ -77,13 +77,8 @@ class VllmAdapterSlots(TensorSlots):
         held = self._numbers(adapter)
         return [slot for slot, number in enumerate(self._manager.lora_index_to_id) if number in held]
 
-    def _values(self, found: LayerSlice, kind: str, slot: int, shape: Sequence[int]) -> torch.Tensor:
-        values: torch.Tensor
-        if kind == "lora_A":
-            values = found.layer.lora_a_stacked[found.at][slot, 0][: shape[0]]
-        else:
-            values = found.layer.lora_b_stacked[found.at][slot, 0][:, : shape[1]]
-        return values
+    def _values(self, found: LayerSlice, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return found.layer.lora_a_stacked[found.at][slot, 0], found.layer.lora_b_stacked[found.at][slot, 0]
 
     def _numbers(self, adapter: str) -> list[int]:
         held = self._workers.list_adapters()
