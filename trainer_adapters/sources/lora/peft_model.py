@@ -93,48 +93,15 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
     Raises `ManifestMismatch`, which names them, for layers that can't be merged: already merged in place, disabled at the
     moment, or of a variant or kind without a rule here.
     """
-    from peft import PeftModel
-    from peft.tuners.lora import LoraLayer
-    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
-
-    inside: dict[str, tuple[str, ...]] = {}
-    layers: list[tuple[str, Any]] = []
-    problems: list[str] = []
-    replaced: list[str] = []
-    for raw_prefix, module in walk(model):
-        part: Any = module
-        prefix = unwrapped(raw_prefix)
-        if isinstance(part, PeftModel):
-            inside[prefix] = ("base_model",)
-            config: Any = part.peft_config.get(only or "")
-            replaced += [f"biases ({config.bias!r})"] if getattr(config, "bias", "none") != "none" else []
-        elif isinstance(part, BaseTuner):
-            inside[prefix] = ("model",)
-        elif isinstance(part, ModulesToSaveWrapper):
-            active = part.active_adapters
-            inside[prefix] = ("modules_to_save", active[0]) if active else ("original_module",)
-            if only is not None and only in part.modules_to_save:
-                replaced.append(prefix[:-1])
-            if part.disable_adapters and only is None:
-                problems.append(f"{prefix[:-1]} is disabled at the moment: update outside of disable_adapter()")
-        elif isinstance(part, AuxiliaryTrainingWrapper):
-            problems.append(f"{prefix[:-1]} is a {type(part).__name__}, which has no rule here")
-        elif isinstance(part, LoraLayer):
-            inside[prefix] = ("base_layer",)
-            layers.append((prefix, part))
-        elif isinstance(part, BaseTunerLayer):
-            problems.append(f"{prefix[:-1]} is a {type(part).__name__}, not a LoRA layer")
+    parts = _parts_of(model, only)
+    inside, problems = parts.inside, parts.problems
     additions: dict[str, tuple[Addition, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for prefix, layer in layers:
+    for prefix, layer in parts.layers:
         if (base := _without_wrappers(prefix, inside)) is None:
             continue  # inside a module that another one replaces
         active = [n for n in ([only] if only else layer.active_adapters) if _has(layer, n)]
-        if problem := _state_of(layer) if only is None else "":
-            problems.append(f"{base[:-1]} {problem}")
-            continue
-        if problem := _problem_of(layer, active):
+        if problem := (_state_of(layer) if only is None else "") or _problem_of(layer, active):
             problems.append(f"{base[:-1]} {problem}")
             continue
         for name, weight, added in _additions_of(prefix, layer, active):
@@ -158,7 +125,51 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
         )
         for alias, source in module_ties(model).items()
     }
-    return PeftStructure(inside, additions, shapes, ties, tuple(replaced))
+    return PeftStructure(inside, additions, shapes, ties, tuple(parts.replaced))
+
+
+@dataclass
+class _Parts:
+    """What PEFT put into a model. `inside` and `replaced` are those of `PeftStructure`; `layers`: LoRA layers by prefix;
+    `problems`: parts that can't be sent, in words."""
+
+    inside: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    replaced: list[str] = field(default_factory=list)
+    layers: list[tuple[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def _parts_of(model: torch.nn.Module, only: str | None) -> _Parts:
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    found = _Parts()
+    for raw_prefix, module in walk(model):
+        part: Any = module
+        prefix = unwrapped(raw_prefix)
+        if isinstance(part, PeftModel):
+            found.inside[prefix] = ("base_model",)
+            bias = getattr(part.peft_config.get(only or ""), "bias", "none")
+            found.replaced += [f"biases ({bias!r})"] if bias != "none" else []
+        elif isinstance(part, BaseTuner):
+            found.inside[prefix] = ("model",)
+        elif isinstance(part, ModulesToSaveWrapper):
+            active = part.active_adapters
+            found.inside[prefix] = ("modules_to_save", active[0]) if active else ("original_module",)
+            if only is not None and only in part.modules_to_save:
+                found.replaced.append(prefix[:-1])
+            if part.disable_adapters and only is None:
+                found.problems.append(f"{prefix[:-1]} is disabled at the moment: update outside of disable_adapter()")
+        elif isinstance(part, AuxiliaryTrainingWrapper):
+            found.problems.append(f"{prefix[:-1]} is a {type(part).__name__}, which has no rule here")
+        elif isinstance(part, LoraLayer):
+            found.inside[prefix] = ("base_layer",)
+            found.layers.append((prefix, part))
+        elif isinstance(part, BaseTunerLayer):
+            found.problems.append(f"{prefix[:-1]} is a {type(part).__name__}, not a LoRA layer")
+    return found
 
 
 def _state_of(layer: Any) -> str:
