@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from inference_plugin.engines.commit import CommitPlan
-from inference_plugin.engines.operations import RankOperation, with_error
+from inference_plugin.engines.operations import RankOperation, RankReply, with_error
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.messages import InFlight, MemoryTag
 from inference_plugin.wire.tracing import span
 
-__all__ = ["UNKNOWN_VERSION", "EngineControl"]
+__all__ = ["UNKNOWN_VERSION", "EngineControl", "stamp_of"]
 
 UNKNOWN_VERSION = "unknown"
 """The stamp of answers by weights that somebody else wrote since the last update."""
@@ -48,9 +48,9 @@ class EngineControl(ABC):
         """Undoes `pause` and `hold`, also before the engine stands still; harmless if nothing is paused."""
 
     @abstractmethod
-    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
-        """All ranks hold `version`: drops the caches of the old one and stamps outputs with the new one. `txn`: the transaction
-        that brought it; no other one of any training run has this id."""
+    def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
+        """All ranks hold a new version: drops the caches of the old one, and from now on outputs get that stamp. `txn`: the
+        transaction that brought it; no other one of any training run has this id."""
 
     @abstractmethod
     def refuse(self, reason: str | None) -> None:
@@ -66,7 +66,14 @@ class EngineControl(ABC):
         try:
             finished = decode_as(request, RankOperation)
             with span("caches"):
-                self.installed(finished.group, finished.version, finished.txn, in_flight)
+                self.installed(finished.group, stamp_of(finished.version, answers), finished.txn, in_flight)
         except Exception as error:  # noqa: BLE001 -- the commit tears the replica, and then tells
             return [with_error(answer, error) for answer in answers]
         return answers
+
+
+def stamp_of(version: int, finished: Sequence[bytes]) -> str:
+    """The stamp of outputs once ranks have finished that version. A version of one group does not tell what somebody else wrote
+    to the parameters of another."""
+    commits = [decode_as(answer, RankReply).commit for answer in finished]
+    return UNKNOWN_VERSION if any(commit is not None and commit.unknown for commit in commits) else str(version)

@@ -243,8 +243,8 @@ class _Loop(EngineControl):
         self._running += self._held
         self._held = []
 
-    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
-        self.version = version
+    def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
+        self.version = int(stamp)  # nobody else writes the weights here
 
     def refuse(self, reason: str | None) -> None:
         self._refusal = reason

@@ -93,7 +93,11 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
         event.keeps,
     )
     group.transaction = None
-    group.detail = group.unknown = ""
+    group.detail = ""
+    group.written |= group.claims
+    group.foreign -= group.claims
+    if not group.foreign or not group.partial:
+        group.unknown = ""
     group.shared.torn.heal(group.claims, whole=not group.partial)
     group.enter("idle")
     done = RankCommit(
@@ -154,13 +158,13 @@ def tear(group: WeightUpdateGroup, reason: str, txn: str = "") -> None:
 
 def forget_version(group: WeightUpdateGroup, reason: str) -> None:
     """Somebody else wrote the group's parameters: the next update may have any version, and there is no way back to the last one.
-    An update that is on its way goes on, as it replaces them. The first who wrote is the one that is named."""
+    An update that is on its way goes on, as it replaces what it sends. The first who wrote is the one that is named."""
     group.writes += 1
     if group.installed is None:
         return
     if previous := group.take_previous():
         group.queue(Job(DropStaging(previous)))
-    group.installed, group.unknown = None, reason
+    group.installed, group.unknown, group.foreign = None, reason, group.written
 
 
 def look_at_weights(group: WeightUpdateGroup, event: LookAtWeights) -> None:

@@ -109,6 +109,10 @@ class WeightUpdateGroup:
         self.detail = ""
         self.unknown = ""
         """Why the version is unknown that the parameters hold, after an update; "" where it is known."""
+        self.written: frozenset[str] = frozenset()
+        """The parameters that the group's updates have written."""
+        self.foreign: frozenset[str] = frozenset()
+        """Those of them that somebody else has written since."""
         self.holds_memory = False
         """Whether memory is kept between updates: the way back, mapped segments, buffers."""
         self.writes = 0
@@ -160,7 +164,7 @@ class WeightUpdateGroup:
         return GroupStatus(
             group=self.name,
             state=self.state,
-            version=installed.version if installed else None,
+            version=self.version,
             txn=transaction.txn if transaction else "",
             transport=self.opened.transport if self.opened else "",
             install=terms.opened.install if terms else "",
@@ -359,7 +363,8 @@ class WeightUpdateGroup:
 
     @property
     def version(self) -> int | None:
-        return self.installed.version if self.installed is not None else None
+        """The version that all of the group's parameters hold; None if there is none, or nobody knows it."""
+        return self.installed.version if self.installed is not None and not self.unknown else None
 
     def renew(self, transaction: Transaction) -> None:
         transaction.expires_at_s = self.shared.now_s + transaction.lease_s

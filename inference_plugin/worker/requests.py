@@ -88,7 +88,7 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
     if group.state == "committing":
         raise still_committing()
     must_equal = ""
-    if (installed := group.installed) is not None and group.state != "torn":
+    if (installed := group.installed) is not None and not group.unknown and group.state != "torn":
         if request.version == installed.version:
             # The same number of another trainer, or from before this one was restarted: it has to send its weights
             # again, and the digests tell whether they are the same.

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from inference_plugin.wire.errors import ReplicaAsleep, VersionConflict
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import Halted
-from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
+from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source, weights
 from tests.support.engines import Driver, eventually
 from tests.support.managers import SyncManager
 from tests.support.sglang_engines import SglangDriver
+from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -151,6 +153,44 @@ def test_an_update_that_is_on_its_way_replaces_what_somebody_else_loaded_meanwhi
             assert engine.serves() == ("C", {"unknown"})
             assert [r.status for r in halted.go_on().replicas] == ["committed"]
             assert engine.serves() == ("B", {str(engine.version)})
+
+
+def test_a_part_that_is_sent_again_does_not_make_known_what_else_somebody_else_loaded(engine: Both) -> None:
+    """Two groups are the model; and a group's last update may have been of a smaller part than the one before."""
+    with SyncManager(timeout_s=180) as manager:
+        manager.close_group()
+    with (
+        SyncManager("inner", partial=True, timeout_s=180) as inner,
+        SyncManager("outer", partial=True, timeout_s=180) as outer,
+    ):
+
+        def update(manager: SyncManager, sent: dict[str, torch.Tensor], version: int) -> None:
+            assert [r.status for r in manager.update(ModuleAdapter(sent), version).replicas] == ["committed"]
+
+        def stamps() -> set[str]:
+            return {stamp for r in engine.driver.generate(PROMPTS, COUNT) for stamp in r["versions"]}
+
+        everything = weights(engine.models["B"])
+        layers = {name: t for name, t in everything.items() if ".layers." in name}
+        first = {name: t for name, t in layers.items() if ".layers.0." in name}
+        rest = {name: t for name, t in everything.items() if name not in layers}
+        update(inner, layers, 1)
+        update(outer, rest, 2)
+        update(inner, first, 3)
+        assert engine.serves() == ("B", {"3"})
+        engine.load("C")
+        assert stamps() == {"unknown"}
+        update(outer, rest, 4)
+        assert stamps() == {"unknown"} and engine.driver.cards[0].unknown.keys() == {"inner"}
+        assert (set(inner.versions().values()), set(outer.versions().values())) == ({None}, {4})
+        update(inner, first, 5)
+        assert stamps() == {"unknown"} and engine.driver.cards[0].unknown.keys() == {"inner"}
+        assert set(inner.versions().values()) == {None}
+        update(inner, layers, 6)
+        assert engine.serves() == ("B", {"6"}) and engine.driver.cards[0].unknown == {}
+        assert set(inner.versions().values()) == {6}
+        inner.close_group()
+        outer.close_group()
 
 
 @pytest.mark.parametrize("engine", ["sglang"], indirect=True)

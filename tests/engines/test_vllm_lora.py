@@ -71,6 +71,10 @@ class Trained:
     def plain(self) -> list[list[int]]:
         return self.driver.tokens(PROMPTS, COUNT)
 
+    def stamps(self) -> set[str]:
+        """The versions on answers by the base."""
+        return {stamp for r in self.driver.generate(PROMPTS, COUNT) for stamp in r["versions"]}
+
 
 @pytest.fixture(scope="module")
 def trained(
@@ -168,6 +172,28 @@ def test_an_adapter_that_was_dropped_for_others_comes_back_as_the_update_made_it
         said = trained.train(seed)
         assert said["error"] is None, "verified as far as it is in slots"
         assert [trained.adapted(number) for number in (1, 2, 3, 1)] == [said["tokens"]] * 4
+
+
+@pytest.mark.parametrize("trained", [("qwen3", 1)], ids=["tp1"], indirect=True)
+def test_a_base_that_somebody_else_loaded_stays_unknown_and_the_adapter_stays_the_update_s(
+    trained: Trained, checkpoint: Checkpoint
+) -> None:
+    """vLLM drops its adapters with the base; the next request has them made of the update's tensors again."""
+    other = checkpoint("qwen3", tied=False, seed=2)
+    trained.serve(trained.base)
+    adapter = trained.train(seed=15, verify=False)
+    for base in (other, trained.base):
+        trained.driver.call("load", model=str(base), by="engine")
+        assert trained.plain() == reference(base)
+        assert (trained.adapted() == adapter["tokens"]) == (base == trained.base)
+        assert trained.stamps() == {"unknown"}
+    with SyncManager(group="lora.policy", timeout_s=60) as manager:
+        assert set(manager.versions().values()) == {trained.version}
+    adapter = trained.train(seed=16, verify=False)
+    assert trained.adapted() == adapter["tokens"]
+    assert trained.stamps() == {"unknown"}, "an adapter's version says nothing of the base"
+    trained.serve(trained.base)
+    assert trained.stamps() == {str(trained.version)}
 
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)

@@ -292,8 +292,8 @@ class PlainControl(EngineControl):
     def resume(self) -> None:
         self.log.append("resume")
 
-    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
-        self.log.append(f"installed:{group}:{version}")
+    def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
+        self.log.append(f"installed:{group}:{stamp}")
 
     def refuse(self, reason: str | None) -> None:
         self.refusal = reason

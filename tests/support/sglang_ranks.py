@@ -54,8 +54,8 @@ class PlainRank(SchedulerRank):
     def resume(self) -> None:
         self.asked.append("resume here")
 
-    def installed(self, version: int) -> None:
-        self.asked.append(f"installed {version}")
+    def installed(self, stamp: str) -> None:
+        self.asked.append(f"installed {stamp}")
 
     def refuse(self, reason: str | None) -> None:
         self.refusal = reason

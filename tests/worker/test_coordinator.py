@@ -78,7 +78,7 @@ class Control(EngineControl):
     def resume(self) -> None:
         """Nothing was paused."""
 
-    def installed(self, group: str, version: int, txn: str, in_flight: Any) -> None:
+    def installed(self, group: str, stamp: str, txn: str, in_flight: Any) -> None:
         """There is no cache."""
 
     def refuse(self, reason: str | None) -> None:

@@ -86,6 +86,7 @@ HERE = "this host"
 TERMS = {
     "ab": (Manifest((TensorSpec("a", "int8", (4,)), TensorSpec("b", "int8", (4,)))), True),
     "a": (Manifest((TensorSpec("a", "int8", (4,)),)), False),
+    "b": (Manifest((TensorSpec("b", "int8", (4,)),)), False),
     "c": (Manifest((TensorSpec("c", "int8", (4,)),)), False),
 }
 """Manifests by the parameters that they write, and whether that is the whole model."""
@@ -602,6 +603,22 @@ def test_a_version_that_somebody_else_wrote_over_is_no_way_back_and_may_come_aga
     assert shell.engine(ForgetVersions, "") == {}, "it only asks"
     (status,) = shell.machine.statuses()
     assert (status.version, status.detail) == (1, "")
+
+
+def test_a_version_that_somebody_else_wrote_over_is_known_again_once_all_that_the_group_wrote_was_sent_again() -> None:
+    shell = Shell()
+    for terms in ("a", "b"):
+        shell.opened(terms=terms)
+        shell.committed(f"t-{terms}", 1 + (terms == "b"))
+    shell.engine(ForgetVersions, "the engine loaded others")
+    shell.opened(terms="a")
+    assert shell.committed("t2", 3).unknown == ("policy",), "what it sent before is still the others'"
+    (status,) = shell.machine.statuses()
+    assert (status.version, status.detail) == (None, "the engine loaded others")
+    assert shell.committed("t3", 3).unknown == ("policy",), "it is sent again, since nobody knows what is served"
+    shell.opened(terms="b")
+    assert shell.committed("t4", 4).unknown == ()
+    assert shell.machine.statuses()[0].version == 4
 
 
 def test_an_abort_or_another_update_comes_too_late_once_the_commit_has_begun() -> None:

@@ -32,7 +32,7 @@ from inference_plugin.engines.actions import (
     StopSteps,
 )
 from inference_plugin.engines.commit import CommitPlan, commit_on_all_ranks
-from inference_plugin.engines.control import EngineControl
+from inference_plugin.engines.control import EngineControl, stamp_of
 from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.monkeypatch import contained
 from inference_plugin.engines.operations import RankOperation, RankReply, with_error
@@ -90,7 +90,7 @@ class _TurnControl(abc.ABC):
         if decode_as(answer, RankReply).error is None:
             try:
                 finished = decode_as(request, RankOperation)
-                self.installed(finished.group, finished.version, finished.txn, in_flight)
+                self.installed(finished.group, stamp_of(finished.version, [answer]), finished.txn, in_flight)
             except Exception as error:  # noqa: BLE001 -- the commit tears the replica, and then tells
                 answer = with_error(answer, error)
         return self._ranks.gather(answer)
@@ -115,8 +115,8 @@ class _TurnControl(abc.ABC):
         else:
             self._ask("resume")
 
-    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
-        self._rank.installed(version)
+    def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
+        self._rank.installed(stamp)
 
     def refuse(self, reason: str | None) -> None:
         try:

@@ -150,10 +150,10 @@ class SchedulerRank:
         held, self._held = self._held, []
         self.scheduler.waiting_queue.extend(held)
 
-    def installed(self, version: int) -> None:
-        """This rank holds `version`: from now on no request finds what an older version computed, and outputs get the stamp."""
+    def installed(self, stamp: str) -> None:
+        """This rank holds a new version: from now on no request finds what an older one computed, and outputs get the stamp."""
         self._turn_namespace()
-        self._stamp(str(version))
+        self._stamp(stamp)
 
     @property
     def live(self) -> Any:

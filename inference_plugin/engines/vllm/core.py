@@ -116,12 +116,12 @@ class CoreControl(EngineControl):
             # The core may sleep on its input queue by now, with requests that may go on.
             self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
-    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
+    def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
         if in_flight == "keep" or self._connector is not None:
             self._turn_prefix_root(txn)
         # Tokens are the served model's, whichever draft proposed them.
         if group != DRAFT and hasattr(self.core, "set_weight_version"):  # since 0.27
-            self.core.set_weight_version(str(version))
+            self.core.set_weight_version(stamp)
 
     def lose_version(self) -> None:
         """Somebody else writes the weights: outputs get a stamp that says so."""

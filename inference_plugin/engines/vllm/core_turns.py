@@ -124,8 +124,8 @@ class LeadingCore(EngineControl):
         self._drained = None
         self._ask(CoreOrder("go_on"))
 
-    def installed(self, group: str, version: int, txn: str, in_flight: InFlight) -> None:
-        self._own.installed(group, version, txn, in_flight)
+    def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
+        self._own.installed(group, stamp, txn, in_flight)
 
     def refuse(self, reason: str | None) -> None:
         self._own.refuse(reason)  # this core first: whoever can't be reached can't keep it from refusing
