@@ -76,6 +76,9 @@ def test_an_adapter_that_was_unloaded_and_read_again_is_as_the_update_made_it(tr
     trained.driver.rpc("unload_lora_adapter", "policy")
     trained.driver.rpc("load_lora_adapter", "policy", str(trained.faults.with_name("idle")))
     assert trained.adapted() == said["tokens"], "not what is on disk"
+    trained.driver.rpc("unload_lora_adapter", "policy")
+    trained.driver.call("load_adapter", name="policy", directory=str(trained.faults.with_name("idle")))
+    assert trained.adapted() == said["tokens"], "not what a user sent"
     said = trained.train(seed=14)
     assert trained.adapted() == said["tokens"]
 

@@ -6,10 +6,12 @@ Same protocol as `engine_driver.py`. Between two commands the engine's event loo
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 from tests.support import engine_driver, poison
@@ -98,6 +100,15 @@ class Driver(engine_driver.Driver):
             self.do_session("begin")
             self._send(model)
             self.do_session("end")
+
+    def do_load_adapter(self, name: str, directory: str) -> None:
+        """An adapter that a user sends to SGLang as tensors."""
+        from safetensors.torch import load_file
+
+        config = json.loads(Path(directory, "adapter_config.json").read_text())
+        sent = load_file(f"{directory}/adapter_model.safetensors"), config
+        done = self.llm.load_lora_adapter_from_tensors(name, *sent)
+        assert done.success, done.error_message
 
     def do_session(self, which: str) -> None:
         """SGLang's own `begin_weight_update`, or its end."""

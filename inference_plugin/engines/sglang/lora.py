@@ -29,13 +29,15 @@ PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 def hook_lora() -> None:
     from sglang.srt.lora.lora_manager import LoRAManager
 
-    @wrap(LoRAManager, "load_lora_weights")
-    def load_lora_weights(original: Callable[..., Any], self: Any, lora_ref: Any) -> Any:
-        result = original(self, lora_ref)
-        slots: SglangAdapterSlots | None = getattr(self, "_weightwire_slots", None)
-        if slots is not None:
-            slots.loaded(lora_ref)
-        return result
+    for load in ("load_lora_weights", "load_lora_weights_from_tensors"):
+
+        @wrap(LoRAManager, load)
+        def load_lora_weights(original: Callable[..., Any], self: Any, lora_ref: Any, *tensors: Any) -> Any:
+            result = original(self, lora_ref, *tensors)
+            slots: SglangAdapterSlots | None = getattr(self, "_weightwire_slots", None)
+            if slots is not None:
+                slots.loaded(lora_ref)
+            return result
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class SglangAdapterSlots(TensorSlots):
                 manager._notify_lora_slots_updated({slot})
 
     def loaded(self, lora_ref: Any) -> None:
-        """SGLang has read an adapter from disk: puts the update's in its place, if an update brought it."""
+        """SGLang has taken an adapter from disk, or from a user's tensors: puts the update's in its place, if an update brought it."""
         tensors = self._tensors.get(lora_ref.lora_name)
         if tensors is not None:
             made = self._made(lora_ref.lora_id, tensors)

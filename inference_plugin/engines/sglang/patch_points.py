@@ -93,6 +93,7 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.utils:kill_process_tree", ("parent_pid", "include_parent"), "called: its end"),
     # LoRA slots
     PatchPoint(_LORA_MANAGER + "load_lora_weights", ("self", "lora_ref"), "wrapped: an adapter that an update brought is not the one on disk"),
+    PatchPoint(_LORA_MANAGER + "load_lora_weights_from_tensors", ("self", "lora_ref", "tensors"), "wrapped: nor the one that a user sends"),
     PatchPoint(_LORA_MANAGER + "_notify_lora_slots_updated", ("self", "slot_ids"), "called"),
     PatchPoint(_LORA_POOL + "load_lora_weight_to_buffer", ("uid", "buffer_id", "lora_adapter", "lora_modules", "lora_embed_tokens_module", "lora_lm_head_module"), "called: fills a slot"),
     PatchPoint("sglang.srt.lora.lora:LoRAAdapter.initialize_weights_from_tensors", ("self", "tensors"), "called"),
