@@ -159,16 +159,16 @@ def make_private(directory: Path, *, of_root_too: bool = False) -> None:
     `of_root_too`), and `ConfigError` if it can't be made."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = directory.stat().st_uid
+        owners = {directory.lstat().st_uid, directory.stat().st_uid}  # whoever owns a link may point it elsewhere later
     except OSError as error:
         raise ConfigError(
             f"{directory} can't be made: {error.strerror or error}",
             hint="set WEIGHTWIRE_RUNTIME_DIR to a directory that can be written to",
             phase="start",
         ) from error
-    if owner != os.getuid() and not (of_root_too and owner == 0):
+    if others := owners - {os.getuid()} - ({0} if of_root_too else set()):
         raise AuthError(
-            f"{directory} belongs to user {owner}, not to {os.getuid()}",
+            f"{directory} belongs to user {min(others)}, not to {os.getuid()}",
             hint="set WEIGHTWIRE_RUNTIME_DIR to a directory of your own",
             phase="start",
         )

@@ -102,6 +102,20 @@ def test_a_directory_of_somebody_else_is_refused(directory: Path, level: str) ->
     os.chown(directory if level == "the root" else path, 0, -1)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to give a link away")
+def test_a_link_of_somebody_else_is_refused_also_where_it_leads_to_a_directory_of_our_own(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = directory / "link"
+    (directory / "own").mkdir()
+    link.symlink_to(directory / "own")
+    monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(link))
+    assert addresses.runtime_dir().is_dir(), "our own may lead where we want"
+    os.chown(link, 12345, -1, follow_symlinks=False)
+    with pytest.raises(AuthError, match="belongs to user 12345, not to 0"):
+        addresses.runtime_dir()
+
+
 @pytest.mark.parametrize("job", ["a/b", "..", ".hidden", "x" * 41, "sp ace", ""])
 def test_a_job_name_that_is_no_plain_name_is_refused(
     directory: Path, job: str, monkeypatch: pytest.MonkeyPatch
