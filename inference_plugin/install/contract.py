@@ -116,12 +116,10 @@ class EngineModel(Protocol):
     ) -> torch.Tensor | None:
         """The plain parameter behind the packed form that a rebuilt live module computes with; None if it can't be read."""
 
-    def free_bytes(self) -> int:
-        """Free memory of the model's device."""
-
     def free_share_bytes(self, replicas: int = 1) -> int:
-        """This rank's share of the free memory. Ranks in host memory ask at the same moment, and each would find all of it free;
-        so each counts on an equal part only, even if some ranks are on other hosts. So does each of `replicas` on one host."""
+        """This rank's share of the device's free memory. Ranks in host memory ask at the same moment, and each would find all of
+        it free; so each counts on an equal part only, even if some ranks are on other hosts. So does each of `replicas` on one
+        host."""
 
     @property
     def fixed_addresses(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,47 +42,45 @@ def coverage_of(dest: Destination, copies: Sequence[Region], fills: Sequence[Reg
     If all regions are boxes (nearly always), it counts the cells between the boxes' edges, which costs the same for any size
     of tensor; else it counts elements.
     """
-    regions = [*copies, *fills, *(r for r in dest.parameters.values() if r.numel)]
-    boxes = [bounding_box(region, dest.frame) for region in regions]
-    edges = [
-        sorted({edge for box, _ in boxes for edge in (box.offsets[d], box.offsets[d] + box.sizes[d])})
-        for d in range(len(dest.frame))
-    ]
-    cells = [max(1, len(edge) - 1) for edge in edges]
-    if all(exact for _, exact in boxes) and math.prod(cells) <= _MOST_CELLS:
-        volume = torch.ones(cells, dtype=torch.int64)
-        for d, edge in enumerate(edges):
-            widths = torch.tensor([b - a for a, b in itertools.pairwise(edge)] or [1])
-            volume *= widths.view([-1 if i == d else 1 for i in range(len(edges))])
-        position = [{value: i for i, value in enumerate(edge)} for edge in edges]
-        where = {
-            id(region): tuple(slice(p[a], p[a + n]) for p, a, n in zip(position, box.offsets, box.sizes, strict=True))
-            for region, (box, _) in zip(regions, boxes, strict=True)
-        }
-        placed = torch.zeros(cells, dtype=torch.int32)
-        return _count(dest, copies, fills, placed, volume, lambda grid, region: grid[where[id(region)]])
-    placed = torch.zeros(dest.numel, dtype=torch.uint8)
-    return _count(dest, copies, fills, placed, None, lambda grid, region: region.of(grid))
-
-
-def _count(
-    dest: Destination,
-    copies: Sequence[Region],
-    fills: Sequence[Region],
-    placed: Tensor,
-    volume: Tensor | None,
-    view: Callable[[Tensor, Region], Tensor],
-) -> _Cover:
-    for region in copies:
-        view(placed, region).add_(1)
-    cover = _Cover(doubled=bool((placed > 1).any()))
-    for region in fills:
-        view(placed, region).add_(1)
-    for name, region in dest.parameters.items():
-        if not region.numel:
-            continue
-        missing = view(placed, region) == 0
-        count = int(missing.sum() if volume is None else view(volume, region)[missing].sum())
-        if count:
+    named = {name: region for name, region in dest.parameters.items() if region.numel}
+    regions = [*copies, *fills, *named.values()]
+    if (cells := _cells(regions, dest.frame)) is not None:
+        where, volume = cells
+        writes = torch.zeros_like(volume, dtype=torch.int32)
+        parts, volumes = [writes[at] for at in where], [volume[at] for at in where]
+    else:
+        writes = torch.zeros(dest.numel, dtype=torch.uint8)
+        parts, volumes = [region.of(writes) for region in regions], []
+    for part in parts[: len(copies)]:
+        part.add_(1)
+    cover = _Cover(doubled=bool((writes > 1).any()))
+    for part in parts[len(copies) : len(copies) + len(fills)]:
+        part.add_(1)
+    for i, name in enumerate(named, len(copies) + len(fills)):
+        missing = parts[i] == 0
+        if count := int(volumes[i][missing].sum() if volumes else missing.sum()):
             cover.uncovered[name] = count
     return cover
+
+
+def _cells(regions: Sequence[Region], frame: tuple[int, ...]) -> tuple[list[tuple[slice, ...]], Tensor] | None:
+    """The cells that each region covers, and the number of elements in each cell; None if some region is no box, or if there are
+    too many cells."""
+    boxes = [bounding_box(region, frame) for region in regions]
+    edges = [
+        sorted({edge for box, _ in boxes for edge in (box.offsets[d], box.offsets[d] + box.sizes[d])})
+        for d in range(len(frame))
+    ]
+    cells = [max(1, len(edge) - 1) for edge in edges]
+    if not all(exact for _, exact in boxes) or math.prod(cells) > _MOST_CELLS:
+        return None
+    volume = torch.ones(cells, dtype=torch.int64)
+    for d, edge in enumerate(edges):
+        widths = torch.tensor([b - a for a, b in itertools.pairwise(edge)] or [1])
+        volume *= widths.view([-1 if i == d else 1 for i in range(len(edges))])
+    position = [{value: i for i, value in enumerate(edge)} for edge in edges]
+    where = [
+        tuple(slice(p[a], p[a + n]) for p, a, n in zip(position, box.offsets, box.sizes, strict=True))
+        for box, _ in boxes
+    ]
+    return where, volume

@@ -63,7 +63,8 @@ class LiveLayout:
         """Rebuilt modules that are rebuilt before the commit, while the engine decodes."""
         self.unaccounted = sorted(placed - self._plain - own_form)
         """Storages that the engine holds in another form, which its post-processing doesn't explain."""
-        self._placements: dict[str, list[Placement]] = {name: [] for name in self.rebuilt}
+        self.rebuilt_placements: dict[str, list[Placement]] = {name: [] for name in self.rebuilt}
+        """By rebuilt module: the placements into the storages that exist only for rebuilding it."""
         self.plain_placements: list[Placement] = []
         owners: dict[str, list[str]] = {}
         for name in self.rebuilt:
@@ -74,7 +75,7 @@ class LiveLayout:
             if key in self._plain:
                 self.plain_placements.append(placement)
             for name in owners.get(key, ()):
-                self._placements[name].append(placement)
+                self.rebuilt_placements[name].append(placement)
         self._references = LiveReferences(self._post, self._trials, self.written)
         self._uncovered = {self._key_of[name] for name in plan.uncovered}
         """Storages of which the plan leaves elements unwritten."""
@@ -224,10 +225,6 @@ class LiveLayout:
 
     # --- rebuilt modules ---------------------------------------------------------------------------------------------
 
-    def rebuilt_placements(self, module: str) -> list[Placement]:
-        """Placements into the storages that exist only for rebuilding `module`."""
-        return self._placements[module]
-
     def rebuilt_keys(self, module: str) -> list[str]:
         """The storages that exist only for rebuilding `module`."""
         own = {self._key_of[f"{module}.{name}"] for name in self.rebuilt[module]}
@@ -236,9 +233,8 @@ class LiveLayout:
     @cached_property
     def rebuilding(self) -> dict[str, torch.Tensor]:
         """The storages, on meta, that exist only for rebuilding modules and that a load writes, by key."""
-        return {
-            p.dest.tensor: self._storages.shapes[p.dest.tensor] for name in self.rebuilt for p in self._placements[name]
-        }
+        keys = (p.dest.tensor for placements in self.rebuilt_placements.values() for p in placements)
+        return {key: self._storages.shapes[key] for key in keys}
 
     def plain_keys(self, module: str) -> list[str]:
         """The plain storages that `module` is also rebuilt from."""

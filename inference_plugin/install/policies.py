@@ -171,7 +171,7 @@ class PolicyInstaller(abc.ABC):
 
     def _placements_of(self, module: str) -> list[Placement]:
         """The placements from the tensors that `prepare` received into the storages from which `module` is rebuilt."""
-        return self._layout.rebuilt_placements(module)
+        return self._layout.rebuilt_placements[module]
 
     def _rebuild(
         self, names: Iterable[str], sources: Tensors, storages: Tensors, throttle: Throttle

@@ -36,8 +36,9 @@ class RebuiltModule:
         """Engine's thread: puts these parts into the live module; returns the replaced parts.
 
         `in_place`: addresses of parameters, and of tensors in attributes, must stay. Other objects are replaced all the same, and
-        may point to the tensors that they were made from (oneDNN's matrix products do, to scales): these live as long as they,
-        also where only their values went into the live module. Raises `CommitFailed` if a shape or dtype makes that impossible.
+        may point to the tensors that they were made from (oneDNN's matrix products do, to scales): those tensors live as long as
+        the objects, even if only their values were written into the live module. Raises `CommitFailed` if a shape or dtype makes
+        that impossible.
         """
         old = RebuiltModule(self.module, copied=in_place)
         objects: list[Any] = []
@@ -141,7 +142,8 @@ _made_from: dict[int, list[torch.Tensor]] = {}
 
 
 def _outlive(value: Any, tensors: list[torch.Tensor]) -> None:
-    """Keeps `tensors` until the objects in `value` are gone, or were given others: what outlives all updates keeps one set."""
+    """Keeps `tensors` alive until the objects in `value` are gone or get other tensors: an object that outlives all updates keeps
+    one set."""
     if isinstance(value, (list, tuple)):
         for each in value:
             _outlive(each, tensors)

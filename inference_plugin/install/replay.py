@@ -33,9 +33,6 @@ class Replay:
     or a dtype, device, layout or extent doesn't fit.
     """
 
-    nbytes: int
-    """Bytes that one run writes."""
-
     def __init__(
         self,
         placements: Iterable[Placement],
@@ -51,7 +48,6 @@ class Replay:
                 (p, p.dest.of(destinations[p.dest.tensor]), p.source.of(sources[p.source.tensor])) for p in placements
             ]
         self._rows = row_copies(placements, sources, destinations)
-        self.nbytes = sum(p.nbytes for p in placements) + sum(f.dest.numel * f.dtype.itemsize for f in fills)
         self._steps: dict[int | None, list[_Step]] = {}
 
     def run(self, *, between: Callable[[int], None] | None = None) -> None:

@@ -46,12 +46,11 @@ def row_copies(
     for placement in sorted(placements, key=lambda p: (p.dest.tensor, p.dest.offset)):
         source, dest = placement.source, placement.dest
         target, origin = destinations[dest.tensor], sources[source.tensor]
-        strides = [(*region.strides,)[-1:] for region in (source, dest)]
         if (
             target.device.type != "cpu"
             or origin.device.type != "cpu"
             or len(dest.sizes) > 2
-            or any(stride not in ((), (1,)) for stride in strides)
+            or any(region.strides[-1:] not in ((), (1,)) for region in (source, dest))
             or (len(dest.sizes) == 2 and min(source.strides[0], dest.strides[0]) < dest.sizes[1])
             or dest.offset < ends.get(dest.tensor, 0)
         ):
@@ -59,10 +58,10 @@ def row_copies(
         ends[dest.tensor] = dest.end
         item_bytes = placement.dtype.itemsize
         rows, length = (1, 1, *dest.sizes)[-2:]
-        stride_of = [(0, 0, *region.strides)[-2] if len(dest.sizes) == 2 else 0 for region in (dest, source)]
+        dest_stride, source_stride = ((0, 0, *region.strides)[-2] * item_bytes for region in (dest, source))
         copy = RowCopy(
-            _bytes_of(target), dest.offset * item_bytes, stride_of[0] * item_bytes,
-            _bytes_of(origin), source.offset * item_bytes, stride_of[1] * item_bytes,
+            _bytes_of(target), dest.offset * item_bytes, dest_stride,
+            _bytes_of(origin), source.offset * item_bytes, source_stride,
             rows, length * item_bytes,
         )  # fmt: skip
         copies += _parts(copy)

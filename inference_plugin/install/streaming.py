@@ -75,7 +75,7 @@ class StreamingInstaller(PolicyInstaller):
         self._elements: dict[str, int] = dict.fromkeys(self._layout.rebuilt, 0)
         self._whole = 0
         placements = [("", placement) for placement in self._layout.plain_placements]
-        placements += [(m, p) for m in self._layout.rebuilt for p in self._layout.rebuilt_placements(m)]
+        placements += [(name, p) for name, some in self._layout.rebuilt_placements.items() for p in some]
         for module, placement in placements:
             place = self._place_of(module, placement)
             self._places.setdefault(place.box.tensor, []).append(place)

@@ -29,7 +29,7 @@ def live_digests(
     yield from _digests(manifest, [p for p in plain if p.dest.tensor in computed], computed, exact=False)
     for name in layout.rebuilt:
         storages, why = layout.read_rebuilt(name, unpacking)
-        placements = layout.rebuilt_placements(name)
+        placements = layout.rebuilt_placements[name]
         for source, key in dict.fromkeys((p.source.tensor, p.dest.tensor) for p in placements if p.dest.tensor in why):
             yield manifest.sent_name(source), why[key]
         yield from _digests(manifest, [p for p in placements if p.dest.tensor in storages], storages, exact=False)

@@ -1,4 +1,4 @@
-"""A second set of weights that trainer ranks write themselves, in a zone: what it has to be, and how it is swapped in."""
+"""A second set of weights that trainer ranks write themselves, in a zone: its layout, and its installation."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ZoneInstaller(StandbyInstaller):
     """Swaps the storages of a zone in. It keeps no second set: the zone that was swapped out is the transport's. It keeps the
     views of that zone only, which serve again once the zone takes the next update.
 
-    What the engine makes something else of lies in the zone as the engine's loader would leave it. It is copied from there into
-    memory of its own, module by module, and rebuilt: post-processing may write over what it is given.
+    Parameters that the engine transforms lie in the zone as the engine's loader would leave them. They are copied into memory of
+    their own, module by module, and rebuilt there: post-processing may write over its inputs.
     """
 
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
@@ -131,8 +131,8 @@ def zone_installer(kind: type[PolicyInstaller]) -> type[PolicyInstaller]:
 
 
 def zone_layout(agreement: Agreement, kind: type[PolicyInstaller]) -> ZoneLayout:
-    """What a zone for this agreement has to be. `kind`: the installer of a segment. Raises `TransportUnavailable` where trainer
-    ranks can't write all of the second set themselves."""
+    """The zone that this agreement needs. `kind`: the installer of a segment. Raises `TransportUnavailable` if trainer ranks
+    can't write all of the second set themselves."""
     layout = agreement.layout
     if kind not in (StandbyInstaller, StagedInstaller):
         raise _refused("the engine has no second set to write: its weights are copied, or loaded by its own loader")
@@ -144,9 +144,7 @@ def zone_layout(agreement: Agreement, kind: type[PolicyInstaller]) -> ZoneLayout
         raise _refused(f"the engine's loader fills {first_few(mixed)} with constants, and then writes weights there")
     spans, nbytes = _spans(agreement)
     # Several modules may be rebuilt from one storage.
-    placements = dict.fromkeys(
-        [*layout.plain_placements, *chain.from_iterable(map(layout.rebuilt_placements, layout.rebuilt))]
-    )
+    placements = dict.fromkeys(chain(layout.plain_placements, *layout.rebuilt_placements.values()))
     return ZoneLayout(nbytes, tuple(_place(agreement, p, spans[p.dest.tensor].start) for p in placements))
 
 
