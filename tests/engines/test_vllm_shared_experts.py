@@ -254,7 +254,9 @@ def test_a_worker_that_hangs_in_its_installation_tears_both_ranks_in_bounded_tim
         eventually(shared.faults.with_name(f"{shared.faults.name}.1").exists, what="rank 1 to install")
         with pytest.raises((PeerLost, TornReplica), match="engine core 1 lost a worker"):
             future.result(240)
-    assert shared.card.state == "torn"
+        assert shared.card.state == "torn"
+        assert set(sync.versions().values()) == {None}, "workers that nobody reaches say the version of before"
+        assert [replica.version for replica in sync.replicas()] == [None]
     for rank in RANKS:
         status, answer = shared.server.complete(PROMPTS[0], COUNT, dp_rank=rank)
         assert status in (500, 503), answer

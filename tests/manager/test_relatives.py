@@ -97,6 +97,8 @@ def test_a_torn_replica_is_of_no_version(start: Start) -> None:
     with SyncManager(timeout_s=60) as manager:
         tear(rig, manager)
         assert manager.versions() == {rig.replica: None}
+        (replica,) = manager.replicas()
+        assert (replica.state, replica.version) == ("torn", None)
 
 
 # --- P2: what the trainer meant is what the engine holds --------------------------------------------------------------

@@ -315,7 +315,7 @@ class FleetMachine:
         if replica.lost:
             state = "lost"
         elif replica.torn or card.state == "torn":
-            state, reason = "torn", card.detail or reason
+            state, reason, version = "torn", card.detail or reason, None
         elif not replica.took_group:
             state = "joining"
         elif who := card.unknown.get(self.group):

@@ -17,6 +17,15 @@ logger = logging.getLogger(__name__)
 def versions_of(cards: Sequence[ReplicaCard], group: str, timeout_s: float, silence_s: float) -> dict[str, int | None]:
     """Asks all replicas at once, over sockets of the calling thread. A replica that does not answer, is torn, or has not taken
     the group counts as None. Raises the first error if no replica answers."""
+    torn = {card.replica for card in cards if card.state == "torn"}  # its workers may not know it
+    found = _held_versions(cards, group, timeout_s, silence_s)
+    return {replica: None if replica in torn else version for replica, version in found.items()}
+
+
+def _held_versions(
+    cards: Sequence[ReplicaCard], group: str, timeout_s: float, silence_s: float
+) -> dict[str, int | None]:
+    """`versions_of`, as the workers say it."""
     answers = ask_workers(cards, Describe(), WorkerCard, timeout_s=timeout_s, silence_s=silence_s)
     found: dict[str, int | None] = {}
     errors: dict[str, WeightwireError] = {}
@@ -56,7 +65,7 @@ class NextVersion:
         fresh = [card for card in cards if card.replica not in self._asked]
         if fresh:
             try:
-                found = versions_of(fresh, group, timeout_s, silence_s)
+                found = _held_versions(fresh, group, timeout_s, silence_s)
             except WeightwireError as error:
                 logger.warning("weightwire: new replicas did not say which version they serve: %s", error)
             else:
