@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
+from inference_plugin.engines.actions import Ask, EngineAction, Finish, Hold, Refuse, ResumeSteps, StopSteps
 from inference_plugin.engines.commit import CommitPlan
 from inference_plugin.engines.operations import RankOperation, RankReply, with_error
+from inference_plugin.engines.rank_calls import RankCalls
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.messages import InFlight, MemoryTag
 from inference_plugin.wire.tracing import span
@@ -59,6 +62,25 @@ class EngineControl(ABC):
     def announce_commit(self, plan: CommitPlan) -> None:  # noqa: B027 -- most engines have nothing to announce
         """The calls up to the next `resume` belong to this commit. An engine whose ranks run commits by themselves sends them
         the plan."""
+
+    def act(self, action: EngineAction, calls: RankCalls) -> Any:
+        """Performs what a command asks of the engine; returns the result. Does nothing for the coordinator's own actions."""
+        match action:
+            case Ask(operation):
+                with span(operation.name):
+                    return calls.ask(operation, self.call_ranks)
+            case Finish(operation, in_flight):
+                with span(operation.name):
+                    return calls.ask(operation, lambda request: self.finish(request, in_flight))
+            case StopSteps(in_flight):
+                return self.pause(in_flight)
+            case Hold(asleep):
+                self.hold(asleep)
+            case ResumeSteps():
+                self.resume()
+            case Refuse(reason):
+                self.refuse(reason)
+        return None
 
     def finish(self, request: bytes, in_flight: InFlight) -> list[bytes]:
         """`call_ranks` and `installed`, as one step of a commit."""

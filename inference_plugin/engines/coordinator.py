@@ -15,19 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from inference_plugin.engines.actions import (
-    AnnounceCommit,
-    Ask,
-    EngineAction,
-    Finish,
-    Hold,
-    NoteSpan,
-    Publish,
-    Refuse,
-    ResumeSteps,
-    StopSteps,
-    TellListeners,
-)
+from inference_plugin.engines.actions import AnnounceCommit, EngineAction, NoteSpan, Publish, TellListeners
 from inference_plugin.engines.commit import CommitPlan
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.events import (
@@ -57,7 +45,7 @@ from inference_plugin.net.reply_server import Asker, ReplyServer, Service
 from inference_plugin.wire.config import Config, misspelt_variables
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Body, Describe, Failed, ReplicaCard, ReplicaState, WorkerCard
-from inference_plugin.wire.tracing import Trace, save, span, span_since, under
+from inference_plugin.wire.tracing import Trace, save, span_since, under
 
 __all__ = ["ReplicaCoordinator", "open_coordinator"]
 
@@ -263,26 +251,11 @@ class ReplicaCoordinator(Service):
         return None
 
     def _do(self, command: Command, action: EngineAction) -> Any:
-        control = self._control
         match action:
-            case Ask(operation):
-                with span(operation.name):
-                    return self._calls.ask(operation, control.call_ranks)
-            case Finish(operation, in_flight):
-                with span(operation.name):
-                    return self._calls.ask(operation, lambda request: control.finish(request, in_flight))
             case AnnounceCommit(plan):
                 self._begin_trace(command, plan)
                 self._calls.check("check")
-                control.announce_commit(plan)
-            case StopSteps(in_flight):
-                return control.pause(in_flight)
-            case Hold(asleep):
-                control.hold(asleep)
-            case ResumeSteps():
-                control.resume()
-            case Refuse(reason):
-                control.refuse(reason)
+                self._control.announce_commit(plan)
             case Publish():
                 self._show()
             case TellListeners(group, committed):
@@ -290,6 +263,8 @@ class ReplicaCoordinator(Service):
                 self._listeners.tell(group, committed.version, committed.stopped_s)
             case NoteSpan(name, since_s, track, facts):
                 span_since(since_s, name, track, **facts)
+            case _:
+                return self._control.act(action, self._calls)
         return None
 
     def _begin_trace(self, command: Command, plan: CommitPlan) -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 LOADED = "the model's own loader, and not Weightwire, wrote the weights"
 
 _live: weakref.WeakKeyDictionary[Any, Callable[[str], object]] = weakref.WeakKeyDictionary()
-"""Live models. (What an attribute of the model reached, an update would have to follow.)"""
+"""By live model. Not an attribute of the model: an update follows all that these reach."""
 
 _loads = 0
 

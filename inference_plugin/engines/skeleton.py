@@ -71,8 +71,8 @@ def build_skeleton(
 
 @contextlib.contextmanager
 def _parameters_to_meta(built: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Every parameter that is registered meanwhile is on meta from then on, the same object; those of a single element are at
-    the end. `built` gets small ones' values."""
+    """Moves every parameter that is registered meanwhile to meta, as the same object; one of a single element moves at the end.
+    `built` gets the values of small ones."""
     register = nn.Module.register_parameter
     keep: list[Any] = []  # an id in `built` stays its parameter's
     storages: dict[int, torch.Tensor] = {}

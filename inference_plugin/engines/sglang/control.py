@@ -22,15 +22,7 @@ import msgspec
 import zmq
 
 from inference_plugin.devices import device_of
-from inference_plugin.engines.actions import (
-    Ask,
-    EngineAction,
-    Finish,
-    Refuse,
-    ResumeSteps,
-    Steps,
-    StopSteps,
-)
+from inference_plugin.engines.actions import Steps
 from inference_plugin.engines.commit import CommitPlan, commit_on_all_ranks
 from inference_plugin.engines.control import EngineControl, stamp_of
 from inference_plugin.engines.coordinator import ReplicaCoordinator
@@ -49,7 +41,7 @@ __all__ = ["FollowerControl", "LeaderControl"]
 logger = logging.getLogger("sglang.weightwire")
 
 
-class _TurnControl(abc.ABC):
+class _TurnControl(EngineControl):
     """The part that is the same on every rank. While `_in_commit`, all ranks run the same commit: nobody sends steps."""
 
     def __init__(self, rank: SchedulerRank) -> None:
@@ -139,7 +131,7 @@ class _TurnControl(abc.ABC):
         return self._ranks.gather(self._rank.perform(step))
 
 
-class LeaderControl(_TurnControl, EngineControl):
+class LeaderControl(_TurnControl):
     """On the first rank, which has the coordinator: its commands wait for a turn. `bells` wake the other ranks."""
 
     def __init__(self, rank: SchedulerRank, bells: Sequence[str]) -> None:
@@ -220,6 +212,9 @@ class FollowerControl(_TurnControl):
         self._commit: Steps[Committed] | None = None
         """The commit that waits until its requests have ended; stale once the first rank has given it up."""
 
+    def submit(self, command: Callable[[], None]) -> None:
+        raise NotImplementedError("commands are submitted to the first rank")
+
     def take_turn(self) -> None:
         """Follows the first rank to the end of the turn."""
         while True:
@@ -249,7 +244,7 @@ class FollowerControl(_TurnControl):
                 action = commit.send(value) if error is None else commit.throw(error)
                 value, error = None, None
                 try:
-                    value = self._perform(action)
+                    value = self.act(action, self._calls)
                 except Exception as failed:  # noqa: BLE001 -- the commit decides, as it does on the first rank
                     error = failed
                 if isinstance(value, Future):
@@ -263,20 +258,6 @@ class FollowerControl(_TurnControl):
             logger.debug("weightwire: a commit failed on rank %d: %s", self._rank.rank, failed)
         finally:
             self._in_commit = False
-
-    def _perform(self, action: EngineAction) -> Any:
-        match action:
-            case Ask(operation):
-                return self._calls.ask(operation, self.call_ranks)
-            case Finish(operation, in_flight):
-                return self._calls.ask(operation, lambda request: self.finish(request, in_flight))
-            case StopSteps(in_flight):
-                return self.pause(in_flight)
-            case Refuse(reason):
-                self.refuse(reason)
-            case ResumeSteps():
-                self.resume()
-        return None  # the other actions are the coordinator's
 
 
 def _standing_of(plan: CommitPlan) -> Standing:

@@ -297,8 +297,7 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
 
 
 def _unserved(scheduler: Any, parallel: Any) -> str:
-    """Why this layout isn't served, where a turn would not reach all ranks in the same pass or was never run; "" if it is
-    served."""
+    """Why this layout isn't served; "" if it is. In a layout that is served a turn reaches all ranks in the same pass."""
     grouped = getattr(parallel, "attn_dp_enabled", parallel.attn_dp_size > 1)  # before 0.5.22 only the size tells
     if grouped and parallel.enable_dp_attention_local_control_broadcast:
         return "local control broadcast keeps one group's control requests from the others"

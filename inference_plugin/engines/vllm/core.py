@@ -277,8 +277,8 @@ class CoreControl(EngineControl):
 
     @property
     def _connector(self) -> Any:
-        """The KV connector, if there is one. What it reaches other replicas fill as well, with versions of their own: only the
-        root of the hashes, by which it finds blocks, tells their versions apart."""
+        """The KV connector, if there is one. Other replicas may fill the store that it reaches, too, with versions of their own:
+        only the root of the hashes, by which it finds blocks, tells these versions apart."""
         return getattr(self.core.scheduler, "connector", None)
 
     @property

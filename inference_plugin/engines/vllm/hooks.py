@@ -117,7 +117,7 @@ def hook_own_commands() -> None:
 
 
 def hook_requests() -> None:
-    """Requests find what this version of the weights computed; a torn replica refuses them."""
+    """No request finds what an older version of the weights computed; a torn replica refuses requests."""
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched import output
     from vllm.v1.engine.core import EngineCore

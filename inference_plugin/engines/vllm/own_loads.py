@@ -48,7 +48,7 @@ def noted_loads(control: CoreControl, method: Any) -> Iterator[None]:
 
 
 def ask_of_loads_here(control: CoreControl) -> None:
-    """Before a step of an engine in the caller's process, who may have called the live model's loader itself."""
+    """Before a step of an in-process engine: its caller may have called the live model's loader."""
     if control.loads_told != (loads := noted_so_far()):
         control.loads_told = loads
         _forget(control, "")
@@ -68,8 +68,8 @@ def note_memory(control: CoreControl, move: Callable[[], Any], level: int | None
 
 
 def _forget(control: CoreControl, reason: str) -> None:
-    """Has this core's workers forget the version for a `reason`; without one, for what one of them tells of a load since the last
-    time."""
+    """Has this core's workers forget the version for a `reason`. Without one they do so where one of them tells of a load since
+    the last call."""
     why = _tell(control, "forget", reason)
     if why and not reason:
         _tell(control, "forget", why)  # some may not have loaded any: their version is of no use alone
