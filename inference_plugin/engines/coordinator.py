@@ -55,13 +55,13 @@ MAX_REQUEST_BYTES = 1 << 20
 
 
 def open_coordinator(
-    control: EngineControl, replica: str, workers: Iterable[WorkerCard | None], **card: Any
+    control: EngineControl, replica: str, workers: Iterable[WorkerCard], **card: Any
 ) -> ReplicaCoordinator:
     """Starts a replica's coordinator and publishes its card: from now on trainers find it.
 
     `card`: the fields of `ReplicaCard` that the engine knows (engine, engine_version, model, tp, ...).
     """
-    ordered = tuple(sorted((worker for worker in workers if worker is not None), key=lambda worker: worker.rank))
+    ordered = tuple(sorted(workers, key=lambda worker: worker.rank))
     address = addresses.listen_address(replica, "f")
     coordinator = ReplicaCoordinator(
         control,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -11,7 +11,7 @@ from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ErrorInfo, TornReplica, WeightwireError
 from inference_plugin.wire.messages import MemoryTag, RankCommit, RankVerify, SleepLevel, WorkerCard
 
-__all__ = ["RankOperation", "RankReply", "first_error", "raise_first", "with_error"]
+__all__ = ["RankOperation", "RankReply", "first_error", "raise_first", "started_cards", "with_error"]
 
 
 class RankOperation(msgspec.Struct, frozen=True):
@@ -48,6 +48,15 @@ class RankReply(msgspec.Struct, frozen=True):
     left: Literal["", "more", "changed"] = ""
     share: bytes = b""
     unknown: dict[str, str] = {}
+
+
+def started_cards(answers: Iterable[bytes], replica: str) -> list[WorkerCard]:
+    """The cards of ranks that have started, from their replies. Raises the first one's error."""
+    replies = [decode_as(answer, RankReply) for answer in answers]
+    for reply in replies:
+        if reply.error is not None:
+            raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
+    return [reply.card for reply in replies if reply.card is not None]
 
 
 def with_error(answer: bytes, error: Exception) -> bytes:

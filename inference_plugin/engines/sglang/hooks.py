@@ -13,7 +13,7 @@ import msgspec
 
 from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordinator
 from inference_plugin.engines.monkeypatch import contained, installed_version, run_without, wrap
-from inference_plugin.engines.operations import RankReply
+from inference_plugin.engines.operations import RankReply, started_cards
 from inference_plugin.engines.sglang.control import FollowerControl, LeaderControl
 from inference_plugin.engines.sglang.patch_points import SGLANG
 from inference_plugin.engines.sglang.ranks import Ranks
@@ -232,12 +232,9 @@ def _started(scheduler: Any, ranks: Ranks) -> SchedulerRank:
         logger.debug("weightwire: the rank could not start", exc_info=True)
         start = RankReply("start", ranks.rank, error=WeightwireError.wrap(error).info())
     try:
-        replies = [decode_as(reply, RankReply) for reply in ranks.gather(msgspec.msgpack.encode(start))]
-        for reply in replies:
-            if reply.error is not None:
-                raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
+        cards = started_cards(ranks.gather(msgspec.msgpack.encode(start)), replica)
         assert rank is not None
-        rank.cards = [reply.card for reply in replies]
+        rank.cards = cards
     except BaseException:
         if rank is not None:
             rank.close()

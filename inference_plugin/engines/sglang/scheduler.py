@@ -40,7 +40,7 @@ class SchedulerRank:
         self._speaks = get_parallel().attn_tp_rank == 0 and ranks.stage == 0
         self.pipeline = Pipeline(scheduler) if ranks.stages > 1 else None
         self.replica = replica
-        self.cards: list[WorkerCard | None] = []
+        self.cards: list[WorkerCard] = []
         self.model = SglangModel(scheduler)
         self.bell = Doorbell(scheduler.idle_sleeper, self.replica, self.rank)
         try:

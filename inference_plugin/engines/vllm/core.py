@@ -340,8 +340,8 @@ def _request_error(output: Any, message: str) -> dict[str, Any]:
     return {"error": RequestError(code="engine_paused", message=message, retryable=True)}
 
 
+@dataclasses.dataclass(frozen=True)
 class CoreCommand:
     """A callable on its way through the core's input queue."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
+    run: Callable[[], None]

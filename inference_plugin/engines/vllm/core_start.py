@@ -12,7 +12,7 @@ import msgspec
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordinator
 from inference_plugin.engines.monkeypatch import installed_version
-from inference_plugin.engines.operations import RankReply
+from inference_plugin.engines.operations import started_cards
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.rank_sockets import START_TIMEOUT_S, RankSockets
 from inference_plugin.engines.vllm.core import CoreControl
@@ -123,11 +123,7 @@ def _start_workers(core: Any, replica: str) -> list[WorkerCard]:
             hint="install weightwire wherever workers run; the workers' logs may say more",
             phase="start",
         )
-    replies = [decode_as(reply, RankReply) for reply in _ask_workers(core, "weightwire_start", replica)]
-    for reply in replies:
-        if reply.error is not None:
-            raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
-    return [reply.card for reply in replies if reply.card is not None]
+    return started_cards(_ask_workers(core, "weightwire_start", replica), replica)
 
 
 def _open(
