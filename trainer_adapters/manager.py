@@ -276,8 +276,8 @@ class SyncManager:
         return leading(self._fleet).wait(count, timeout_s)
 
     def replicas(self) -> list[ReplicaStatus]:
-        """Rank 0: every replica and what is known of it, without asking any. The last 32 lost replicas are listed as well. Any
-        thread, also while an update runs. Not collective."""
+        """Rank 0: every replica and what is known of it, without asking any: an update by another manager shows in `versions()`.
+        The last 32 lost replicas are listed as well. Any thread, also while an update runs. Not collective."""
         self._thread.check_open()
         return leading(self._fleet).statuses()
 
