@@ -156,19 +156,22 @@ def _is_served(path: Path) -> bool:
 
 def make_private(directory: Path, *, of_root_too: bool = False) -> None:
     """Makes a directory with mode 0700 if it does not exist. Raises `AuthError` if another user owns it (root may, with
-    `of_root_too`), and `ConfigError` if it can't be made."""
+    `of_root_too`) or a link to it (root may), and `ConfigError` if it can't be made."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owners = {directory.lstat().st_uid, directory.stat().st_uid}  # whoever owns a link may point it elsewhere later
+        owner, link_owner = directory.stat().st_uid, directory.lstat().st_uid
     except OSError as error:
         raise ConfigError(
             f"{directory} can't be made: {error.strerror or error}",
             hint="set WEIGHTWIRE_RUNTIME_DIR to a directory that can be written to",
             phase="start",
         ) from error
-    if others := owners - {os.getuid()} - ({0} if of_root_too else set()):
+    mine = os.getuid()
+    others = {owner} - {mine, 0 if of_root_too else mine}
+    others |= {link_owner} - {mine, 0}  # whoever owns a link may point it elsewhere later
+    if others:
         raise AuthError(
-            f"{directory} belongs to user {min(others)}, not to {os.getuid()}",
+            f"{directory} belongs to user {min(others)}, not to {mine}",
             hint="set WEIGHTWIRE_RUNTIME_DIR to a directory of your own",
             phase="start",
         )

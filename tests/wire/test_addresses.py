@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from inference_plugin.net import addresses
+from inference_plugin.net.listening import make_private
 from inference_plugin.net.processes import has_ended, start_ticks
 from inference_plugin.wire.errors import AuthError, ConfigError
 from inference_plugin.wire.messages import ReplicaCard
@@ -114,6 +115,21 @@ def test_a_link_of_somebody_else_is_refused_also_where_it_leads_to_a_directory_o
     os.chown(link, 12345, -1, follow_symlinks=False)
     with pytest.raises(AuthError, match="belongs to user 12345, not to 0"):
         addresses.runtime_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to give a directory away")
+def test_a_link_that_root_made_leads_to_a_users_own_directory_and_to_no_other(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, link = directory / "own", directory / "link"
+    own.mkdir()
+    link.symlink_to(own)
+    os.chown(own, 12345, -1)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    make_private(link)
+    os.chown(own, 0, -1)
+    with pytest.raises(AuthError, match="belongs to user 0, not to 12345"):
+        make_private(link)
 
 
 @pytest.mark.parametrize("job", ["a/b", "..", ".hidden", "x" * 41, "sp ace", ""])
