@@ -15,18 +15,15 @@ from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.messages import InFlight, MemoryTag
 from inference_plugin.wire.tracing import span
 
-__all__ = ["UNKNOWN_VERSION", "EngineControl", "stamp_of"]
+__all__ = ["UNKNOWN_VERSION", "CommandedEngine", "EngineControl", "stamp_of"]
 
 UNKNOWN_VERSION = "unknown"
 """The stamp of answers by weights that somebody else wrote since the last update."""
 
 
-class EngineControl(ABC):
-    """The engine as its coordinator sees it. All but `submit` are called on the engine's own thread, between two steps."""
-
-    @abstractmethod
-    def submit(self, command: Callable[[], None]) -> None:
-        """Any thread: has `command` run on the engine's own thread between two steps, soon even if the engine is idle."""
+class CommandedEngine(ABC):
+    """What commands do with an engine, on its own thread between two steps. On an engine whose ranks run commits by themselves
+    every rank has one."""
 
     @abstractmethod
     def call_ranks(self, request: bytes) -> list[bytes]:
@@ -92,6 +89,14 @@ class EngineControl(ABC):
         except Exception as error:  # noqa: BLE001 -- the commit tears the replica, and then tells
             return [with_error(answer, error) for answer in answers]
         return answers
+
+
+class EngineControl(CommandedEngine):
+    """The engine as its coordinator sees it. All but `submit` are called on the engine's own thread, between two steps."""
+
+    @abstractmethod
+    def submit(self, command: Callable[[], None]) -> None:
+        """Any thread: has `command` run on the engine's own thread between two steps, soon even if the engine is idle."""
 
 
 def stamp_of(version: int, finished: Sequence[bytes]) -> str:

@@ -24,7 +24,7 @@ import zmq
 from inference_plugin.devices import device_of
 from inference_plugin.engines.actions import Steps
 from inference_plugin.engines.commit import CommitPlan, commit_on_all_ranks
-from inference_plugin.engines.control import EngineControl, stamp_of
+from inference_plugin.engines.control import CommandedEngine, EngineControl, stamp_of
 from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.monkeypatch import contained
 from inference_plugin.engines.operations import RankOperation, RankReply, with_error
@@ -41,7 +41,7 @@ __all__ = ["FollowerControl", "LeaderControl"]
 logger = logging.getLogger("sglang.weightwire")
 
 
-class _TurnControl(EngineControl):
+class _TurnControl(CommandedEngine):
     """The part that is the same on every rank. While `_in_commit`, all ranks run the same commit: nobody sends steps."""
 
     def __init__(self, rank: SchedulerRank) -> None:
@@ -131,7 +131,7 @@ class _TurnControl(EngineControl):
         return self._ranks.gather(self._rank.perform(step))
 
 
-class LeaderControl(_TurnControl):
+class LeaderControl(_TurnControl, EngineControl):
     """On the first rank, which has the coordinator: its commands wait for a turn. `bells` wake the other ranks."""
 
     def __init__(self, rank: SchedulerRank, bells: Sequence[str]) -> None:
@@ -211,9 +211,6 @@ class FollowerControl(_TurnControl):
         self._calls = RankCalls(rank.ranks.size, {"side": "worker", "replica": rank.replica, "rank": rank.rank})
         self._commit: Steps[Committed] | None = None
         """The commit that waits until its requests have ended; stale once the first rank has given it up."""
-
-    def submit(self, command: Callable[[], None]) -> None:
-        raise NotImplementedError("commands are submitted to the first rank")
 
     def take_turn(self) -> None:
         """Follows the first rank to the end of the turn."""
