@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -36,34 +35,41 @@ LOADED_AHEAD = 64
 """Steps of a chain whose sums are loaded before the first of them is taken: a load takes as long as some tens of steps."""
 MAX_PROGRAMS_OF_PIECE = 4096
 BYTES_OF_SUMS = 8 * LANES
+HELD_BYTES_OF_SUMS = 256 << 20
+"""Sums of 4 GiB are taken by step 2 together: so many chains run side by side. They are held until then."""
 
 
 class TritonDigests(BlockDigests):
     """Two kernels. Step 1 leaves, for each piece, a row of 8 sums for each whole block, one for the rest, and those of the last
-    64 bytes."""
+    64 bytes. Step 2 takes them in a queue of its own: it keeps few of the device's units busy, while step 1 or the caller's
+    copies of what comes next need the memory's speed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+        self._sums_bytes = 0
         self._described: list[Offsets] = []
-        """Of some pieces: the address of each one's rows, the address of the sums of its last 64 bytes, its whole blocks."""
+        """Of the pieces of `_sums`: the address of each one's rows, the address of the sums of its last 64 bytes, its whole
+        blocks."""
+        self._accumulators: list[torch.Tensor] = []
+        self._side: Any = None
 
     def add_runs(self, runs: Sequence[Runs]) -> None:
-        for fit, alike in itertools.groupby(runs, _fits):
-            if not fit:
-                super().add_runs(list(alike))
-                continue
-            addresses, lengths = [], []
-            for some in alike:
-                targets, sources = some.copies()
-                for target, source in zip(targets, sources, strict=True):  # a fused kernel reaches half of the speed
-                    target.copy_(source, non_blocking=True)
-                addresses.append(some.memory.data_ptr() + some.starts)
-                lengths.append(some.lengths)
-                self._long += range(self._count, self._count + len(some.lengths))
-                self._lengths += some.lengths.tolist()
-                self._count += len(some.lengths)
-            self._launch(np.concatenate(addresses), np.concatenate(lengths), some.memory.device)
+        if not runs:
+            return
+        addresses = np.concatenate([some.memory.data_ptr() + some.starts for some in runs])
+        lengths = np.concatenate([some.lengths for some in runs])
+        positions = self._count + np.arange(len(lengths))
+        fit = (lengths > LONGEST_MEDIUM_BYTES) & (addresses % ALIGNMENT_BYTES == 0)
+        self._count += len(lengths)
+        if fit.any():
+            self._keep_order(positions[fit], lengths[fit])
+            self._launch(addresses[fit], lengths[fit], runs[0].memory.device)
+        if not fit.all():
+            whose = np.repeat(np.arange(len(runs)), [len(some.lengths) for some in runs])
+            starts = np.concatenate([some.starts for some in runs])
+            places = zip(whose[~fit].tolist(), starts[~fit].tolist(), lengths[~fit].tolist(), strict=True)
+            self._add_at(positions[~fit], [runs[k].memory.narrow(0, start, length) for k, start, length in places])
 
     def _read(self, pieces: Sequence[torch.Tensor]) -> None:
         addresses = np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)
@@ -92,16 +98,27 @@ class TritonDigests(BlockDigests):
                 BLOCKS=BLOCKS_AT_ONCE,
                 num_warps=1,
             )
-        self._kept += sums, lasts
+        self._sums += sums, lasts
+        self._sums_bytes += sums.nbytes
         rows = sums.data_ptr() + firsts * BYTES_OF_SUMS
         self._described.append(np.stack([rows, lasts.data_ptr() + np.arange(count) * BYTES_OF_SUMS, blocks]))
+        if self._sums_bytes >= HELD_BYTES_OF_SUMS:
+            self._chain()
 
     def _chained(self) -> torch.Tensor:
-        device = self._kept[0].device
+        if self._sums:
+            self._chain()
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+        return torch.cat(self._accumulators)
+
+    def _chain(self) -> None:
+        """Queues step 2 of what step 1 has left."""
+        device = self._sums[0].device
         numbers = np.concatenate(self._described, axis=1)
-        described, count = _sent(list(numbers), device), numbers.shape[1]
-        accumulators = torch.empty(count, LANES, dtype=torch.int64, device=device)
-        with _current(device):
+        with self._beside(device):
+            described, count = _sent(list(numbers), device), numbers.shape[1]
+            accumulators = torch.empty(count, LANES, dtype=torch.int64, device=device)
             _chain_blocks[(count,)](
                 described[0],
                 described[1],
@@ -111,17 +128,21 @@ class TritonDigests(BlockDigests):
                 AHEAD=LOADED_AHEAD,
                 num_warps=1,
             )
-        return accumulators
+        if self._side is not None:
+            for sums in self._sums:
+                sums.record_stream(self._side)  # its memory is not used anew before
+        self._accumulators.append(accumulators)
+        self._sums, self._sums_bytes, self._described = [], 0, []
 
-
-def _fits(runs: Runs) -> bool:
-    """Whether there are runs, and the kernel can take them where they lie."""
-    addresses = runs.memory.data_ptr() + runs.starts
-    return (
-        len(addresses) > 0
-        and bool((runs.lengths > LONGEST_MEDIUM_BYTES).all())
-        and not (addresses % ALIGNMENT_BYTES).any()
-    )
+    def _beside(self, device: torch.device) -> Any:
+        """Inside, this thread's work goes to the queue of step 2, after all that it queued before."""
+        if device.type == "cpu":
+            return contextlib.nullcontext()
+        if self._side is None:
+            _constants(device)  # there, before two queues use them
+            self._side = torch.cuda.Stream(device, priority=-1)
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._side)
 
 
 def _sent(values: Sequence[Offsets], device: torch.device) -> torch.Tensor:

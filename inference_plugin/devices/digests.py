@@ -77,30 +77,15 @@ Offsets: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of contiguous bytes in `memory` (1-D, uint8): where each starts, and its length. With a `target`, memory of the same
-    kind, each run is copied to its place of `targets` there."""
+    """Runs of contiguous bytes in `memory` (1-D, uint8): where each starts, and its length."""
 
     memory: torch.Tensor
     starts: Offsets
     lengths: Offsets
-    target: torch.Tensor | None = None
-    targets: Offsets | None = None
 
-    def sources(self) -> list[torch.Tensor]:
-        return _views(self.memory, self.starts, self.lengths)
-
-    def copies(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where to, and from where: one copy for runs that follow each other on both sides."""
-        if self.target is None or self.targets is None or not len(self.targets):
-            return [], []
-        follows = (np.diff(self.starts) == self.lengths[:-1]) & (np.diff(self.targets) == self.lengths[:-1])
-        first = np.flatnonzero(np.concatenate(([True], ~follows)))
-        lengths = np.add.reduceat(self.lengths, first)
-        return _views(self.target, self.targets[first], lengths), _views(self.memory, self.starts[first], lengths)
-
-
-def _views(memory: torch.Tensor, starts: Offsets, lengths: Offsets) -> list[torch.Tensor]:
-    return [memory.narrow(0, *run) for run in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    def views(self) -> list[torch.Tensor]:
+        spans = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        return [self.memory.narrow(0, start, length) for start, length in spans]
 
 
 class Digests(abc.ABC):
@@ -111,12 +96,8 @@ class Digests(abc.ABC):
         """Queues all reading of the tensors. What is queued afterwards may change them."""
 
     def add_runs(self, runs: Sequence[Runs]) -> None:
-        """Queues the copies of the runs, and the reading for the digest of each run, as `add` does."""
-        for some in runs:
-            targets, sources = some.copies()
-            if targets:
-                torch._foreach_copy_(targets, sources)
-            self.add(some.sources())
+        """`add` of each run, in order."""
+        self.add([view for some in runs for view in some.views()])
 
     @abc.abstractmethod
     def end(self) -> list[int]:
@@ -127,40 +108,47 @@ class BlockDigests(Digests):
     """The three steps. `add` is the first."""
 
     def __init__(self) -> None:
-        self._short: list[tuple[int, torch.Tensor]] = []
-        self._long: list[int] = []
-        self._lengths: list[int] = []
         self._count = 0
+        self._short: list[tuple[Offsets, list[int], torch.Tensor]] = []
+        """Positions of pieces of at most 240 bytes, their lengths, and a copy of their bytes side by side."""
+        self._long: list[Offsets] = []
+        """Positions of the others, in the order of `_read`."""
+        self._lengths: list[Offsets] = []
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        pieces = []
-        for tensor in tensors:
-            data = bytes_view(tensor.contiguous())
-            if data.numel() <= LONGEST_MEDIUM_BYTES:
-                self._short.append((self._count, data.clone()))
-            else:
-                is_aligned = data.data_ptr() % ALIGNMENT_BYTES == 0 and data.storage_offset() % ALIGNMENT_BYTES == 0
-                pieces.append(data if is_aligned else data.clone())
-                self._long.append(self._count)
-                self._lengths.append(data.numel())
-            self._count += 1
-        if pieces:
-            self._read(pieces)
+        data = [bytes_view(tensor.contiguous()) for tensor in tensors]
+        self._add_at(self._count + np.arange(len(data)), data)
+        self._count += len(data)
 
     def end(self) -> list[int]:
-        digests = [0] * self._count
-        if self._short:
-            packed = torch.cat([data for _, data in self._short]).cpu().numpy()
-            start = 0
-            for index, data in self._short:
-                digests[index] = digest_bytes(packed[start : start + data.numel()])
-                start += data.numel()
+        digests = np.zeros(self._count, dtype=np.uint64)
+        for positions, lengths, kept in self._short:
+            packed, end = kept.cpu().numpy(), 0
+            for position, length in zip(positions.tolist(), lengths, strict=True):
+                digests[position] = digest_bytes(packed[end : end + length])
+                end += length
         if self._long:
             accumulators = self._chained().cpu().numpy().view(np.uint64)
-            found = _finished(accumulators, np.array(self._lengths, dtype=np.uint64))
-            for index, digest in zip(self._long, found.tolist(), strict=True):
-                digests[index] = digest
-        return digests
+            digests[np.concatenate(self._long)] = _finished(accumulators, np.concatenate(self._lengths).astype(np.uint64))
+        found: list[int] = digests.tolist()
+        return found
+
+    def _add_at(self, positions: Offsets, data: Sequence[torch.Tensor]) -> None:
+        """`add` of contiguous bytes (1-D, uint8), each with its position among all."""
+        lengths = np.array([each.numel() for each in data], dtype=np.int64)
+        is_short = lengths <= LONGEST_MEDIUM_BYTES
+        if is_short.any():
+            short = [each for each, is_one in zip(data, is_short.tolist(), strict=True) if is_one]
+            self._short.append((positions[is_short], lengths[is_short].tolist(), torch.cat(short)))
+        if not is_short.all():
+            long = [each for each, is_one in zip(data, is_short.tolist(), strict=True) if not is_one]
+            self._keep_order(positions[~is_short], lengths[~is_short])
+            self._read([each if _is_aligned(each) else each.clone() for each in long])
+
+    def _keep_order(self, positions: Offsets, lengths: Offsets) -> None:
+        """Says which pieces are read next."""
+        self._long.append(positions)
+        self._lengths.append(lengths)
 
     @abc.abstractmethod
     def _read(self, pieces: Sequence[torch.Tensor]) -> None:
@@ -203,6 +191,10 @@ class TorchDigests(BlockDigests):
             scrambled = _scrambled(accumulators + sums.select(1, block), keys)
             accumulators = torch.where(counts > block, scrambled, accumulators)
         return accumulators + torch.stack(self._rests)
+
+
+def _is_aligned(data: torch.Tensor) -> bool:
+    return data.data_ptr() % ALIGNMENT_BYTES == 0 and data.storage_offset() % ALIGNMENT_BYTES == 0
 
 
 def _constant(values: Sequence[int], beside: torch.Tensor) -> torch.Tensor:

@@ -143,16 +143,17 @@ class DeviceZoneStaging(ZoneStaging):
         pieces = tuple(pieces)
         device, digests = device_of(self.segment.device), [piece.digest for piece in pieces]
         spots = self._spots.of(manifest, (piece.box for piece in pieces), self.lying)
+        found = device.new_digests()
         for batch in spots:
-            found = device.new_digests()
             if batch.starts is None:
                 found.add([lying.view(self.segment) for lying in batch.lying])
             else:
                 found.add_runs([Runs(self.segment, batch.starts, batch.lengths)])
-            for position, digest in zip(batch.pieces, found.end(), strict=True):
-                if digest != digests[position]:
-                    raise DigestMismatch(f"{manifest.describe(pieces[position].box)} is not what the trainer sent")
             between(batch.nbytes)
+        positions = [position for batch in spots for position in batch.pieces]
+        for position, digest in zip(positions, found.end(), strict=True):
+            if digest != digests[position]:
+                raise DigestMismatch(f"{manifest.describe(pieces[position].box)} is not what the trainer sent")
         return sum(batch.nbytes for batch in spots)
 
 
