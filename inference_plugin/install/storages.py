@@ -51,11 +51,15 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
     """Every parameter and buffer: its full name, the dict that holds it, its name there, itself."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    left = [("", model)]
+    while left:  # the order of `named_modules`, in a fraction of its time: every update runs through a model
+        prefix, module = left.pop()
         for holder in (module._parameters, module._buffers):
             for name, tensor in holder.items():
                 if tensor is not None:
-                    yield f"{prefix}.{name}" if prefix else name, cast(dict[str, Any], holder), name, tensor
+                    yield prefix + name, cast(dict[str, Any], holder), name, tensor
+        inner = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+        left += reversed(inner)
 
 
 def flat(tensor: Tensor) -> Tensor:

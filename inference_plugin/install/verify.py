@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from inference_plugin.devices import device_of
 from inference_plugin.install.layout import LiveLayout
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.replay import read_back
-from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
-from inference_plugin.wire.tensors import bytes_view, dtype_name
+from inference_plugin.wire.tensors import dtype_name
 
 __all__ = ["box_digest", "live_digests"]
 
@@ -51,6 +51,6 @@ def box_digest(name: str, offsets: tuple[int, ...], tensor: torch.Tensor, *, exa
         offsets=offsets,
         sizes=tuple(tensor.shape),
         dtype=dtype_name(tensor.dtype),
-        digest=digest_bytes(bytes_view(data.contiguous().cpu()).numpy()),
+        digest=device_of(data.device).digests([data])[0],
         signed_zeros=exact,
     )

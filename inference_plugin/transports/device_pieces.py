@@ -205,11 +205,13 @@ class DevicePieces:
 
     def _add_runs(self, given: torch.Tensor, dtype: torch.dtype, runs: SliceRuns) -> None:
         is_made = given.dtype != dtype or given.is_conj() or given.is_neg() or not given.is_contiguous()
-        with torch.inference_mode():
-            data = bytes_view(given.to(dtype).resolve_conj().resolve_neg().contiguous() if is_made else given)
-            for start, at, nbytes in runs.copies:  # one after the other: a fused copy of all reaches half of the speed
-                source = data if nbytes == data.numel() else data.narrow(0, start, nbytes)
-                self._device.copy(self._zones[runs.zone][0].narrow(0, at, nbytes), source)
+        if is_made:
+            with torch.inference_mode():
+                given = given.to(dtype).resolve_conj().resolve_neg().contiguous()
+        data = bytes_view(given)
+        for start, at, nbytes in runs.copies:  # one after the other: a fused copy of all reaches half of the speed
+            source = data if nbytes == data.nbytes else data.narrow(0, start, nbytes)
+            self._device.copy(self._zones[runs.zone][0].narrow(0, at, nbytes), source)
         self._boxes += runs.boxes
         self._waiting.append(Runs(data, runs.starts, runs.lengths))
         self._stats.nbytes += data.nbytes

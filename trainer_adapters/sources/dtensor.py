@@ -19,7 +19,7 @@ from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_
 from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Dims, Rename, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, ScanOptions, memory_of, why_not_plain
+from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, ScanOptions, why_not_plain
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import refuse_lora_layers
 from trainer_adapters.sources.streams import Buffers, module_stream
@@ -48,8 +48,8 @@ class ShardedSource(ScannedSource):
         self._spread = cache(Spread.of)  # models repeat their shapes
         self._known: dict[int, tuple[Any, Dims, Dims, Any, str]] = {}
 
-    def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
-        infos = super()._scan(keep)
+    def _scan(self) -> tuple[TensorInfo, ...]:
+        infos = super()._scan()
         if len(self._known) > 2 * len(infos):  # mostly of parameters that no longer exist
             self._known.clear()
         # The planned parameters lay in shards: only a different model may have unsharded ones at the moment.
@@ -70,7 +70,7 @@ class ShardedSource(ScannedSource):
         _, _, shape, spread, problem = known
         if not problem and spread.mesh.coordinate is not None:
             problem = why_not_plain(local)
-        return Inspection(shape, thing.dtype, spread, problem, None if problem else memory_of(thing))
+        return Inspection(shape, thing.dtype, spread, problem, None if problem else id(thing))
 
     def _spread_of(self, thing: DTensor, local: torch.Tensor) -> tuple[Dims, Any, str]:
         """The DTensor's shape, its spread over the mesh, and why it can't be sent."""

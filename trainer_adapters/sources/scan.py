@@ -41,7 +41,7 @@ from trainer_adapters.sources.sharded import is_dtensor
 from trainer_adapters.sources.sharing import share_boxes, some_of
 from trainer_adapters.sources.streams import Stream, module_ties
 
-__all__ = ["Inspection", "LocalShards", "ScanOptions", "ScannedSource", "memory_of", "why_not_plain"]
+__all__ = ["Inspection", "LocalShards", "ScanOptions", "ScannedSource", "why_not_plain"]
 
 
 class Inspection(NamedTuple):
@@ -182,7 +182,7 @@ class ScannedSource(WeightSource):
         if not isinstance(thing, torch.Tensor) or is_lazy(thing):
             return Inspection((), torch.uint8, problem=f"is a {type(thing).__name__}, which has no values")
         problem = why_not_plain(thing)
-        return Inspection(tuple(thing.shape), thing.dtype, None, problem, None if problem else memory_of(thing))
+        return Inspection(tuple(thing.shape), thing.dtype, None, problem, None if problem else _memory_of(thing))
 
     def _check_plan(self, plan: Plan) -> None:
         """Raises `ManifestMismatch` for problems that only the whole model shows."""
@@ -227,41 +227,45 @@ class ScannedSource(WeightSource):
         claims = tuple(one.box for position in sorted(sent) for one in sent[position])
         return SlicePlan(plan, sent, copied, kept_equal, claims)
 
-    def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
-        """Scans what the stream yields now; appends the items themselves to `keep`."""
-        infos: list[TensorInfo] = []
+    def _scan(self) -> tuple[TensorInfo, ...]:
+        """Scans what the stream yields now."""
+        return tuple(info for _, info in self._inspected())
+
+    def _inspected(self) -> Iterator[tuple[Any, TensorInfo]]:
+        """The items of the stream, each with what a scan sees of it."""
         first_with: dict[Hashable, int] = {}
+        position = 0  # counted by hand, and items are deleted: a loop's variable would keep the last one alive
         for name, thing in self._stream():
-            position = len(infos)
-            if keep is not None:
-                keep.append(thing)
-            seen = self._inspect(thing)
+            shape, dtype, spread, problem, memory = self._inspect(thing)
             twin = position
-            if self._in_memory and seen.memory is not None:
-                twin = first_with.setdefault(seen.memory, position)
-            infos.append(TensorInfo(name, seen.shape, seen.dtype, twin, seen.spread, seen.problem))
+            if self._in_memory and memory is not None:
+                twin = first_with.setdefault(memory, position)
+            yield thing, TensorInfo(name, shape, dtype, twin, spread, problem)
             del thing
-        return tuple(infos)
+            position += 1
 
     def _pass(self, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        """One pass over the stream. Raises `ManifestMismatch`, at once or during the pass, if the stream doesn't fit the plan."""
+        """One pass over the stream. Raises `ManifestMismatch` during the pass if the stream doesn't fit the plan."""
         plan = self._slice_plan().plan
-        if not self._in_memory:
-            return self._one_by_one(plan, planned)
-        things: list[Any] = []
-        if (infos := self._scan(things)) != plan.infos:
-            raise _disagreement(plan.infos, infos)
-        return self._cut(things, planned)
+        return self._cut(plan, planned) if self._in_memory else self._one_by_one(plan, planned)
 
-    def _cut(self, things: list[Any], planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        for position in sorted(planned):
-            local = self._local(things[position])
-            for one in planned[position]:
-                yield LocalSlice(one.box, one.view_of(local))
+    def _cut(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
+        for position, thing in enumerate(self._as_planned(plan)):
+            for one in planned.get(position, ()):
+                yield LocalSlice(one.box, one.view_of(self._local(thing)))
+
+    def _as_planned(self, plan: Plan) -> Iterator[Any]:
+        """The items of the stream, in memory. Raises `ManifestMismatch` once one is not as in the plan."""
+        expected = iter(plan.infos)
+        for thing, info in self._inspected():
+            if info != next(expected, None):
+                raise _disagreement(plan.infos, self._scan())
+            yield thing
+        if next(expected, None) is not None:
+            raise _disagreement(plan.infos, self._scan())
 
     def _one_by_one(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
-        position = 0
+        position = 0  # counted by hand, and tensors are deleted, as in `_inspected`
         for name, tensor in self._stream():
             info = plan.infos[position] if position < len(plan.infos) else None
             if info is None or info.name != name or (plan.places[position] and not _fits(info, tensor)):
@@ -288,12 +292,13 @@ class ScannedSource(WeightSource):
 
 def why_not_plain(tensor: torch.Tensor) -> str:
     """Why a tensor's values can't be read where they are; "" if they can."""
-    if is_dtensor(tensor):
-        return "is a DTensor: ModuleAdapter takes whole tensors, use FSDPAdapter or DTensorAdapter"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if is_dtensor(tensor):
+            return "is a DTensor: ModuleAdapter takes whole tensors, use FSDPAdapter or DTensorAdapter"
+        if not tensor.is_meta and is_traceable_wrapper_subclass(tensor):
+            return f"is a {type(tensor).__name__}, which wraps other tensors: convert it to a plain one"
     if tensor.is_meta:
         return "is on the meta device: it has no values"
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and bool(is_traceable_wrapper_subclass(tensor)):
-        return f"is a {type(tensor).__name__}, which wraps other tensors: convert it to a plain one"
     if tensor.layout != torch.strided or tensor.is_quantized:
         return f"is {tensor.layout} {tensor.dtype}: convert it to a plain tensor"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
@@ -303,9 +308,9 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     return ""
 
 
-def memory_of(tensor: torch.Tensor) -> Hashable:
-    """A value that is equal, on all ranks alike, for tensors that are the same elements of the same memory."""
-    if is_dtensor(tensor) or not tensor.numel():
+def _memory_of(tensor: torch.Tensor) -> Hashable:
+    """A value that is equal, on all ranks alike, for plain tensors that are the same elements of the same memory."""
+    if not tensor.numel():
         return id(tensor)
     reading = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
     return tensor.device, tensor.data_ptr(), reading
