@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing  # teaches ForkingPickler to send tensors by their handles
@@ -32,21 +33,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.processes import ROOT
-from inference_plugin.devices import device_of
+from inference_plugin.devices import Runs, device_of
 from inference_plugin.engines.transformers import TransformersEngine
 from inference_plugin.net import addresses
-from inference_plugin.wire.config import PIECE_BYTES
+from inference_plugin.transports.device_pieces import PIECE_BYTES
+from inference_plugin.wire.tensors import bytes_view
 from trainer_adapters import FSDPAdapter, SyncManager
 
 DEVICE = torch.device(os.environ.get("WEIGHTWIRE_TEST_DEVICE", "cuda:0"))
 ON_GPU = DEVICE.type != "cpu"
-LAYER_GB = 0.39
+LAYER_GB = 0.436
 """A layer of the model (hidden 4096, bfloat16)."""
 COPIES_OF_MODEL = 4.6
 """The trainer's, the engine's, its two zones, and room for what is computed."""
+HEAD_DIM = 128 if ON_GPU else 16
 KILLED_GB = 1.0
 """Of the model that killed trainers send: several of them have it at once."""
 HANDLES = 10_000 if ON_GPU else 20
+HANDLES_S = 20.0
+"""How long handles are made, and how long they are mapped, at most: on an H200 10,000 took more than a minute."""
+
+BEGAN_S = time.perf_counter()
 
 Row = dict[str, Any]
 
@@ -79,9 +86,8 @@ def run(arguments: argparse.Namespace) -> Iterator[Row]:
     found: Row = {"device": name, "date": date.today().isoformat(), "torch": torch.__version__}
     with tempfile.TemporaryDirectory() as directory, one_rank(Path(directory)):
         runtime = Path(directory) / "run"
-        found["handles"] = handle_seconds(HANDLES)
-        yield found
         fits_gb = device.free_bytes(DEVICE) / 1e9 / COPIES_OF_MODEL
+        tell("the model")
         path = make_checkpoint(Path(directory) / "model", min(arguments.gigabytes, fits_gb))
         model = trained(path)
         nbytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -95,18 +101,29 @@ def run(arguments: argparse.Namespace) -> Iterator[Row]:
         adapter = FSDPAdapter(model)
         copied = [("cuda_ipc", "copy"), ("shm", "copy")] if ON_GPU else [("shm", "copy")]
         for captured, ways in ((False, [("cuda_ipc", "standby")]), (True, copied)):
+            tell("an engine" + " with captured decode steps" * captured)
             with engine(path, runtime / str(captured), captured=captured):
                 for transport, install in ways:
+                    tell(f"updates over {transport}, {install}")
                     found["updates"].append(update_row(model, adapter, transport, install, captured, arguments.runs))
                     yield found
                 if captured:
+                    tell(f"{arguments.updates} updates in a row")
                     found["leak"] = leak(model, adapter, arguments.updates)
         del model, adapter
         yield found
+        tell(f"{arguments.kills} trainers that are killed")
         small = make_checkpoint(Path(directory) / "small", KILLED_GB)
         with engine(small, runtime / "kills", captured=True):
             found["kills"] = killed(small, trained(small), arguments.kills)
         yield found
+        tell(f"{HANDLES} handles, as far as {HANDLES_S:g} s go")
+        found["handles"] = handle_seconds(HANDLES)
+        yield found
+
+
+def tell(what: str) -> None:
+    print(f"[{time.perf_counter() - BEGAN_S:5.0f} s] {what}", file=sys.stderr, flush=True)
 
 
 # --- the model, and the processes ---------------------------------------------------------------------------------------------
@@ -120,9 +137,9 @@ def make_checkpoint(path: Path, gigabytes: float) -> Path:
         hidden_size=size,
         intermediate_size=3 * size,
         num_hidden_layers=max(1, round(gigabytes / LAYER_GB)) if ON_GPU else 2,
-        num_attention_heads=size // 16,
-        num_key_value_heads=size // 16,
-        head_dim=16,
+        num_attention_heads=size // HEAD_DIM,
+        num_key_value_heads=size // HEAD_DIM,
+        head_dim=HEAD_DIM,
         vocab_size=256,
     )
     with DEVICE:
@@ -218,25 +235,39 @@ def copy_seconds(nbytes: int) -> float:
 
 
 def digest_seconds(model: Any) -> float:
-    locals_ = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
-    pieces = [piece for each in locals_ for piece in each.detach().view(-1).split(PIECE_BYTES // 2)]
-    return timed(lambda: device_of(DEVICE).digests(pieces))
+    """All parameters, in pieces as large as an update's."""
+    runs = []
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        starts = np.arange(0, local.nbytes, PIECE_BYTES, dtype=np.int64)
+        runs.append(Runs(bytes_view(local), starts, np.minimum(local.nbytes - starts, PIECE_BYTES)))
+
+    def work() -> None:
+        found = device_of(DEVICE).new_digests()
+        found.add_runs(runs)
+        found.end()
+
+    return timed(work)
 
 
 def handle_seconds(count: int) -> Row:
-    """Seconds to map, in another process: one allocation; `count` allocations by a handle each; and `count` tensors as torch's
-    multiprocessing sends them."""
+    """Seconds to map, in another process: one allocation; up to `count` allocations by a handle each, and how many they were;
+    and as many tensors as torch's multiprocessing sends them."""
     device = device_of(DEVICE)
-    many = [device.share(1 << 20, lambda free: free()) for _ in range(count)]
-    tensors = [torch.zeros(1 << 10, device=DEVICE) for _ in range(count)]
+    ends_s = time.perf_counter() + HANDLES_S
+    many = []
+    while len(many) < count and time.perf_counter() < ends_s:
+        many.append(device.share(1 << 20, lambda free: free()))
+    tensors = [torch.zeros(1 << 10, device=DEVICE) for _ in range(len(many))]
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     packed = bytes(ForkingPickler.dumps(tensors)) if ON_GPU else b""
     child = context.Process(target=attach_all, args=([memory.handle for memory in many], device.uuid(), packed, queue))
     child.start()
-    one_s, all_s, torch_s = queue.get(timeout=300)
+    one_s, mapped, mapped_s, torch_s = queue.get(timeout=300)
+    child.kill()  # unmapping takes as long as mapping
     child.join()
-    return {"count": count, "one_s": one_s, "all_s": all_s, "torch_s": torch_s}
+    return {"one_s": one_s, "mapped": mapped, "mapped_s": mapped_s, "torch_tensors": len(tensors), "torch_s": torch_s}
 
 
 def attach_all(handles: Sequence[bytes], uuid: str, packed: bytes, queue: Any) -> None:
@@ -246,13 +277,17 @@ def attach_all(handles: Sequence[bytes], uuid: str, packed: bytes, queue: Any) -
     began_s = time.perf_counter()
     device.attach(handles[0], 1 << 20, uuid).close()
     one_s = time.perf_counter() - began_s
-    mapped = [device.attach(handle, 1 << 20, uuid) for handle in handles]
-    all_s = time.perf_counter() - began_s - one_s
-    for memory in mapped:
-        memory.close()
+    began_s = time.perf_counter()
+    mapped = []
+    for handle in handles:
+        mapped.append(device.attach(handle, 1 << 20, uuid))
+        if time.perf_counter() - began_s > HANDLES_S:
+            break
+    mapped_s = time.perf_counter() - began_s
     began_s = time.perf_counter()
     tensors = ForkingPickler.loads(packed) if packed else []
-    queue.put((one_s, all_s, time.perf_counter() - began_s))
+    queue.put((one_s, len(mapped), mapped_s, time.perf_counter() - began_s))
+    time.sleep(HANDLES_S)
     del tensors
 
 
@@ -266,7 +301,9 @@ def update_row(model: Any, adapter: FSDPAdapter, transport: str, install: Any, c
             report = manager.update(adapter)
             taken.append(time.perf_counter() - began_s)
             stopped.append(report.replicas[0].stopped_s)
+        began_s = time.perf_counter()
         is_right = manager.verify(adapter).ok
+        verify_s = time.perf_counter() - began_s
     return {
         "transport": transport,
         "install": report.replicas[0].install,
@@ -276,6 +313,7 @@ def update_row(model: Any, adapter: FSDPAdapter, transport: str, install: Any, c
         "stopped_s": median(stopped[3:]),
         "phases_s": dict(report.phases),
         "verified": is_right,
+        "verify_s": verify_s,
     }
 
 

@@ -140,7 +140,7 @@ class TritonDigests(BlockDigests):
             return contextlib.nullcontext()
         if self._side is None:
             _constants(device)  # there, before two queues use them
-            self._side = torch.cuda.Stream(device, priority=-1)
+            self._side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(self._side)
 

@@ -129,7 +129,9 @@ class BlockDigests(Digests):
                 end += length
         if self._long:
             accumulators = self._chained().cpu().numpy().view(np.uint64)
-            digests[np.concatenate(self._long)] = _finished(accumulators, np.concatenate(self._lengths).astype(np.uint64))
+            digests[np.concatenate(self._long)] = _finished(
+                accumulators, np.concatenate(self._lengths).astype(np.uint64)
+            )
         found: list[int] = digests.tolist()
         return found
 

@@ -66,7 +66,7 @@ class KnownRuns:
     def under(
         self, manifest: Manifest, layouts: tuple[ZoneLayout, ...], piece_bytes: int
     ) -> Callable[[Box], SliceRuns | None]:
-        """A function of a slice's box. It gives None where a piece lands in several zones, or in places that are not contiguous."""
+        """A function of a slice's box. None: a piece of it lands in several zones, or in places that are not contiguous."""
         of = (piece_bytes, id(manifest), *map(id, layouts))
         if of != self._of:
             self._of, self._keep, self._known = of, (manifest, layouts), {}
@@ -179,8 +179,8 @@ class DevicePieces:
         self._made_bytes = 0
 
     def add(self, item: Slice) -> None:
-        """Queues the copies of a slice, and the reading for its digests; with `slices_last` perhaps later, in `end` at the latest.
-        What is queued afterwards may change it. Raises `ManifestMismatch` as `pieces_of` does."""
+        """Queues the copies of a slice, and the reading for its digests; the latter, with `slices_last`, in `end` at the latest.
+        What is queued afterwards may change the slice. Raises `ManifestMismatch` as `pieces_of` does."""
         began_s = time.perf_counter()
         where = item.tensor.device
         if self._where != where:

@@ -88,7 +88,9 @@ def test_runs_have_the_digests_that_the_host_computes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_chains_are_the_same_however_many_sums_are_held(kind: type[BlockDigests], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_are_the_same_however_many_sums_are_held(
+    kind: type[BlockDigests], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kind is not TorchDigests:
         monkeypatch.setattr("inference_plugin.devices.digest_kernels.HELD_BYTES_OF_SUMS", 200)
     tensors = [any_bits(torch.uint8, size, seed=size) for size in (2000, 100, 5000, 300)]

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -229,20 +230,24 @@ class ScannedSource(WeightSource):
 
     def _scan(self) -> tuple[TensorInfo, ...]:
         """Scans what the stream yields now."""
-        return tuple(info for _, info in self._inspected())
+        infos = []
+        for thing, info in self._inspected():
+            del thing
+            infos.append(info)
+        return tuple(infos)
 
     def _inspected(self) -> Iterator[tuple[Any, TensorInfo]]:
         """The items of the stream, each with what a scan sees of it."""
         first_with: dict[Hashable, int] = {}
-        position = 0  # counted by hand, and items are deleted: a loop's variable would keep the last one alive
+        positions = itertools.count()
         for name, thing in self._stream():
+            position = next(positions)
             shape, dtype, spread, problem, memory = self._inspect(thing)
             twin = position
             if self._in_memory and memory is not None:
                 twin = first_with.setdefault(memory, position)
             yield thing, TensorInfo(name, shape, dtype, twin, spread, problem)
-            del thing
-            position += 1
+            del thing  # here and where it is taken: the loop's variable would keep it alive while the next one is made
 
     def _pass(self, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
         """One pass over the stream. Raises `ManifestMismatch` during the pass if the stream doesn't fit the plan."""
@@ -265,7 +270,8 @@ class ScannedSource(WeightSource):
             raise _disagreement(plan.infos, self._scan())
 
     def _one_by_one(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        position = 0  # counted by hand, and tensors are deleted, as in `_inspected`
+        # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
+        position = 0
         for name, tensor in self._stream():
             info = plan.infos[position] if position < len(plan.infos) else None
             if info is None or info.name != name or (plan.places[position] and not _fits(info, tensor)):
@@ -295,7 +301,7 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if is_dtensor(tensor):
             return "is a DTensor: ModuleAdapter takes whole tensors, use FSDPAdapter or DTensorAdapter"
-        if not tensor.is_meta and is_traceable_wrapper_subclass(tensor):
+        if not tensor.is_meta and bool(is_traceable_wrapper_subclass(tensor)):
             return f"is a {type(tensor).__name__}, which wraps other tensors: convert it to a plain one"
     if tensor.is_meta:
         return "is on the meta device: it has no values"
