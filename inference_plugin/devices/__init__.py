@@ -5,12 +5,12 @@ A thread that may run torch is started by `start_thread`, so that it ends before
 
 from __future__ import annotations
 
-from inference_plugin.devices.base import Device, Mark, Queue, SharedMemory, Unused
+from inference_plugin.devices.base import ByteCopy, Device, Mark, Queue, SharedMemory, Unused
 from inference_plugin.devices.digests import Digests, Offsets, Runs
 from inference_plugin.devices.registry import DEVICES, device_of, in_use, present
 from inference_plugin.devices.threads import start_thread
 
 __all__ = [
-    "DEVICES", "Device", "Digests", "Mark", "Offsets", "Queue", "Runs", "SharedMemory", "Unused", "device_of", "in_use",
-    "present", "start_thread",
+    "DEVICES", "ByteCopy", "Device", "Digests", "Mark", "Offsets", "Queue", "Runs", "SharedMemory", "Unused", "device_of",
+    "in_use", "present", "start_thread",
 ]  # fmt: skip

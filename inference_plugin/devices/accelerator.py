@@ -4,13 +4,13 @@ marks its events (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-stre
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from inference_plugin.devices.base import Device, Mark, Queue, SharedMemory, Unused
+from inference_plugin.devices.base import ByteCopy, Device, Mark, Queue, SharedMemory, Unused
 from inference_plugin.devices.cuda_driver import CudaDriver, DeviceArray
 from inference_plugin.devices.digests import Digests, TorchDigests
 from inference_plugin.wire.errors import TransportUnavailable
@@ -97,6 +97,14 @@ class Accelerator(Device):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
+
+    def copy_bytes(self, copies: Sequence[ByteCopy]) -> None:
+        where = torch.device(self.type, self.current())
+        if self.why_not_shared() is not None or not all(c.target.device == c.source.device == where for c in copies):
+            super().copy_bytes(copies)
+            return
+        # torch's calls for one copy take longer than the copy of a small tensor, and models have hundreds.
+        _driver().copy(self.current(), self.current_queue().cuda_stream, copies)
 
     def new_digests(self) -> Digests:
         return _digests_class(self.type)()

@@ -14,14 +14,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from inference_plugin.devices.digests import Digests, TorchDigests
 from inference_plugin.wire.errors import TransportUnavailable
+from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["Device", "Mark", "Queue", "SharedMemory", "Unused"]
+__all__ = ["ByteCopy", "Device", "Mark", "Queue", "SharedMemory", "Unused"]
 
 Queue: TypeAlias = Any
 """A queue of one device (CUDA: a stream)."""
@@ -43,6 +44,16 @@ class SharedMemory:
     handle: bytes
     close: Callable[[], None] = lambda: None
     """Ends this process's mapping of another one's memory: a later access fails. May be called twice."""
+
+
+class ByteCopy(NamedTuple):
+    """`nbytes` bytes of a contiguous tensor, from byte `start` on, to byte `at` of another one."""
+
+    target: torch.Tensor
+    at: int
+    source: torch.Tensor
+    start: int
+    nbytes: int
 
 
 class Device(abc.ABC):
@@ -130,6 +141,12 @@ class Device(abc.ABC):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queues a copy between tensors of one shape, with a cast where their dtypes differ. Either may be the host's: that side
         must not be touched before the copy has ended."""
+
+    def copy_bytes(self, copies: Sequence[ByteCopy]) -> None:
+        """Queues copies of bytes between contiguous tensors."""
+        for each in copies:
+            source = bytes_view(each.source).narrow(0, each.start, each.nbytes)
+            self.copy(bytes_view(each.target).narrow(0, each.at, each.nbytes), source)
 
     def new_digests(self) -> Digests:
         """For digests of this device's memory, computed there."""

@@ -12,10 +12,10 @@ import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from inference_plugin.devices.base import SharedMemory, Unused
+from inference_plugin.devices.base import ByteCopy, SharedMemory, Unused
 from inference_plugin.wire.errors import TransportUnavailable
 
 __all__ = ["CudaDriver", "DeviceArray", "HANDLE_BYTES"]
@@ -94,6 +94,13 @@ class CudaDriver:
         end.atexit = False  # the process takes its mappings with it
         return SharedMemory(self._as_tensor(array, device), handle, end)
 
+    def copy(self, device: int, stream: int, copies: Iterable[ByteCopy]) -> None:
+        """Queues copies within the device's memory. Raises `TransportUnavailable`."""
+        with self._on(device):
+            for target, at, source, start, nbytes in copies:
+                addresses = target.data_ptr() + at, source.data_ptr() + start
+                self._call("cuMemcpyDtoDAsync_v2", *addresses, nbytes, stream)
+
     def page_lock(self, device: int, address: int, nbytes: int) -> Callable[[], None]:
         """Page-locks memory of the host, for reading; returns what ends it. Raises `TransportUnavailable`.
 
@@ -142,6 +149,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuIpcGetMemHandle": [ctypes.POINTER(_Handle), ctypes.c_uint64],
     "cuIpcOpenMemHandle_v2": [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint],
     "cuIpcCloseMemHandle": [ctypes.c_uint64],
+    "cuMemcpyDtoDAsync_v2": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p],
     "cuMemHostRegister_v2": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint],
     "cuMemHostUnregister": [ctypes.c_void_p],
 }

@@ -69,7 +69,7 @@ class TritonDigests(BlockDigests):
             whose = np.repeat(np.arange(len(runs)), [len(some.lengths) for some in runs])
             starts = np.concatenate([some.starts for some in runs])
             places = zip(whose[~fit].tolist(), starts[~fit].tolist(), lengths[~fit].tolist(), strict=True)
-            self._add_at(positions[~fit], [runs[k].memory.narrow(0, start, length) for k, start, length in places])
+            self._add_at(positions[~fit], [runs[k].view(start, length) for k, start, length in places])
 
     def _read(self, pieces: Sequence[torch.Tensor]) -> None:
         addresses = np.array([piece.data_ptr() for piece in pieces], dtype=np.int64)

@@ -77,15 +77,17 @@ Offsets: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of contiguous bytes in `memory` (1-D, uint8): where each starts, and its length."""
+    """Runs of contiguous bytes of `memory`, a contiguous tensor: where each starts, and its length."""
 
     memory: torch.Tensor
     starts: Offsets
     lengths: Offsets
 
+    def view(self, start: int, length: int) -> torch.Tensor:
+        return bytes_view(self.memory).narrow(0, start, length)
+
     def views(self) -> list[torch.Tensor]:
-        spans = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-        return [self.memory.narrow(0, start, length) for start, length in spans]
+        return list(map(self.view, self.starts.tolist(), self.lengths.tolist()))
 
 
 class Digests(abc.ABC):

@@ -190,6 +190,13 @@ class Staging(abc.ABC):
         with ThreadPoolExecutor(threads, thread_name_prefix="weightwire-check") as pool:
             return sum(pool.map(carried(check_some), parts))
 
+    def start_check(
+        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
+    ) -> Callable[[], int]:
+        """`check`, which may go on on a device while this thread does something else. Returns what ends it, with its result."""
+        nbytes = self.check(manifest, pieces, between, threads)
+        return lambda: nbytes
+
     def lying(self, manifest: Manifest, box: Box) -> Iterable[Lying]:
         """Where a box lies in `segment`: `LyingAt`."""
         return (in_segment(manifest, box),)

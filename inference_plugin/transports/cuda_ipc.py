@@ -139,22 +139,30 @@ class DeviceZoneStaging(ZoneStaging):
     def check(
         self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
     ) -> int:
+        return self.start_check(manifest, pieces, between, threads)()
+
+    def start_check(
+        self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
+    ) -> Callable[[], int]:
         self._seal()
         pieces = tuple(pieces)
-        device, digests = device_of(self.segment.device), [piece.digest for piece in pieces]
         spots = self._spots.of(manifest, (piece.box for piece in pieces), self.lying)
-        found = device.new_digests()
+        found = device_of(self.segment.device).new_digests()
         for batch in spots:
             if batch.starts is None:
                 found.add([lying.view(self.segment) for lying in batch.lying])
             else:
                 found.add_runs([Runs(self.segment, batch.starts, batch.lengths)])
             between(batch.nbytes)
-        positions = [position for batch in spots for position in batch.pieces]
-        for position, digest in zip(positions, found.end(), strict=True):
-            if digest != digests[position]:
-                raise DigestMismatch(f"{manifest.describe(pieces[position].box)} is not what the trainer sent")
-        return sum(batch.nbytes for batch in spots)
+
+        def end() -> int:
+            positions = [position for batch in spots for position in batch.pieces]
+            for position, digest in zip(positions, found.end(), strict=True):
+                if digest != pieces[position].digest:
+                    raise DigestMismatch(f"{manifest.describe(pieces[position].box)} is not what the trainer sent")
+            return sum(batch.nbytes for batch in spots)
+
+        return end
 
 
 class DeviceZoneReceiver(ZoneReceiver):

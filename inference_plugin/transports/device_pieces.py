@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from inference_plugin.devices import Device, Digests, Offsets, Runs, device_of
+from inference_plugin.devices import ByteCopy, Device, Digests, Offsets, Runs, device_of
 from inference_plugin.transports.base import WriteStats
 from inference_plugin.transports.pieces import Lying, LyingAt, Passes, checked_dtype, part_of
 from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
@@ -30,27 +30,23 @@ BATCH_BYTES = 4 << 30
 MADE_BYTES = 256 << 20
 """Casts and packed slices or pieces that are held until they are read together."""
 
-WAITING_BYTES = 1 << 30
-"""Slices that wait to be read together: the device works on them while this thread looks for the next."""
+FEWEST_WAITING_BYTES, MOST_WAITING_BYTES = 256 << 20, 4 << 30
+"""Slices wait to be copied and read together: few at first, so that the device begins soon, then twice as many each time."""
 
 
-class Copied(NamedTuple):
-    """Bytes of a slice in C order that one copy brings to a zone: where they begin in the slice, and in the zone."""
-
-    start: int
-    at: int
-    nbytes: int
+Span: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class SliceRuns:
-    """A slice in C order: its pieces as runs of bytes, and the copies that bring it to the zone that needs it, if one does."""
+    """A slice in C order: its pieces as runs of bytes, and the copies that bring it to the zone that needs it, if one does: each
+    with where it begins in the zone and in the slice, and its bytes."""
 
     boxes: tuple[Box, ...]
     starts: Offsets
     lengths: Offsets
     zone: int
-    copies: tuple[Copied, ...]
+    copies: tuple[Span, ...]
 
 
 class KnownRuns:
@@ -83,7 +79,7 @@ class KnownRuns:
 def _runs_of(manifest: Manifest, layouts: Sequence[ZoneLayout], piece_bytes: int, box: Box) -> SliceRuns | None:
     places = manifest.split(box, piece_bytes)
     zones: set[int | None] = set()
-    copies: list[Copied] = []
+    copies: list[Span] = []
     for place in places:
         found = [
             (zone, landing) for zone, layout in enumerate(layouts) for landing in layout.landings(manifest, place.box)
@@ -92,7 +88,7 @@ def _runs_of(manifest: Manifest, layouts: Sequence[ZoneLayout], piece_bytes: int
             return None
         zones.add(found[0][0] if found else None)
         if found:
-            copy = Copied(place.start, found[0][1].offset, place.end - place.start)
+            copy = found[0][1].offset, place.start, place.end - place.start
             copies[-1:] = _together(copies[-1], copy) if copies else [copy]
     if len(zones) != 1:
         return None
@@ -101,10 +97,11 @@ def _runs_of(manifest: Manifest, layouts: Sequence[ZoneLayout], piece_bytes: int
     return SliceRuns(tuple(place.box for place in places), starts, ends - starts, zones.pop() or 0, tuple(copies))
 
 
-def _together(one: Copied, following: Copied) -> list[Copied]:
+def _together(one: Span, following: Span) -> list[Span]:
     """One copy where the other follows on both sides."""
-    if (one.start + one.nbytes, one.at + one.nbytes) == following[:2]:
-        return [Copied(one.start, one.at, one.nbytes + following.nbytes)]
+    at, start, nbytes = one
+    if (at + nbytes, start + nbytes) == following[:2]:
+        return [(at, start, nbytes + following[2])]
     return [one, following]
 
 
@@ -174,8 +171,10 @@ class DevicePieces:
         self._device: Device
         self._digests: Digests
         self._boxes: list[Box] = []
+        self._waiting_copies: list[ByteCopy] = []
         self._waiting: list[Runs] = []
         self._waiting_bytes = 0
+        self._most_waiting_bytes = FEWEST_WAITING_BYTES
         self._made_bytes = 0
 
     def add(self, item: Slice) -> None:
@@ -208,24 +207,24 @@ class DevicePieces:
         if is_made:
             with torch.inference_mode():
                 given = given.to(dtype).resolve_conj().resolve_neg().contiguous()
-        data = bytes_view(given)
-        for start, at, nbytes in runs.copies:  # one after the other: a fused copy of all reaches half of the speed
-            source = data if nbytes == data.nbytes else data.narrow(0, start, nbytes)
-            self._device.copy(self._zones[runs.zone][0].narrow(0, at, nbytes), source)
+        for at, start, nbytes in runs.copies:
+            self._waiting_copies.append(ByteCopy(self._zones[runs.zone][0], at, given, start, nbytes))
+        self._waiting.append(Runs(given, runs.starts, runs.lengths))
         self._boxes += runs.boxes
-        self._waiting.append(Runs(data, runs.starts, runs.lengths))
-        self._stats.nbytes += data.nbytes
-        self._waiting_bytes += data.nbytes
+        self._stats.nbytes += given.nbytes
+        self._waiting_bytes += given.nbytes
         if is_made:
-            self._made_bytes += data.nbytes
+            self._made_bytes += given.nbytes
         lasts = is_made or self._slices_last
-        if not lasts or self._made_bytes >= MADE_BYTES or self._waiting_bytes >= WAITING_BYTES:
+        if not lasts or self._made_bytes >= MADE_BYTES or self._waiting_bytes >= self._most_waiting_bytes:
+            self._most_waiting_bytes = min(2 * self._most_waiting_bytes, MOST_WAITING_BYTES)
             self._read_waiting()
 
     def _read_waiting(self) -> None:
         with torch.inference_mode():
+            self._device.copy_bytes(self._waiting_copies)
             self._digests.add_runs(self._waiting)
-        self._waiting, self._waiting_bytes, self._made_bytes = [], 0, 0
+        self._waiting_copies, self._waiting, self._waiting_bytes, self._made_bytes = [], [], 0, 0
 
     def _add_parts(self, item: Slice, dtype: torch.dtype) -> None:
         self._read_waiting()  # pieces come in the order in which they are read

@@ -301,7 +301,7 @@ class GroupWork:
         update.wanted = [work.pieces[i] for i in wanted]
 
     def _stage(self, work: Stage) -> Sealed:
-        """Checks the digests of what this worker needs, then lets the installer prepare."""
+        """Checks the digests of what this worker needs, and lets the installer prepare; a device may check meanwhile."""
         update, manifest = self.update(work.txn), self.manifest
         staging = update.staging
         assert manifest is not None
@@ -312,10 +312,13 @@ class GroupWork:
             started_s = time.perf_counter()
             with under(update.trace), span("check"):
                 throttle = self._throttle(update, threads, time.thread_time)
-                checked_bytes = staging.check(manifest, update.wanted, throttle, threads)
-            checked_s = time.perf_counter()
+                end_check = staging.start_check(manifest, update.wanted, throttle, threads)
+            prepares_s = time.perf_counter()
             with under(update.trace), span("prepare"):
                 extra_bytes = self.installer.prepare(staging.segment, self._throttle(update, 1, TeamTime()))
+            prepared_s = time.perf_counter()
+            with under(update.trace), span("end check"):
+                checked_bytes = end_check()
         except BaseException:
             staging.close()
             raise
@@ -323,8 +326,8 @@ class GroupWork:
             done=True,
             digest=work.digest,
             checked_bytes=checked_bytes,
-            verify_s=checked_s - started_s,
-            prepare_s=time.perf_counter() - checked_s,
+            verify_s=time.perf_counter() - prepared_s + prepares_s - started_s,
+            prepare_s=prepared_s - prepares_s,
             extra_bytes=extra_bytes + staging.extra_bytes,
         )
 

@@ -13,14 +13,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from inference_plugin.devices import SharedMemory, Unused
+from inference_plugin.devices import ByteCopy, SharedMemory, Unused
 from inference_plugin.devices.cuda_driver import CudaDriver, DeviceArray
 from inference_plugin.devices.host import Host
 
@@ -95,6 +95,9 @@ class SharedHost(Host):
 
     def reachable(self) -> tuple[str, ...]:
         return (self.uuid(),)
+
+    def copy_bytes(self, copies: Sequence[ByteCopy]) -> None:
+        _driver().copy(0, 0, copies)
 
     def page_lock(self, memory: torch.Tensor) -> Callable[[], None]:
         return _driver().page_lock(0, memory.data_ptr(), memory.nbytes)

@@ -84,7 +84,8 @@ class ShardedSource(ScannedSource):
     def _local(self, thing: Any) -> torch.Tensor:
         if not isinstance(thing, DTensor):
             return super()._local(thing)
-        return thing._local_tensor.detach()
+        local = thing._local_tensor
+        return local.detach() if local.requires_grad else local
 
     def _problem_of(self, mesh: Mesh) -> str:
         """Why this source can't send a tensor on this mesh; "" if it can."""

@@ -16,6 +16,8 @@ __all__ = ["Buffers", "Pairs", "Stream", "module_stream", "module_ties", "walk"]
 
 Pairs: TypeAlias = Iterable[tuple[str, Any]]
 Stream: TypeAlias = Callable[[], Pairs]
+_WRAPPERS = (DataParallel, DistributedDataParallel, AveragedModel)
+
 Buffers: TypeAlias = Literal["persistent", "all", "none"]
 
 
@@ -82,6 +84,6 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def _wrapped(part: torch.nn.Module) -> str:
     """The attribute in which a wrapper holds the wrapped module; names in a checkpoint don't contain it. "" for no wrapper."""
-    if isinstance(part, DataParallel | DistributedDataParallel | AveragedModel):
+    if isinstance(part, _WRAPPERS):
         return "module"
     return "_fsdp_wrapped_module" if is_wrapped_by_fsdp1(part) else ""
