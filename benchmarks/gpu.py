@@ -50,7 +50,7 @@ HEAD_DIM = 128 if ON_GPU else 16
 KILLED_GB = 1.0
 """Of the model that killed trainers send: several of them have it at once."""
 HANDLES = 10_000 if ON_GPU else 20
-HANDLES_S = 20.0
+HANDLES_S = 8.0
 """How long handles are made, and how long they are mapped, at most: on an H200 10,000 took more than a minute."""
 
 BEGAN_S = time.perf_counter()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from inference_plugin.devices import in_use
 from inference_plugin.install.contract import Installer
 from inference_plugin.plugins import plugin_manager
 from inference_plugin.wire.errors import WeightwireError
@@ -41,8 +42,9 @@ PLACING_S = 0.2
 """The engine's thread takes streamed bytes for this long before it shows that it is alive."""
 
 PORTION_BYTES = 8 << 20
+PORTION_BYTES_ON_DEVICE = 64 << 20
 PORTION_BOXES = 512
-"""A verification reads this much at one step boundary, and at most one box more."""
+"""A verification reads this much at one step boundary, and at most one box more. Each takes some milliseconds."""
 
 Left = Literal["", "more", "changed"]
 """What is left of a verification: nothing; more boxes; or the weights have changed since it began, and it must begin again."""
@@ -200,14 +202,14 @@ def _next_portion(reading: Reading) -> tuple[tuple[BoxDigest, ...], dict[str, st
     """The next boxes, the parameters that cannot be read with the reasons, and whether more is left."""
     boxes: list[BoxDigest] = []
     unreadable: dict[str, str] = {}
-    nbytes = 0
+    nbytes, most_bytes = 0, PORTION_BYTES if in_use().type == "cpu" else PORTION_BYTES_ON_DEVICE
     for found in reading.found or ():
         if isinstance(found, BoxDigest):
             boxes.append(found)
             nbytes += math.prod(found.sizes) * getattr(torch, found.dtype).itemsize
         else:
             unreadable[found[0]] = found[1]
-        if nbytes >= PORTION_BYTES or len(boxes) + len(unreadable) >= PORTION_BOXES:
+        if nbytes >= most_bytes or len(boxes) + len(unreadable) >= PORTION_BOXES:
             return tuple(boxes), unreadable, "more"
     reading.found = None
     return tuple(boxes), unreadable, ""
