@@ -375,56 +375,42 @@ done:
     return result;
 }
 
-/* NULL, with an exception, for lists that aren't of as many numbers each. `total`: of the sizes. */
-static Source *sources_in(PyObject *addresses, PyObject *sizes, Py_ssize_t *total)
-{
-    const Py_ssize_t count = PyList_Size(addresses);
-    if (PyList_Size(sizes) != count) {
-        PyErr_Format(PyExc_ValueError, "%zd addresses and %zd sizes", count, PyList_Size(sizes));
-        return NULL;
-    }
-    Source *sources = PyMem_Malloc((size_t)(count ? count : 1) * sizeof *sources);
-    if (!sources)
-        return (Source *)PyErr_NoMemory();
-    *total = 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        const char *at = PyLong_AsVoidPtr(PyList_GetItem(addresses, i));
-        const Py_ssize_t nbytes = PyErr_Occurred() ? -1 : PyLong_AsSsize_t(PyList_GetItem(sizes, i));
-        if (!PyErr_Occurred() && (nbytes < 0 || nbytes > PY_SSIZE_T_MAX - *total || (!at && nbytes)))
-            PyErr_Format(PyExc_ValueError, "no memory of %zd bytes lies at %p", nbytes, at);
-        if (PyErr_Occurred()) {
-            PyMem_Free(sources);
-            return NULL;
-        }
-        sources[i] = (Source){at, (size_t)nbytes};
-        *total += nbytes;
-    }
-    return sources;
-}
-
 typedef struct {
-    Source *sources;
+    Py_buffer memory;
+    PyObject *places; /* bytes: it keeps `sources` */
+    const Source *sources;
     size_t count, total;
     char *target;
     uint64_t digest;
     int in_one_pass;
 } Group;
 
-/* False, with an exception, for what is no (start, addresses, sizes) or lies outside of `target`. */
-static int take_group(PyObject *given, const Py_buffer *target, Group *group)
+/* False, with an exception, for what is no (target, start, places), is no memory, or lies outside of its target. */
+static int take_group(PyObject *given, Group *group)
 {
-    Py_ssize_t start, total = 0;
-    PyObject *addresses, *sizes;
-    if (!PyArg_ParseTuple(given, "nO!O!", &start, &PyList_Type, &addresses, &PyList_Type, &sizes))
+    Py_ssize_t start, nbytes;
+    char *places;
+    PyObject *held;
+    if (!PyArg_ParseTuple(given, "w*nS", &group->memory, &start, &held))
         return 0;
-    if (!(group->sources = sources_in(addresses, sizes, &total)))
+    group->places = Py_NewRef(held);
+    if (PyBytes_AsStringAndSize(group->places, &places, &nbytes))
         return 0;
-    if (start < 0 || start > target->len || total > target->len - start) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes don't lie within the buffer", total);
+    group->sources = (const Source *)places; /* the bytes of a bytes object are aligned to pointers */
+    group->count = (size_t)nbytes / sizeof(Source);
+    int is_memory = (size_t)nbytes % sizeof(Source) == 0;
+    for (size_t i = 0; i < group->count && is_memory; group->total += group->sources[i++].nbytes)
+        is_memory = group->sources[i].nbytes <= (size_t)PY_SSIZE_T_MAX - group->total &&
+                    (group->sources[i].at || !group->sources[i].nbytes);
+    if (!is_memory) {
+        PyErr_SetString(PyExc_ValueError, "no memory lies at one of the places");
         return 0;
     }
-    group->count = (size_t)PyList_Size(addresses), group->total = (size_t)total;
-    group->target = (char *)target->buf + start;
+    if (start < 0 || start > group->memory.len || group->total > (size_t)(group->memory.len - start)) {
+        PyErr_Format(PyExc_ValueError, "%zu bytes don't lie within the buffer", group->total);
+        return 0;
+    }
+    group->target = (char *)group->memory.buf + start;
     return 1;
 }
 
@@ -447,18 +433,15 @@ static void copy_group(Group *group)
 /* The digest of each group; None, with everything copied, where it can't be made in one pass: see copying.py. */
 static PyObject *copy_groups(PyObject *self, PyObject *args)
 {
-    Py_buffer target;
     PyObject *given, *digests = NULL;
-    if (!PyArg_ParseTuple(args, "w*O!", &target, &PyList_Type, &given))
+    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &given))
         return NULL;
     const Py_ssize_t count = PyList_Size(given);
     Group *groups = PyMem_Calloc((size_t)(count ? count : 1), sizeof *groups);
-    if (!groups) {
-        PyErr_NoMemory();
-        goto done;
-    }
+    if (!groups)
+        return PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < count; i++)
-        if (!take_group(PyList_GetItem(given, i), &target, &groups[i]))
+        if (!take_group(PyList_GetItem(given, i), &groups[i]))
             goto done;
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++)
@@ -473,10 +456,11 @@ static PyObject *copy_groups(PyObject *self, PyObject *args)
             Py_CLEAR(digests);
     }
 done:
-    for (Py_ssize_t i = 0; groups && i < count; i++)
-        PyMem_Free(groups[i].sources);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_XDECREF(groups[i].places);
+        PyBuffer_Release(&groups[i].memory);
+    }
     PyMem_Free(groups);
-    PyBuffer_Release(&target);
     return digests;
 }
 
@@ -642,8 +626,8 @@ static int64_t packed_bytes(const DlTensor *tensor, const DlTensor *first, const
     return nbytes && !tensor->data ? -1 : nbytes;
 }
 
-/* (addresses, sizes, shape of the first, first dimension of each) of tensors; None where they aren't all exactly of `type`, packed,
- * of one sort, and in the memory of the CPU. */
+/* (places, their bytes, the lowest address that has any, shape of the first, first dimension of each) of tensors; None where they
+ * aren't all exactly of `type`, packed, of one sort, and in the memory of the CPU. */
 static PyObject *tensor_rows(PyObject *self, PyObject *args)
 {
     PyObject *tensors, *type, *capsule;
@@ -655,10 +639,12 @@ static PyObject *tensor_rows(PyObject *self, PyObject *args)
     const Py_ssize_t count = PyTuple_Size(tensors);
     if (exchange->major != DL_MAJOR || !exchange->borrow || !count)
         Py_RETURN_NONE;
-    PyObject *addresses = PyList_New(count), *sizes = PyList_New(count), *lengths = PyTuple_New(count), *shape = NULL;
+    PyObject *places = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(Source)), *lengths = PyTuple_New(count), *shape = NULL;
+    Source *sources = places ? (Source *)PyBytes_AsString(places) : NULL;
     DlTensor first;
-    int64_t inner[MOST_DIMENSIONS];
-    int is_one_sort = addresses && sizes && lengths;
+    int64_t inner[MOST_DIMENSIONS], total = 0;
+    uintptr_t lowest = UINTPTR_MAX;
+    int is_one_sort = places && lengths;
     for (Py_ssize_t i = 0; i < count && is_one_sort; i++) {
         PyObject *each = PyTuple_GetItem(tensors, i);
         DlTensor tensor;
@@ -672,8 +658,10 @@ static PyObject *tensor_rows(PyObject *self, PyObject *args)
         }
         const int64_t nbytes = is_one_sort ? packed_bytes(&tensor, &first, inner) : -1;
         if ((is_one_sort = nbytes >= 0)) {
-            PyList_SetItem(addresses, i, PyLong_FromVoidPtr(tensor.data));
-            PyList_SetItem(sizes, i, PyLong_FromLongLong(nbytes));
+            sources[i] = (Source){tensor.data, (size_t)nbytes};
+            total += nbytes;
+            if (nbytes && (uintptr_t)tensor.data < lowest)
+                lowest = (uintptr_t)tensor.data;
             PyTuple_SetItem(lengths, i, PyLong_FromLongLong(tensor.dimensions ? tensor.shape[0] : 1));
         }
     }
@@ -684,8 +672,9 @@ static PyObject *tensor_rows(PyObject *self, PyObject *args)
             PyErr_Clear(); /* a tensor that DLPack has no words for */
     }
     if (!PyErr_Occurred())
-        result = is_one_sort ? PyTuple_Pack(4, addresses, sizes, shape, lengths) : Py_NewRef(Py_None);
-    Py_XDECREF(addresses), Py_XDECREF(sizes), Py_XDECREF(shape), Py_XDECREF(lengths);
+        result = is_one_sort ? Py_BuildValue("OLKOO", places, (long long)total, (unsigned long long)lowest, shape, lengths)
+                             : Py_NewRef(Py_None);
+    Py_XDECREF(places), Py_XDECREF(shape), Py_XDECREF(lengths);
     return result;
 }
 
@@ -700,33 +689,77 @@ static void let_go(Managed *managed)
     free(managed);
 }
 
-/* NULL, without an exception where memory is short. */
-static Managed *managed_over(PyObject *keeper, char *data, PyObject *shape, uint8_t type_code, uint8_t bits)
+/* What tensors over memory have in common: their type, and their sizes but for the first. */
+typedef struct {
+    int64_t sizes[MOST_DIMENSIONS], row_bytes;
+    int32_t count;
+    uint8_t type_code, bits;
+} Inner;
+
+/* False, with an exception, for a shape of no numbers. */
+static int take_inner(PyObject *shape, Inner *inner)
 {
-    const Py_ssize_t dimensions = PyTuple_Check(shape) ? PyTuple_Size(shape) : -1;
-    if (dimensions < 0)
-        PyErr_SetString(PyExc_TypeError, "a shape is a tuple");
-    Managed *managed = dimensions < 0 ? NULL : calloc(1, sizeof *managed + 2 * (size_t)dimensions * sizeof(int64_t));
+    const Py_ssize_t count = PyTuple_Size(shape);
+    if (count >= MOST_DIMENSIONS) {
+        PyErr_Format(PyExc_ValueError, "%zd dimensions", count + 1);
+        return 0;
+    }
+    inner->count = (int32_t)count, inner->row_bytes = inner->bits / 8;
+    for (Py_ssize_t i = 0; i < count; inner->row_bytes *= inner->sizes[i++])
+        inner->sizes[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+    return !PyErr_Occurred();
+}
+
+/* NULL where memory is short. */
+static Managed *managed_over(PyObject *keeper, char *data, int64_t length, const Inner *inner)
+{
+    const int32_t dimensions = inner->count + 1;
+    Managed *managed = calloc(1, sizeof *managed + 2 * (size_t)dimensions * sizeof(int64_t));
     if (!managed)
         return NULL;
     int64_t *sizes = managed->sizes, *strides = sizes + dimensions, packed = 1;
-    for (Py_ssize_t i = 0; i < dimensions; i++)
-        sizes[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
-    for (Py_ssize_t i = dimensions; i--; packed *= sizes[i])
+    sizes[0] = length;
+    memcpy(sizes + 1, inner->sizes, (size_t)inner->count * sizeof *sizes);
+    for (int32_t i = dimensions; i--; packed *= sizes[i])
         strides[i] = packed;
     managed->major = DL_MAJOR, managed->keeper = Py_NewRef(keeper), managed->delete = let_go;
-    managed->tensor = (DlTensor){.data = data, .device_type = DL_CPU, .dimensions = (int32_t)dimensions, .type_code = type_code,
-                                 .bits = bits, .lanes = 1, .shape = sizes, .strides = strides};
+    managed->tensor = (DlTensor){.data = data, .device_type = DL_CPU, .dimensions = dimensions, .type_code = inner->type_code,
+                                 .bits = inner->bits, .lanes = 1, .shape = sizes, .strides = strides};
     return managed;
 }
 
-/* A tensor over each memory, which keeps its keeper; None where this torch makes none so. */
+/* Appends a tensor [length, *inner] for each of `lengths`, one after the other from `data` on. False, with an exception. */
+static int append_tensors(PyObject *tensors, const DlExchange *exchange, PyObject *keeper, char *data, PyObject *lengths,
+                          const Inner *inner)
+{
+    const Py_ssize_t count = PyTuple_Size(lengths);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const int64_t length = PyLong_AsLongLong(PyTuple_GetItem(lengths, i));
+        if (length < 0 && !PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "a tensor of %lld rows", (long long)length);
+        Managed *managed = PyErr_Occurred() ? NULL : managed_over(keeper, data, length, inner);
+        void *made = NULL;
+        if (!managed || exchange->to_object(managed, &made)) {
+            if (!PyErr_Occurred())
+                PyErr_NoMemory();
+            return 0;
+        }
+        const int failed = PyList_Append(tensors, made);
+        Py_DECREF((PyObject *)made);
+        if (failed)
+            return 0;
+        data += length * inner->row_bytes;
+    }
+    return !PyErr_Occurred();
+}
+
+/* The tensors [length, *inner] over the memory at each address, which keep its keeper; None where this torch makes none so. */
 static PyObject *tensors_over(PyObject *self, PyObject *args)
 {
-    PyObject *keepers, *addresses, *shapes, *capsule;
-    unsigned char type_code, bits;
-    if (!PyArg_ParseTuple(args, "O!O!O!bbO", &PyList_Type, &keepers, &PyList_Type, &addresses, &PyList_Type, &shapes, &type_code,
-                          &bits, &capsule))
+    PyObject *keepers, *addresses, *lengths, *shape, *capsule;
+    Inner inner;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!bbO", &PyList_Type, &keepers, &PyList_Type, &addresses, &PyList_Type, &lengths, &PyTuple_Type,
+                          &shape, &inner.type_code, &inner.bits, &capsule))
         return NULL;
     const DlExchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!exchange)
@@ -734,28 +767,21 @@ static PyObject *tensors_over(PyObject *self, PyObject *args)
     const Py_ssize_t count = PyList_Size(keepers);
     if (exchange->major != DL_MAJOR || !exchange->to_object)
         Py_RETURN_NONE;
-    if (PyList_Size(addresses) != count || PyList_Size(shapes) != count) {
-        PyErr_Format(PyExc_ValueError, "%zd keepers, %zd addresses, %zd shapes", count, PyList_Size(addresses), PyList_Size(shapes));
+    if (PyList_Size(addresses) != count || PyList_Size(lengths) != count) {
+        PyErr_Format(PyExc_ValueError, "%zd keepers, %zd addresses, %zd times lengths", count, PyList_Size(addresses), PyList_Size(lengths));
         return NULL;
     }
-    PyObject *tensors = PyList_New(count);
+    PyObject *tensors = take_inner(shape, &inner) ? PyList_New(0) : NULL;
     for (Py_ssize_t i = 0; tensors && i < count; i++) {
         char *data = PyLong_AsVoidPtr(PyList_GetItem(addresses, i));
-        Managed *managed = managed_over(PyList_GetItem(keepers, i), data, PyList_GetItem(shapes, i), type_code, bits);
-        void *made = NULL;
-        if (managed && PyErr_Occurred()) /* a shape of no numbers */
-            let_go(managed), managed = NULL;
-        if (!managed || exchange->to_object(managed, &made)) {
-            if (!PyErr_Occurred())
-                PyErr_NoMemory();
+        PyObject *keeper = PyList_GetItem(keepers, i), *of_keeper = PyList_GetItem(lengths, i);
+        if (PyErr_Occurred() || !append_tensors(tensors, exchange, keeper, data, of_keeper, &inner))
             Py_CLEAR(tensors);
-        } else
-            PyList_SetItem(tensors, i, made);
     }
     return tensors;
 }
 
-enum { INTERFACE = 1 }; /* see compiled.py */
+enum { INTERFACE = 2 }; /* see compiled.py */
 
 static PyMethodDef methods[] = {
     {"has_all_bits", has_all_bits, METH_VARARGS, "has_all_bits(source, width, mask)"},
@@ -763,10 +789,10 @@ static PyMethodDef methods[] = {
      "copy_rows(target, target_start, target_stride, source, source_start, source_stride, rows, row_bytes, streaming)"},
     {"copy_rows_and_digest", copy_rows_and_digest, METH_VARARGS,
      "copy_rows_and_digest(target, target_start, target_stride, source, rows, row_bytes, source_stride=0)"},
-    {"copy_groups", copy_groups, METH_VARARGS, "copy_groups(target, [(start, addresses, sizes), ...])"},
+    {"copy_groups", copy_groups, METH_VARARGS, "copy_groups([(target, start, places), ...])"},
     {"digest_rows", digest_rows, METH_VARARGS, "digest_rows(source, stride, rows, [(start, row_bytes), ...])"},
     {"tensors_over", tensors_over, METH_VARARGS,
-     "tensors_over(keepers, addresses, shapes, type_code, bits, dlpack_exchange_api)"},
+     "tensors_over(keepers, addresses, lengths, inner_shape, type_code, bits, dlpack_exchange_api)"},
     {"tensor_rows", tensor_rows, METH_VARARGS, "tensor_rows(tensors, type, dlpack_exchange_api)"},
     {NULL, NULL, 0, NULL},
 };

@@ -10,7 +10,7 @@ __all__ = ["FUNCTIONS", "WHY_NOT", "load"]
 
 logger = logging.getLogger(__name__)
 
-INTERFACE = 1
+INTERFACE = 2
 """Raised together with the number in `_copying.c`, whenever a function there takes other arguments or returns something else."""
 
 NAMES = (

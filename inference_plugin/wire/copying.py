@@ -4,8 +4,9 @@ library, with the same result."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from typing import Any
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +21,8 @@ __all__ = [
     "digest_rows",
     "digest_spans",
     "how_copies_are_made",
+    "places_at",
+    "places_in",
 ]
 
 CACHED_BYTES = 512 << 10
@@ -30,6 +33,19 @@ SPANS_AT_ONCE = 64
 
 SHORTEST_STRIPED = 241
 """From this number of bytes on xxh3 works in stripes, as the compiled code does."""
+
+PLACE = struct.Struct("@PN")
+"""Where bytes lie in this process's memory, and how many: as C reads it."""
+
+
+def places_at(addresses: Sequence[int], sizes: Sequence[int]) -> bytes:
+    """`sizes[i]` bytes at each of `addresses`, as places: what the copies of many places take."""
+    return b"".join([PLACE.pack(*place) for place in zip(addresses, sizes, strict=True)])
+
+
+def places_in(places: bytes) -> list[tuple[int, int]]:
+    """The address and the number of bytes of each place."""
+    return list(PLACE.iter_unpack(places))
 
 
 def _copy_rows_by_numpy(
@@ -73,7 +89,7 @@ def _not_in_one_pass(*_: Any) -> None:
 _copy_and_digest_in_one_pass: Callable[..., int | None]
 """As `copy_rows_and_digest`; None, and nothing written, where it takes more than one pass."""
 _digest_in_one_pass: Callable[[Any, int, int, list[tuple[int, int]]], list[int] | None]
-_copy_groups: Callable[[Any, list[tuple[int, list[int], list[int]]]], list[int | None]] | None
+_copy_groups: Callable[[list[tuple[Any, int, bytes]]], list[int | None]] | None
 if FUNCTIONS is None:
     copy_rows = _copy_rows_by_numpy
     _copy_and_digest_in_one_pass = _digest_in_one_pass = _not_in_one_pass
@@ -108,24 +124,26 @@ def digest_rows(source: Any, stride: int, rows: int, spans: list[tuple[int, int]
     return [_digest_packed(source, stride, rows, *span) for span in spans] if digests is None else digests
 
 
-def copy_joined_and_digest(target: Any, start: int, addresses: list[int], sizes: list[int]) -> int:
-    """Copies `sizes[i]` bytes of memory from each of `addresses`, one after the other, to `target[start:]`; returns the
-    `digest_bytes` of all of them.
+def copy_joined_and_digest(target: Any, start: int, places: bytes) -> int:
+    """Copies the memory at `places` (`places_at`), one after the other, to `target[start:]`; returns the `digest_bytes` of all
+    of it.
 
     One pass over memory, around the cache, where the digest can be made in registers. Releases the GIL. Raises ValueError, and
-    writes nothing, if the bytes don't lie within `target`. The caller keeps the memory at `addresses` alive.
+    writes nothing, if the bytes don't lie within `target`. The caller keeps the memory at `places` alive.
     """
-    return copy_groups_and_digest(target, [(start, addresses, sizes)])[0]
+    return copy_groups_and_digest([(target, start, places)])[0]
 
 
-def copy_groups_and_digest(target: Any, groups: list[tuple[int, list[int], list[int]]]) -> list[int]:
-    """`copy_joined_and_digest` of each (start, addresses, sizes), in one call."""
+def copy_groups_and_digest(groups: list[tuple[Any, int, bytes]]) -> list[int]:
+    """`copy_joined_and_digest` of each (target, start, places), in one call."""
     if _copy_groups is None:
-        return [_copy_joined_by_turns(target, *group) for group in groups]
-    digests = _copy_groups(target, groups)
+        return [_copy_joined_by_turns(*group) for group in groups]
+    digests = _copy_groups(groups)
+    if None not in digests:
+        return cast("list[int]", digests)
     return [
-        digest_bytes(memoryview(target)[start : start + sum(sizes)]) if digest is None else digest
-        for (start, _, sizes), digest in zip(groups, digests, strict=True)
+        digest_bytes(memoryview(target)[start : start + _bytes_at(places)]) if digest is None else digest
+        for (target, start, places), digest in zip(groups, digests, strict=True)
     ]
 
 
@@ -145,23 +163,27 @@ def digest_spans(source: Any, spans: list[tuple[int, int]]) -> list[int]:
     ]
 
 
-def _copy_joined_by_turns(target: Any, start: int, addresses: list[int], sizes: list[int]) -> int:
+def _bytes_at(places: bytes) -> int:
+    return sum(nbytes for _, nbytes in places_in(places))
+
+
+def _copy_joined_by_turns(target: Any, start: int, places: bytes) -> int:
     flat = np.frombuffer(target, dtype=np.uint8)
-    if len(addresses) != len(sizes) or not 0 <= start <= flat.size - sum(sizes):
-        raise ValueError(f"{sum(sizes)} bytes don't lie within the buffer")
-    if any(nbytes < 0 or (nbytes and not address) for address, nbytes in zip(addresses, sizes, strict=True)):
-        raise ValueError("no memory lies at one of the addresses")
+    if len(places) % PLACE.size or any(nbytes and not address for address, nbytes in places_in(places)):
+        raise ValueError("no memory lies at one of the places")
+    if not 0 <= start <= flat.size - _bytes_at(places):
+        raise ValueError(f"{_bytes_at(places)} bytes don't lie within the buffer")
     stream = Digest()
-    for part in _parts_at(addresses, sizes):
+    for part in _parts_at(places):
         flat[start : start + part.size] = part
         stream.update(part.data)
         start += part.size
     return stream.intdigest()
 
 
-def _parts_at(addresses: list[int], sizes: list[int]) -> Iterator[Any]:
-    """The memory at `addresses`, in parts that stay cached."""
-    for address, nbytes in zip(addresses, sizes, strict=True):
+def _parts_at(places: bytes) -> Iterator[Any]:
+    """The memory at `places`, in parts that stay cached."""
+    for address, nbytes in places_in(places):
         for done in range(0, nbytes, CACHED_BYTES):
             size = min(CACHED_BYTES, nbytes - done)
             yield np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address + done)), dtype=np.uint8)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
+import msgspec
 import torch
 
 from inference_plugin.wire.compiled import FUNCTIONS
@@ -46,15 +47,19 @@ def dtype_name(dtype: torch.dtype) -> str:
         raise ManifestMismatch(f"{dtype} can't travel; known: {', '.join(_DTYPES)}") from None
 
 
-class PackedRows(NamedTuple):
-    """Where the bytes of tensors of one `dtype` lie: `sizes[i]` bytes at `addresses[i]`.
+LOWEST_SURE = 1 << 44
+"""No tensor begins so many bytes into its storage: an address from here on is not that of a place in a storage at null."""
+
+
+class PackedRows(msgspec.Struct, frozen=True, gc=False):
+    """Where the bytes of tensors of one `dtype` lie: `nbytes` bytes at `places` (see `copying.places_in`), one for each tensor.
 
     `shape` is the first tensor's. The others differ from it at most in their first dimension, which is `lengths[i]`: 1 for a
     tensor without dimensions.
     """
 
-    addresses: list[int]
-    sizes: list[int]
+    places: bytes
+    nbytes: int
     shape: tuple[int, ...]
     lengths: tuple[int, ...]
     dtype: str
@@ -63,37 +68,37 @@ class PackedRows(NamedTuple):
 def packed_rows(tensors: tuple[object, ...]) -> PackedRows | None:
     """Where a list's tensors lie, in one C call; None if they aren't plain, packed CPU tensors that make one column.
 
-    None is no error: the caller then looks at them one by one, and knows why they are refused. The addresses hold as long as
+    None is no error: the caller then looks at them one by one, and knows why they are refused. The places hold as long as
     nobody resizes or frees the tensors.
     """
     if FUNCTIONS is None or _EXCHANGE is None:
         return None
     if (found := FUNCTIONS.tensor_rows(tensors, torch.Tensor, _EXCHANGE)) is None:
         return None
-    addresses, sizes, shape, lengths = found
+    places, nbytes, lowest, shape, lengths = found
     rows = cast("tuple[torch.Tensor, ...]", tensors)
     dtype = rows[0].dtype
     if (name := _NAMES.get(dtype)) is None or (dtype.is_floating_point and any(map(torch.Tensor.is_neg, rows))):
         return None
-    offsets = list(map(torch.Tensor.storage_offset, rows))
-    if any(offsets) and any(
-        offset and address == offset * dtype.itemsize for address, offset in zip(addresses, offsets, strict=True)
-    ):
-        return None  # its storage begins at null: it was freed
-    return PackedRows(addresses, sizes, shape, lengths, name)
+    if lowest < LOWEST_SURE and any(map(is_freed, rows)):
+        return None
+    return PackedRows(places, nbytes, shape, lengths, name)
 
 
 def tensors_over(
-    keepers: Sequence[object], addresses: list[int], shapes: list[tuple[int, ...]], dtype: str
+    keepers: Sequence[object], addresses: list[int], lengths: list[tuple[int, ...]], inner: tuple[int, ...], dtype: str
 ) -> list[torch.Tensor] | None:
     """Contiguous tensors over memory of others, in one C call; None where this torch, or a dtype, has no such way.
 
-    Tensor i has its own storage, which begins at `addresses[i]` and keeps `keepers[i]`. The caller knows that the memory is
-    there, aligned and large enough, as long as its keeper lives.
+    From `addresses[i]` on lies a tensor `[length, *inner]` for each of `lengths[i]`, one after the other. Each has its own
+    storage, which keeps `keepers[i]`. The caller knows that the memory is there, aligned and large enough, as long as its
+    keeper lives.
     """
     if FUNCTIONS is None or _EXCHANGE is None or (kind := _DLPACK_TYPES.get(dtype)) is None:
         return None
-    tensors: list[torch.Tensor] | None = FUNCTIONS.tensors_over(list(keepers), addresses, shapes, *kind, _EXCHANGE)
+    tensors: list[torch.Tensor] | None = FUNCTIONS.tensors_over(
+        list(keepers), addresses, lengths, inner, *kind, _EXCHANGE
+    )
     return tensors
 
 

@@ -31,6 +31,7 @@ from tests.batch.owners import (
     tell,
 )
 from tests.support.rig import ROOT, eventually, fork, kill, runtime
+from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.inputs import local_part
 from trainer_adapters.batch.records import ShardId
 from trainer_adapters.batch.store import Store
@@ -119,6 +120,39 @@ def test_a_lease_lasts_as_long_as_the_last_view_however_it_was_made(store: Store
         views.pop()
     eventually(lambda: store.stats().leased_bytes == 0, "the end of the lease")
     assert leased_to_nobody(store)
+
+
+def test_every_row_of_groups_keeps_the_lease_of_its_shard_and_lies_where_its_group_does(store: Store) -> None:
+    groups = {f"t{i}": [torch.full((i + j, 3), float(10 * i + j)) for j in range(3 + i)] for i in range(1, 4)}
+    groups |= {"even": [torch.full((4, 3), float(j)) for j in range(2)], "one": [torch.full((7, 3), 7.0)]}
+    entries = [entry for task, rows in groups.items() for entry in store.put(task, {"k": rows})]
+    batch = DistributedBatch.of_entries(entries, [store.owner]).fetch()
+    for chosen in (list(range(len(batch))), list(range(9, len(batch))) + list(range(4)), [8, 2, 5]):
+        wanted = [row for rows in groups.values() for row in rows]
+        some = batch.reorder(chosen)
+        rows = some.rows("k")
+        assert all(torch.equal(row, wanted[i]) for row, i in zip(rows, chosen, strict=True)) and len(rows) == len(
+            chosen
+        )
+    rows = batch.rows("k")
+    rows[1].zero_()
+    assert not batch.reorder([1])["k"].values().any(), "a row views its group's memory"
+    kept = rows[5]
+    del batch, some, rows
+    store.clear(groups)
+    gc.collect()
+    shard_bytes = sum(row.nbytes for row in groups["t2"])
+    eventually(lambda: store.stats().leased_bytes == shard_bytes, "the end of the other leases")
+    assert torch.equal(kept, groups["t2"][1])
+    del kept
+    eventually(lambda: store.stats().leased_bytes == 0, "the end of the last lease")
+
+
+def test_rows_of_a_tensor_that_autograd_knows_are_views_of_it(store: Store) -> None:
+    batch = DistributedBatch.of_entries(store.put("t", {"k": torch.ones(2, 3)}), [store.owner]).fetch()
+    whole = batch["k"].requires_grad_()
+    (2 * batch.rows("k")[1]).sum().backward()
+    assert whole.grad.tolist() == [[0.0] * 3, [2.0] * 3]
 
 
 def test_cleared_rows_stay_as_they_are_for_their_reader_and_then_the_memory_is_used_again(directory: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from inference_plugin.wire.copying import places_in
 from inference_plugin.wire.digest import Digest
 from inference_plugin.wire.errors import BatchError, ProtocolError
 from inference_plugin.wire.manifest import DTYPE_BYTES
@@ -199,12 +201,12 @@ def test_sources_are_the_buffers_without_an_array_for_each_piece() -> None:
     ):
         part = local_part(value)
         sources = sources_of(part)
-        found = b"".join(map(ctypes.string_at, sources.addresses, sources.sizes))
+        found = b"".join(itertools.starmap(ctypes.string_at, places_in(sources.places)))
         assert found == b"".join(buffer.tobytes() for buffer in buffers_of(part))
         assert len(found) == part.nbytes
         (given,) = parts_of_task(SHARD.task_id, {SHARD.key: value}).values()
         known = given.sources or sources
-        assert b"".join(map(ctypes.string_at, known.addresses, known.sizes)) == found
+        assert b"".join(itertools.starmap(ctypes.string_at, places_in(known.places))) == found
         assert given.nbytes == part.nbytes
         assert entry_of(SHARD, given.part, "o", 1) == entry_of(SHARD, part, "o", 1)
 

@@ -11,6 +11,7 @@ import torch
 
 from inference_plugin.wire import tensors
 from inference_plugin.wire.compiled import WHY_NOT
+from inference_plugin.wire.copying import places_in
 from inference_plugin.wire.manifest import DTYPE_BYTES
 from inference_plugin.wire.tensors import bytes_view, packed_rows, tensors_over, torch_dtype
 
@@ -29,14 +30,16 @@ def test_the_bytes_at_the_addresses_are_those_of_the_tensors(dtype: str) -> None
     packed = packed_rows(rows)
     assert packed is not None
     assert (packed.shape, packed.lengths, packed.dtype) == ((4, 3), (4, 1, 0, 4), dtype)
-    for row, address, nbytes in zip(rows, packed.addresses, packed.sizes, strict=True):
+    assert packed.nbytes == 9 * 3 * made.itemsize
+    for row, (address, nbytes) in zip(rows, places_in(packed.places), strict=True):
         assert ctypes.string_at(address, nbytes) == bytes_view(row).numpy().tobytes()
 
 
 def test_rows_without_dimensions_have_an_empty_shape() -> None:
     numbers = (torch.tensor(5), torch.tensor(7))
     packed = packed_rows(numbers)
-    assert packed is not None and (packed.shape, packed.lengths, packed.sizes) == ((), (1, 1), [8, 8])
+    assert packed is not None and (packed.shape, packed.lengths, packed.nbytes) == ((), (1, 1), 16)
+    assert places_in(packed.places) == [(number.data_ptr(), 8) for number in numbers]
 
 
 def freed(start: int) -> torch.Tensor:
@@ -82,46 +85,61 @@ def test_nothing_is_said_of_rows_that_do_not_fit_together_and_of_no_rows() -> No
 
 
 class Keeper:
-    """Memory of its own: 24 bytes that are no zeros."""
+    """Memory of its own: 48 bytes."""
 
     def __init__(self, value: int) -> None:
-        self.memory = torch.full((24,), value, dtype=torch.uint8)
+        self.memory = torch.full((48,), value, dtype=torch.uint8)
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", sorted(tensors._DLPACK_TYPES))
 def test_tensors_over_memory_have_its_values_and_keep_it_until_the_last_view_ends(dtype: str) -> None:
-    keepers = [Keeper(1), Keeper(0)]
-    expected = [keeper.memory[:16].view(torch_dtype(dtype)).clone() for keeper in keepers]
-    first, second = (weakref.ref(keeper) for keeper in keepers)
-    shape = (len(expected[0]) // 2, 2)
-    made = tensors_over(keepers, [keeper.memory.data_ptr() for keeper in keepers], [shape, (2 * shape[0],)], dtype)
-    assert made is not None and [each.dtype for each in made] == [torch_dtype(dtype)] * 2
-    assert torch.equal(made[0], expected[0].view(shape)) and torch.equal(made[1], expected[1])
-    assert made[0].is_contiguous() and made[0].untyped_storage().nbytes() == 16
-    view = made[0].flatten()[1:]
-    del keepers
+    kind = torch_dtype(dtype)
+    first, second = Keeper(1), Keeper(0)
+    first.memory[:] = torch.arange(48) % 2
+    expected = [row.clone() for keeper in (first, second) for row in keeper.memory.view(kind).view(-1, 2)[:3]]
+    lengths = [(1, 0, 2), (3,)]
+    made = tensors_over([first, second], [first.address, second.address], lengths, (2,), dtype)
+    assert made is not None and [each.dtype for each in made] == [kind] * 4
+    assert [each.shape for each in made] == [(1, 2), (0, 2), (2, 2), (3, 2)]
+    assert torch.equal(torch.cat(made), torch.stack(expected))
+    assert made[2].is_contiguous() and made[2].untyped_storage().nbytes() == 4 * kind.itemsize
+    view, keepers = made[2].flatten()[1:], (weakref.ref(first), weakref.ref(second))
+    del first, second
     made.clear()
-    assert first() is not None and second() is None
+    assert keepers[0]() is not None and keepers[1]() is None
     del view
-    assert first() is None
+    assert keepers[0]() is None
 
 
-def test_tensors_without_elements_or_dimensions_and_of_dtypes_that_dlpack_does_not_name() -> None:
+def test_tensors_without_elements_and_of_dtypes_that_dlpack_does_not_name() -> None:
     keeper = Keeper(3)
-    address = keeper.memory.data_ptr()
-    made = tensors_over([keeper, keeper], [address, address], [(0, 5), ()], "int32")
-    assert made is not None and [each.shape for each in made] == [(0, 5), ()] and made[1].item() == 0x03030303
-    assert tensors_over([], [], [], "int32") == []
-    assert tensors_over([keeper], [address], [(2,)], "float8_e4m3fn") is None
+    made = tensors_over([keeper, keeper], [keeper.address] * 2, [(0,), (1, 2)], (), "int32")
+    assert made is not None and [each.tolist() for each in made] == [[], [0x03030303], [0x03030303] * 2]
+    made = tensors_over([keeper], [keeper.address], [(2, 1)], (0, 5), "int32")
+    assert made is not None and [each.shape for each in made] == [(2, 0, 5), (1, 0, 5)]
+    assert tensors_over([], [], [], (), "int32") == []
+    assert tensors_over([keeper], [keeper.address], [()], (), "int32") == []
+    assert tensors_over([keeper], [keeper.address], [(2,)], (), "float8_e4m3fn") is None
 
 
 def test_tensors_over_refuses_lists_that_do_not_fit_and_shapes_of_no_numbers() -> None:
     keeper = Keeper(3)
     with pytest.raises(ValueError, match="1 keepers, 0 addresses"):
-        tensors_over([keeper], [], [()], "int32")
-    for shape in (("x",), [2]):
-        with pytest.raises((TypeError, SystemError)):
-            tensors_over([keeper], [keeper.memory.data_ptr()], [shape], "int32")  # type: ignore[list-item]
+        tensors_over([keeper], [], [()], (), "int32")
+    for lengths in ((1, "x"), [2], (1 << 63,)):
+        with pytest.raises((TypeError, SystemError, OverflowError)):
+            tensors_over([keeper], [keeper.address], [lengths], (), "int32")  # type: ignore[list-item]
+    for inner in (("x",), [2]):
+        with pytest.raises(TypeError):
+            tensors_over([keeper], [keeper.address], [(1,)], inner, "int32")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a tensor of -1 rows"):
+        tensors_over([keeper], [keeper.address], [(1, -1)], (), "int32")
+    with pytest.raises(ValueError, match="65 dimensions"):
+        tensors_over([keeper], [keeper.address], [(1,)], (1,) * 64, "int32")
     gone = weakref.ref(keeper)
     del keeper
     assert gone() is None

@@ -24,8 +24,6 @@ from trainer_adapters.batch.values import PlainValue
 
 __all__ = ["Column"]
 
-_DENSE = Kind.DENSE  # an enum's own attributes are slow
-
 _offsets_by_lengths: weakref.WeakValueDictionary[tuple[str, bytes], torch.Tensor] = weakref.WeakValueDictionary()
 """torch takes two nested tensors for equally ragged only if they share one offsets tensor; so columns of equal lengths do."""
 
@@ -176,8 +174,8 @@ class Column:
         """Each row by itself: tensors that view the parts in memory, or plain values. Raises `NotFetched`."""
         if self.data is None:
             raise NotFetched(f"the rows of key {self.key!r} are not in this process")
-        if (single := self._single_rows()) is not None:
-            return single
+        if (leased := self._leased_rows()) is not None:
+            return leased
         rows: list[Any] = []
         for number, start, stop in self.index.runs():
             part = self.data[number]
@@ -198,15 +196,19 @@ class Column:
                 rows += part.tensor[start:stop].unbind()
         return rows
 
-    def _single_rows(self) -> list[torch.Tensor] | None:
-        """The rows where each is a leased part of its own, together: a batch may have many thousands. None: they are not."""
+    def _leased_rows(self) -> list[torch.Tensor] | None:
+        """The rows, together, where they are those of whole leased parts. None where they are not."""
         assert self.data is not None
-        if not len(self) or self.index.parts != len(self) or self.schema.kind is Kind.VALUES:
+        shape = self.schema.item_shape if self.schema.kind is Kind.JAGGED else self.schema.item_shape[1:]
+        if not len(self) or (self.schema.kind is Kind.DENSE and not self.schema.item_shape):
             return None
-        parts = self.data.parts[self.index.part].tolist()
-        if set(map(type, parts)) != {LeasedPart} or any(part.rows != 1 or part.kind is not _DENSE for part in parts):
+        runs = list(self.index.runs())
+        parts = self.data.parts[[number for number, _, _ in runs]].tolist()
+        if set(map(type, parts)) != {LeasedPart}:
             return None
-        return LeasedPart.only_rows(parts)
+        if any(stop - start != part.rows for part, (_, start, stop) in zip(parts, runs, strict=True)):
+            return None
+        return LeasedPart.rows_of(parts, shape, self.schema.dtype)
 
     def lengths(self) -> Ints:
         """Each row's first dimension. Needs no fetch. Raises `BatchError` for plain values and for rows of no dimension."""

@@ -1,8 +1,8 @@
 """This process as a consumer of owners on its host: it maps their segments, and ends a lease when no tensor uses it any more.
 
-Every shard is a `LeasedBytes`, and its tensor has a storage of its own over these bytes, which keeps the `LeasedBytes`. That ends
-with the last tensor that views the storage, however it was made; then the lease of the shard ends. A thread tells the owner, so
-that neither the garbage collector nor a fetch waits for it.
+Every shard is a `LeasedBytes`. Its tensors (the whole, or one for each row) have storages of their own over these bytes, which
+keep the `LeasedBytes`. That ends with the last tensor that views one of them, however it was made; then the lease of the shard
+ends. A thread tells the owner, so that neither the garbage collector nor a fetch waits for it.
 
 A forked child inherits tensors, but can't end leases. So leases that began before a fork end only when the child, and whatever it
 forked, has ended or called exec too: all of these hold the writing end of a pipe. What the child fetches itself it leases itself.

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference_plugin.transports.segment import MADV_POPULATE_WRITE
-from inference_plugin.wire.copying import digest_spans
+from inference_plugin.wire.copying import digest_spans, places_in
 from inference_plugin.wire.errors import TransportUnavailable
 from inference_plugin.wire.tensors import PackedRows
 from trainer_adapters.batch.leases import Holding
@@ -168,7 +168,7 @@ class Drafts:
         os.eventfd_write(self._waker, 1)
 
     def _filled_by(self, rows: Sources | PackedRows) -> Draft | None:
-        places = [(at, size) for at, size in zip(rows.addresses, rows.sizes, strict=True) if size]
+        places = [(at, size) for at, size in places_in(rows.places) if size]
         known = self._by_address.get(places[0][0]) if places else None
         if known is None or (draft := known()) is None:
             return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -21,15 +22,12 @@ __all__ = ["GivenPart", "checked_dtype", "local_part", "parts_of_task"]
 _SORT = attrgetter("dtype", "device", "layout")
 
 
-class GivenPart(NamedTuple):
-    """A part that was just made of what a user gave, and where its bytes lie if that is known already."""
+class GivenPart(msgspec.Struct, frozen=True, gc=False):
+    """A part that was just made of what a user gave, its bytes, and where they lie if that is known already."""
 
     part: LocalPart
+    nbytes: int
     sources: PackedRows | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.part.nbytes if self.sources is None else sum(self.sources.sizes)
 
 
 def local_part(value: Any) -> LocalPart:
@@ -40,7 +38,7 @@ def local_part(value: Any) -> LocalPart:
     - any other list, tuple or numpy array: plain values (numpy scalars become Python's, tuples become lists);
     - a part: itself.
     """
-    return _given_part(value).part
+    return _part_of(value) if (listed := _listed_part(value)) is None else listed.part
 
 
 def parts_of_task(task_id: str, data: Mapping[str, Any]) -> dict[ShardId, GivenPart]:
@@ -68,9 +66,17 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _given_part(value: Any) -> GivenPart:
-    if type(value) is list and (packed := packed_rows(rows := tuple(value))) is not None:
-        return GivenPart(ListedPart(rows, packed), packed)
-    return GivenPart(_part_of(value))
+    if (listed := _listed_part(value)) is not None:
+        return listed
+    part = _part_of(value)
+    return GivenPart(part, part.nbytes)
+
+
+def _listed_part(value: Any) -> GivenPart | None:
+    """The rows of a list of tensors; None for other values, and for tensors that are to be looked at one by one."""
+    if type(value) is not list or (packed := packed_rows(rows := tuple(value))) is None:
+        return None
+    return GivenPart(ListedPart(rows, packed), packed.nbytes, packed)
 
 
 def _part_of(value: Any) -> LocalPart:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from inference_plugin.wire.copying import places_at
 from inference_plugin.wire.errors import BatchError, ProtocolError
 from inference_plugin.wire.manifest import DTYPE_BYTES
 from inference_plugin.wire.tensors import PackedRows, bytes_view, dtype_name, is_freed, tensors_over, torch_dtype
@@ -165,7 +166,8 @@ class ListedPart(LocalPart):
     __slots__ = ()
 
     def __init__(self, rows: tuple[torch.Tensor, ...], packed: PackedRows) -> None:
-        _, _, shape, lengths, self.dtype = packed
+        shape, lengths = packed.shape, packed.lengths
+        self.dtype = packed.dtype
         self.rows = len(rows)
         if lengths.count(lengths[0]) == len(lengths):
             self.kind, self.item_shape, self._lengths = _DENSE, shape, None
@@ -198,20 +200,20 @@ class LeasedPart(LocalPart):
         assert isinstance(self._values, torch.Tensor)
         return self._values
 
-    def only_row(self) -> torch.Tensor:
-        return self._view(self.item_shape)
-
     @staticmethod
-    def only_rows(parts: Sequence[LeasedPart]) -> list[torch.Tensor]:
-        """The rows of dense parts of one row each, all of one dtype."""
+    def rows_of(parts: Sequence[LeasedPart], inner: tuple[int, ...], dtype: str) -> list[torch.Tensor] | None:
+        """All rows of parts, each `[length, *inner]`, together: a batch may have many thousands. None where torch or the dtype
+        has no such way, and where a part's tensor was made: its rows are views of it, which autograd knows."""
+        if any(part._values is not None for part in parts):
+            return None
         leased = [part._leased for part in parts]
-        shapes = [part.item_shape for part in parts]
-        tensors = tensors_over(leased, [each.address for each in leased], shapes, parts[0].dtype)
-        return [part.only_row() for part in parts] if tensors is None else tensors
+        lengths = [part._lengths or part.item_shape[:1] * part.rows for part in parts]
+        return tensors_over(leased, [each.address for each in leased], lengths, inner, dtype)
 
     def _view(self, shape: tuple[int, ...]) -> torch.Tensor:
         """All of its values in this shape."""
-        if (tensors := tensors_over((self._leased,), [self._leased.address], [shape], self.dtype)) is not None:
+        tensors = tensors_over([self._leased], [self._leased.address], [shape[:1]], shape[1:], self.dtype)
+        if tensors is not None:
             return tensors[0]
         if (typestr := NUMPY_DTYPES.get(self.dtype)) is not None:  # numpy's views take less time than torch's
             return torch.from_numpy(self._leased.array(typestr, shape))
@@ -282,16 +284,15 @@ def buffers_of(part: LocalPart) -> list[npt.NDArray[np.uint8]]:
 
 
 class Sources(NamedTuple):
-    """Places in this process's memory: `sizes[i]` bytes at `addresses[i]`. `kept` keeps the memory alive."""
+    """Places in this process's memory (see `copying.places_in`). `kept` keeps the memory alive."""
 
-    addresses: list[int]
-    sizes: list[int]
+    places: bytes
     kept: object
 
     @staticmethod
     def of(arrays: Sequence[npt.NDArray[np.uint8]]) -> Sources:
         """The places of arrays: 1-D, contiguous."""
-        return Sources([array.ctypes.data for array in arrays], [array.size for array in arrays], arrays)
+        return Sources(places_at([array.ctypes.data for array in arrays], [array.size for array in arrays]), arrays)
 
 
 def sources_of(part: LocalPart) -> Sources:
@@ -311,7 +312,7 @@ def sources_of(part: LocalPart) -> Sources:
     else:
         itemsize = DTYPE_BYTES[part.dtype]
         sizes = [items * itemsize for items in map(torch.Tensor.numel, pieces)]
-    return Sources(addresses, sizes, pieces)
+    return Sources(places_at(addresses, sizes), pieces)
 
 
 def _lie_as_read(pieces: Sequence[torch.Tensor]) -> bool:

@@ -137,9 +137,9 @@ class Store(Closing):
             for i, draft in drafts.items():
                 digests[i] = draft.seal()
             is_written = True
+            owner, stored = self.owner.id, zip(given.items(), digests, strict=True)
             entries = tuple(
-                entry_of(shard, one.part, self.owner.id, digest, versions, nbytes)
-                for (shard, one), digest, nbytes in zip(given.items(), digests, sizes, strict=True)
+                [entry_of(shard, one.part, owner, digest, versions, one.nbytes) for (shard, one), digest in stored]
             )
             with _Changing(self) as freed:
                 self._check_rows(task_id, entries)
@@ -356,8 +356,9 @@ class Store(Closing):
 
     def _check_rows(self, task_id: str, entries: Sequence[Entry]) -> None:
         self._check_open()
-        keys = {entry.shard.key for entry in entries}
-        for key, holding in self._tasks.get(task_id, {}).items():
+        held = self._tasks.get(task_id) or {}
+        keys = {entry.shard.key for entry in entries} if held else ()
+        for key, holding in held.items():
             if key not in keys and holding.entry.rows != entries[0].rows:
                 raise BatchError(
                     f"task {task_id!r} has {holding.entry.rows} rows of {key!r}, but was put {entries[0].rows} rows of "
