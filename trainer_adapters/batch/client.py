@@ -6,7 +6,8 @@
    owner refuses is not asked for again;
 3. every shard is checked against the digest in its entry, and becomes a part: a view of the mapped bytes, or of the memory
    that its bytes were pulled into;
-4. what failed is one `FetchFailed`, which lists every shard. What arrived is kept.
+4. what failed is one `FetchFailed`, which lists every shard. What arrived is kept. So are a few connections to owners of this
+   host, for the next fetch (`connections`).
 
 Owners of another kind (`backends`) are asked meanwhile, on a thread for each kind, with the same deadline.
 """
@@ -138,7 +139,9 @@ def clear_tasks(
                 asked = ids[start : start + MAX_TASKS]
                 request = ClearTasks(consumer().session, consumer().next_number(), tuple(asked))
                 try:
-                    channel = stack.enter_context(contextlib.closing(_connect(_owner(owner_id, owners))))
+                    owner = _owner(owner_id, owners)
+                    channel = _connect(owner)
+                    stack.callback(_release, owner, channel)
                     requests.append((owner_id, asked, Outgoing(channel, request)))
                 except WeightwireError as error:
                     failed[owner_id] = error
@@ -313,7 +316,7 @@ class _Source:
         for exchange in self.open.values():
             exchange.give_up()
         while self._channels:
-            self._channels.pop().close()
+            _release(self.owner, self._channels.pop())
 
 
 def _told(failures: Iterable[FetchFailure]) -> str:
@@ -342,7 +345,10 @@ def _owner(owner_id: str, owners: Mapping[str, Owner]) -> Owner:
 
 
 def _connect(owner: Owner) -> Channel:
-    """Raises `TransportUnavailable` for an owner of another kind, `ProtocolError` for an address that is none."""
+    """A channel to the owner. Raises `TransportUnavailable` for an owner of another kind, `ProtocolError` for an address that is
+    none."""
+    if (kept := consumer().connection(owner)) is not None:
+        return kept
     scheme = owner.address.partition("://")[0]
     if scheme not in ("ipc", "tcp"):
         raise TransportUnavailable(
@@ -360,3 +366,11 @@ def _connect(owner: Owner) -> Channel:
         )
     except zmq.ZMQError as error:
         raise ProtocolError(f"owner {owner.id} is at {owner.address!r}, which is no address: {error}") from error
+
+
+def _release(owner: Owner, channel: Channel) -> None:
+    """A channel is no longer needed: one to an owner of this host is kept, unless a request is still open on it."""
+    if channel.is_open or not owner.address.startswith("ipc://"):
+        channel.close()
+    else:
+        consumer().keep_connection(owner, channel)

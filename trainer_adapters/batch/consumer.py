@@ -34,6 +34,7 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import Done, EndLeases
 from inference_plugin.wire.messages.batch import MAX_WANTED, LeaseEnd
 from inference_plugin.wire.messages.common import Sender
+from trainer_adapters.batch.connections import Connections
 from trainer_adapters.batch.records import Owner
 
 __all__ = ["Consumer", "LeasedBytes", "consumer"]
@@ -108,6 +109,7 @@ class Consumer:
         self.sender = Sender(self.session, self.pid, boot_id(), start_ticks())
         self._numbers = 0
         self._lock = threading.Lock()
+        self._connections = Connections()
         self._ended: deque[tuple[Owner, int, int]] = deque()
         self._forks: list[_Fork] = []
         self._is_told = False
@@ -142,6 +144,17 @@ class Consumer:
                 self._is_told = True
                 os.eventfd_write(self._news, 1)
 
+    def connection(self, owner: Owner) -> Channel | None:
+        """A connection to the owner that was kept, if there is one."""
+        return self._connections.take(owner)
+
+    def keep_connection(self, owner: Owner, channel: Channel) -> None:
+        """Keeps a connection to an owner of this host, on which no request is open, for the next fetch."""
+        is_first = self._connections.due_s == math.inf
+        self._connections.keep(owner, channel)
+        if is_first:  # the thread closes it in time
+            os.eventfd_write(self._news, 1)
+
     def forked(self, fd: int) -> None:
         """This process was forked. `fd` as in `_Fork`; -1 where no pipe could be made: its leases end with this process then."""
         self._forks.append(_Fork(fd, self._numbers))
@@ -165,13 +178,17 @@ class Consumer:
         channels = [peer.channel for peer in peers.values() if peer.channel is not None]
         sources = [(source, zmq.POLLIN) for channel in channels for source in channel.sources]
         due_s = min(
-            [*(channel.look_at_s for channel in channels), *(peer.given_up_at_s for peer in peers.values())],
-            default=math.inf,
+            [
+                self._connections.due_s,
+                *(channel.look_at_s for channel in channels),
+                *(peer.given_up_at_s for peer in peers.values()),
+            ]
         )
         forks = [fork for fork in self._forks if fork.fd >= 0]
         timeout_ms = -1 if due_s == math.inf else int(max(0.0, due_s - time.monotonic()) * 1000) + 1
         watched = [(self._news, zmq.POLLIN), *((fork.fd, zmq.POLLIN) for fork in forks), *sources]
         ready = {source for source, _ in zmq.zmq_poll(watched, timeout_ms) if isinstance(source, int)}
+        self._connections.close_late()
         with contextlib.suppress(BlockingIOError):  # the news is of a channel
             os.eventfd_read(self._news)
         self._is_told = False  # before the queue is read: what ends from here on is told anew

@@ -1,0 +1,112 @@
+"""Connections to owners of this host: one is used again, a few are kept, and none for long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference_plugin.net.channel import Channel
+from inference_plugin.wire.errors import FetchFailed
+from tests.batch.owners import MIB, elsewhere, fetched, owners
+from tests.support.rig import eventually, kill, runtime
+from trainer_adapters.batch import connections
+from trainer_adapters.batch.client import clear_tasks
+from trainer_adapters.batch.connections import MOST_KEPT, Connections
+from trainer_adapters.batch.consumer import consumer
+from trainer_adapters.batch.store import Store
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with runtime(monkeypatch) as path:
+        yield path
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses to which the fetches and clears of this process connect."""
+    addresses: list[str] = []
+
+    def connect(address: str, **named: object) -> Channel:
+        addresses.append(address)
+        return Channel(address, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("trainer_adapters.batch.client.Channel", connect)
+    return addresses
+
+
+def test_fetches_and_clears_of_one_owner_use_one_connection_again(made: list[str]) -> None:
+    with Store(budget_bytes=MIB) as store, Store(budget_bytes=MIB) as other:
+        for i in range(5):
+            for each in (store, other):
+                (entry,) = each.put("t", {"k": torch.full((4,), i)})
+                assert fetched([entry], each.owner)[entry.shard].tensor.tolist() == [i] * 4
+        clear_tasks(["t"], {each.owner.id: each.owner for each in (store, other)}, timeout_s=60)
+        assert made == [store.owner.address, other.owner.address]
+
+
+def test_a_connection_to_another_host_is_not_kept(made: list[str]) -> None:
+    with Store(budget_bytes=MIB, address="tcp://127.0.0.1:*") as store:
+        (entry,) = store.put("t", {"k": torch.ones(4)})
+        for _ in range(2):
+            fetched([entry], elsewhere(store.owner))
+        assert len(made) == 2
+
+
+def test_a_kept_connection_tells_at_once_that_its_owner_has_died_and_is_then_closed(
+    directory: Path, made: list[str]
+) -> None:
+    with owners(directory, ["t"]) as (owner,):
+        fetched(owner.entries, owner.owner)
+        kill(owner.pid)
+        with pytest.raises(FetchFailed, match="PeerLost"):
+            fetched(owner.entries, owner.owner)
+        assert len(made) == 1 and consumer().connection(owner.owner) is None
+
+
+def test_a_forked_child_makes_connections_of_its_own(made: list[str]) -> None:
+    with Store(budget_bytes=MIB) as store:
+        entries = store.put("t", {"k": torch.ones(4)})
+        fetched(entries, store.owner)
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                os._exit(0 if fetched(entries, store.owner) and len(made) == 2 else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert fetched(entries, store.owner) and len(made) == 1
+
+
+def test_what_nobody_takes_is_closed(monkeypatch: pytest.MonkeyPatch, made: list[str]) -> None:
+    monkeypatch.setattr(connections, "KEPT_S", 0.05)
+    with Store(budget_bytes=MIB) as store:
+        entries = store.put("t", {"k": torch.ones(4)})
+        have = fetched(entries, store.owner)
+        eventually(lambda: consumer().connection(store.owner) is None, "the end of the connection")
+        assert have and fetched(entries, store.owner) and len(made) == 2
+
+
+def test_of_too_many_the_one_that_waits_longest_is_closed() -> None:
+    kept = Connections()
+    with Store(budget_bytes=MIB) as store:
+        channels = [Channel(store.owner.address) for _ in range(MOST_KEPT + 3)]
+        for channel in channels:
+            kept.keep(store.owner, channel)
+        assert [channel._socket.closed for channel in channels] == [True] * 3 + [False] * MOST_KEPT
+        taken = [kept.take(store.owner) for _ in range(MOST_KEPT)]
+        assert taken == channels[3:] and kept.take(store.owner) is None and kept.due_s == float("inf")
+        for channel in channels:
+            channel.close()
+
+
+def test_a_connection_on_which_a_request_is_open_is_not_kept(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store(budget_bytes=MIB) as store:
+        entries = store.put("t", {"k": torch.ones(4)})
+        with pytest.raises(FetchFailed, match="not delivered within 0 s"):
+            fetched(entries, store.owner, timeout_s=0)
+        assert consumer().connection(store.owner) is None

@@ -1,0 +1,62 @@
+"""Connections of this process to owners on its host, kept from one fetch to the next."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+
+from inference_plugin.net.channel import Channel
+from trainer_adapters.batch.records import Owner
+
+__all__ = ["Connections"]
+
+KEPT_S = 300.0
+"""Seconds after which a connection that nobody takes is closed."""
+
+MOST_KEPT = 16
+"""Largest number of connections that nobody uses; each takes a few descriptors here, and one at its owner."""
+
+
+class Connections:
+    """The connections that are not in use. All methods may be called on any thread; a channel belongs to whoever took it."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[Owner, Channel, float]] = deque()
+        """Owner, channel and when to close it, in the order of that time."""
+        self._lock = threading.Lock()
+
+    def take(self, owner: Owner) -> Channel | None:
+        """A connection to the owner, if there is one."""
+        with self._lock:
+            found = next((each for each in self._kept if each[0] == owner), None)
+            if found is None:
+                return None
+            self._kept.remove(found)
+            return found[1]
+
+    def keep(self, owner: Owner, channel: Channel) -> None:
+        """Takes over a channel on which no request is open."""
+        channel.payload = None
+        with self._lock:
+            self._kept.append((owner, channel, time.monotonic() + KEPT_S))
+            over = self._kept.popleft() if len(self._kept) > MOST_KEPT else None
+        if over is not None:
+            over[1].close()
+
+    @property
+    def due_s(self) -> float:
+        """When to call `close_late`, on `time.monotonic()`'s clock; infinity where nothing is kept."""
+        with self._lock:
+            return self._kept[0][2] if self._kept else math.inf
+
+    def close_late(self) -> None:
+        """Closes the connections that nobody took for `KEPT_S`."""
+        now_s = time.monotonic()
+        while True:
+            with self._lock:
+                if not self._kept or self._kept[0][2] > now_s:
+                    return
+                late = self._kept.popleft()
+            late[1].close()
