@@ -69,16 +69,12 @@ class LeasedBytes:
     Writing into them copies the pages that are written to; the owner's stay as they were.
     """
 
-    __slots__ = ("__array_interface__", "_consumer", "_index", "_memory", "_number", "_owner", "address", "nbytes")
+    __slots__ = ("__array_interface__", "_index", "_segment", "address", "nbytes")
 
-    def __init__(
-        self, mapped: Mapped, offset: int, nbytes: int, consumer: Consumer, owner: Owner, number: int, index: int
-    ) -> None:
-        """`number`: of the lease at `owner`; `index`: of the shard in it."""
-        self._memory = mapped.memory
-        self._consumer = consumer
-        self._owner, self._number, self._index = owner, number, index
-        self.address, self.nbytes = mapped.address + offset, nbytes
+    def __init__(self, segment: LeasedSegment, offset: int, nbytes: int, index: int) -> None:
+        """`index`: of the shard in the lease."""
+        self._segment, self._index = segment, index
+        self.address, self.nbytes = segment.address + offset, nbytes
 
     def array(self, typestr: str = "|u1", shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """The bytes, without a copy, as an array of numpy's `typestr`; by default uint8, all of them. The caller knows that
@@ -89,15 +85,22 @@ class LeasedBytes:
         return np.asarray(self)
 
     def __del__(self) -> None:
-        self._consumer.end(self._owner, self._number, self._index)
+        self._segment.end(self._index)
 
 
-@dataclass(frozen=True)
-class Mapped:
-    """A segment of an owner: uint8, and where it begins in this process."""
+@dataclass(frozen=True, slots=True)
+class LeasedSegment:
+    """A mapped segment of an owner, and the lease under which it is read. `memory`: uint8, from `address` on."""
 
     memory: Memory
     address: int
+    consumer: Consumer
+    owner: Owner
+    number: int
+
+    def end(self, index: int) -> None:
+        """Ends the lease of the shard at `index`."""
+        self.consumer.end(self.owner, self.number, index)
 
 
 class Consumer:
@@ -124,16 +127,17 @@ class Consumer:
             self._numbers += 1
             return self._numbers
 
-    def map(self, segment: bytes) -> Mapped:
-        """A segment of an owner, mapped for as long as the array or a shard of it lives. The caller has a lease. The mapping is
-        of this call alone, so that what its user writes in place (a normalised advantage, say) is seen by no other fetch.
+    def map(self, segment: bytes, owner: Owner, number: int) -> LeasedSegment:
+        """A segment of an owner, mapped for as long as the array or a shard of it lives. The caller has the lease `number`.
+        The mapping is of this call alone, so that what its user writes in place (a normalised advantage, say) is seen by no other
+        fetch.
 
         Raises `TransportUnavailable` where this process may not map it.
         """
         shared = SharedSegment.attach(decode_as(segment, SegmentAddress), writable=False, private=True)
         memory: Memory = shared.tensor.numpy()
         shared.close()  # gives its descriptor back; the array keeps the mapping
-        return Mapped(memory, memory.ctypes.data)
+        return LeasedSegment(memory, memory.ctypes.data, self, owner, number)
 
     def end(self, owner: Owner, number: int, index: int = ALL) -> None:
         """Ends the lease of one shard, by its index among those leased, or of all. Takes no lock: the garbage collector calls it

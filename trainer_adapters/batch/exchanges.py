@@ -145,7 +145,7 @@ class LeaseExchange(Exchange):
         if len(leased) != len(reply.places):
             raise ProtocolError(f"{self._owner.id} leased {len(reply.places)} shards, not {len(leased)}")
         try:
-            segments = [self._consumer.map(segment) for segment in reply.segments]
+            segments = [self._consumer.map(segment, self._owner, self._number) for segment in reply.segments]
         except TransportUnavailable:
             self.give_up()
             raise
@@ -176,8 +176,7 @@ class LeaseExchange(Exchange):
                 spans = [(reply.places[index].offset, leased[index].nbytes) for index in some]
                 digests = digest_spans(segment.memory, spans)
                 for index, (start, nbytes), digest in zip(some, spans, digests, strict=True):
-                    data = LeasedBytes(segment, start, nbytes, self._consumer, self._owner, self._number, index)
-                    arrivals.keep(leased[index], data, digest)
+                    arrivals.keep(leased[index], LeasedBytes(segment, start, nbytes, index), digest)
 
     def give_up(self) -> None:
         if not self._is_handed_over:  # else each shard has a lease of its own

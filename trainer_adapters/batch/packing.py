@@ -87,29 +87,31 @@ class PackedBatch(msgspec.Struct, frozen=True, array_like=True):
 
 def pack(columns: Collection[Column], owners: Mapping[str, Owner], rows: int, tags: Mapping[str, Tags]) -> bytes:
     """Columns that hold no data, those of `owners` that they name, and tags by task id."""
-    entries = {column.key: column.all_entries() for column in columns}
-    everything = list(itertools.chain.from_iterable(entries.values()))
-    tasks = _numbered(entry.shard.task_id for entry in everything)
-    owner_ids = _numbered(entry.owner for entry in everything)
-    versions = _numbered(entry.versions for entry in everything)
+    entries = [column.all_entries() for column in columns]
+    task_ids = [[entry.shard.task_id for entry in mine] for mine in entries]
+    owner_ids = [[entry.owner for entry in mine] for mine in entries]
+    spans = [_once([entry.versions for entry in mine]) for mine in entries]
+    tasks, owner_numbers, versions = _numbered(task_ids), _numbered(owner_ids), _numbered(spans)
     indices: dict[PackedIndex, int] = {}
+    packed_as: dict[tuple[int, tuple[int, ...]], PackedIndex] = {}
     packed: list[PackedColumn] = []
-    for column in columns:
-        mine = entries[column.key]
+    for number, (column, mine) in enumerate(zip(columns, entries, strict=True)):
         counts = [entry.rows for entry in mine]
+        if (like := (id(column.index), tuple(counts))) not in packed_as:  # columns of one batch often share their index
+            packed_as[like] = _packed_index(column.index, counts)
         values = column.schema.kind is Kind.VALUES
-        task_numbers = [tasks[entry.shard.task_id] for entry in mine]
+        task_numbers = [tasks[task_id] for task_id in task_ids[number]]
         packed.append(
             PackedColumn(
                 key=column.key,
                 kind=column.schema.kind,
                 dtype=column.schema.dtype,
                 item_shape=column.schema.item_shape,
-                index=indices.setdefault(_packed_index(column.index, counts), len(indices)),
+                index=indices.setdefault(packed_as[like], len(indices)),
                 digests=np.array([entry.digest for entry in mine], "<u8").tobytes(),
                 tasks=() if task_numbers == list(range(len(mine))) else tuple(task_numbers),
-                owners=_once([owner_ids[entry.owner] for entry in mine]),
-                versions=_once([versions[entry.versions] for entry in mine]),
+                owners=_once([owner_numbers[owner_id] for owner_id in owner_ids[number]]),
+                versions=tuple([versions[span] for span in spans[number]]),
                 rows=_once(counts),
                 kinds=_once([entry.kind for entry in mine]),
                 shapes=_once([entry.item_shape for entry in mine]),
@@ -121,7 +123,7 @@ def pack(columns: Collection[Column], owners: Mapping[str, Owner], rows: int, ta
         PackedBatch(
             format=FORMAT,
             rows=rows,
-            owners=tuple(owners[owner] for owner in owner_ids),
+            owners=tuple(owners[owner] for owner in owner_numbers),
             tasks=tuple(tasks),
             versions=tuple(versions),
             indices=tuple(indices),
@@ -208,9 +210,9 @@ def _check_count(key: str, name: str, items: Sequence[Any], count: int) -> None:
         raise ProtocolError(f"key {key!r} has {count} entries and {len(items)} {name}")
 
 
-def _numbered(things: Iterable[T]) -> dict[T, int]:
-    """The different things, in the order of their first occurrence, with their numbers."""
-    return {thing: number for number, thing in enumerate(dict.fromkeys(things))}
+def _numbered(things: Iterable[Iterable[T]]) -> dict[T, int]:
+    """The different things in all lists, in the order of their first occurrence, with their numbers."""
+    return {thing: number for number, thing in enumerate(dict.fromkeys(itertools.chain.from_iterable(things)))}
 
 
 def _packed_index(index: RowIndex, rows: Sequence[int]) -> PackedIndex:
