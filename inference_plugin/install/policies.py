@@ -252,6 +252,7 @@ class CopyInstaller(PolicyInstaller):
             while len(self._bound) >= self.KEPT:
                 self._bound.pop(next(iter(self._bound)))
             bound = self._bound[segment.data_ptr()] = self._bind_segment(segment)
+            bound[0].ready()
         return bound
 
     def _bind_segment(self, segment: torch.Tensor) -> tuple[Replay, Tensors]:
@@ -280,7 +281,7 @@ class StagedInstaller(CopyInstaller):
         modules = list(self._rebuild(self._layout.beforehand, sources, self._memory, throttle))
         self._note_operands(sources, lambda _: self._memory, throttle)
         in_place = [replace(placement, source=placement.dest) for placement in plain]
-        self._staged = self._bind(in_place, self._memory, live), modules
+        self._staged = self._bind(in_place, self._memory, live).ready(), modules
         return sum(t.nbytes for t in self._memory.values()) + self._layout.rebuilt_nbytes
 
     def _put(self, segment: torch.Tensor) -> None:

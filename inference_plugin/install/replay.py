@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from inference_plugin.devices import device_of
+from inference_plugin.devices import ByteCopy, device_of
 from inference_plugin.install.plan import Fill, Placement
 from inference_plugin.install.row_copies import copy_on_all_cores, row_copies
 from inference_plugin.install.upload import LARGE_BYTES, Upload
@@ -62,10 +62,8 @@ class Replay:
                     view.fill_(value)
             copy_on_all_cores(self._rows)
             return
-        on_device = all(target.device == source.device for _, target, source in self._copies[:1])
-        limit_bytes = None if between is None and on_device else STEP_BYTES
-        if (steps := self._steps.get(limit_bytes)) is None:
-            steps = self._steps[limit_bytes] = self._cut(limit_bytes)
+        limit_bytes = None if between is None and self._is_on_one_device else STEP_BYTES
+        steps = self._steps_of(limit_bytes)
         with torch.inference_mode():  # live parameters may be inference tensors, which can be written in no other mode
             done = 0
             for view, value in self._fills:
@@ -75,16 +73,33 @@ class Replay:
             for index, step in enumerate(steps):
                 if between is not None and index:
                     between(done)
-                copy(step.targets, step.sources)
+                copy(step)
                 done += step.nbytes
 
-    def _copying(self, steps: Sequence[_Step]) -> Callable[[list[Tensor], list[Tensor]], object]:
+    def ready(self) -> Replay:
+        """Does beforehand what `run()` needs within a device's memory, where a commit waits for it. Returns itself."""
+        if self._rows is None and self._is_on_one_device:
+            for step in self._steps_of(None):
+                step.divided()
+        return self
+
+    @property
+    def _is_on_one_device(self) -> bool:
+        return all(target.device == source.device for _, target, source in self._copies[:1])
+
+    def _steps_of(self, limit_bytes: int | None) -> list[_Step]:
+        if (steps := self._steps.get(limit_bytes)) is None:
+            steps = self._steps[limit_bytes] = self._cut(limit_bytes)
+        return steps
+
+    def _copying(self, steps: Sequence[_Step]) -> Callable[[_Step], object]:
         """The function that makes the copies of one step."""
         if not steps or (device := steps[0].targets[0].device).type == "cpu":
-            return torch._foreach_copy_
-        if steps[0].sources[0].device == device:
+            return lambda step: torch._foreach_copy_(step.targets, step.sources)
+        if self._is_on_one_device:
             return _copy_within_device
-        return Upload(device_of(device), max(sum(map(Upload.room, step.sources)) for step in steps)).copy
+        upload = Upload(device_of(device), max(sum(map(Upload.room, step.sources)) for step in steps))
+        return lambda step: upload.copy(step.targets, step.sources)
 
     def _cut(self, limit_bytes: int | None) -> list[_Step]:
         """Groups small copies; splits those of more than `limit_bytes`, if that is given. Copies that may overlap never share
@@ -160,23 +175,34 @@ class _Step:
     sources: list[Tensor] = field(default_factory=list)
     nbytes: int = 0
     ends: dict[str, int] = field(default_factory=dict)
+    _divided: tuple[list[ByteCopy], list[Tensor], list[Tensor]] | None = None
 
     def add(self, target: Tensor, source: Tensor) -> None:
         self.targets.append(target)
         self.sources.append(source)
         self.nbytes += target.nbytes
 
+    def divided(self) -> tuple[list[ByteCopy], list[Tensor], list[Tensor]]:
+        """Large copies, and the targets and sources of the others. Within a device's memory a fused kernel reaches half of the
+        speed of separate copies (measured on an H100)."""
+        if self._divided is None:
+            large: list[ByteCopy] = []
+            small: list[tuple[Tensor, Tensor]] = []
+            for target, source in zip(self.targets, self.sources, strict=True):
+                if target.nbytes >= LARGE_BYTES and target.is_contiguous() and source.is_contiguous():
+                    large.append(ByteCopy(target, 0, source, 0, target.nbytes))
+                else:
+                    small.append((target, source))
+            self._divided = large, [target for target, _ in small], [source for _, source in small]
+        return self._divided
 
-def _copy_within_device(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Large copies one by one: a fused kernel reaches half of their speed (measured on an H100)."""
-    small: list[tuple[Tensor, Tensor]] = []
-    for target, source in zip(targets, sources, strict=True):
-        if target.nbytes >= LARGE_BYTES and target.is_contiguous() and source.is_contiguous():
-            device_of(target.device).copy(target, source)
-        else:
-            small.append((target, source))
-    if small:
-        torch._foreach_copy_([target for target, _ in small], [source for _, source in small])
+
+def _copy_within_device(step: _Step) -> None:
+    large, targets, sources = step.divided()
+    if large:
+        device_of(large[0].target.device).copy_bytes(large)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _rows(tensor: Tensor, first: int, count: int) -> Tensor:
