@@ -1,6 +1,6 @@
 """What only a GPU can show: a real vLLM on CUDA, its parameters in device memory, with and without captured graphs.
 
-Written for a machine with one CUDA GPU and a CUDA build of vLLM, and not run yet (docs/gpu.md says what was). All engines share
+Written for a machine with one CUDA GPU and a CUDA build of vLLM (docs/gpu.md says what was run). All engines share
 that GPU, and the trainer's process has it too. Graphs are captured without Inductor, which would compile for a minute in each
 engine.
 """
