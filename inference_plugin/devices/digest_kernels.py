@@ -35,8 +35,10 @@ LOADED_AHEAD = 64
 """Steps of a chain whose sums are loaded before the first of them is taken: a load takes as long as some tens of steps."""
 MAX_PROGRAMS_OF_PIECE = 4096
 BYTES_OF_SUMS = 8 * LANES
-HELD_BYTES_OF_SUMS = 256 << 20
-"""Sums of 4 GiB are taken by step 2 together: so many chains run side by side. They are held until then."""
+HELD_BYTES_OF_SUMS = 128 << 20
+"""Sums of 2 GiB are taken by step 2 together: so many chains run side by side. They are held until these have ended."""
+MOST_CHAINED = 2
+"""How often step 2 is queued before its first has ended: an engine leaves little memory free for sums."""
 
 
 class TritonDigests(BlockDigests):
@@ -53,6 +55,7 @@ class TritonDigests(BlockDigests):
         blocks."""
         self._accumulators: list[torch.Tensor] = []
         self._side: Any = None
+        self._ends: list[Any] = []
 
     def add_runs(self, runs: Sequence[Runs]) -> None:
         if not runs:
@@ -131,6 +134,11 @@ class TritonDigests(BlockDigests):
         if self._side is not None:
             for sums in self._sums:
                 sums.record_stream(self._side)  # its memory is not used anew before
+            end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            end.record(self._side)
+            self._ends.append(end)
+            if len(self._ends) > MOST_CHAINED:
+                self._ends.pop(0).synchronize()
         self._accumulators.append(accumulators)
         self._sums, self._sums_bytes, self._described = [], 0, []
 

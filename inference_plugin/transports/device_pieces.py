@@ -24,13 +24,13 @@ PIECE_BYTES = 16 << 20
 """Largest piece in a device's memory. Each one costs the processes on both sides some microseconds, and a device copies 16 MiB
 in as many; one four times as large would make the longest chain of its digest as long as a copy of the whole model."""
 
-BATCH_BYTES = 4 << 30
+BATCH_BYTES = 2 << 30
 """A worker looks between so many bytes whether its update was given up."""
 
 MADE_BYTES = 256 << 20
 """Casts and packed slices or pieces that are held until they are read together."""
 
-FEWEST_WAITING_BYTES, MOST_WAITING_BYTES = 256 << 20, 4 << 30
+FEWEST_WAITING_BYTES, MOST_WAITING_BYTES = 256 << 20, 2 << 30
 """Slices wait to be copied and read together: few at first, so that the device begins soon, then twice as many each time."""
 
 

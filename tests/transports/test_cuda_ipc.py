@@ -216,7 +216,7 @@ def test_a_class_that_overrides_the_slices_of_a_source_may_change_them_at_the_en
     writer.close()
 
 
-@pytest.mark.parametrize(("apart", "at_once"), [(1, 256), (2, 16)], ids=["contiguous", "apart"])
+@pytest.mark.parametrize(("apart", "at_once"), [(1, 128), (2, 16)], ids=["contiguous", "apart"])
 def test_a_worker_packs_few_of_the_pieces_whose_rows_lie_apart_at_once(apart: int, at_once: int) -> None:
     """Of pieces of 16 MiB: packed ones take memory that the engine may not leave free."""
     manifest = Manifest(tuple(TensorSpec(f"t{i}", "bfloat16", (1024, 8192)) for i in range(600)))
