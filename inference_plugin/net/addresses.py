@@ -177,11 +177,14 @@ def is_published(card: ReplicaCard) -> bool:
 
 def discover(job: str | None = None) -> list[ReplicaCard]:
     """Cards of all living replicas of the job, by id. Leftovers of dead ones are removed."""
-    for card in stale_replicas(job):
-        remove_replica(card.replica, card.job)
-    cards = sorted(_cards(job), key=lambda card: card.replica)
-    _remove_orphans({card.replica for card in cards}, job)
-    return cards
+    living = []
+    for card in list(_cards(job)):
+        if _is_stale(card):
+            remove_replica(card.replica, card.job)
+        else:
+            living.append(card)
+    _remove_orphans({card.replica for card in living}, job)
+    return sorted(living, key=lambda card: card.replica)
 
 
 def unreadable_cards() -> list[str]:
