@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference_plugin.devices import DEVICES
-from inference_plugin.wire.errors import CommitFailed, SyncTimeout, TransportUnavailable
+from inference_plugin.devices import DEVICES, ByteCopy
+from inference_plugin.wire.errors import CommitFailed, DigestMismatch, SyncTimeout, TransportUnavailable
+from inference_plugin.wire.tensors import bytes_view
 from tests.manager.conftest import Start
 from tests.manager.test_ranks import Trainer, trainer
 from tests.manager.test_silence import stands_still
@@ -85,6 +86,33 @@ def test_an_installation_that_fails_on_one_rank_is_undone_on_all(begin: Callable
             manager.update(source(3), 3)
         assert holds(rig, 2)
         for version in (4, 5):
+            assert ways(manager.update(source(version), version)) == IPC and holds(rig, version)
+
+
+class Flipping(SharedHost):
+    """Lets one bit of what it copied flip."""
+
+    def copy_bytes(self, copies: Sequence[ByteCopy]) -> None:
+        super().copy_bytes(copies)
+        for copy in copies[:1]:
+            bytes_view(copy.target)[copy.at] ^= 1
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_bit_that_flips_on_the_way_is_found_before_the_commit(
+    begin: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    """The worker had prepared the installation of that zone meanwhile."""
+    rig = begin(tp=tp)
+    with SyncManager(timeout_s=60) as manager:
+        for version in (1, 2):
+            manager.update(source(version), version)
+        with monkeypatch.context() as patched:
+            patched.setitem(DEVICES, "cpu", Flipping())
+            with pytest.raises(DigestMismatch, match="is not what the trainer sent"):
+                manager.update(source(3), 3)
+        assert holds(rig, 2) and manager.verify(source(2)).ok
+        for version in (4, 5, 6):
             assert ways(manager.update(source(version), version)) == IPC and holds(rig, version)
 
 
