@@ -180,7 +180,7 @@ def several_updates() -> Result:
     changed = [not torch.equal(piece.tensor, before[piece.box]) for piece in source.slices()]
     model.extra = nn.Parameter(torch.ones(3))
     model.model.layers[0].mlp.down_proj.weight.requires_grad_(False)
-    stale = refused(lambda: list(source.slices()))
+    stale = refused(source.slices)
     appeared = "extra" in source.manifest().index
     return {"views": views, "same_manifest": same_manifest, "changed": changed, "appeared": appeared, **stale}
 
@@ -194,9 +194,9 @@ def refuse_after_a_forward_pass_alone() -> Result:
     source.manifest()
     with torch.no_grad():
         model(input_ids=torch.arange(8).view(1, 8))
-    by_manifest, by_slices = refused(source.manifest), refused(lambda: list(source.slices()))
+    by_manifest, by_slices = refused(source.manifest), refused(source.slices)
     model.reshard()
-    return {**by_manifest, "slices": by_slices, "after_reshard": refused(lambda: list(source.slices()))["error"]}
+    return {**by_manifest, "slices": by_slices, "after_reshard": refused(source.slices)["error"]}
 
 
 def refuse_while_a_layer_is_unsharded() -> Result:

@@ -271,9 +271,9 @@ def several_updates(checkpoints: Path) -> Result:
     reshaped = refused(adapter.manifest)
     layer.mlp.linear_fc2.weight = kept
     layer.extra = torch.nn.Parameter(torch.ones(2))
-    appeared = refused(lambda: list(adapter.slices()))
+    appeared = refused(adapter.slices)
     del layer.extra
-    healed = refused(lambda: list(adapter.slices()))
+    healed = refused(adapter.slices)
     return {
         "views": views,
         "changed": [changed, len(before)],
@@ -375,14 +375,14 @@ def lora(kind: str, layout: Layout, *targets: str) -> Callable[[Path], Result]:
             result["alone"] = observe(alone)
         adapter = next(part.adapter for part in chunks[0].modules() if hasattr(part, "to_wrap"))
         adapter.alpha = 7
-        result["scaled"] = refused(lambda: list(source.slices()))
+        result["scaled"] = refused(source.slices)
         result["alone_scaled"] = refused((alone or source).manifest)
         adapter.alpha = 6
         if layout.te:
             bridge = BRIDGE.from_hf_pretrained(checkpoints / kind.replace(" ", "_"))
             result["bridge"] = dict(bridge.export_hf_weights(chunks, cpu=True, show_progress=False))
         LoRA.disable_adapter_layers(LoRA(), chunks)
-        result["disabled"] = refused(lambda: list(source.slices()))
+        result["disabled"] = refused(source.slices)
         if layout.tp == 1:
             LoRAMerge()(chunks, training=False)
             result["raw"] = [

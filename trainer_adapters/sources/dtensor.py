@@ -48,8 +48,8 @@ class ShardedSource(ScannedSource):
         self._spread = cache(Spread.of)  # models repeat their shapes
         self._known: dict[int, tuple[Any, Dims, Dims, Any, str]] = {}
 
-    def _scan(self) -> tuple[TensorInfo, ...]:
-        infos = super()._scan()
+    def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
+        infos = super()._scan(keep)
         if len(self._known) > 2 * len(infos):  # mostly of parameters that no longer exist
             self._known.clear()
         # The planned parameters lay in shards: only a different model may have unsharded ones at the moment.

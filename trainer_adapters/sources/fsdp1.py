@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from inference_plugin.wire.errors import ManifestMismatch
 from trainer_adapters.sources.base import LocalSlice
-from trainer_adapters.sources.plan import Plan, PlannedSlice, TensorInfo, shards_of_run, whole_shard
+from trainer_adapters.sources.plan import PlannedSlice, TensorInfo, shards_of_run, whole_shard
 from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, ScanOptions, why_not_plain
 from trainer_adapters.sources.streams import Buffers, Pairs, module_stream, walk
 
@@ -103,8 +103,7 @@ class FlatSource(ScannedSource):
         parts = FullyShardedDataParallel.fsdp_modules(self._module)
         return (Unit(part) for part in parts if part._handle is not None)
 
-    def _cut(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        things = list(self._as_planned(plan))
+    def _cut(self, things: list[Any], planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
         apart: dict[FullyShardedDataParallel, list[int]] = {}
         for position, thing in enumerate(things):
             if isinstance(thing, ManagedParameter) and thing.is_summoned:
@@ -112,10 +111,7 @@ class FlatSource(ScannedSource):
         late = {position for positions in apart.values() for position in positions}
         coming = list(apart.items())
         try:
-            for position in sorted(planned.keys() - late):
-                local = self._local(things[position])
-                for one in planned[position]:
-                    yield LocalSlice(one.box, one.view_of(local))
+            yield from super()._cut(things, {p: own for p, own in planned.items() if p not in late})
             while coming:  # on all ranks, even if this rank sends no part of the unit
                 module, positions = coming.pop(0)
                 with FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False):

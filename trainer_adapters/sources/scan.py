@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -228,46 +227,37 @@ class ScannedSource(WeightSource):
         claims = tuple(one.box for position in sorted(sent) for one in sent[position])
         return SlicePlan(plan, sent, copied, kept_equal, claims)
 
-    def _scan(self) -> tuple[TensorInfo, ...]:
-        """Scans what the stream yields now."""
-        infos = []
-        for thing, info in self._inspected():
+    def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
+        """Scans what the stream yields now; appends the items themselves to `keep`."""
+        infos: list[TensorInfo] = []
+        first_with: dict[Hashable, int] = {}
+        for name, thing in self._stream():
+            position = len(infos)
+            if keep is not None:
+                keep.append(thing)
+            seen = self._inspect(thing)
+            twin = position
+            if self._in_memory and seen.memory is not None:
+                twin = first_with.setdefault(seen.memory, position)
+            infos.append(TensorInfo(name, seen.shape, seen.dtype, twin, seen.spread, seen.problem))
             del thing
-            infos.append(info)
         return tuple(infos)
 
-    def _inspected(self) -> Iterator[tuple[Any, TensorInfo]]:
-        """The items of the stream, each with what a scan sees of it."""
-        first_with: dict[Hashable, int] = {}
-        positions = itertools.count()
-        for name, thing in self._stream():
-            position = next(positions)
-            shape, dtype, spread, problem, memory = self._inspect(thing)
-            twin = position
-            if self._in_memory and memory is not None:
-                twin = first_with.setdefault(memory, position)
-            yield thing, TensorInfo(name, shape, dtype, twin, spread, problem)
-            del thing  # here and where it is taken: the loop's variable would keep it alive while the next one is made
-
     def _pass(self, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        """One pass over the stream. Raises `ManifestMismatch` during the pass if the stream doesn't fit the plan."""
+        """One pass over the stream. Raises `ManifestMismatch`, at once or during the pass, if the stream doesn't fit the plan."""
         plan = self._slice_plan().plan
-        return self._cut(plan, planned) if self._in_memory else self._one_by_one(plan, planned)
+        if not self._in_memory:
+            return self._one_by_one(plan, planned)
+        things: list[Any] = []
+        if (infos := self._scan(things)) != plan.infos:
+            raise _disagreement(plan.infos, infos)
+        return self._cut(things, planned)
 
-    def _cut(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
-        for position, thing in enumerate(self._as_planned(plan)):
-            for one in planned.get(position, ()):
-                yield LocalSlice(one.box, one.view_of(self._local(thing)))
-
-    def _as_planned(self, plan: Plan) -> Iterator[Any]:
-        """The items of the stream, in memory. Raises `ManifestMismatch` once one is not as in the plan."""
-        expected = iter(plan.infos)
-        for thing, info in self._inspected():
-            if info != next(expected, None):
-                raise _disagreement(plan.infos, self._scan())
-            yield thing
-        if next(expected, None) is not None:
-            raise _disagreement(plan.infos, self._scan())
+    def _cut(self, things: list[Any], planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
+        for position in sorted(planned):
+            local = self._local(things[position])
+            for one in planned[position]:
+                yield LocalSlice(one.box, one.view_of(local))
 
     def _one_by_one(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
         # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
