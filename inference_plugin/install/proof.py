@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -31,6 +33,11 @@ __all__ = ["BUDGET_BYTES", "prove_plan"]
 
 BUDGET_BYTES = 512 << 20
 """About the most bytes that a proof loads at once."""
+
+PART_BYTES = 8 << 20
+"""A thread fills or digests so many bytes at once."""
+
+MOST_THREADS = 8
 
 _Write = TypeVar("_Write", Placement, Fill)
 
@@ -57,9 +64,12 @@ def prove_plan(
     """
     if plan.refusal is not None:
         return f"the plan is refused: {plan.refusal}"
-    proof = _Proof(plan, skeleton, load_weights, tensors, free_bytes, tied or {})
+    # The engine may generate meanwhile, on the other cores.
+    threads = min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
     try:
-        findings = proof.run_batches(min(BUDGET_BYTES, free_bytes))
+        with ThreadPoolExecutor(threads, thread_name_prefix="weightwire-proof") as pool:
+            proof = _Proof(plan, skeleton, load_weights, tensors, free_bytes, tied or {}, _Noise(pool))
+            findings = proof.run_batches(min(BUDGET_BYTES, free_bytes))
     except EngineUnsupported:
         raise
     except Exception as error:  # noqa: BLE001 - a plan that doesn't fit the skeleton at all
@@ -116,6 +126,7 @@ class _Proof:
         tensors: Sequence[TensorInfo],
         free_bytes: float,
         tied: Mapping[str, str],
+        noise: _Noise,
     ) -> None:
         self._free_bytes = free_bytes
         self._plan, self._skeleton, self._load_weights = plan, skeleton, load_weights
@@ -124,7 +135,7 @@ class _Proof:
         self._tied = {alias: name for alias, name in tied.items() if {alias, name} <= self._infos.keys()}
         self._placements = _by_dest(plan.placements)
         self._fills = _by_dest(plan.fills)
-        self._noise = _Noise()
+        self._noise = noise
         self._originals = storage_views(skeleton)
         storages = {name: flat.nbytes for name, flat in self._originals.items()}
         sent = {n: torch.Size(s).numel() * dtype.itemsize for n, s, dtype in tensors if n not in self._tied}
@@ -188,31 +199,29 @@ class _Proof:
     def _run_batch(self, batch: _Batch) -> dict[str, str]:
         self._memory.reuse()
         sources = {name: self._source(name) for name in batch.sources if name not in self._tied}
+        self._noise.fill(sources)
+        for tensor in sources.values():
+            if tensor.numel() == 1 and tensor.dtype in _WIDE_FLOATS:
+                tensor.nan_to_num_(nan=1.0).abs_()
         sources = {name: sources[self._tied.get(name, name)] for name in batch.sources}
-        sent = {name: _digest(tensor) for name, tensor in sources.items()}
+        sent = self._noise.digests(sources)
         with materialised(self._skeleton, {*batch.planned, *batch.refused}, self._memory.empty) as held:
-            for name, flat in held.flats.items():
-                self._noise.fill(flat, _scramble(name))
+            self._noise.fill({_scramble(name): flat for name, flat in held.flats.items()})
             strays = self._load(sources)
             findings = dict.fromkeys(strays, "the loader writes to it from tensors that by the plan don't reach it")
             for name in held.rebound(self._skeleton) & set(batch.planned):
                 findings[name] = "the loader replaces it instead of writing to it"
-            changed = {name for name, tensor in sources.items() if _digest(tensor) != sent[name]}
+            changed = {name for name, digest in self._noise.digests(sources).items() if digest != sent[name]}
             for dest in batch.planned:
                 if names := sorted(changed & {p.source.tensor for p in self._placements[dest]}):
                     findings[dest] = f"the loader changes the checkpoint tensor {names[0]}"
-                wrong = "" if dest in findings else self._compare(dest, held.flats.get(dest), sources)
-                if wrong:
-                    findings[dest] = wrong
-        return findings
+                elif dest not in held.flats:
+                    findings.setdefault(dest, "not in the skeleton")
+            return findings | self._compare({d: held.flats[d] for d in batch.planned if d not in findings}, sources)
 
     def _source(self, name: str) -> Tensor:
         shape, dtype = self._infos[name]
-        flat = self._memory.empty(torch.Size(shape).numel(), dtype=dtype)
-        self._noise.fill(flat, name)
-        if flat.numel() == 1 and dtype in _WIDE_FLOATS:
-            flat.nan_to_num_(nan=1.0).abs_()
-        return flat.view(shape)
+        return self._memory.empty(torch.Size(shape).numel(), dtype=dtype).view(shape)
 
     def _load(self, sources: Mapping[str, Tensor]) -> set[str]:
         """Runs the real load; returns the destinations that it wrote although they have no memory in this batch."""
@@ -224,17 +233,20 @@ class _Proof:
             raise _LoaderRaised(f"the real load raised {type(error).__name__}: {error}") from error
         return watch.strays - self._plan.refused.keys()
 
-    def _compare(self, dest: str, loaded: Tensor | None, sources: Mapping[str, Tensor]) -> str:
-        """Replays the plan in the place of what was loaded."""
-        if loaded is None:
-            return "not in the skeleton"
-        by_loader = _digest(loaded)
-        self._noise.fill(loaded, _scramble(dest))
-        try:
-            Replay(self._placements[dest], sources, {dest: loaded}, self._fills[dest]).run()
-        except (ValueError, RuntimeError) as error:
-            return f"the plan doesn't fit: {error}"
-        return "" if _digest(loaded) == by_loader else "the replay differs from the real load"
+    def _compare(self, loaded: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> dict[str, str]:
+        """Replays the plan in the place of what was loaded. Findings by destination."""
+        by_loader = self._noise.digests(loaded)
+        self._noise.fill({_scramble(dest): flat for dest, flat in loaded.items()})
+        findings = {}
+        for dest, flat in loaded.items():
+            try:
+                Replay(self._placements[dest], sources, {dest: flat}, self._fills[dest]).run()
+            except (ValueError, RuntimeError) as error:
+                findings[dest] = f"the plan doesn't fit: {error}"
+        for dest, digest in self._noise.digests(loaded).items():
+            if digest != by_loader[dest]:
+                findings.setdefault(dest, "the replay differs from the real load")
+        return findings
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -275,28 +287,60 @@ class _Memory:
 
 
 class _Noise:
-    """Reproducible random bytes: a pool of prime length, tiled from an offset that follows from the label.
+    """Reproducible random bytes: a pool of prime length, tiled from an offset that follows from the label. The threads of `pool`
+    fill and digest memory, a part at a time.
 
     All bit patterns occur, including NaN, because copies keep them. Exceptions: of a boolean only the last bit is random, and a
     single number is neither negative nor NaN. Some loaders read its value and fill something with it, which does not keep the
     bits of a NaN.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
         generator = torch.Generator().manual_seed(0)
-        self._pool = torch.randint(0, 256, (_POOL_BYTES,), dtype=torch.uint8, generator=generator).numpy()
+        self._bytes = torch.randint(0, 256, (_POOL_BYTES,), dtype=torch.uint8, generator=generator).numpy()
+        self._pool = pool
 
-    def fill(self, flat: Tensor, label: str) -> None:
-        # By numpy, on this thread alone: torch would use several threads, which wait for each other at each chunk.
-        out = bytes_view(flat).numpy()
-        first = zlib.crc32(label.encode()) % _POOL_BYTES
-        done = 0
-        while done < out.size:
-            chunk = self._pool[first : first + out.size - done]
-            out[done : done + chunk.size] = chunk
-            done, first = done + chunk.size, 0
-        if flat.dtype == torch.bool:
-            out &= 1
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fills contiguous tensors, each by its label."""
+
+        def fill_part(part: _Part) -> None:
+            out, done = part.data, 0
+            first = (zlib.crc32(part.label.encode()) + part.start) % _POOL_BYTES
+            while done < out.size:
+                chunk = self._bytes[first : first + out.size - done]
+                out[done : done + chunk.size] = chunk
+                done, first = done + chunk.size, 0
+            if part.is_bool:
+                out &= 1
+
+        list(self._pool.map(fill_part, _parts(tensors)))
+
+    def digests(self, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """The digests of each tensor's parts, by label."""
+        parts = _parts(tensors)
+        found: dict[str, list[int]] = {label: [] for label in tensors}
+        for part, digest in zip(parts, self._pool.map(lambda part: digest_bytes(part.data), parts), strict=True):
+            found[part.label].append(digest)
+        return found
+
+
+class _Part(NamedTuple):
+    """Some bytes of a tensor, from byte `start` on, as numpy's: torch would use several threads for a call, which wait for each
+    other."""
+
+    label: str
+    start: int
+    data: Any
+    is_bool: bool
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> list[_Part]:
+    return [
+        _Part(label, start, data[start : start + PART_BYTES], tensor.dtype == torch.bool)
+        for label, tensor in tensors.items()
+        for data in (bytes_view(tensor).numpy(),)
+        for start in range(0, data.size, PART_BYTES)
+    ]
 
 
 _WIDE_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -306,10 +350,6 @@ _POOL_BYTES = (1 << 20) - 3  # the largest prime below a megabyte: no row length
 
 def _scramble(dest: str) -> str:
     return f"scramble {dest}"
-
-
-def _digest(tensor: Tensor) -> int:
-    return digest_bytes(bytes_view(tensor).numpy())
 
 
 def _aligned(nbytes: int) -> int:

@@ -51,6 +51,7 @@ def in_portions(*, budget_bytes: int = proof.BUDGET_BYTES, step_bytes: int = rep
     """Proofs load in batches, and replays copy in steps, of about these sizes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(proof, "BUDGET_BYTES", budget_bytes)
+        patch.setattr(proof, "PART_BYTES", min(proof.PART_BYTES, budget_bytes // 3 + 1))
         patch.setattr(replay, "STEP_BYTES", step_bytes)
         yield
 
@@ -670,7 +671,12 @@ def test_replay_refuses_what_does_not_fit(spoil: Callable[..., object], reason: 
 # -- proof
 
 
-def test_the_proof_finds_a_wrong_plan() -> None:
+@pytest.mark.parametrize(("part_bytes", "cores"), [(proof.PART_BYTES, 2), (1, 8), (5, 16)])
+def test_the_proof_finds_a_wrong_plan(part_bytes: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any number of threads, each of which takes some bytes at once."""
+    monkeypatch.setattr(proof, "PART_BYTES", part_bytes)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+
     def load(model: nn.Module, name: str, tensor: Tensor) -> None:
         model.get_parameter("w").data.narrow(0, 2 * (name == "b"), 2).copy_(tensor)
 
@@ -681,6 +687,7 @@ def test_the_proof_finds_a_wrong_plan() -> None:
     case = Case(lambda: Bag({"w": (4, 3)}), load, tensors)
     wrong = Case(lambda: Bag({"w": (4, 3)}), swapped, tensors).trace()
     assert case.prove(wrong) == "w: the replay differs from the real load"
+    assert case.prove(case.trace()) == ""
 
 
 @pytest.mark.parametrize("budget_bytes", [1 << 20, 1])
