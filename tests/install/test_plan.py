@@ -675,7 +675,7 @@ def test_replay_refuses_what_does_not_fit(spoil: Callable[..., object], reason: 
 def test_the_proof_finds_a_wrong_plan(part_bytes: int, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On any number of threads, each of which takes some bytes at once."""
     monkeypatch.setattr(proof, "PART_BYTES", part_bytes)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
 
     def load(model: nn.Module, name: str, tensor: Tensor) -> None:
         model.get_parameter("w").data.narrow(0, 2 * (name == "b"), 2).copy_(tensor)
