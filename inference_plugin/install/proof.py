@@ -26,7 +26,7 @@ from inference_plugin.install.replay import Replay
 from inference_plugin.install.storages import storage_id, storage_views, written_tensors
 from inference_plugin.install.trial_load import check_trial_fits, in_batches, materialised
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.errors import EngineUnsupported, is_out_of_memory
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["BUDGET_BYTES", "prove_plan"]
@@ -72,7 +72,9 @@ def prove_plan(
             findings = proof.run_batches(min(BUDGET_BYTES, free_bytes))
     except EngineUnsupported:
         raise
-    except Exception as error:  # noqa: BLE001 - a plan that doesn't fit the skeleton at all
+    except Exception as error:  # a plan that doesn't fit the skeleton at all
+        if is_out_of_memory(error):
+            raise
         text = f"{type(error).__name__}: {error}"
         findings = dict.fromkeys(plan.extents, text) or {"": text}
     reason = "; ".join(f"{name}: {text}" if name else text for name, text in list(findings.items())[:3])
@@ -230,6 +232,8 @@ class _Proof:
             with torch.no_grad(), watch:
                 self._load_weights(iter(list(sources.items())))
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise _LoaderRaised(f"the real load raised {type(error).__name__}: {error}") from error
         return watch.strays - self._plan.refused.keys()
 
@@ -242,6 +246,8 @@ class _Proof:
             try:
                 Replay(self._placements[dest], sources, {dest: flat}, self._fills[dest]).run()
             except (ValueError, RuntimeError) as error:
+                if is_out_of_memory(error):
+                    raise
                 findings[dest] = f"the plan doesn't fit: {error}"
         for dest, digest in self._noise.digests(loaded).items():
             if digest != by_loader[dest]:

@@ -17,7 +17,7 @@ __all__ = [
     "ErrorInfo", "FetchFailed", "FetchFailure", "ManagerClosed", "ManifestMismatch", "NotFetched", "NotFinite",
     "PeerLost", "PoolClosed", "ProtocolError", "ReplicaAsleep", "RolloutFailed", "StaleRollout", "StoreFull",
     "SyncTimeout", "TornReplica", "TransportUnavailable", "UnknownKey", "VersionConflict", "WeightwireError",
-    "first_few",
+    "first_few", "is_out_of_memory",
 ]  # fmt: skip
 
 
@@ -146,13 +146,23 @@ class WeightwireError(Exception):
         """`error` itself if it is ours, else a `WeightwireError` that names its type and text."""
         if isinstance(error, WeightwireError):
             return error
-        short = isinstance(error, MemoryError) or "can't start new thread" in str(error)
+        short = is_out_of_memory(error) or "can't start new thread" in str(error)
         hint = "the process has reached a limit of memory or of processes (`ulimit -a`); raise it" if short else ""
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             hint = "raise the limit of open files (ulimit -n)"
         wrapped = WeightwireError(f"{type(error).__name__}: {error}", hint=hint)
         wrapped.__cause__ = error
         return wrapped
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, by Python, numpy or torch: that says nothing about what was being done."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    by_torch = isinstance(error, RuntimeError) and (
+        "can't allocate memory" in str(error) or "out of memory" in str(error)
+    )
+    return isinstance(error, MemoryError) or by_torch
 
 
 class ProtocolError(WeightwireError):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from inference_plugin.install.installer import ModelInstaller
-from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.errors import ManifestMismatch, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import GroupOpened
 from tests.install.test_installer import Case, ComputingLoader
@@ -101,3 +102,43 @@ def test_an_installation_is_finished_where_no_thread_can_be_started(monkeypatch:
         patched.setattr(threading.Thread, "start", no_thread)
         case.installer.finish()
     assert case.serves(1)
+
+
+class LacksMemory(PlainEngineModel):
+    """Allocates more than there is in one of its loads: torch and numpy say so in different words."""
+
+    numpy = False
+    lacks_in = 0
+    loads = 0
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        self.loads += 1
+        if self.loads == self.lacks_in:
+            np.empty(1 << 60, dtype=np.uint8) if self.numpy else torch.empty(1 << 60, dtype=torch.uint8, device="cpu")
+        return super().load_weights(model, tensors)
+
+
+class LacksMemoryBesideComputing(LacksMemory, ComputingLoader):
+    """No plan describes it: it also runs the trial loads of its parts, and of the whole model."""
+
+
+@pytest.mark.parametrize("numpy", [False, True], ids=["torch", "numpy"])
+@pytest.mark.parametrize("kind", [LacksMemory, LacksMemoryBesideComputing])
+def test_memory_that_ends_in_a_trace_or_a_trial_load_says_so_and_decides_nothing_about_the_plan(
+    kind: type[LacksMemory], numpy: bool
+) -> None:
+    fine = kind(2, 0, 1)
+    installer, manifest = ModelInstaller(fine), manifest_of(checkpoint(1), TIED)
+    fine.loads = 0
+    wanted = installer.open(manifest, "standby", partial=False)
+    loads = fine.loads
+    assert loads >= 2
+    for number in range(1, loads + 1):
+        model = kind(2, 0, 1)
+        installer = ModelInstaller(model)
+        model.loads, model.lacks_in, model.numpy = 0, number, numpy
+        with pytest.raises((RuntimeError, MemoryError)) as raised:
+            installer.open(manifest, "standby", partial=False)
+        assert "limit of memory" in WeightwireError.wrap(raised.value).hint
+        terms = installer.open(manifest, "standby", partial=False)
+        assert (terms.mechanism, terms.why, terms.needs) == (wanted.mechanism, wanted.why, wanted.needs)
