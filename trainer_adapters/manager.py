@@ -129,23 +129,28 @@ class SyncManager:
         )
         if catch_up == "always":
             transport_named("shm")  # an error now rather than in the first update
-        ranks = TrainerRanks(process_group, settings.config.silence_s, timeout_s=settings.timeout_s)
-        if catch_up == "always" and not ranks.on_one_host:
-            ranks.close()
-            raise TransportUnavailable(
-                "catch_up='always' keeps the last version in shared memory, and the trainer's ranks are on several hosts",
-                hint="catch_up='auto': replicas that join then wait for the next update",
-            )
-        self._fleet = Fleet(settings, registry.take()) if ranks.rank == 0 else None
-        self._context = context = RankContext(settings, ranks, self._fleet)
+        self._fleet: Fleet | None = None
         self._pauses: Pauses | None = None
         self._catching_up: CatchingUp | None = None
-        if self._fleet is not None:
-            self._pauses = Pauses(settings, self._fleet, context.trainer)
-            self._catching_up = CatchingUp(settings, self._fleet, context.events, context.trainer)
-        self._models = GivenModels(group, process_group)
-        self._under_way = False
-        self._thread = OperationThread(settings)
+        self._models, self._under_way = GivenModels(group, process_group), False
+        with contextlib.ExitStack() as undo:
+            ranks = TrainerRanks(process_group, settings.config.silence_s, timeout_s=settings.timeout_s)
+            undo.callback(ranks.close)
+            if catch_up == "always" and not ranks.on_one_host:
+                raise TransportUnavailable(
+                    "catch_up='always' keeps the last version in shared memory; the trainer's ranks are on several hosts",
+                    hint="catch_up='auto': replicas that join then wait for the next update",
+                )
+            if ranks.rank == 0:
+                self._fleet = Fleet(settings, registry.take())
+                undo.callback(registry.give_back, self._fleet.registry)
+            self._context = context = RankContext(settings, ranks, self._fleet)
+            if self._fleet is not None:
+                self._pauses = Pauses(settings, self._fleet, context.trainer)
+                self._catching_up = CatchingUp(settings, self._fleet, context.events, context.trainer)
+                undo.callback(self._catching_up.close)
+            self._thread = OperationThread(settings)
+            undo.pop_all()
 
     @property
     def group(self) -> str:
@@ -375,16 +380,14 @@ class SyncManager:
     def _of_pauses(self, what: str, work: Callable[[Pauses, float], PauseReport]) -> PauseReport:
         """Has rank 0 pause or resume; on other ranks there is nothing to do."""
         self._thread.check_open()
-        pauses = self._pauses
-        if pauses is None:
+        if (pauses := self._pauses) is None:
             return PauseReport(())
         return self._thread.call(what, lambda deadline_s: work(pauses, deadline_s), inside=True)
 
     def _close(self) -> None:
         self._models.close()
         steps: list[Callable[[], None]] = [self._context.close]
-        if self._fleet is not None and self._pauses is not None and self._catching_up is not None:
-            fleet = self._fleet
+        if (fleet := self._fleet) is not None and self._pauses is not None and self._catching_up is not None:
             steps = [self._pauses.close, self._catching_up.close, *steps, lambda: registry.give_back(fleet.registry)]
         for step in steps:
             with harmless("closing a part of the manager"):

@@ -29,7 +29,7 @@ import zmq
 
 from inference_plugin.wire.errors import TransportUnavailable
 
-__all__ = ["Gate", "check_room", "check_threads"]
+__all__ = ["Gate", "check_room", "check_threads", "has_room", "no_thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class _Watched(NamedTuple):
 class Gate:
     """Limits the peers of a bound ROUTER `socket`. It has a thread of its own from construction to `close`.
 
-    Where the listening descriptor can't be found (without /proc), every peer is let in, and a warning says so.
+    Where the listening descriptor can't be found (without /proc), every peer is let in, and a warning says so. Raises
+    `TransportUnavailable` where no thread can be started.
     """
 
     def __init__(self, socket_: zmq.Socket[Any], endpoint: str) -> None:
@@ -90,9 +91,21 @@ class Gate:
         self._thread: threading.Thread | None = None
         # An address of its own: that of an earlier gate's monitor is free only once libzmq has reaped that monitor.
         self._monitor = socket_.get_monitor_socket(_EVENTS, f"inproc://weightwire-gate-{next(_monitors)}")
+        try:
+            self._begin(endpoint)
+        except BaseException as error:
+            # A monitor that stays open has the end of its context wait for ever, and the garbage collector may end the context.
+            socket_.disable_monitor()
+            self._monitor.close(linger=0)
+            self._release_spare()
+            if isinstance(error, RuntimeError):
+                raise no_thread(error) from error
+            raise
+
+    def _begin(self, endpoint: str) -> None:
         if (watched := self._find()) is None:
             logger.warning("weightwire: %s can't be kept from taking more peers than there are descriptors", endpoint)
-            socket_.disable_monitor()
+            self._socket.disable_monitor()
             self._monitor.close(linger=0)
             return
         self._watched = watched
@@ -102,8 +115,13 @@ class Gate:
         )  # for libzmq too: a connection that is refused here must not block its accept
         self._open(False)
         self._spare = self._next_descriptor()
-        self._thread = threading.Thread(target=self._run, name="weightwire-gate", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="weightwire-gate", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._listening.close()
+            raise
+        self._thread = thread
 
     def close(self) -> None:
         """To be called before the socket closes; may be called twice."""
@@ -232,6 +250,11 @@ def check_room(count: int) -> None:
         )
 
 
+def has_room(count: int) -> bool:
+    """Whether `count` descriptors are free."""
+    return not _why_no_room(count)
+
+
 def check_threads() -> None:
     """Raises `TransportUnavailable` where this process can't start the threads of a libzmq context: libzmq would abort it. To be
     called before the first socket of a context is made."""
@@ -243,15 +266,20 @@ def check_threads() -> None:
             thread.start()
             started.append(thread)
     except RuntimeError as error:
-        raise TransportUnavailable(
-            f"no thread can be started for a socket: {error}",
-            hint="raise the limit of processes or of memory (ulimit -u, ulimit -v, or the control group's pids.max)",
-            phase="start",
-        ) from error
+        raise no_thread(error) from error
     finally:
         stop.set()
         for thread in started:
             thread.join(PROBE_S)
+
+
+def no_thread(error: RuntimeError, what: str = "a socket") -> TransportUnavailable:
+    """The error for something that needs a thread, which can't be started."""
+    return TransportUnavailable(
+        f"no thread can be started for {what}: {error}",
+        hint="raise the limit of processes or of memory (ulimit -u, ulimit -v, or the control group's pids.max)",
+        phase="start",
+    )
 
 
 def _why_no_room(count: int) -> str:

@@ -16,7 +16,7 @@ import zmq
 
 from inference_plugin.net.curve import VARIABLE, Guard, job_key
 from inference_plugin.net.gate import Gate, check_room, check_threads
-from inference_plugin.wire.errors import AuthError, ConfigError
+from inference_plugin.wire.errors import AuthError, ConfigError, TransportUnavailable
 
 __all__ = ["MEND_EVERY_S", "Listener", "check_listen_address", "listens_on", "make_private"]
 
@@ -67,6 +67,8 @@ class Listener:
             if listen.startswith("ipc://"):
                 check_unused(Path(listen.removeprefix("ipc://")))
             self.socket.bind(listen)
+            self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._gate = Gate(self.socket, self.address)
         except zmq.ZMQError as error:
             self.close()
             raise AuthError(
@@ -74,11 +76,9 @@ class Listener:
                 hint="an address of this host and a free port, in WEIGHTWIRE_LISTEN or WEIGHTWIRE_REGISTRY",
                 phase="start",
             ) from error
-        except AuthError:
+        except BaseException:
             self.close()
             raise
-        self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._gate = Gate(self.socket, self.address)
         self._path = Path(self.address.removeprefix("ipc://")) if self.address.startswith("ipc://") else None
         self._unmended = ""
         self.mend_at_s = math.inf if self._path is None else time.monotonic() + MEND_EVERY_S
@@ -105,7 +105,7 @@ class Listener:
             elif self._gate is not None:
                 return False
             self._gate = Gate(self.socket, self.address)
-        except (OSError, AuthError, ConfigError, zmq.ZMQError) as error:
+        except (OSError, AuthError, ConfigError, TransportUnavailable, zmq.ZMQError) as error:
             if self._unmended != str(error):
                 logger.warning("weightwire: %s is gone and could not be made again: %s", self._path, error)
             self._unmended = str(error)

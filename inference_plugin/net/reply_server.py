@@ -17,6 +17,7 @@ from typing import Any
 
 import zmq
 
+from inference_plugin.net.gate import no_thread
 from inference_plugin.net.listening import Listener
 from inference_plugin.net.processes import ProcessId, ProcessWatch
 from inference_plugin.wire import codec
@@ -141,7 +142,12 @@ class ReplyServer:
         self.addresses = [listener.address for listener in self._listeners]
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises `TransportUnavailable` where no thread can be started; the sockets are closed then."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._close_sockets()
+            raise no_thread(error) from error
 
     def wake(self) -> None:
         """Has the thread ask `wakes_at_s` again, and send what there is to send; may be called on any thread. The server's own

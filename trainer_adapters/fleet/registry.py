@@ -50,11 +50,11 @@ class Registry(Service):
                 where={"side": "manager", "phase": "register"},
                 max_bytes=MAX_CARD_BYTES,
             )
+            self._server.start()
         except BaseException:
             self._path.unlink(missing_ok=True)
             raise
         self.address = self._server.addresses[-1]
-        self._server.start()
 
     def cards(self) -> list[ReplicaCard]:
         """Living replicas of the job, by id."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from inference_plugin.devices import start_thread
+from inference_plugin.net.gate import no_thread
 from inference_plugin.transports.base import Delivery, Sender, Transport, WriteStats
 from inference_plugin.wire.digest import digest_group
 from inference_plugin.wire.errors import WeightwireError
@@ -129,7 +130,11 @@ class CatchingUp:
         self._running: set[threading.Thread] = set()
         self._forget = fleet.registry.on_change(fleet.poke)
         self._thread = threading.Thread(target=self._run, name="weightwire-replicas", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._forget()
+            raise no_thread(error, "a manager") from error
 
     @property
     def is_this_thread(self) -> bool:

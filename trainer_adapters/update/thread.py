@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from inference_plugin.devices import Device, Mark, in_use
+from inference_plugin.net.gate import no_thread
 from inference_plugin.wire.errors import ManagerClosed, ProtocolError
 from trainer_adapters.settings import Settings
 from trainer_adapters.update.handle import called_from_inside, still_running, wait_for
@@ -39,6 +40,10 @@ class OperationThread:
         self._pool = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="weightwire-manager", initializer=self._begin
         )
+        try:  # now: a later call that found no thread would fail, and its work would stay in the queue and run after all
+            self._pool.submit(lambda: None)
+        except RuntimeError as error:
+            raise no_thread(error, "a manager") from error
 
     @property
     def is_this_thread(self) -> bool:
