@@ -139,6 +139,11 @@ class Channel(Closing):
         """Whether a request waits for its reply."""
         return self._pending is not None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether its socket is closed, by `close` or with the context that all sockets of this process share."""
+        return bool(self._socket.closed)
+
     def has_news(self) -> bool:
         """Whether the reply to the open request may have come: `receive` then does not wait long."""
         return self._poll(0.0)

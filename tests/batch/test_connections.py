@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +111,80 @@ def test_a_connection_on_which_a_request_is_open_is_not_kept(made: list[str], mo
         with pytest.raises(FetchFailed, match="not delivered within 0 s"):
             fetched(entries, store.owner, timeout_s=0)
         assert consumer().connection(store.owner) is None
+
+
+@contextlib.contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_no_connection_is_kept_where_descriptors_are_scarce(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SPARE_DESCRIPTORS", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    with Store(budget_bytes=MIB) as store:
+        (entry,) = store.put("t", {"k": torch.arange(4)})
+        for _ in range(3):
+            assert fetched([entry], store.owner)[entry.shard].tensor.tolist() == [0, 1, 2, 3]
+        assert len(made) == 3 and consumer().connection(store.owner) is None
+
+
+def test_a_fetch_that_lacks_descriptors_gives_up_the_kept_connections_so_that_the_next_one_has_them(
+    directory: Path, made: list[str]
+) -> None:
+    with contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(Store(budget_bytes=MIB)) for _ in range(MOST_KEPT)]
+        for store in kept:
+            fetched(store.put("t", {"k": torch.ones(4)}), store.owner)
+        other = stack.enter_context(Store(budget_bytes=MIB))
+        (entry,) = other.put("t", {"k": torch.arange(4)})
+
+        def next_fetch() -> object:
+            with contextlib.suppress(FetchFailed):  # libzmq's thread frees the descriptors a little later
+                return fetched([entry], other.owner)[entry.shard].tensor.tolist()
+            return None
+
+        with no_more_descriptors():
+            with pytest.raises(FetchFailed, match="too few file descriptors"):
+                fetched([entry], other.owner)
+            assert eventually(next_fetch, "descriptors of the kept connections") is not None
+
+
+def test_a_kept_connection_that_somebody_closed_is_not_used(made: list[str]) -> None:
+    """pyzmq's `Context.instance().destroy()` closes all sockets of the context that a process shares."""
+    with Store(budget_bytes=MIB) as store:
+        entries = store.put("t", {"k": torch.ones(4)})
+        fetched(entries, store.owner)
+        channel = consumer().connection(store.owner)
+        assert channel is not None
+        channel.close()
+        consumer().keep_connection(store.owner, channel)
+        assert fetched(entries, store.owner) and len(made) == 2
+
+
+def watched_processes() -> int:
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found += "pidfd" in str(descriptor.readlink())
+    return found
+
+
+def test_leases_of_an_owner_that_has_closed_while_its_process_lives_on_keep_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer_adapters.batch.consumer.LOOK_S", 0.05)
+    consumer().close_connections()
+    before = watched_processes()
+    held = []
+    for _ in range(20):
+        with Store(budget_bytes=MIB) as store:
+            held.append(fetched(store.put("t", {"k": torch.ones(4)}), store.owner))
+    consumer().close_connections()
+    held.clear()
+    eventually(lambda: watched_processes() <= before, "the end of the connections to closed owners")

@@ -364,6 +364,9 @@ def _connect(owner: Owner) -> Channel:
             side="owner",
             replica=owner.id,
         )
+    except TransportUnavailable:
+        consumer().close_connections()  # the next attempt finds their descriptors
+        raise
     except zmq.ZMQError as error:
         raise ProtocolError(f"owner {owner.id} is at {owner.address!r}, which is no address: {error}") from error
 

@@ -8,12 +8,16 @@ import time
 from collections import deque
 
 from inference_plugin.net.channel import Channel
+from inference_plugin.net.gate import has_room
 from trainer_adapters.batch.records import Owner
 
 __all__ = ["Connections"]
 
 KEPT_S = 300.0
 """Seconds after which a connection that nobody takes is closed."""
+
+SPARE_DESCRIPTORS = 256
+"""Free descriptors below which no connection is kept: somebody may need them."""
 
 MOST_KEPT = 16
 """Largest number of connections that nobody uses; each takes a few descriptors here, and one at its owner."""
@@ -30,20 +34,31 @@ class Connections:
     def take(self, owner: Owner) -> Channel | None:
         """A connection to the owner, if there is one."""
         with self._lock:
-            found = next((each for each in self._kept if each[0] == owner), None)
-            if found is None:
-                return None
-            self._kept.remove(found)
-            return found[1]
+            while (found := next((each for each in self._kept if each[0] == owner), None)) is not None:
+                self._kept.remove(found)
+                if not found[1].is_closed:  # somebody may have ended the context that all sockets of a process share
+                    return found[1]
+            return None
 
     def keep(self, owner: Owner, channel: Channel) -> None:
-        """Takes over a channel on which no request is open."""
+        """Takes over a channel on which no request is open; where descriptors are scarce, it closes the channel."""
         channel.payload = None
+        if not has_room(SPARE_DESCRIPTORS):
+            channel.close()
+            return
         with self._lock:
             self._kept.append((owner, channel, time.monotonic() + KEPT_S))
             over = self._kept.popleft() if len(self._kept) > MOST_KEPT else None
         if over is not None:
             over[1].close()
+
+    def close_all(self) -> None:
+        """Closes the connections that nobody uses: their descriptors are needed."""
+        with self._lock:
+            unused = list(self._kept)
+            self._kept.clear()
+        for _, channel, _ in unused:
+            channel.close()
 
     @property
     def due_s(self) -> float:
