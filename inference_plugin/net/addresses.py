@@ -243,8 +243,13 @@ def starting(job: str | None = None) -> list[str]:
 
 
 def none_runs(job: str | None = None) -> str:
-    """Says that the job has no replica here: where that was looked up, and which engines start or run without the plug-in."""
+    """Says that the job has no replica here: where that was looked up, whether a card could be written there, and which engines
+    start or run without the plug-in."""
     told = [f"no replica of job {job or job_name()!r} runs; looked in {runtime_dir(job)}"]
+    try:
+        check_writable(job)
+    except ConfigError as error:
+        told.append(f"{error.message}: a replica that runs can't publish its card; {error.hint}")
     told += [f"starting: {text}" for text in starting(job)]
     told += [f"without the plug-in: {text}" for text in problems(job)]
     return "; ".join(told)

@@ -3,6 +3,7 @@ a key."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import math
@@ -43,7 +44,8 @@ class Listener:
     `listen` is `ipc://PATH`, or `tcp://HOST:PORT` with an address of this host or an interface's name; port `*` takes a free
     one. Raises `AuthError` for a TCP address that other hosts could reach without a key, or that does not tell them where to
     connect; for an address that can't be bound; for the path of a living socket or of any other file. Raises
-    `TransportUnavailable` where too few descriptors are free, or no thread can be started.
+    `ConfigError` where the directory has no room for a socket, `TransportUnavailable` where too few descriptors are free, or no
+    thread can be started.
 
     Peers are let in while the process has descriptors to spare; others are refused (`net.gate`).
     """
@@ -71,6 +73,12 @@ class Listener:
             self._gate = Gate(self.socket, self.address)
         except zmq.ZMQError as error:
             self.close()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise ConfigError(
+                    f"no socket can be made at {listen}: {error.strerror or error}",
+                    hint="make room there, or set WEIGHTWIRE_RUNTIME_DIR to another directory",
+                    phase="start",
+                ) from error
             raise AuthError(
                 f"{listen}: {error.strerror or error}",
                 hint="an address of this host and a free port, in WEIGHTWIRE_LISTEN or WEIGHTWIRE_REGISTRY",

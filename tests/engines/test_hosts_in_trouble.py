@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from inference_plugin.wire.errors import ConfigError, PeerLost
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
 from tests.support.engines import Driver, eventually
@@ -67,7 +68,10 @@ def test_a_full_runtime_directory_costs_records_and_no_update(
     with engine_of(kind, small_directory, tmp_path / "log") as engine:
         with full(small_directory):
             engine.open(a)
-            with SyncManager(timeout_s=5) as manager, pytest.raises(Exception, match="no replica"):
+            with (
+                SyncManager(timeout_s=5) as manager,
+                pytest.raises(PeerLost, match=r"no replica .* No space left on device: .* make room"),
+            ):
                 manager.update(source(b), 1)  # there is no room for its card, so nobody finds it
             assert engine.tokens(PROMPTS, COUNT) == reference(a)
         with SyncManager(timeout_s=60) as manager:
@@ -83,6 +87,26 @@ def test_a_full_runtime_directory_costs_records_and_no_update(
                 assert [r.status for r in newcomer.update(source(a), 6).replicas] == ["committed"]
         assert engine.tokens(PROMPTS, COUNT) == reference(a)
         assert not [path for path in small_directory.rglob("*") if "tmp" in path.suffix], "half a file"
+
+
+def test_a_manager_that_finds_no_room_for_its_socket_says_so(
+    small_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(small_directory))
+    with SyncManager():
+        pass  # the job's directory is there
+    subprocess.run(["mount", "-o", "remount,nr_inodes=8", str(small_directory)], check=True)
+    fillers = [small_directory / str(number) for number in range(8)]
+    with contextlib.suppress(OSError):
+        for filler in fillers:
+            filler.touch()
+    with pytest.raises(ConfigError, match="No space left on device") as raised:
+        SyncManager()
+    assert str(small_directory) in raised.value.message and "make room" in raised.value.hint
+    for filler in fillers:
+        filler.unlink(missing_ok=True)
+    with SyncManager():
+        pass
 
 
 @pytest.mark.parametrize("kind", ENGINES)
