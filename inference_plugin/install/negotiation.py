@@ -19,7 +19,7 @@ from inference_plugin.install.storages import storage_views
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.install.trial_load import LoaderCoverage, check_trial_fits, handed_out_bytes, loader_coverage
 from inference_plugin.wire.dtype_hint import dtype_line, dtype_rules
-from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few, is_out_of_memory
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few, lacks_resources
 from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
@@ -233,7 +233,7 @@ class _Negotiation:
         try:
             return loader_coverage(self._model.skeleton, self._load, tensors, self._model.device)
         except Exception as error:
-            if is_out_of_memory(error):
+            if lacks_resources(error):
                 raise
             raise EngineUnsupported(
                 f"the engine's loader fails on trial weights: {type(error).__name__}: {error}", phase="open"

@@ -19,7 +19,7 @@ from inference_plugin.install.plan import LoadWeights, PlacementPlan, TensorInfo
 from inference_plugin.install.proof import BUDGET_BYTES
 from inference_plugin.install.storages import equal_bytes, storage_views
 from inference_plugin.install.trial_load import check_trial_fits, in_batches, loaded, poison, trial_tensors
-from inference_plugin.wire.errors import is_out_of_memory
+from inference_plugin.wire.errors import lacks_resources
 
 __all__ = ["Part", "ProvenParts", "parts_of", "prove_parts"]
 
@@ -93,7 +93,7 @@ def prove_parts(
                 if wrong := [key for key in part.destinations if not equal_bytes(alone[key], together[key])]:
                     return ProvenParts(why=f"the loader computes {wrong[0]} differently from its own tensors alone")
     except Exception as error:  # a loader may insist on every name; any exception means "not part by part"
-        if is_out_of_memory(error):
+        if lacks_resources(error):
             raise
         return ProvenParts(why=f"the loader raised {type(error).__name__}: {error}")
     return ProvenParts(parts, uncovered)

@@ -26,7 +26,7 @@ from inference_plugin.install.replay import Replay
 from inference_plugin.install.storages import storage_id, storage_views, written_tensors
 from inference_plugin.install.trial_load import check_trial_fits, in_batches, materialised
 from inference_plugin.wire.digest import digest_bytes
-from inference_plugin.wire.errors import EngineUnsupported, is_out_of_memory
+from inference_plugin.wire.errors import EngineUnsupported, lacks_resources
 from inference_plugin.wire.tensors import bytes_view
 
 __all__ = ["BUDGET_BYTES", "prove_plan"]
@@ -73,7 +73,7 @@ def prove_plan(
     except EngineUnsupported:
         raise
     except Exception as error:  # a plan that doesn't fit the skeleton at all
-        if is_out_of_memory(error):
+        if lacks_resources(error):
             raise
         text = f"{type(error).__name__}: {error}"
         findings = dict.fromkeys(plan.extents, text) or {"": text}
@@ -232,7 +232,7 @@ class _Proof:
             with torch.no_grad(), watch:
                 self._load_weights(iter(list(sources.items())))
         except Exception as error:
-            if is_out_of_memory(error):
+            if lacks_resources(error):
                 raise
             raise _LoaderRaised(f"the real load raised {type(error).__name__}: {error}") from error
         return watch.strays - self._plan.refused.keys()
@@ -246,7 +246,7 @@ class _Proof:
             try:
                 Replay(self._placements[dest], sources, {dest: flat}, self._fills[dest]).run()
             except (ValueError, RuntimeError) as error:
-                if is_out_of_memory(error):
+                if lacks_resources(error):
                     raise
                 findings[dest] = f"the plan doesn't fit: {error}"
         for dest, digest in self._noise.digests(loaded).items():

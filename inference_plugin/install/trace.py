@@ -33,7 +33,7 @@ from inference_plugin.install.traced import (
     destination,
     outermost_first,
 )
-from inference_plugin.wire.errors import is_out_of_memory
+from inference_plugin.wire.errors import lacks_resources
 from inference_plugin.wire.geometry import Region, merge_dims, region_of, through_copy
 
 __all__ = ["trace_plan"]
@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             with torch.no_grad(), self:
                 load_weights(placeholders())
         except Exception as error:  # any exception of a loader refuses the plan
-            if is_out_of_memory(error):
+            if lacks_resources(error):
                 raise
             last = f" (the last tensor handed out was {self._handed_out})" if self._handed_out else ""
             self.findings.broke(f"the loader raised {type(error).__name__}: {error}{last}")

@@ -17,7 +17,7 @@ __all__ = [
     "ErrorInfo", "FetchFailed", "FetchFailure", "ManagerClosed", "ManifestMismatch", "NotFetched", "NotFinite",
     "PeerLost", "PoolClosed", "ProtocolError", "ReplicaAsleep", "RolloutFailed", "StaleRollout", "StoreFull",
     "SyncTimeout", "TornReplica", "TransportUnavailable", "UnknownKey", "VersionConflict", "WeightwireError",
-    "first_few", "is_out_of_memory",
+    "first_few", "lacks_resources",
 ]  # fmt: skip
 
 
@@ -146,7 +146,7 @@ class WeightwireError(Exception):
         """`error` itself if it is ours, else a `WeightwireError` that names its type and text."""
         if isinstance(error, WeightwireError):
             return error
-        short = is_out_of_memory(error) or "can't start new thread" in str(error)
+        short = lacks_resources(error)
         hint = "the process has reached a limit of memory or of processes (`ulimit -a`); raise it" if short else ""
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             hint = "raise the limit of open files (ulimit -n)"
@@ -155,14 +155,14 @@ class WeightwireError(Exception):
         return wrapped
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, by Python, numpy or torch: that says nothing about what was being done."""
+def lacks_resources(error: BaseException) -> bool:
+    """Whether Python, numpy or torch found no memory or could start no thread: that says nothing about what was being done."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    by_torch = isinstance(error, RuntimeError) and (
-        "can't allocate memory" in str(error) or "out of memory" in str(error)
+    told = (
+        ("can't allocate memory", "out of memory", "can't start new thread") if isinstance(error, RuntimeError) else ()
     )
-    return isinstance(error, MemoryError) or by_torch
+    return isinstance(error, MemoryError) or any(words in str(error) for words in told)
 
 
 class ProtocolError(WeightwireError):

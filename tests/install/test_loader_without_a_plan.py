@@ -142,3 +142,19 @@ def test_memory_that_ends_in_a_trace_or_a_trial_load_says_so_and_decides_nothing
         assert "limit of memory" in WeightwireError.wrap(raised.value).hint
         terms = installer.open(manifest, "standby", partial=False)
         assert (terms.mechanism, terms.why, terms.needs) == (wanted.mechanism, wanted.why, wanted.needs)
+
+
+def test_a_proof_that_can_start_no_thread_says_so_and_decides_nothing_about_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installer, manifest = ModelInstaller(PlainEngineModel(2, 0, 1)), manifest_of(checkpoint(1), TIED)
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")  # what CPython says at RLIMIT_NPROC
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread") as raised:
+            installer.open(manifest, "standby", partial=False)
+    assert "of processes" in WeightwireError.wrap(raised.value).hint
+    assert installer.open(manifest, "standby", partial=False).mechanism == "plan"
