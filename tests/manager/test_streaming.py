@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
+from inference_plugin.install.storages import held_tensors
 from inference_plugin.net.channel import Channel
 from inference_plugin.transports.segment import SegmentAddress
 from inference_plugin.transports.stream import StreamSender
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import ConfigError, NotFinite, TornReplica, WeightwireError
+from inference_plugin.wire.errors import ConfigError, ManifestMismatch, NotFinite, TornReplica, WeightwireError
 from inference_plugin.wire.messages import (
     AskStands,
     Begin,
@@ -34,8 +38,9 @@ from tests.support.managers import SyncManager
 from tests.support.phases import AtPhase
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import Rig, eventually
-from trainer_adapters import Quorum
+from trainer_adapters import ModuleAdapter, Quorum
 from trainer_adapters.fleet import session
+from trainer_adapters.sources.base import LocalSlice
 
 __all__ = ["stops"]
 
@@ -210,6 +215,44 @@ def test_an_error_after_the_first_byte_says_what_became_of_the_replica(start: St
         eventually(lambda: {status.state for status in statuses(rig)} == {"torn"}, "all ranks are torn")
         manager.update(source(3), 3)
     assert holds(rig, 3)
+
+
+def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        part = module
+        for step in path:
+            if not hasattr(part, step):
+                part.add_module(step, nn.Module())
+            part = getattr(part, step)
+        part.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    return module
+
+
+class Replaced(ModuleAdapter):
+    """A model whose last parameter is replaced by one of another shape after the ranks have agreed."""
+
+    def slices(self) -> Iterator[LocalSlice]:
+        assert self._module is not None
+        *_, (_, holder, name, parameter) = held_tensors(self._module)
+        holder[name] = nn.Parameter(torch.cat([parameter, parameter]), requires_grad=False)
+        return super().slices()
+
+
+def test_a_model_that_changed_after_the_ranks_agreed_leaves_the_replica_as_it_was(start: Start) -> None:
+    """Bytes are installed as they come, so that all of the model is compared before the first of them."""
+    rig = start()
+    with SyncManager(install="streaming", timeout_s=60) as manager:
+        manager.update(ModuleAdapter(module_of(checkpoint(1))), 1)
+        assert holds(rig, 1)
+        with pytest.raises(ManifestMismatch, match="the model changed after its manifest was made"):
+            manager.update(Replaced(module_of(checkpoint(2))), 2)
+        assert holds(rig, 1)
+        assert not any(status.state == "torn" for status in statuses(rig))
+        assert manager.verify(ModuleAdapter(module_of(checkpoint(1)))).ok
+        manager.update(ModuleAdapter(module_of(checkpoint(3))), 3)
+        assert holds(rig, 3)
 
 
 def test_weights_that_are_not_finite_are_not_served(start: Start) -> None:
