@@ -26,7 +26,7 @@ import torch
 from inference_plugin.devices import in_use
 from inference_plugin.net.addresses import boot_id
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import ProtocolError, TransportUnavailable
+from inference_plugin.wire.errors import ProtocolError, TransportUnavailable, lacks_resources
 from inference_plugin.wire.messages.common import BootId, Count
 
 __all__ = [
@@ -95,7 +95,8 @@ class SharedSegment:
             return SharedSegment(fd, nbytes, secrets.token_hex(8), writable=True)
         except OSError as error:
             os.close(fd)
-            raise TransportUnavailable(f"shm: a segment of {nbytes} bytes can't be made: {error}") from error
+            hint = "free memory, or raise this process's limits (`ulimit -a`)"
+            raise TransportUnavailable(f"shm: a segment of {nbytes} bytes can't be made: {error}", hint=hint) from error
 
     @staticmethod
     def attach(address: SegmentAddress, *, writable: bool, private: bool = False) -> SharedSegment:
@@ -120,7 +121,12 @@ class SharedSegment:
             return SharedSegment(fd, address.nbytes, address.segment_id, writable=writable, private=private)
         except (OSError, ValueError, RuntimeError) as error:
             os.close(fd)
-            raise TransportUnavailable(f"shm: {path} can't be mapped: {error}") from error
+            hint = (
+                "free memory, or raise this process's limit of addresses (`ulimit -v`)"
+                if lacks_resources(error)
+                else ""
+            )
+            raise TransportUnavailable(f"shm: {path} can't be mapped: {error}", hint=hint) from error
         except TransportUnavailable:
             os.close(fd)
             raise

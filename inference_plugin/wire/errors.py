@@ -160,7 +160,9 @@ def lacks_resources(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     told = (
-        ("can't allocate memory", "out of memory", "can't start new thread") if isinstance(error, RuntimeError) else ()
+        ("can't allocate memory", "Cannot allocate memory", "out of memory", "can't start new thread")
+        if isinstance(error, RuntimeError)
+        else ()
     )
     return isinstance(error, MemoryError) or any(words in str(error) for words in told)
 

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -340,9 +341,25 @@ def test_a_segment_smaller_than_the_manifest_is_refused() -> None:
 
 def test_a_segment_that_cannot_be_made_says_so_and_leaves_nothing() -> None:
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(TransportUnavailable, match=f"a segment of {1 << 62} bytes can't be made"):
+    with pytest.raises(TransportUnavailable, match=f"a segment of {1 << 62} bytes can't be made") as raised:
         SharedSegment.create(1 << 62)
+    assert "ulimit" in raised.value.hint
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def test_a_segment_for_which_a_reader_lacks_addresses_says_what_to_raise_and_leaves_nothing() -> None:
+    made = SharedSegment.create(1 << 40)  # no page of it exists
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (3 << 39, before[1]))
+    try:
+        with pytest.raises(TransportUnavailable, match=r"can't be mapped: .*Cannot allocate memory") as raised:
+            SharedSegment.attach(made.address, writable=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert "ulimit -v" in raised.value.hint
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    made.close()
 
 
 # --- other processes --------------------------------------------------------------------------------------------------

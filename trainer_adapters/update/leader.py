@@ -213,7 +213,7 @@ class _Update:
             raise TransportUnavailable(
                 f"{transport.name}: second sets of {sets >> 20} MiB and a segment of {segment >> 20} MiB do not fit: "
                 f"{free >> 20} MiB are free on this host",
-                hint="install='copy' needs no second set; partial=True sends a part",
+                hint=("install='copy' needs no second set; " if sets else "") + "partial=True sends a part",
             )
 
     def _allocate(self, transport: Transport, sender: Sender) -> bytes:
