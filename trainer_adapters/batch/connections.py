@@ -40,17 +40,20 @@ class Connections:
                     return found[1]
             return None
 
-    def keep(self, owner: Owner, channel: Channel) -> None:
-        """Takes over a channel on which no request is open; where descriptors are scarce, it closes the channel."""
+    def keep(self, owner: Owner, channel: Channel) -> bool:
+        """Takes over a channel on which no request is open; where descriptors are scarce, it closes the channel. Returns whether
+        it is the only one that is kept: nobody may be waiting for `due_s` then."""
         channel.payload = None
         if not has_room(SPARE_DESCRIPTORS):
             channel.close()
-            return
+            return False
         with self._lock:
             self._kept.append((owner, channel, time.monotonic() + KEPT_S))
             over = self._kept.popleft() if len(self._kept) > MOST_KEPT else None
+            is_only = len(self._kept) == 1
         if over is not None:
             over[1].close()
+        return is_only
 
     def close_all(self) -> None:
         """Closes the connections that nobody uses: their descriptors are needed."""

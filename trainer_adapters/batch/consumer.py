@@ -159,9 +159,7 @@ class Consumer:
 
     def keep_connection(self, owner: Owner, channel: Channel) -> None:
         """Keeps a connection to an owner of this host, on which no request is open, for the next fetch."""
-        is_first = self._connections.due_s == math.inf
-        self._connections.keep(owner, channel)
-        if is_first:  # the thread closes it in time
+        if self._connections.keep(owner, channel):  # the thread closes it in time
             os.eventfd_write(self._news, 1)
 
     def close_connections(self) -> None:
