@@ -77,7 +77,7 @@ class Replay:
                 done += step.nbytes
 
     def ready(self) -> Replay:
-        """Does beforehand what `run()` needs within a device's memory, where a commit waits for it. Returns itself."""
+        """Prepares `run()` within a device's memory, so that a commit only queues copies. Returns itself."""
         if self._rows is None and self._is_on_one_device:
             for step in self._steps_of(None):
                 step.divided()

@@ -193,7 +193,8 @@ class Staging(abc.ABC):
     def start_check(
         self, manifest: Manifest, pieces: Iterable[Piece], between: Callable[[int], None], threads: int = 1
     ) -> Callable[[], int]:
-        """`check`, which may go on on a device while this thread does something else. Returns what ends it, with its result."""
+        """Begins `check`: a device reads on while this thread does something else. Call what it returns to end the check; that
+        returns and raises what `check` does. Where no device reads, all of it is done here."""
         nbytes = self.check(manifest, pieces, between, threads)
         return lambda: nbytes
 

@@ -143,7 +143,7 @@ class KnownSpots(Passes[Spots]):
 
 class DevicePieces:
     """The pieces that one rank writes into `zones`, each with its layout. `slices_last`: whether each slice's memory holds its
-    values until `end`; they are then read together for their digests.
+    values until `end`; they are then copied and read together.
 
     A slice travels in runs of contiguous bytes; one that is cast, or doesn't lie so, is packed first. Where a piece doesn't land
     so, or in several zones, its slice is copied and digested piece by piece.
@@ -178,8 +178,8 @@ class DevicePieces:
         self._made_bytes = 0
 
     def add(self, item: Slice) -> None:
-        """Queues the copies of a slice, and the reading for its digests; the latter, with `slices_last`, in `end` at the latest.
-        What is queued afterwards may change the slice. Raises `ManifestMismatch` as `pieces_of` does."""
+        """Queues the copies of a slice and the reading for its digests, so that what is queued afterwards may change the slice;
+        with `slices_last` perhaps later, in `end` at the latest. Raises `ManifestMismatch` as `pieces_of` does."""
         began_s = time.perf_counter()
         where = item.tensor.device
         if self._where != where:
