@@ -208,11 +208,16 @@ class BucketReceiver(Receiver):
         memory, self._spare = self._spare, None
         if memory is None or memory.numel() != nbytes:
             touched = nbytes if relays is not None else sum(manifest.box_nbytes(box) for box in needs)
-            check_fits(touched, "staging", "partial=True sends a part; install='copy' holds no second set")
+            check_fits(
+                touched, "staging", "partial=True sends a part; install='streaming' stages a few buckets at a time"
+            )
             try:
                 anonymous = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:
-                raise TransportUnavailable(f"no memory to stage {nbytes} bytes: {error}") from error
+                raise TransportUnavailable(
+                    f"no memory to stage {nbytes} bytes: {error}",
+                    hint="free memory, or raise this process's limit of addresses (`ulimit -v`)",
+                ) from error
             memory = torch.frombuffer(anonymous, dtype=torch.uint8)
         staging = self.staging(manifest, needs, memory, self._take_back, others=len(self._open), relays=relays)
         self._open.add(memory.data_ptr())
