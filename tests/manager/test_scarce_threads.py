@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from inference_plugin.wire.errors import TransportUnavailable
-from tests.support.rig import eventually, runtime
+from inference_plugin.wire.errors import TransportUnavailable, WeightwireError
+from tests.support.rig import eventually, fork, runtime
 from trainer_adapters import SyncManager
 
 
@@ -60,3 +63,56 @@ def test_a_manager_whose_threads_can_t_be_started_is_a_typed_error_and_leaves_no
     lacks = 0
     with SyncManager() as manager:
         assert manager.replicas() == []
+
+
+def make_twice(rank: int, directory: str) -> None:
+    """One rank of a trainer. Both ranks make three managers; rank 0 finds no thread for its second one."""
+    out = Path(directory)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(out / "store"), 2), rank=rank, world_size=2)
+    with SyncManager(timeout_s=60):
+        pass  # what a process keeps is there
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def starting(thread: threading.Thread) -> None:
+        if rank == 0 and thread.name == "weightwire-reception" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")  # what CPython says at RLIMIT_NPROC
+        start(thread)
+
+    threading.Thread.start = starting  # type: ignore[method-assign]
+    before, seen = (descriptors(), threading.active_count()), {"error": "", "hint": ""}
+    try:
+        SyncManager(timeout_s=60).close()
+    except (WeightwireError, RuntimeError) as error:
+        seen = {"error": type(error).__name__, "hint": getattr(error, "hint", "")}
+    gc.collect()
+    left = [now - then for now, then in zip((descriptors(), threading.active_count()), before, strict=True)]
+    sockets = [path.name for path in out.rglob("trainer-*") if rank == 0]
+    with SyncManager(timeout_s=60) as manager:
+        note = json.dumps(seen | {"left": left, "sockets": sockets, "rank": manager.rank})
+        (out / f"rank{rank}.new").write_text(note)
+        (out / f"rank{rank}.new").rename(out / f"rank{rank}")
+        eventually(lambda: all((out / f"rank{other}").exists() for other in range(2)), "the other rank's manager")
+
+
+def test_rank_0_without_a_thread_for_late_ranks_is_a_typed_error_and_leaves_nothing(directory: Path) -> None:
+    for rank in range(2):
+        fork(
+            "tests.manager.test_scarce_threads:make_twice",
+            {"WEIGHTWIRE_RUNTIME_DIR": str(directory)},
+            rank=rank,
+            directory=str(directory),
+        )
+    seen = []
+    for rank in range(2):
+        note = directory / f"rank{rank}"
+        eventually(note.exists, note.name)
+        seen.append(json.loads(note.read_text()))
+    assert [(one["rank"], one["error"], one["left"]) for one in seen] == [
+        (0, "TransportUnavailable", [0, 0]),
+        (1, "", [0, 0]),
+    ]
+    assert "ulimit -u" in seen[0]["hint"]
+    assert seen[0]["sockets"] == []

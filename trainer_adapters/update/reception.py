@@ -11,13 +11,16 @@ from typing import Any
 
 import zmq
 
+from inference_plugin.net.gate import no_thread
+
 __all__ = ["Reception"]
 
 logger = logging.getLogger(__name__)
 
 
 class Reception:
-    """`answer` is called whenever `socket` may have messages, from construction on, except between `pause` and `resume`."""
+    """`answer` is called whenever `socket` may have messages, from construction on, except between `pause` and `resume`. Raises
+    `TransportUnavailable` where no thread can be started."""
 
     def __init__(self, socket: zmq.Socket[bytes], answer: Callable[[], None]) -> None:
         self._socket = socket
@@ -29,7 +32,11 @@ class Reception:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="weightwire-reception", daemon=True)
         self._is_open.set()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            os.close(self._wake)
+            raise no_thread(error, "a manager") from error
 
     def pause(self) -> None:
         """Returns when the caller may read the socket, until `resume`. The thread holds it only while it answers."""

@@ -68,7 +68,8 @@ class Member(msgspec.Struct, frozen=True):
 
 class TrainerRanks:
     """This rank's end, for one thread. Made on every rank of `process_group` (None: torch.distributed's default group; without
-    torch.distributed this process is the only rank). Raises `SyncTimeout` unless all ranks make theirs within `timeout_s`.
+    torch.distributed this process is the only rank). Raises `SyncTimeout` unless all ranks make theirs within `timeout_s`,
+    `TransportUnavailable` where descriptors or threads are lacking.
     """
 
     def __init__(
@@ -101,31 +102,18 @@ class TrainerRanks:
             self._router, address = self._listener.socket, self._listener.address
         secret = secrets.token_hex(16) if self.rank == 0 else ""
         me = Member(self.rank, os.getpid(), boot_id(), address, secret, start_ticks())
+        self.members = [me]
         try:
-            self.members = [me]
             if self.size > 1:  # through the group's store: a collective would wait without a time limit of ours
                 records = meet(msgspec.msgpack.encode(me), process_group, timeout_s=timeout_s)
                 self.members = [codec.decode_as(record, Member) for record in records]
+            if self.rank == 0:
+                self._await_ranks()
+            else:
+                self._to_manager = self._connect(silence_s)
         except BaseException:
             self.close()
             raise
-        if self.rank == 0:
-            for member in self.members[1:]:
-                if member.boot_id == boot_id():
-                    self._processes[member.rank] = ProcessWatch(member.pid, member.start_ticks)
-            self._reception = Reception(self._router, self._take_in) if self._router is not None else None
-        else:
-            manager = self.members[0]
-            self._to_manager = Channel(
-                manager.address,
-                pid=manager.pid,
-                start_ticks=manager.start_ticks,
-                peer_boot_id=manager.boot_id,
-                resends=False,  # the answer to a request that was sent again since would be lost
-                silence_s=silence_s,
-                side="manager",
-                rank=0,
-            )
 
     @property
     def on_one_host(self) -> bool:
@@ -138,6 +126,19 @@ class TrainerRanks:
         return self.members[0].secret
 
     # --- ranks above 0 -----------------------------------------------------------------------------------------------
+
+    def _connect(self, silence_s: float) -> Channel:
+        manager = self.members[0]
+        return Channel(
+            manager.address,
+            pid=manager.pid,
+            start_ticks=manager.start_ticks,
+            peer_boot_id=manager.boot_id,
+            resends=False,  # the answer to a request that was sent again since would be lost
+            silence_s=silence_s,
+            side="manager",
+            rank=0,
+        )
 
     def ask_go(self, ready: Ready, *, deadline_s: float) -> Go:
         """Reports for an operation and waits for the manager's word. Raises its error, or `PeerLost`, `SyncTimeout`."""
@@ -177,6 +178,13 @@ class TrainerRanks:
         return answer
 
     # --- rank 0 ------------------------------------------------------------------------------------------------------
+
+    def _await_ranks(self) -> None:
+        for member in self.members[1:]:
+            if member.boot_id == boot_id():
+                self._processes[member.rank] = ProcessWatch(member.pid, member.start_ticks)
+        if self._router is not None:
+            self._reception = Reception(self._router, self._take_in)
 
     def enter(self, operation: str, *, deadline_s: float) -> None:
         """Rank 0 begins an operation, which ends with `fail_all` or with an `Outcome` for all."""
