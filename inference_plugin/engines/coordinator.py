@@ -94,7 +94,12 @@ class ReplicaCoordinator(Service):
         self._stopping = False
         self._published: PublishedCard | None = None
         self._server = ReplyServer(
-            self, [address], name="weightwire-coordinator", where=where, max_bytes=MAX_REQUEST_BYTES
+            self,
+            [address],
+            name="weightwire-coordinator",
+            where=where,
+            max_bytes=MAX_REQUEST_BYTES,
+            waits_for_room=True,
         )
         (self.address,) = self._server.addresses
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import threading
@@ -13,9 +12,10 @@ from typing import Any
 import msgspec
 
 from inference_plugin.net import addresses
+from inference_plugin.net.listening import lacks_room
 from inference_plugin.net.processes import start_ticks
 from inference_plugin.net.registration import Registration
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import ConfigError, WeightwireError
 from inference_plugin.wire.messages import ReplicaCard, ReplicaState
 
 __all__ = ["PublishedCard", "replica_card"]
@@ -41,8 +41,8 @@ class PublishedCard:
         as soon as there is room."""
         try:
             self._write()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        except (OSError, ConfigError) as error:
+            if not lacks_room(error):
                 raise
             logger.warning(
                 "weightwire: trainers of this host don't find the engine before its card has room: %s", error

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from inference_plugin.net.listening import listens_on, make_private
+from inference_plugin.net.listening import lacks_room, listens_on, make_private
 from inference_plugin.net.processes import ancestors_of, has_ended, parent_of, start_ticks
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError
@@ -70,14 +70,8 @@ def runtime_dir(job: str | None = None) -> Path:
     It lies in `WEIGHTWIRE_RUNTIME_DIR`, else `XDG_RUNTIME_DIR/weightwire`, else `/tmp/weightwire-<uid>`. Raises
     `AuthError` if somebody else owns it, `ConfigError` if it can't be made.
     """
-    if base := os.environ.get("WEIGHTWIRE_RUNTIME_DIR"):
-        root = Path(base)
-    elif (xdg := os.environ.get("XDG_RUNTIME_DIR")) and os.access(xdg, os.W_OK):
-        root = Path(xdg) / "weightwire"
-    else:
-        root = Path(f"/tmp/weightwire-{os.getuid()}")
-    path = root / (job or job_name())
-    for directory in (root, path):
+    path = _job_path(job)
+    for directory in (path.parent, path):
         make_private(directory)
     with contextlib.suppress(FileNotFoundError):  # it was removed just now; its next user reports that
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
@@ -108,7 +102,13 @@ def new_replica_id(engine: str) -> str:
 
 def ipc_address(replica: str, endpoint: str) -> str:
     """`ipc://` address of a replica's endpoint ("f" or a rank). Raises `AuthError` if the path is too long to bind."""
-    path = str(runtime_dir() / f"{replica}.{endpoint}")
+    try:
+        directory = runtime_dir()
+    except ConfigError as error:
+        if not lacks_room(error):
+            raise
+        directory = _job_path()  # whoever listens there waits for room, or says that there is none
+    path = str(directory / f"{replica}.{endpoint}")
     if len(os.fsencode(path)) > MAX_IPC_PATH_BYTES:
         raise AuthError(
             f"{path} has more than {MAX_IPC_PATH_BYTES} bytes, too long for a socket",
@@ -172,7 +172,7 @@ def write_card(card: ReplicaCard) -> None:
 
 def is_published(card: ReplicaCard) -> bool:
     """Whether the replica's card exists, whatever its content."""
-    return _card_path(card.replica, card.job).exists()
+    return (_job_path(card.job) / f"{card.replica}.card").exists()
 
 
 def discover(job: str | None = None) -> list[ReplicaCard]:
@@ -311,6 +311,16 @@ def _owner(path: Path) -> tuple[int, int] | None:
     """The process in the name of a file of the runtime directory: its pid and its start."""
     found = _OWNER.match(path.name)
     return (int(found["pid"]), int(found["started"])) if found else None
+
+
+def _job_path(job: str | None = None) -> Path:
+    if base := os.environ.get("WEIGHTWIRE_RUNTIME_DIR"):
+        root = Path(base)
+    elif (xdg := os.environ.get("XDG_RUNTIME_DIR")) and os.access(xdg, os.W_OK):
+        root = Path(xdg) / "weightwire"
+    else:
+        root = Path(f"/tmp/weightwire-{os.getuid()}")
+    return root / (job or job_name())
 
 
 def _card_path(replica: str, job: str | None) -> Path:

@@ -19,7 +19,7 @@ from inference_plugin.net.curve import VARIABLE, Guard, job_key
 from inference_plugin.net.gate import Gate, check_room, check_threads
 from inference_plugin.wire.errors import AuthError, ConfigError, TransportUnavailable
 
-__all__ = ["MEND_EVERY_S", "Listener", "check_listen_address", "listens_on", "make_private"]
+__all__ = ["MEND_EVERY_S", "Listener", "check_listen_address", "lacks_room", "listens_on", "make_private"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +47,21 @@ class Listener:
     `ConfigError` where the directory has no room for a socket, `TransportUnavailable` where too few descriptors are free, or no
     thread can be started.
 
+    With `waits_for_room`, an `ipc://` socket for which the directory has no room is bound by `mend`, as soon as there is room.
+
     Peers are let in while the process has descriptors to spare; others are refused (`net.gate`).
     """
 
-    def __init__(self, kind: int, listen: str, *, max_bytes: int) -> None:
+    def __init__(self, kind: int, listen: str, *, max_bytes: int, waits_for_room: bool = False) -> None:
         check_listen_address(listen)
         check_room(DESCRIPTORS)
         check_threads()
         self.context = zmq.Context()
         self._guard: Guard | None = None
         self._gate: Gate | None = None
+        self._path = Path(listen.removeprefix("ipc://")) if listen.startswith("ipc://") else None
+        self._missing = "was removed while in use"
+        self._unmended = ""
         self.socket = self.context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
@@ -66,19 +71,11 @@ class Listener:
                 if (key := job_key()) is not None:
                     self._guard = Guard(self.context, key)
                     self._guard.protect(self.socket)
-            if listen.startswith("ipc://"):
-                check_unused(Path(listen.removeprefix("ipc://")))
-            self.socket.bind(listen)
-            self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._gate = Gate(self.socket, self.address)
+            if self._path is not None:
+                check_unused(self._path)
+            self._bind_first(listen, waits_for_room)
         except zmq.ZMQError as error:
             self.close()
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                raise ConfigError(
-                    f"no socket can be made at {listen}: {error.strerror or error}",
-                    hint="make room there, or set WEIGHTWIRE_RUNTIME_DIR to another directory",
-                    phase="start",
-                ) from error
             raise AuthError(
                 f"{listen}: {error.strerror or error}",
                 hint="an address of this host and a free port, in WEIGHTWIRE_LISTEN or WEIGHTWIRE_REGISTRY",
@@ -87,13 +84,34 @@ class Listener:
         except BaseException:
             self.close()
             raise
-        self._path = Path(self.address.removeprefix("ipc://")) if self.address.startswith("ipc://") else None
-        self._unmended = ""
         self.mend_at_s = math.inf if self._path is None else time.monotonic() + MEND_EVERY_S
         """When to call `mend` again, on `time.monotonic()`'s clock."""
 
+    def _bind_first(self, listen: str, waits_for_room: bool) -> None:
+        self.address: str = listen
+        try:
+            if self._path is not None and not self._path.parent.exists():
+                self._make_directory()
+            self.socket.bind(listen)
+        except (ConfigError, zmq.ZMQError) as error:
+            if self._path is None or not lacks_room(error):
+                raise
+            no_room = ConfigError(
+                f"no socket can be made at {listen}: {getattr(error.__cause__ or error, 'strerror', error)}",
+                hint="make room there, or set WEIGHTWIRE_RUNTIME_DIR to another directory",
+                phase="start",
+            )
+            if not waits_for_room:
+                raise no_room from error
+            logger.warning("weightwire: nobody reaches this process before there is room for its socket: %s", no_room)
+            self._missing, self._unmended = "could not be made at first", str(error)
+            return
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._gate = Gate(self.socket, self.address)
+
     def mend(self) -> bool:
-        """Binds an `ipc://` socket again if its file was removed, and makes the runtime directory again if that was.
+        """Binds an `ipc://` socket again if its file was removed, and makes the runtime directory again if that was. Binds a
+        socket that has waited for room.
 
         Call it on the socket's own thread, as often as you like: it checks every `MEND_EVERY_S`. Returns whether it bound the
         socket again. Connected peers stay connected. A failure is logged once and tried again.
@@ -103,8 +121,7 @@ class Listener:
         self.mend_at_s = time.monotonic() + MEND_EVERY_S
         try:
             if not self._path.exists():
-                make_private(self._path.parent.parent, of_root_too=True)
-                make_private(self._path.parent)
+                self._make_directory()
                 # The old binding stays: unbinding it would remove the new file, at some later time.
                 self.socket.bind(self.address)
                 if self._gate is not None:
@@ -115,12 +132,18 @@ class Listener:
             self._gate = Gate(self.socket, self.address)
         except (OSError, AuthError, ConfigError, TransportUnavailable, zmq.ZMQError) as error:
             if self._unmended != str(error):
-                logger.warning("weightwire: %s is gone and could not be made again: %s", self._path, error)
+                logger.warning("weightwire: %s %s, and can't be made now: %s", self._path, self._missing, error)
             self._unmended = str(error)
             return False
-        logger.warning("weightwire: %s was removed while in use; it is there again", self._path)
+        logger.warning("weightwire: %s %s; it is there now", self._path, self._missing)
+        self._missing = "was removed while in use"
         self._unmended = ""
         return True
+
+    def _make_directory(self) -> None:
+        assert self._path is not None
+        make_private(self._path.parent.parent, of_root_too=True)
+        make_private(self._path.parent)
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket and its context. Messages that are still to be sent have `linger_ms` to leave."""
@@ -130,6 +153,12 @@ class Listener:
         if self._guard is not None:
             self._guard.close()
         self.context.term()
+
+
+def lacks_room(error: BaseException) -> bool:
+    """Whether something could not be made because a file system is full or read-only, or the user's quota is used up."""
+    reason = error.__cause__ if isinstance(error, ConfigError) else error
+    return isinstance(reason, OSError | zmq.ZMQError) and reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def check_unused(path: Path) -> None:
@@ -169,9 +198,10 @@ def make_private(directory: Path, *, of_root_too: bool = False) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner, link_owner = directory.stat().st_uid, directory.lstat().st_uid
     except OSError as error:
+        room = "make room there, or " if lacks_room(error) else ""
         raise ConfigError(
             f"{directory} can't be made: {error.strerror or error}",
-            hint="set WEIGHTWIRE_RUNTIME_DIR to a directory that can be written to",
+            hint=f"{room}set WEIGHTWIRE_RUNTIME_DIR to a directory that can be written to",
             phase="start",
         ) from error
     mine = os.getuid()

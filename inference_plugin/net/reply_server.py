@@ -102,7 +102,8 @@ class Service:
 
 
 class ReplyServer:
-    """Serves `service` at each address of `listen`, which are as for `Listener`; sockets are bound on return.
+    """Serves `service` at each address of `listen`, which are as for `Listener`, as is `waits_for_room`; sockets are bound on
+    return.
 
     `addresses` is where peers connect. `received_bytes` and `sent_bytes` count messages with their payloads. `name` is the
     thread's, `where` are the fields of every error that it answers with. With `most_open`, a peer that has this many
@@ -118,6 +119,7 @@ class ReplyServer:
         where: Mapping[str, Any],
         max_bytes: int,
         most_open: int | None = None,
+        waits_for_room: bool = False,
     ) -> None:
         self._service = service
         self._where = where
@@ -134,7 +136,9 @@ class ReplyServer:
         self._listeners: list[Listener] = []
         try:
             for address in listen:
-                self._listeners.append(Listener(zmq.ROUTER, address, max_bytes=max_bytes))
+                self._listeners.append(
+                    Listener(zmq.ROUTER, address, max_bytes=max_bytes, waits_for_room=waits_for_room)
+                )
             self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except BaseException:
             self._close_sockets()

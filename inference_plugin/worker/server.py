@@ -24,7 +24,7 @@ MAX_OPEN = 8
 
 
 class WorkerServer(Service):
-    """Serves one worker's groups at `address` (its socket is bound when the constructor returns).
+    """Serves one worker's groups at `address`. Its socket is bound when the constructor returns, or once there is room for it.
 
     `card` makes the worker's card anew. `listen` is as for `Listener`.
     """
@@ -34,7 +34,13 @@ class WorkerServer(Service):
         self._card = card
         self._device = in_use().current()
         self.server = ReplyServer(
-            self, [listen], name="weightwire-rep", where=where, max_bytes=codec.MAX_PAYLOAD_BYTES, most_open=MAX_OPEN
+            self,
+            [listen],
+            name="weightwire-rep",
+            where=where,
+            max_bytes=codec.MAX_PAYLOAD_BYTES,
+            most_open=MAX_OPEN,
+            waits_for_room=True,
         )
         (self.address,) = self.server.addresses
         table.sooner = self.server.wake

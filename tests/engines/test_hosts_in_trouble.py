@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +13,7 @@ from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
 from tests.support.engines import Driver, eventually
 from tests.support.rig import kill
 from tests.support.sglang_engines import SglangDriver
+from tests.support.small_disk import full, small_disk, without_inodes
 from trainer_adapters import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -38,26 +35,8 @@ def models(checkpoint: Checkpoint) -> tuple[Path, Path]:
 
 @pytest.fixture
 def small_directory() -> Iterator[Path]:
-    """A runtime directory of 256 KiB."""
-    path = Path(tempfile.mkdtemp(prefix="ww-", dir="/tmp"))  # short enough for sockets
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(path)], check=False)
-    try:
-        if mounted.returncode:
-            pytest.skip("mounting is not permitted here")
+    with small_disk() as path:
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def full(directory: Path) -> Iterator[None]:
-    filler = directory / "filler"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    yield
-    filler.unlink()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -89,22 +68,38 @@ def test_a_full_runtime_directory_costs_records_and_no_update(
         assert not [path for path in small_directory.rglob("*") if "tmp" in path.suffix], "half a file"
 
 
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_engine_that_starts_while_no_file_can_be_made_takes_updates_once_there_is_room(
+    kind: str, small_directory: Path, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Not even the job's directory can be made, nor a socket."""
+    a, b = models
+    with engine_of(kind, small_directory, tmp_path / "log") as engine:
+        with without_inodes(small_directory):
+            engine.open(a)
+            assert engine.tokens(PROMPTS, COUNT) == reference(a)
+        log = (tmp_path / "log").read_text()
+        assert "No space left on device" in log and "make room there" in log
+        assert "OFF in this engine" not in log
+        with SyncManager(timeout_s=60) as manager:
+            eventually(lambda: engine.cards, what="the card that could not be written")
+            for version, model in ((1, b), (2, a), (3, b)):
+                assert [r.status for r in manager.update(source(model), version).replicas] == ["committed"]
+                assert engine.tokens(PROMPTS, COUNT) == reference(model)
+
+
 def test_a_manager_that_finds_no_room_for_its_socket_says_so(
     small_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(small_directory))
     with SyncManager():
         pass  # the job's directory is there
-    subprocess.run(["mount", "-o", "remount,nr_inodes=8", str(small_directory)], check=True)
-    fillers = [small_directory / str(number) for number in range(8)]
-    with contextlib.suppress(OSError):
-        for filler in fillers:
-            filler.touch()
-    with pytest.raises(ConfigError, match="No space left on device") as raised:
+    with (
+        without_inodes(small_directory),
+        pytest.raises(ConfigError, match="No space left on device") as raised,
+    ):
         SyncManager()
     assert str(small_directory) in raised.value.message and "make room" in raised.value.hint
-    for filler in fillers:
-        filler.unlink(missing_ok=True)
     with SyncManager():
         pass
 

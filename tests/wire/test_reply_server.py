@@ -33,6 +33,7 @@ from inference_plugin.wire.messages import (
     Sealed,
 )
 from tests.support.rig import eventually
+from tests.support.small_disk import small_disk, without_inodes
 
 
 class Recorder(Service):
@@ -198,6 +199,30 @@ def test_a_socket_is_made_again_while_libzmq_still_holds_the_monitor_of_the_old_
     finally:
         late.close(0)
         listener.close()
+
+
+@pytest.mark.parametrize("has_directory", [True, False])
+def test_a_server_that_waits_for_room_is_reached_once_there_is_some(has_directory: bool, service: Recorder) -> None:
+    """Also a peer that connected before."""
+    with small_disk() as path:
+        if has_directory:
+            (path / "job").mkdir()
+        address = f"ipc://{path}/job/s"
+        with without_inodes(path):
+            server = ReplyServer(
+                service, [address], name="weightwire-t", where={}, max_bytes=1 << 20, waits_for_room=True
+            )
+            server.start()
+            early = Channel(address)
+            early.send(Describe())
+            assert server.addresses == [address]
+        try:
+            assert early.receive(Done, timeout_s=60) == Done()
+            with Channel(address) as late:
+                assert late.request(Describe(), Done, timeout_s=60) == Done()
+        finally:
+            early.close()
+            server.close()
 
 
 def test_a_closed_server_takes_late_replies_and_touches_no_descriptor(tmp_path: Path) -> None:

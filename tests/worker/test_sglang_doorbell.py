@@ -12,6 +12,7 @@ import zmq
 
 from inference_plugin.engines.sglang import turn
 from inference_plugin.engines.sglang.turn import Doorbell
+from tests.support.small_disk import small_disk, without_inodes
 
 
 class Sleeper:
@@ -85,3 +86,18 @@ def test_a_number_that_was_never_rung_answers_no_later_ring(sleeper: Sleeper) ->
     assert sleeper.wakes(60_000)
     sleeper.bell.quiet(3)
     assert not sleeper.wakes()
+
+
+def test_rings_wait_for_a_bell_that_has_no_room_for_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_disk() as path:
+        monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(path))
+        with without_inodes(path):
+            sleeper = Sleeper()
+            sleeper.ring(b"1", b"2")
+            sleeper.bell.quiet(1)  # the turn that comes although no ring could
+        sleeper.bell.quiet(2)
+        sleeper.ring(b"3")
+        assert sleeper.wakes(60_000)
+        sleeper.bell.quiet(3)
+        assert not sleeper.wakes()
+        sleeper.close()

@@ -20,6 +20,7 @@ from inference_plugin.engines.sglang.pipeline import Pipeline
 from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.engines.sglang.turn import Doorbell, EngineOperation, EngineReply, Step
 from inference_plugin.net import addresses
+from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import WorkerCard
 
 __all__ = ["SchedulerRank"]
@@ -75,8 +76,9 @@ class SchedulerRank:
         self._remove_sockets()
 
     def _remove_sockets(self) -> None:
-        for endpoint in (str(self.rank), f"bell{self.rank}"):  # libzmq leaves them
-            (addresses.runtime_dir() / f"{self.replica}.{endpoint}").unlink(missing_ok=True)
+        with contextlib.suppress(OSError, WeightwireError):
+            for endpoint in (str(self.rank), f"bell{self.rank}"):  # libzmq leaves them
+                (addresses.runtime_dir() / f"{self.replica}.{endpoint}").unlink(missing_ok=True)
 
     def perform(self, step: Step) -> bytes:
         """One step of a turn, on this rank. Never raises."""

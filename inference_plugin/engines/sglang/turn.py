@@ -11,6 +11,8 @@ import zmq
 from inference_plugin.engines.commit import CommitPlan
 from inference_plugin.net import addresses
 from inference_plugin.net.gate import Gate
+from inference_plugin.net.listening import lacks_room
+from inference_plugin.wire.errors import ConfigError
 
 __all__ = ["Doorbell", "EngineOperation", "EngineReply", "Step", "Turn"]
 
@@ -64,16 +66,18 @@ class Doorbell:
     Ranks that have requests of their own sleep: the first one, and with data-parallel attention the others, too. Each pass of
     the event loop is a collective of all of them, so a rank that is awake waits for those that sleep. Therefore all bells get
     every ring, which is its number, and all ranks answer a ring in the same turn.
+
+    While the runtime directory has no room for its socket, rings wait at the sender, and the rank takes turns when it looks up.
     """
 
     def __init__(self, sleeper: Any, replica: str, rank: int) -> None:
         self.address = ""
         self._socket: zmq.Socket[bytes] | None = None
+        self._gate: Gate | None = None
         if (poller := getattr(sleeper, "poller", None)) is not None:
             self._socket = zmq.Context.instance().socket(zmq.PULL)
-            self._socket.bind(addresses.ipc_address(replica, f"bell{rank}"))
-            self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._gate = Gate(self._socket, self.address)
+            self.address = addresses.ipc_address(replica, f"bell{rank}")
+            self._bind(self._socket)
             poller.register(self._socket, zmq.POLLIN)
         self._poller: Any = poller
         self._heard = 0
@@ -82,14 +86,29 @@ class Doorbell:
         """Later rings reach nobody."""
         if self._socket is not None:
             self._poller.unregister(self._socket)
-            self._gate.close()
+            if self._gate is not None:
+                self._gate.close()
             self._socket.close(linger=0)
             self._socket = None
 
     def quiet(self, rung: int) -> None:
         """Discards the rings up to number `rung`, of which the last may still be on its way, and what is no ring."""
-        while self._socket is not None and self._heard < rung:
+        if self._socket is None or not (self._gate is not None or self._bind(self._socket)):
+            return
+        while self._heard < rung:
             if not self._socket.poll(RING_LIMIT_MS):
                 self._heard = rung  # it was lost
             elif (said := self._socket.recv()).isdigit() and len(said) <= LONGEST_RING_BYTES:
                 self._heard = min(int(said), rung)
+
+    def _bind(self, socket: zmq.Socket[bytes]) -> bool:
+        """False where there is no room for the socket."""
+        try:
+            addresses.runtime_dir()  # it may have had no room either
+            socket.bind(self.address)
+        except (ConfigError, zmq.ZMQError) as error:
+            if not lacks_room(error):
+                raise
+            return False
+        self._gate = Gate(socket, self.address)
+        return True
