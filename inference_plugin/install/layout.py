@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -30,18 +31,23 @@ class LiveLayout:
     """A live model under a placement plan.
 
     `ties`: what `live_ties` returned. `loaded`: the storages that the engine's own loader writes; empty if the plan does. Raises
-    `EngineUnsupported` if post-processing can't be repeated.
+    `EngineUnsupported` if post-processing can't be repeated, or if a trial of it takes more than `free_bytes`.
     """
 
     def __init__(
-        self, model: EngineModel, plan: PlacementPlan, ties: Mapping[str, str], loaded: Collection[str]
+        self,
+        model: EngineModel,
+        plan: PlacementPlan,
+        ties: Mapping[str, str],
+        loaded: Collection[str],
+        free_bytes: float = math.inf,
     ) -> None:
         self._model = model
         self._plan = plan
         self._storages = LiveStorages(model, ties)
         self._key_of = self._storages.key_of
         self._post = PostProcessing(self._storages, plan.extents)
-        self._trials = run_trials(self._post)
+        self._trials = run_trials(self._post, free_bytes)
         rebuilt = {name: trial.replaced for name, trial in self._trials.items() if trial.rebuilds}
         own_form = {self._key_of[f"{module}.{name}"] for module, names in rebuilt.items() for name in names}
         own_form |= {key for module in rebuilt for key in self._removed_keys(module)}

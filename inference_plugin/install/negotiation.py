@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -75,7 +76,7 @@ class _Negotiation:
             ignored = self._ignored(coverage)
             loaded = coverage.written if plan.refusal is not None else loaded
             uncovered = _left_by_loader(coverage, ties)
-        layout = LiveLayout(self._model, plan, ties, loaded)
+        layout = LiveLayout(self._model, plan, ties, loaded, self._free_for_trials())
         unfilled: tuple[str, ...] = ()
         if not self._partial:
             unfilled = self._check_whole(layout, uncovered)
@@ -210,6 +211,11 @@ class _Negotiation:
         model = self._model  # the proof runs in host memory
         free_bytes = model.free_share_bytes(self._sharing) if model.device.type == "cpu" else free_host_bytes()
         return prove_plan(traced, model.skeleton, self._load, self._tensors, free_bytes, self._manifest.tied)
+
+    def _free_for_trials(self) -> float:
+        """Memory for trials of post-processing. A device tells by itself that it has too little, and keeps freed memory that
+        doesn't count as free; a host ends the engine."""
+        return self._model.free_share_bytes(self._sharing) if self._model.device.type == "cpu" else math.inf
 
     def _parts(self, traced: PlacementPlan, ties: Mapping[str, str]) -> ProvenParts:
         """The parts that the loader has to fill, if it can fill them one by one while a plan covers the rest."""

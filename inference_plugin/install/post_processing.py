@@ -71,6 +71,13 @@ class PostProcessing:
                 self.finish(read, inner[attribute], answers)
         return StandIn(self.skeleton_modules[name], real, key_of, self.model.boundary, inner)
 
+    def storage_bytes(self, module: str) -> int:
+        """The memory that a stand-in for `module` takes where none of its storages is given."""
+        tensors = [tensor for tensor in self.skeleton_modules[module]._parameters.values() if tensor is not None]
+        keys = {key for tensor in tensors if (key := self.storages.key_in_skeleton(tensor)) is not None}
+        read = sum(map(self.storage_bytes, self.read_by(module).values()))
+        return sum(self.storages.shapes[key].nbytes for key in keys) + read
+
     def read_by(self, module: str) -> dict[str, str]:
         """The submodules whose weights the post-processing of `module` reads: attribute -> module."""
         original = self.skeleton_modules[module]

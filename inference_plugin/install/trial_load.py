@@ -145,11 +145,11 @@ def loader_coverage(
         return LoaderCoverage(held.unwritten(skeleton), written, sums)
 
 
-def check_trial_fits(nbytes: int, free_bytes: float) -> None:
-    """Before a trial load takes host memory: raises `EngineUnsupported`, with both numbers, if this rank has less."""
+def check_trial_fits(nbytes: int, free_bytes: float, of: str = "the engine's loader") -> None:
+    """Before a trial takes memory: raises `EngineUnsupported`, with both numbers, if this rank has less."""
     if nbytes > free_bytes:
         raise EngineUnsupported(
-            f"a trial of the engine's loader takes {nbytes >> 20} MiB, and {int(free_bytes) >> 20} MiB are free for this rank",
+            f"a trial of {of} takes {nbytes >> 20} MiB, and {int(free_bytes) >> 20} MiB are free for this rank",
             hint="free memory on the engine's host; nothing was changed, and the next update opens the group again",
             phase="open",
         )

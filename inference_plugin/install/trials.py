@@ -6,6 +6,7 @@ live module holds for any weights. Anything else refuses the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from inference_plugin.install.graph import Path, child_at, equivalent, is_helper
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT, StandIn
 from inference_plugin.install.storages import equal_bytes
+from inference_plugin.install.trial_load import check_trial_fits
 from inference_plugin.wire.errors import EngineUnsupported, first_few
 
 __all__ = ["Trial", "makes_default", "run_trials"]
@@ -45,14 +47,16 @@ class Trial:
         return bool(self.replaced or self.moved or self.buffers or self.added)
 
 
-def run_trials(post: PostProcessing) -> dict[str, Trial]:
+def run_trials(post: PostProcessing, free_bytes: float = math.inf) -> dict[str, Trial]:
     """The trial of every module that the engine finishes, by name; modules of one kind share their trial. Raises
-    `EngineUnsupported`."""
+    `EngineUnsupported`, also for a module of which two stand-ins take more than `free_bytes`, before it takes anything."""
     kinds: dict[Any, Trial] = {}
     trials = {}
     for name in post.finishers:
         kind = _kind(post, name)
         if kind not in kinds:
+            # Two stand-ins, and a copy of the first one's weights to compare with.
+            check_trial_fits(3 * post.storage_bytes(name), free_bytes, f"the engine's post-processing of {name}")
             kinds[kind] = _try(post, name)
         trials[name] = kinds[kind]
     return trials

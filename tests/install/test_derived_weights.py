@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -227,3 +228,24 @@ def test_derived_weights_are_read_back_and_a_wrong_one_shows(removes: bool) -> N
 def test_a_removed_module_that_no_post_processing_reads_refuses_the_model_by_name() -> None:
     with pytest.raises(EngineUnsupported, match=r"removed them: layers\.0\.projection, layers\.1\.projection"):
         ModelInstaller(Engine(True, known=False)).open(manifest_of(weights(0)), "copy", partial=False)
+
+
+def test_a_trial_of_post_processing_is_refused_with_both_numbers_before_it_takes_memory() -> None:
+    engine, manifest = Engine(False), manifest_of(weights(0))
+    noted: list[str] = []
+    finishers = engine.finishers
+    engine.finishers = lambda: {name: partial(note, name, finish) for name, finish in finishers().items()}  # type: ignore[method-assign]
+
+    def note(name: str, finish: Callable[[nn.Module], None], module: nn.Module) -> None:
+        noted.append(name)
+        finish(module)
+
+    engine.left_bytes = 3 * 4 * (2 * SIZE * SIZE + SIZE) - 1  # two stand-ins and a copy of a layer, of float32
+    with pytest.raises(
+        EngineUnsupported, match=r"post-processing of layers\.0 takes \d+ MiB, and \d+ MiB are free"
+    ) as raised:
+        ModelInstaller(engine).open(manifest, "copy", partial=False)
+    assert raised.value.phase == "open" and "layers.0" not in noted
+    engine.left_bytes += 1
+    ModelInstaller(engine).open(manifest, "copy", partial=False)
+    assert "layers.0" in noted
