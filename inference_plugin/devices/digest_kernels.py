@@ -57,6 +57,11 @@ class TritonDigests(BlockDigests):
         self._side: Any = None
         self._ends: list[Any] = []
 
+    @staticmethod
+    def held_bytes(nbytes: int) -> int:
+        # Those of the chains that are queued, of the one that waits for the first of them, and of a launch that passes the limit.
+        return min(nbytes // BLOCK_BYTES * BYTES_OF_SUMS, (MOST_CHAINED + 2) * HELD_BYTES_OF_SUMS)
+
     def add_runs(self, runs: Sequence[Runs]) -> None:
         if not runs:
             return

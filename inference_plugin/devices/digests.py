@@ -101,6 +101,11 @@ class Digests(abc.ABC):
         """`add` of each run, in order."""
         self.add([view for some in runs for view in some.views()])
 
+    @staticmethod
+    @abc.abstractmethod
+    def held_bytes(nbytes: int) -> int:
+        """About the most memory of the device that digests of so many bytes hold at once, beside these bytes."""
+
     @abc.abstractmethod
     def end(self) -> list[int]:
         """The `digest_bytes` of each tensor's bytes in C order, in the order of `add`. All of this queue's work has ended."""
@@ -165,6 +170,10 @@ class BlockDigests(Digests):
 
 class TorchDigests(BlockDigests):
     """On any device. Step 2 is some calls for each block of the longest piece: slow on a device."""
+
+    @staticmethod
+    def held_bytes(nbytes: int) -> int:
+        return 2 * (nbytes // BLOCK_BYTES) * STRIPE_BYTES  # all sums, and once more where step 2 has them side by side
 
     def __init__(self) -> None:
         super().__init__()

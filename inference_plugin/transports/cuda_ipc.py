@@ -74,7 +74,7 @@ class DeviceZone:
     def __init__(self, layout: ZoneLayout) -> None:
         device = in_use()
         self.layout = layout
-        _check_fits(layout.nbytes)
+        _check_fits(layout.nbytes)  # the digests' memory is torch's by then
         # The card outlives the zone: its lock says when the memory may be freed.
         self._lock = _WriterLock()
         memory = device.share(layout.nbytes, self._lock.free_when_unwritten)
@@ -192,7 +192,7 @@ class DeviceZoneReceiver(ZoneReceiver):
     def land_in(self, layout: ZoneLayout, device: str) -> None:
         if device != in_use().type:
             raise TransportUnavailable(f"cuda_ipc: the weights are on {device}")
-        _check_fits(ZONES * layout.nbytes)
+        _check_fits(ZONES * layout.nbytes, in_use().new_digests().held_bytes(layout.nbytes))
         self._layout, self._spots = layout, KnownSpots()
 
     def drop_kept(self) -> None:
@@ -295,12 +295,13 @@ def _wait_for(where: torch.device) -> None:
         device.drain(where)
 
 
-def _check_fits(nbytes: int) -> None:
-    """Raises `TransportUnavailable` unless this process's device has so much memory free."""
+def _check_fits(nbytes: int, beside_bytes: int = 0) -> None:
+    """Raises `TransportUnavailable` unless this process's device has so much memory free. `beside_bytes`: for digests."""
     device = in_use()
-    if nbytes > (free := device.free_bytes(torch.device(device.type, device.current() or 0))):
+    if nbytes + beside_bytes > (free := device.free_bytes(torch.device(device.type, device.current() or 0))):
+        takes = f"{nbytes >> 20} MiB" + (f" and {beside_bytes >> 20} MiB for its digests" if beside_bytes else "")
         raise TransportUnavailable(
-            f"cuda_ipc: a second set of weights, {nbytes >> 20} MiB, does not fit: {free >> 20} MiB of the device are free",
+            f"cuda_ipc: a second set of weights, {takes}, does not fit: {free >> 20} MiB of the device are free",
             hint="transport 'shm' with install='copy' holds at most one on the device",
         )
 

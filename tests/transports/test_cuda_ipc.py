@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inference_plugin.devices import DEVICES
+from inference_plugin.devices.digests import TorchDigests
 from inference_plugin.transports import cuda_ipc
 from inference_plugin.transports.base import Delivery, WriteStats
 from inference_plugin.transports.cuda_ipc import CardAddress, CudaIpcSender, DeviceZoneReceiver, Probe
@@ -345,6 +346,17 @@ def test_memory_that_does_not_fit_is_refused_with_both_numbers(
         receiver.open(MANIFEST, b"", ())
     with pytest.raises(TransportUnavailable, match="the weights are on cuda"):
         receiver.land_in(LAYOUT, "cuda")
+
+
+def test_what_digests_on_the_device_hold_counts_as_taken(monkeypatch: pytest.MonkeyPatch, device: SharedHost) -> None:
+    large = ZoneLayout(32 << 20, LAYOUT.places)
+    sums_bytes = 2 * (32 << 20) // 16  # torch's calls hold 64 bytes for each 1,024, twice
+    monkeypatch.setattr(device, "new_digests", TorchDigests)
+    monkeypatch.setattr(device, "free_bytes", lambda _: 2 * (32 << 20) + sums_bytes - 1)
+    with pytest.raises(TransportUnavailable, match="64 MiB and 4 MiB for its digests, does not fit: 67 MiB"):
+        DeviceZoneReceiver().land_in(large, "cpu")
+    monkeypatch.setattr(device, "free_bytes", lambda _: 2 * (32 << 20) + sums_bytes)
+    DeviceZoneReceiver().land_in(large, "cpu")
 
 
 LATER_WRITE = """
