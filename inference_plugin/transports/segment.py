@@ -45,6 +45,13 @@ ADVISED_AT_ONCE = 4 << 20
 
 LARGE_PAGE_BYTES = 2 << 20
 
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
 T = TypeVar("T")
 
 MADV_POPULATE_WRITE = 23
@@ -72,8 +79,8 @@ class SharedSegment:
         self._is_closed = self._is_unmapped = False
         self._end_page_lock: Callable[[], None] | None = None
         self._map: mmap.mmap | None = None
-        if private:  # by torch, whose mapping keeps no descriptor: a process may hold thousands of them
-            self.tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=False, size=nbytes, dtype=torch.uint8)
+        if private:
+            self.tensor = torch.from_numpy(np.asarray(_PrivateMapping(fd, nbytes)))
             return
         self._map = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         with warnings.catch_warnings():
@@ -153,9 +160,8 @@ class SharedSegment:
     def set_writable(self, writable: bool) -> None:
         """Ends, or begins anew, this process's permission to write; its page tables stay. Raises OSError."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(self.tensor.data_ptr())
-        if self._map is None or libc.mprotect(address, ctypes.c_size_t(self.nbytes), protection):
+        if self._map is None or _libc.mprotect(address, ctypes.c_size_t(self.nbytes), protection):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def page_lock(self) -> None:
@@ -224,6 +230,27 @@ class SharedSegment:
                 mapping.close()
                 self._is_unmapped = True
         return self._is_unmapped
+
+
+class _PrivateMapping:
+    """A mapping of a file, of which the pages that this process writes become its own. It ends with the last array over it.
+
+    The system's own call: Python's mapping keeps a descriptor, and a process may hold thousands of mappings; torch's leaves one
+    open where it fails. Raises OSError.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._nbytes = 0
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        self._address = _libc.mmap(None, nbytes, protection, mmap.MAP_PRIVATE, fd, 0)
+        if self._address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._nbytes = nbytes
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (self._address, False)}
+
+    def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
+        if self._nbytes:
+            munmap(self._address, self._nbytes)
 
 
 class MappedSegments:

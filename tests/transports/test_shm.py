@@ -347,18 +347,46 @@ def test_a_segment_that_cannot_be_made_says_so_and_leaves_nothing() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
-def test_a_segment_for_which_a_reader_lacks_addresses_says_what_to_raise_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("private", [False, True])
+def test_a_segment_for_which_a_reader_lacks_addresses_says_what_to_raise_and_leaves_nothing(private: bool) -> None:
     made = SharedSegment.create(1 << 40)  # no page of it exists
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (3 << 39, before[1]))
     try:
         with pytest.raises(TransportUnavailable, match=r"can't be mapped: .*Cannot allocate memory") as raised:
-            SharedSegment.attach(made.address, writable=False)
+            SharedSegment.attach(made.address, writable=False, private=private)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert "ulimit -v" in raised.value.hint
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    made.close()
+
+
+def test_a_private_mapping_keeps_no_descriptor_hides_what_it_wrote_and_ends_with_its_last_view() -> None:
+    def mappings() -> int:
+        return sum(line.split()[4] == str(made.address.inode) for line in maps.read_text().splitlines())
+
+    made, maps = SharedSegment.create(1 << 16), Path("/proc/self/maps")
+    made.tensor.fill_(3)
+    descriptors, own = len(list(Path("/proc/self/fd").iterdir())), mappings()
+    attached = SharedSegment.attach(made.address, writable=False, private=True)
+    view = attached.tensor.view(torch.int16)[7:]
+    attached.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    view[0] = 9
+    if (child := os.fork()) == 0:
+        held = view[:2].tolist() == [9, 0x303]
+        view.fill_(1)
+        os._exit(0 if held else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert view[:2].tolist() == [9, 0x303]
+    assert set(made.tensor.tolist()) == {3}
+    array = view.numpy()
+    del view
+    assert mappings() == own + 1 and array[0] == 9
+    del array
+    assert mappings() == own
     made.close()
 
 
