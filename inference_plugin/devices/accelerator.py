@@ -3,6 +3,7 @@ marks its events (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-stre
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,6 +15,7 @@ from inference_plugin.devices.base import ByteCopy, Device, Mark, Queue, SharedM
 from inference_plugin.devices.cuda_driver import CudaDriver, DeviceArray
 from inference_plugin.devices.digests import Digests, TorchDigests
 from inference_plugin.wire.errors import TransportUnavailable
+from inference_plugin.wire.pages import populate
 
 __all__ = ["Accelerator"]
 
@@ -83,6 +85,9 @@ class Accelerator(Device):
     def page_lock(self, memory: torch.Tensor) -> Callable[[], None] | None:
         if self.why_not_shared() is not None:
             return None
+        with contextlib.suppress(OSError):  # the driver finds the same, and says so
+            # The driver would have missing pages made one after the other.
+            populate(memory.numpy(), 0, memory.nbytes, for_writing=False)
         try:
             return _driver().page_lock(self.current(), memory.data_ptr(), memory.nbytes)
         except TransportUnavailable as error:

@@ -28,6 +28,7 @@ from inference_plugin.net.addresses import boot_id
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ProtocolError, TransportUnavailable, lacks_resources
 from inference_plugin.wire.messages.common import BootId, Count
+from inference_plugin.wire.pages import populate
 
 __all__ = [
     "LARGE_PAGE_BYTES",
@@ -40,7 +41,7 @@ __all__ = [
 
 MIN_SEGMENT_BYTES = 4096
 
-ADVISED_AT_ONCE = 4 << 20
+GIVEN_BACK_AT_ONCE = 4 << 20
 """Bytes of one system call, during which no other Python thread runs."""
 
 LARGE_PAGE_BYTES = 2 << 20
@@ -53,9 +54,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 T = TypeVar("T")
-
-MADV_POPULATE_WRITE = 23
-"""Linux 5.14. Python's mmap has no name for it."""
 
 
 class SegmentAddress(msgspec.Struct, frozen=True):
@@ -70,12 +68,16 @@ class SegmentAddress(msgspec.Struct, frozen=True):
 
 
 class SharedSegment:
-    """A mapped memfd. `tensor` is its bytes, uint8. Close it once nobody uses views of it; may be called twice."""
+    """A mapped memfd. `tensor` is its bytes, uint8. Close it once nobody uses views of it; may be called twice.
+
+    `is_fresh`: pages may be missing, or unknown to this mapping; whoever has written all that this process writes ends it.
+    """
 
     def __init__(self, fd: int, nbytes: int, segment_id: str, *, writable: bool, private: bool = False) -> None:
         self.fd = fd
         self.nbytes = nbytes
         self.segment_id = segment_id
+        self.is_fresh = True
         self._is_closed = self._is_unmapped = False
         self._end_page_lock: Callable[[], None] | None = None
         self._map: mmap.mmap | None = None
@@ -182,37 +184,35 @@ class SharedSegment:
                 self._map.madvise(mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE)
 
     def touch(self, start: int, nbytes: int) -> bool:
-        """Maps the pages of `start:start + nbytes` for writing, in a fraction of the time that faults take. False: the system
-        can't, or the segment is closed."""
+        """As `back`; False also where the system has no memory for the pages."""
         try:
             return self.back(start, nbytes)
         except OSError:
             return False
 
     def back(self, start: int, nbytes: int) -> bool:
-        """As `touch`, but raises OSError where the system has no memory for the pages. False: the kernel has no such call
-        (before Linux 5.14), or the segment is closed."""
+        """Has the pages of `start:start + nbytes` exist, mapped for writing, on several threads (`populate`): a fraction of the
+        time that faults take. False: the kernel has no such call (before Linux 5.14), or the segment is closed. Raises OSError
+        where the system has no memory for the pages: a write would end the process there."""
+        memory = self.tensor  # it keeps the mapping if another thread closes the segment meanwhile
+        if self._map is None or not memory.nbytes:
+            return False
         try:
-            return self._advise(MADV_POPULATE_WRITE, start - start % mmap.PAGESIZE, min(start + nbytes, self.nbytes))
+            populate(memory.numpy(), start - start % mmap.PAGESIZE, min(start + nbytes, self.nbytes))
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False
             raise
+        return True
 
     def give_back(self, start: int, end: int) -> None:
         """Returns the memory of the pages `start:end` to the system; they read as zeros from then on, in every process.
         Both are multiples of the page size. Has no effect on a closed segment."""
-        self._advise(mmap.MADV_REMOVE, start, end)
-
-    def _advise(self, advice: int, start: int, end: int) -> bool:
-        """False: the segment is closed."""
         with contextlib.suppress(ValueError):  # closed meanwhile
-            for step in range(start, end, ADVISED_AT_ONCE):
+            for step in range(start, end, GIVEN_BACK_AT_ONCE):
                 if (mapping := self._map) is None:
-                    return False
-                mapping.madvise(advice, step, min(ADVISED_AT_ONCE, end - step))
-            return True
-        return False
+                    return
+                mapping.madvise(mmap.MADV_REMOVE, step, min(GIVEN_BACK_AT_ONCE, end - step))
 
     def close(self) -> bool:
         """Unmaps it and closes the descriptor. False: views of `tensor` that are still held keep the mapping until they go."""

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import msgspec
 import torch
@@ -33,8 +34,16 @@ from inference_plugin.wire.tensors import box_view
 
 __all__ = ["TRANSPORT"]
 
+NO_MEMORY_HINT = "transport 'zmq' needs none on the trainer's side; partial=True sends a part"
+
 SEGMENTS = 2
 """Used in turn: while one is the way back, the next update is written to the other."""
+
+
+class WrittenAddress(SegmentAddress, frozen=True):
+    """The segment that trainer ranks write to. `once`: a rank to whom it is new doesn't keep it mapped."""
+
+    once: bool = False
 
 
 class ShmStaging(Staging):
@@ -99,29 +108,45 @@ class ShmSender(Sender):
             if segment.nbytes != needed:
                 self._owned.pop(segment.segment_id).close()
         spare = [s for s in self._owned.values() if s.segment_id not in busy]
-        if not spare:
-            check_fits(
-                needed, "shm: a segment", "transport 'zmq' needs none on the trainer's side; partial=True sends a part"
-            )
-        segment = spare[0] if spare else SharedSegment.create(needed)
-        segment.ask_for_large_pages()
+        segment = spare[0] if spare else _new_segment(needed)
         self._owned[segment.segment_id] = segment
         for unused in spare[1:]:
             self._owned.pop(unused.segment_id).close()
         return msgspec.msgpack.encode(segment.address)
 
+    @contextmanager
+    def scratch(self, manifest: Manifest, needed: frozenset[str]) -> Iterator[tuple[bytes, torch.Tensor]]:
+        """Manager rank: memory for bytes that no worker takes. Yields its description, for `write`, and its bytes.
+
+        It is a segment of this rank that nobody needs; if there is none, a new one, which is freed in the end. `needed`: ids of
+        the segments that somebody needs. Raises `TransportUnavailable` where the system has no memory."""
+        nbytes = max(manifest.layout.nbytes, MIN_SEGMENT_BYTES)
+        spare = [s for s in self._owned.values() if s.nbytes == nbytes and s.segment_id not in needed]
+        segment = spare[0] if spare else _new_segment(nbytes)
+        self._owned[segment.segment_id] = segment
+        address = WrittenAddress(**msgspec.structs.asdict(segment.address), once=not spare)
+        try:
+            yield msgspec.msgpack.encode(address), segment.tensor
+        finally:
+            if not spare:
+                self._owned.pop(segment.segment_id, None)
+                segment.close()
+
     def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
-        manifest = delivery.manifest
-        address = decode_as(delivery.description, SegmentAddress)
-        segment = (self._owned.get(address.segment_id) or self._mapped.at(address)).tensor
-        pieces: list[Piece] = []
-        stats = WriteStats()
-        for item in delivery.slices:
-            for place, data in pieces_of(manifest, item, delivery.piece_bytes):
-                pieces.append(_place_and_digest(segment, manifest, place, data, stats))
-            delivery.check_deadline(stats.nbytes)
+        with self._written(decode_as(delivery.description, WrittenAddress)) as segment:
+            pieces, stats = _write(segment, delivery)
         stats.held_bytes = sum(owned.nbytes for owned in self._owned.values())
         return pieces, stats
+
+    @contextmanager
+    def _written(self, address: WrittenAddress) -> Iterator[SharedSegment]:
+        """The segment, mapped for writing."""
+        if not address.once or address.segment_id in self._owned:
+            yield self._owned.get(address.segment_id) or self._mapped.at(address)
+        else:
+            with closing(SharedSegment.attach(address, writable=True)) as segment:
+                segment.ask_for_large_pages()
+                yield segment
 
     def kept(self, manifest: Manifest, description: bytes, targets: Sequence[Target]) -> Kept | None:
         owned = self._owned.get(decode_as(description, SegmentAddress).segment_id)
@@ -137,6 +162,42 @@ class ShmSender(Sender):
         if self._probe is not None:
             self._probe.close()
             self._probe = None
+
+
+def _new_segment(nbytes: int) -> SharedSegment:
+    check_fits(nbytes, "shm: a segment", NO_MEMORY_HINT)
+    segment = SharedSegment.create(nbytes)
+    segment.ask_for_large_pages()
+    return segment
+
+
+def _write(segment: SharedSegment, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
+    manifest, memory = delivery.manifest, segment.tensor
+    pieces: list[Piece] = []
+    stats = WriteStats()
+    for item in delivery.slices:
+        if segment.is_fresh:
+            _back(segment, manifest, item.box)
+        for place, data in pieces_of(manifest, item, delivery.piece_bytes):
+            pieces.append(_place_and_digest(memory, manifest, place, data, stats))
+        delivery.check_deadline(stats.nbytes)
+    segment.is_fresh = False
+    return pieces, stats
+
+
+def _back(segment: SharedSegment, manifest: Manifest, box: Box) -> None:
+    """Has the pages of a slice exist, on the memory of the rank that writes it. Raises `TransportUnavailable`."""
+    view = box_view(segment.tensor, manifest, box)
+    if not view.numel():
+        return
+    span = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
+    try:
+        segment.back(view.data_ptr() - segment.tensor.data_ptr(), span * view.itemsize)
+    except OSError as error:
+        raise TransportUnavailable(
+            f"shm: the system has no memory for {manifest.describe(box)} in a segment of {segment.nbytes} bytes: {error}",
+            hint=NO_MEMORY_HINT,
+        ) from error
 
 
 def _place_and_digest(

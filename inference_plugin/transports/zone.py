@@ -26,7 +26,7 @@ import torch
 
 from inference_plugin.transports.base import Delivery, Kept, Receiver, Sender, Staging, Target, Transport, WriteStats
 from inference_plugin.transports.pieces import Bytes, DigestPasses, Lying, PieceRows, rows_of_pieces, typed
-from inference_plugin.transports.segment import ADVISED_AT_ONCE, SegmentAddress, SharedSegment
+from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.transports.shm import TRANSPORT as SHM
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows, copy_rows_and_digest
@@ -42,6 +42,9 @@ from inference_plugin.wire.zone import ZoneLayout
 __all__ = ["TRANSPORT", "AnyZone", "ZoneAddress", "ZoneReceiver", "ZoneStaging"]
 
 NOTHING: Bytes = np.empty(0, dtype=np.uint8)
+
+TOUCHED_AT_ONCE = 4 << 20
+"""Bytes of a new zone that its worker touches without a pause: the engine generates meanwhile."""
 
 
 class ZoneAddress(msgspec.Struct, frozen=True):
@@ -95,8 +98,8 @@ class Zone:
 
     def _touch(self) -> None:
         """Allocates all pages now, so that writers do not pay for the page faults."""
-        for start in range(0, self.layout.nbytes, ADVISED_AT_ONCE):
-            if self._closed.wait(0.0005) or not self._segment.touch(start, ADVISED_AT_ONCE):
+        for start in range(0, self.layout.nbytes, TOUCHED_AT_ONCE):
+            if self._closed.wait(0.0005) or not self._segment.touch(start, TOUCHED_AT_ONCE):
                 return
 
 

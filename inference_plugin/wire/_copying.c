@@ -1,4 +1,5 @@
-/* Copies of rows of bytes between two buffers; large ones go around the cache, and are digested on their way.
+/* Copies of rows of bytes between two buffers; large ones go around the cache, and are digested on their way. Beside them other loops
+ * that Python would be slow at, or that must not hold its lock.
  *
  * An ordinary store reads the cache line that it overwrites, a third of all traffic of a copy. Streaming stores
  * (MOVNTDQ, Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, 10.4.6.2) don't. libc takes them
@@ -10,9 +11,13 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -781,6 +786,69 @@ static PyObject *tensors_over(PyObject *self, PyObject *args)
     return tensors;
 }
 
+/* --- pages ------------------------------------------------------------------------------------------------------------------- */
+
+enum { PART_BYTES = 2 << 20, MOST_THREADS = 64, STACK_BYTES = 256 << 10 };
+
+/* Memory whose pages threads make exist, each a part at a time. A part lies in one page of 2 MiB and in one page table. `error`: that
+ * of the first call that failed. */
+typedef struct {
+    uintptr_t start, end;
+    atomic_uintptr_t next;
+    atomic_int error;
+    int advice;
+} Pages;
+
+static void *populate_parts(void *of)
+{
+    Pages *pages = of;
+    uintptr_t part;
+    while (!atomic_load(&pages->error) && (part = atomic_fetch_add(&pages->next, PART_BYTES)) < pages->end) {
+        const uintptr_t start = part < pages->start ? pages->start : part;
+        const uintptr_t end = pages->end - part < PART_BYTES ? pages->end : part + PART_BYTES;
+        if (madvise((void *)start, end - start, pages->advice)) {
+            int none = 0;
+            atomic_compare_exchange_strong(&pages->error, &none, errno);
+        }
+    }
+    return NULL;
+}
+
+/* Advises the kernel on threads of its own, which need no GIL, and on this one: all of it, if no other thread can be started. */
+static PyObject *populate(PyObject *self, PyObject *args)
+{
+    Py_buffer memory;
+    Py_ssize_t start, end;
+    int advice, threads;
+    if (!PyArg_ParseTuple(args, "y*nnii", &memory, &start, &end, &advice, &threads))
+        return NULL;
+    if (start < 0 || end < start || end > memory.len) {
+        PyErr_Format(PyExc_ValueError, "bytes %zd:%zd don't lie within the buffer", start, end);
+        PyBuffer_Release(&memory);
+        return NULL;
+    }
+    const uintptr_t at = (uintptr_t)memory.buf;
+    Pages pages = {.start = at + (uintptr_t)start, .end = at + (uintptr_t)end, .advice = advice};
+    atomic_init(&pages.next, pages.start & ~(uintptr_t)(PART_BYTES - 1));
+    atomic_init(&pages.error, 0);
+    Py_BEGIN_ALLOW_THREADS
+    pthread_t others[MOST_THREADS];
+    int started = 0;
+    pthread_attr_t small;
+    if (!pthread_attr_init(&small)) {
+        pthread_attr_setstacksize(&small, STACK_BYTES);
+        while (started < threads - 1 && started < MOST_THREADS && !pthread_create(&others[started], &small, populate_parts, &pages))
+            started++;
+        pthread_attr_destroy(&small);
+    }
+    populate_parts(&pages);
+    while (started)
+        pthread_join(others[--started], NULL);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&memory);
+    return PyLong_FromLong(atomic_load(&pages.error));
+}
+
 enum { INTERFACE = 2 }; /* see compiled.py */
 
 static PyMethodDef methods[] = {
@@ -791,6 +859,7 @@ static PyMethodDef methods[] = {
      "copy_rows_and_digest(target, target_start, target_stride, source, rows, row_bytes, source_stride=0)"},
     {"copy_groups", copy_groups, METH_VARARGS, "copy_groups([(target, start, places), ...])"},
     {"digest_rows", digest_rows, METH_VARARGS, "digest_rows(source, stride, rows, [(start, row_bytes), ...])"},
+    {"populate", populate, METH_VARARGS, "populate(memory, start, end, advice, threads) -> errno, or 0"},
     {"tensors_over", tensors_over, METH_VARARGS,
      "tensors_over(keepers, addresses, lengths, inner_shape, type_code, bits, dlpack_exchange_api)"},
     {"tensor_rows", tensor_rows, METH_VARARGS, "tensor_rows(tensors, type, dlpack_exchange_api)"},

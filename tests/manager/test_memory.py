@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from typing import Any
 
 import pytest
 
-from inference_plugin.wire.errors import EngineUnsupported, TransportUnavailable
+from inference_plugin.wire import host_memory
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, TransportUnavailable
 from tests.manager.conftest import Start
 from tests.manager.test_zones import held, holds, source
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import FREE_BYTES
+from tests.support.rig import eventually
 from trainer_adapters.update import leader
 
 NBYTES = source(1).manifest().nbytes
@@ -58,3 +62,57 @@ def test_second_sets_and_the_segment_are_counted_together_before_either_is_made(
         free[0] = 0
         assert manager.update(source(3), 3).failed == (), "what an update takes is there since the last one"
         assert all(holds(rig, 3) for rig in rigs)
+
+
+@pytest.mark.parametrize(
+    ("transport", "install"), [("shm", "copy"), ("shm", "standby"), ("zmq", "copy"), ("zone", "standby")]
+)
+def test_a_verification_gives_all_memory_back(start: Start, transport: str, install: Any) -> None:
+    start(tp=2)
+    with SyncManager(transport=transport, install=install, timeout_s=60) as manager:
+        for version in (1, 2, 3):
+            manager.update(source(version), version)
+        assert manager.verify(source(3)).ok
+        gc.collect()
+        before = held(os.getpid())
+        for _ in range(3):
+            assert manager.verify(source(3)).ok
+            assert not manager.verify(source(2)).ok
+        gc.collect()
+        assert held(os.getpid()) == before
+        assert manager.update(source(4), 4).failed == () and manager.verify(source(4)).ok
+
+
+@pytest.mark.parametrize("install", ["copy", "standby"])
+def test_a_verification_writes_over_nothing_that_a_replica_may_need(start: Start, install: Any) -> None:
+    """The way back of those that there are, and the bytes of the last version for those that come."""
+    first = start(tp=2)
+    with SyncManager(transport="shm", install=install, timeout_s=60) as manager:
+        for version in (1, 2, 3):
+            manager.update(source(version), version)
+        assert not manager.verify(source(7)).ok
+        second = start(tp=2)
+        eventually(lambda: [each.state for each in manager.replicas()] == ["current"] * 2, "the newcomer caught up")
+        assert holds(second, 3)
+        assert not manager.verify(source(8)).ok
+        for rig in (first, second):
+            rig.ask("fault", rank=1, step="install")
+        with pytest.raises(CommitFailed, match="undone on all ranks"):
+            manager.update(source(4), 4)
+        for rig in (first, second):
+            eventually(lambda rig=rig: rig.ask("state")["log"][-1] == "resume", "the engine going on")  # type: ignore[misc]
+            eventually(lambda rig=rig: holds(rig, 3), "the way back")  # type: ignore[misc]
+
+
+def test_a_verification_that_does_not_fit_is_refused_with_both_numbers(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start()
+    with SyncManager(transport="zmq", timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        before = held(os.getpid())
+        with monkeypatch.context() as patch:
+            patch.setattr(host_memory, "free_host_bytes", lambda: 0)
+            with pytest.raises(TransportUnavailable, match="shm: a segment of 0 MiB does not fit: 0 MiB are free"):
+                manager.verify(source(1))
+        assert held(os.getpid()) == before and manager.verify(source(1)).ok and holds(rig, 1)

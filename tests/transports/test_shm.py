@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -206,6 +207,117 @@ def test_two_segments_are_used_in_turn_while_one_is_held_and_one_alone_when_none
     sender.allocate(manifest, frozenset())
     assert len(sender._owned) == 1
     sender.close()
+
+
+def test_bytes_that_no_worker_takes_go_where_nobody_needs_what_is_there() -> None:
+    tensors = {"a": any_bits(torch.int8, 9)}
+    manifest = manifest_for(tensors)
+    sender = ShmSender()
+    first = address_of(sender.allocate(manifest, frozenset()))
+    second = address_of(sender.allocate(manifest, frozenset({first.segment_id})))
+    for needed, used in ((first, second), (second, first)):
+        with sender.scratch(manifest, frozenset({needed.segment_id})) as (place, memory):
+            assert address_of(place) == used
+            send(sender, manifest, whole_slices(tensors), place)
+            assert_equal_bytes(read(memory, manifest), tensors)
+    assert set(sender._owned) == {first.segment_id, second.segment_id}
+    sender.close()
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_where_everything_is_needed_they_take_memory_that_goes_on_all_ranks(error: type[Exception] | None) -> None:
+    tensors = {"a": any_bits(torch.int8, 9), "b": any_bits(torch.bfloat16, 4, 5)}
+    manifest = manifest_for(tensors)
+    sender, other = ShmSender(), ShmSender()
+    needed = address_of(sender.allocate(manifest, frozenset())).segment_id
+    held = [address_of(sender.allocate(manifest, frozenset({needed})))]
+    send(other, manifest, whole_slices(tensors), msgspec.msgpack.encode(held[0]))
+    maps = weightwire_maps()
+    with (
+        contextlib.suppress(KeyError),
+        sender.scratch(manifest, frozenset({needed, held[0].segment_id})) as (place, memory),
+    ):
+        assert address_of(place).segment_id not in (needed, held[0].segment_id)
+        send(other, manifest, whole_slices(tensors), place)
+        assert_equal_bytes(read(memory, manifest), tensors)
+        assert weightwire_maps() == maps + 1, "the other rank has unmapped it"
+        del memory
+        if error is not None:
+            raise error
+    assert weightwire_maps() == maps and set(sender._owned) == {needed, held[0].segment_id}
+    with pytest.raises(TransportUnavailable):
+        SharedSegment.attach(address_of(place), writable=False)
+    sender.close(), other.close()
+    assert weightwire_maps() == maps - 3
+
+
+def test_of_a_new_segment_only_the_pages_exist_that_lie_under_the_slices_of_a_rank() -> None:
+    tensors = {name: any_bits(torch.int8, 3 << 20) for name in ("a", "b", "c")} | {"none": any_bits(torch.int8, 0)}
+    manifest = manifest_for(tensors)
+    sender = ShmSender()
+    place = sender.allocate(manifest, frozenset())
+    segment = next(iter(sender._owned.values()))
+    segment.ask_for_large_pages(False)
+
+    def existing_bytes() -> int:
+        return os.fstat(segment.fd).st_blocks * 512
+
+    def slices() -> Iterator[object]:
+        for item in whole_slices(tensors):
+            if item.box.tensor in (1, 3):
+                before = existing_bytes()
+                yield item
+                assert existing_bytes() == before + manifest.tensors[item.box.tensor].nbytes
+
+    pieces, _ = send(sender, manifest, slices(), place)
+    assert [piece.box.tensor for piece in pieces] == [1] and existing_bytes() == 3 << 20
+    assert not segment.is_fresh
+    sender.close()
+
+
+FULL = """
+import os, time
+import torch
+from inference_plugin.transports import shm
+from inference_plugin.transports.base import Delivery
+from inference_plugin.transports.segment import SharedSegment
+from inference_plugin.wire.errors import TransportUnavailable
+from tests.transports.cases import manifest_for, whole_slices
+
+def made(nbytes):
+    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
+    os.ftruncate(fd, nbytes)
+    return SharedSegment(fd, nbytes, "segment", writable=True)
+
+SharedSegment.create = staticmethod(made)
+shm.check_fits = lambda *_: None
+tensors = {name: torch.full((3 << 20,), i, dtype=torch.uint8) for i, name in enumerate("abcdef", 1)}
+manifest, sender = manifest_for(tensors), shm.ShmSender()
+descriptors = len(os.listdir("/proc/self/fd"))
+place = sender.allocate(manifest, frozenset())
+try:
+    sender.write(Delivery("t", "policy", 0, manifest, place, whole_slices(tensors), (), time.monotonic() + 3600))
+    raise SystemExit("18 MiB found room in 8 MiB")
+except TransportUnavailable as error:
+    assert "the system has no memory for c[0:3145728]" in str(error) and "'zmq'" in error.hint, error
+memory = sender._owned["segment"].tensor
+assert memory[: 3 << 20].eq(1).all() and memory[3 << 20 : 6 << 20].eq(2).all()
+del memory
+sender.close()
+assert len(os.listdir("/proc/self/fd")) == descriptors
+assert os.statvfs("/dev/shm").f_bfree == os.statvfs("/dev/shm").f_blocks, "nothing is left behind"
+"""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_memory_that_ends_while_a_rank_writes_is_a_typed_error_and_no_signal() -> None:
+    enter = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=8m none /dev/shm && exec "$0" "$@"']
+    if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    ran = subprocess.run(
+        [*enter, sys.executable, "-c", FULL], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_model_of_another_size_gets_a_segment_of_its_size_and_the_old_memory_goes() -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from inference_plugin.transports.segment import MADV_POPULATE_WRITE
 from inference_plugin.wire.copying import digest_spans, places_in
 from inference_plugin.wire.errors import TransportUnavailable
+from inference_plugin.wire.pages import MADV_POPULATE_WRITE
 from inference_plugin.wire.tensors import PackedRows
 from trainer_adapters.batch.leases import Holding
 from trainer_adapters.batch.memory import Block

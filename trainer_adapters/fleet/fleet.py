@@ -181,6 +181,12 @@ class Fleet:
             sessions = [*self._sessions.values(), *self._caught_up.values()]
             return self._machine.segments_read().union(*(session.held_segments for session in sessions))
 
+    def segments_needed(self) -> frozenset[str]:
+        """As `segments_in_use`, and that of the retained version."""
+        with self._changed:
+            retained = self._machine.retained
+            return self.segments_in_use() | ({retained.segment_id} if retained is not None else frozenset())
+
     def segment_taken(self, transport: str, segment_id: str, busy: frozenset[str], fingerprint: str) -> None:
         """An update writes into this segment; see `SegmentTaken`."""
         self._on(SegmentTaken(transport, segment_id, busy, fingerprint))

@@ -6,10 +6,10 @@ import math
 import secrets
 from collections.abc import Sequence
 
-import msgspec
 import torch
 
-from inference_plugin.transports.segment import SharedSegment
+from inference_plugin.transports.registry import transport_named
+from inference_plugin.transports.shm import ShmSender
 from inference_plugin.wire.comparison import compare_rank
 from inference_plugin.wire.dtype_hint import dtype_rules
 from inference_plugin.wire.errors import ManifestMismatch, WeightwireError, first_few
@@ -31,16 +31,17 @@ __all__ = ["verify"]
 
 
 def verify(context: RankContext, source: WeightSource, manifest: Manifest) -> VerifyReport:
-    """Has all ranks write into a segment of its own, and compares the replicas with it."""
+    """Has all ranks write into shared memory that no worker takes, and compares the replicas with it."""
     assert context.fleet is not None, "rank 0 has the fleet"
     group = context.settings.group
     txn = secrets.token_hex(12)
     call_it(txn)
     phase_begins("verify", group, None, "agree")
     gather_ready(context, source, manifest)
-    scratch = SharedSegment.create(manifest.layout.nbytes)
-    try:
-        way = GoTransport("shm", msgspec.msgpack.encode(scratch.address), ())
+    sender = context.writer.sender(transport_named("shm"))
+    assert isinstance(sender, ShmSender)
+    with sender.scratch(manifest, context.fleet.segments_needed()) as (place, written):
+        way = GoTransport("shm", place, ())
         phase_begins("verify", group, None, "stage")
         write(context, Go(txn, (way,), context.left_s("verify"), copies=True), source, manifest)
         part = context.fleet.take_part(math.inf, context.left_s("verify") / 2)
@@ -52,13 +53,11 @@ def verify(context: RankContext, source: WeightSource, manifest: Manifest) -> Ve
         if source.follows_engine and not source.engine_dtypes:
             _check_dtypes(manifest, replies)
         found = [
-            _compare(manifest, session, reply, scratch.tensor, partial=context.settings.partial)
+            _compare(manifest, session, reply, written, partial=context.settings.partial)
             for session, reply in zip(part.sessions, replies, strict=True)
         ]
-        found += [ReplicaVerify(card.replica, None, 0, (), (), error.info()) for card, error in part.unreached]
-        return VerifyReport(group, tuple(sorted(found, key=lambda each: each.replica)))
-    finally:
-        scratch.close()
+    found += [ReplicaVerify(card.replica, None, 0, (), (), error.info()) for card, error in part.unreached]
+    return VerifyReport(group, tuple(sorted(found, key=lambda each: each.replica)))
 
 
 def _check_dtypes(manifest: Manifest, replies: Sequence[Verified | WeightwireError]) -> None:
