@@ -186,7 +186,7 @@ def _write(segment: SharedSegment, delivery: Delivery) -> tuple[list[Piece], Wri
 
 
 def _back(segment: SharedSegment, manifest: Manifest, box: Box) -> None:
-    """Has the pages of a slice exist, on the memory of the rank that writes it. Raises `TransportUnavailable`."""
+    """Has the pages of a slice exist, on the NUMA node of the rank that writes it. Raises `TransportUnavailable`."""
     view = box_view(segment.tensor, manifest, box)
     if not view.numel():
         return
