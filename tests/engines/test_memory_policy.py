@@ -27,6 +27,7 @@ from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
 from tests.support import poison
 from tests.support.engines import Driver, eventually, segments_of
 from tests.support.managers import SyncManager
+from tests.support.memory import held_bytes
 from tests.support.sglang_engines import SglangDriver
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -241,28 +242,13 @@ def beside(tp2: Faulty, runtime: Path) -> Iterator[Driver]:
 # --- what a report says -----------------------------------------------------------------------------------------------------
 
 
-def memory(pids: Sequence[int]) -> int:
-    """Resident bytes of these processes: of each its own, and of our shared segments and zones each once."""
-    own, shared = 0, dict[str, int]()
-    for pid in pids:
-        inode = ""
-        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-                inode = line.split()[4] if "/memfd:weightwire" in line else ""
-            elif line.startswith("Rss:") and inode:
-                shared[inode] = max(shared.get(inode, 0), int(line.split()[1]) << 10)
-            elif line.startswith("Anonymous:") and not inode:
-                own += int(line.split()[1]) << 10
-    return own + sum(shared.values())
-
-
 def settled(tp2: Faulty, pids: Sequence[int]) -> int:
     """What the processes hold when the engine is idle and no longer frees anything."""
     eventually(lambda: all_idle(tp2.card))
-    held = memory(pids)
+    held = held_bytes(pids)
     while True:
         time.sleep(FREED_S)
-        before, held = held, memory(pids)
+        before, held = held, held_bytes(pids)
         if abs(before - held) < MIB:
             return held
 

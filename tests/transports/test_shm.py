@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import mmap
 import os
 import re
 import resource
@@ -31,6 +32,7 @@ from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.messages import Bucket
 from inference_plugin.wire.tensors import box_view
+from tests.support.memory import held_bytes
 from tests.support.rig import ROOT, eventually, fork, kill
 from tests.transports.cases import (
     CASES,
@@ -582,6 +584,20 @@ print("ok")
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_a_segment_counts_with_the_pages_that_it_has_whether_or_not_a_mapping_has_them() -> None:
+    """How `held_bytes` measures, with which other tests compare what a report says of memory."""
+    pids, nbytes = [os.getpid()], 16 << 20
+    with contextlib.closing(os.fdopen(os.memfd_create("weightwire"), "r+b")) as file:
+        file.truncate(nbytes)
+        before = held_bytes(pids)
+        with mmap.mmap(file.fileno(), nbytes) as mapping:
+            mapping[: nbytes // 2] = b"\xff" * (nbytes // 2)
+            assert held_bytes(pids) - before == pytest.approx(nbytes // 2, abs=2 << 20)
+            mapping.madvise(mmap.MADV_DONTNEED)  # unmaps the pages and keeps their bytes, as the kernel does on its own
+            assert held_bytes(pids) - before == pytest.approx(nbytes // 2, abs=2 << 20)
+            assert mapping[nbytes // 2 - 1] == 0xFF
+
+
 def test_a_dev_shm_of_64_kib_does_not_matter() -> None:
     enter = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" "$@"']
     if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
