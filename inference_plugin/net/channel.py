@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +23,10 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import AuthError, PeerLost, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Body, Failed, Hop, ReplicaCard, Target, WorkerCard
 
-__all__ = ["Channel", "Outgoing", "bytes_channel", "coordinator_channel", "fan_out", "take_ready", "worker_channel"]
+__all__ = [
+    "Channel", "Outgoing", "bytes_channel", "context_of_process", "coordinator_channel", "fan_out", "take_ready",
+    "worker_channel",
+]  # fmt: skip
 
 RESEND_S = 10.0
 """A request without a reply is sent again after this time, then after twice that, and so on: requests are idempotent, and
@@ -67,7 +71,7 @@ class Channel(Closing):
         self._resend_at_s = math.inf
         self._process: ProcessWatch | None = None
         check_room(DESCRIPTORS)
-        self._socket = _context_of_process().socket(zmq.REQ)
+        self._socket = context_of_process().socket(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._last_words: LastWords | None = None
         self._link: Link | None = None
@@ -138,11 +142,6 @@ class Channel(Closing):
     def is_open(self) -> bool:
         """Whether a request waits for its reply."""
         return self._pending is not None
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether its socket is closed, by `close` or with the context that all sockets of this process share."""
-        return bool(self._socket.closed)
 
     def has_news(self) -> bool:
         """Whether the reply to the open request may have come: `receive` then does not wait long."""
@@ -252,17 +251,28 @@ def bytes_channel(worker: Target | Hop, side: str, silence_s: float) -> Channel:
     )
 
 
-_started: weakref.WeakSet[zmq.Context[Any]] = weakref.WeakSet()
-"""Contexts whose threads run."""
+_context: tuple[int, zmq.Context[Any]] | None = None
+"""The process whose context this is, and the context. Not pyzmq's shared one: other libraries may destroy that."""
+_making = threading.Lock()
 
 
-def _context_of_process() -> zmq.Context[Any]:
-    """This process's context. Raises `TransportUnavailable` where its threads can't be started."""
-    context: zmq.Context[Any] = zmq.Context.instance()
-    if context not in _started:
-        check_threads()
-        _started.add(context)
-    return context
+def context_of_process() -> zmq.Context[Any]:
+    """The context of all asking sockets of this process. Raises `TransportUnavailable` where its threads can't be started."""
+    global _context
+    if _context is None or _context[0] != os.getpid():
+        with _making:
+            if _context is None or _context[0] != os.getpid():
+                check_threads()
+                _context = os.getpid(), zmq.Context()
+    return _context[1]
+
+
+def _after_fork_in_child() -> None:
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _member(card: ReplicaCard, peer: ReplicaCard | WorkerCard, **named: Any) -> Channel:

@@ -34,11 +34,10 @@ class Connections:
     def take(self, owner: Owner) -> Channel | None:
         """A connection to the owner, if there is one."""
         with self._lock:
-            while (found := next((each for each in self._kept if each[0] == owner), None)) is not None:
-                self._kept.remove(found)
-                if not found[1].is_closed:  # somebody may have ended the context that all sockets of a process share
-                    return found[1]
-            return None
+            if (found := next((each for each in self._kept if each[0] == owner), None)) is None:
+                return None
+            self._kept.remove(found)
+            return found[1]
 
     def keep(self, owner: Owner, channel: Channel) -> bool:
         """Takes over a channel on which no request is open; where descriptors are scarce, it closes the channel. Returns whether

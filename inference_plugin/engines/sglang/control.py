@@ -32,6 +32,7 @@ from inference_plugin.engines.rank_calls import RankCalls
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
 from inference_plugin.engines.sglang.turn import EngineOperation, EngineReply, Step, Turn
 from inference_plugin.engines.standing import Held, Standing
+from inference_plugin.net.channel import context_of_process
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import CommitFailed, PeerLost, TornReplica, WeightwireError
 from inference_plugin.wire.messages import Committed, InFlight, MemoryTag, Sender
@@ -264,7 +265,7 @@ def _standing_of(plan: CommitPlan) -> Standing:
 
 
 def _connected(address: str) -> Any:
-    bell: Any = zmq.Context.instance().socket(zmq.PUSH)
+    bell: Any = context_of_process().socket(zmq.PUSH)
     bell.setsockopt(zmq.LINGER, 0)
     bell.connect(address)
     return bell

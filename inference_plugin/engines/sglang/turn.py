@@ -10,6 +10,7 @@ import zmq
 
 from inference_plugin.engines.commit import CommitPlan
 from inference_plugin.net import addresses
+from inference_plugin.net.channel import context_of_process
 from inference_plugin.net.gate import Gate
 from inference_plugin.net.listening import lacks_room
 from inference_plugin.wire.errors import ConfigError
@@ -75,7 +76,7 @@ class Doorbell:
         self._socket: zmq.Socket[bytes] | None = None
         self._gate: Gate | None = None
         if (poller := getattr(sleeper, "poller", None)) is not None:
-            self._socket = zmq.Context.instance().socket(zmq.PULL)
+            self._socket = context_of_process().socket(zmq.PULL)
             self.address = addresses.ipc_address(replica, f"bell{rank}")
             self._bind(self._socket)
             poller.register(self._socket, zmq.POLLIN)
