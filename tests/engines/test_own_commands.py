@@ -121,6 +121,28 @@ def test_weights_that_somebody_else_loaded_on_one_rank_have_no_version_on_any(en
             assert engine.serves() == ("B", {stamp})
 
 
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_weights_that_a_thread_of_a_worker_s_loads_have_no_version_and_answers_say_so_from_the_next_call_on(
+    engine: Both, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    with SyncManager(timeout_s=180) as manager:
+        stamp = engine.update(manager, "B")
+        engine.driver.rpc("ext_load_later", str(engine.models["C"]), str(go))
+        assert engine.serves() == ("B", {stamp})
+        go.touch()
+        eventually(lambda: all(go.with_name(f"go.{rank}").exists() for rank in (0, 1)), what="the loads of both ranks")
+        assert set(manager.versions().values()) == {None}
+        assert engine.verified(manager, "C") == (True, [None])
+        engine.driver.rpc("ext_about")
+        done = engine.driver.wait(engine.driver.submit(PROMPTS, COUNT, salt="new"))  # vLLM keeps its prefix cache
+        assert [r["tokens"] for r in done] == reference(engine.models["C"])
+        assert {stamp for r in done for stamp in r["versions"]} == {"unknown"}
+        assert engine.driver.cards[0].unknown.keys() == {"policy"}
+        stamp = engine.update(manager, "B")
+        assert engine.serves() == ("B", {stamp})
+
+
 def test_weights_that_the_caller_of_an_engine_in_its_process_loads_have_no_version(
     runtime: Path, checkpoint: Checkpoint
 ) -> None:

@@ -18,6 +18,8 @@ import ctypes
 import functools
 import json
 import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.support import poison, reference_kernels, vllm_cpu_experts
 from tests.support.reachable import reachable, reachable_tensors
+from tests.support.rig import eventually
 
 __all__ = ["Extension"]
 
@@ -118,6 +121,18 @@ class Extension:
             return json.dumps(False)
         self.model_runner.get_model().load_weights(load_file(f"{model}/model.safetensors").items())  # type: ignore[attr-defined]
         return json.dumps(True)
+
+    def ext_load_later(self, model: str, go: str) -> str:
+        """A thread of the worker's own loads a checkpoint once the file `go` is there, in no call on the workers. Then it makes a
+        file of its rank beside it."""
+
+        def load() -> None:
+            eventually(Path(go).exists, "the word to load")
+            self.ext_load(model)
+            Path(f"{go}.{self.rank}").touch()  # type: ignore[attr-defined]
+
+        threading.Thread(target=load, daemon=True).start()
+        return "{}"
 
     def ext_draft_state(self) -> str:
         """Everything reachable that the draft model computes with."""
