@@ -119,7 +119,7 @@ def _install(plan: CommitPlan, standing: Standing, shares: tuple[bytes, ...]) ->
         try:
             installed: list[RankReply] = yield Ask(plan.operation("install", turn=turn, shares=shares))
         except PeerLost as error:
-            yield from _tear(plan, standing, error.message)
+            yield from _tear(plan, standing, _words(error))
             raise
         if (failed := first_error(installed)) is not None:
             yield from _undo(plan, standing, failed)
@@ -133,7 +133,7 @@ def _install(plan: CommitPlan, standing: Standing, shares: tuple[bytes, ...]) ->
         if (failed := first_error(finished)) is not None:
             raise failed
     except WeightwireError as error:
-        yield from _tear(plan, standing, error.message)
+        yield from _tear(plan, standing, _words(error))
         raise
     ranks = [reply.commit for reply in finished if reply.commit is not None]
     still_torn = {group for rank in ranks for group in rank.torn}
@@ -156,8 +156,9 @@ def _undo(plan: CommitPlan, standing: Standing, failed: WeightwireError) -> Step
         torn = error
     if torn is None:
         raise CommitFailed(f"{where}; undone on all ranks") from failed
-    yield from _tear(plan, standing, torn.message)
-    raise TornReplica(f"{where}; and the way back failed: {torn.message}")
+    yield from _tear(plan, standing, _words(torn))
+    hint = torn.hint if isinstance(torn, PeerLost) else ""
+    raise TornReplica(f"{where}; and the way back failed: {torn.message}", hint=hint)
 
 
 def _tear(plan: CommitPlan, standing: Standing, reason: str) -> Steps[None]:
@@ -170,3 +171,9 @@ def _tear(plan: CommitPlan, standing: Standing, reason: str) -> Steps[None]:
         yield Ask(plan.operation("tear", reason=reason))
     except PeerLost as error:
         logger.warning("weightwire: not all ranks know that the replica is torn: %s", error)
+
+
+def _words(error: WeightwireError) -> str:
+    """Why the replica is torn. No update heals it where a rank is lost: then the words say what does."""
+    says_more = isinstance(error, PeerLost) and error.hint != error.default_hint
+    return f"{error.message}; {error.hint}" if says_more else error.message

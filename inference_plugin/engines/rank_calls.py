@@ -14,6 +14,8 @@ from inference_plugin.wire.errors import PeerLost
 
 __all__ = ["RankCalls"]
 
+RESTART = "restart the engine: it can no longer ask all of its ranks for anything"
+
 
 class RankCalls:
     """`where` are the fields of its errors. An executor that lost a rank, or mixed up answers, is not asked again."""
@@ -32,21 +34,19 @@ class RankCalls:
         try:
             replies = [decode_as(answer, RankReply) for answer in call(msgspec.msgpack.encode(operation))]
             if any(reply.nonce != operation.nonce for reply in replies):
-                raise PeerLost(
-                    f"the engine's executor returned another call's answer to {name!r}", hint="restart the engine"
-                )
+                raise PeerLost(f"the engine's executor returned another call's answer to {name!r}")
             if len(replies) != self._ranks:
-                raise PeerLost(f"{len(replies)} of {self._ranks} workers answered {name!r}", hint="restart the engine")
+                raise PeerLost(f"{len(replies)} of {self._ranks} workers answered {name!r}")
         except Exception as error:
             lost = error
             if not isinstance(lost, PeerLost):
                 lost = PeerLost(f"the engine lost a worker in {name!r}: {type(error).__name__}: {error}")
             self._lost = lost.message
-            lost.at(phase=name, **self._where)
+            lost.at(phase=name, **self._where).advise(RESTART)
             raise lost from error
         return replies
 
     def check(self, phase: str) -> None:
         """Raises `PeerLost` where a rank was lost before."""
         if self._lost is not None:
-            raise PeerLost(self._lost, phase=phase, **self._where)
+            raise PeerLost(self._lost, hint=RESTART, phase=phase, **self._where)

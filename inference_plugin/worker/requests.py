@@ -35,7 +35,8 @@ def still_committing() -> SyncTimeout:
     """The error of a request that came during a commit. It concerns this replica alone, and only for now."""
     return SyncTimeout(
         "another commit of this group is still under way here",
-        hint="the other replicas are not concerned; this one takes the next update after that commit",
+        hint="the other replicas are not concerned; this one takes the next update after that commit. If it lost a rank in that "
+        "commit (`weightwire status` says so), restart the engine",
     )
 
 

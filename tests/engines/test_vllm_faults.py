@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from inference_plugin.net.channel import Channel
 from inference_plugin.net.processes import has_ended
 from inference_plugin.plugins import plugin_manager
-from inference_plugin.wire.errors import CommitFailed, SyncTimeout, TornReplica, WeightwireError
+from inference_plugin.wire.errors import CommitFailed, PeerLost, SyncTimeout, TornReplica, WeightwireError
 from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, WorkerCard
 from inference_plugin.wire.reports import UpdateReport
 from tests.engines.conftest import Checkpoint
@@ -666,6 +666,40 @@ def check_a_worker_killed_while_it_installs(tp2: Faulty) -> None:
 def test_a_worker_killed_while_it_installs_takes_its_engine_down_and_the_manager_is_told(tp2: Faulty) -> None:
     """The last one for this engine."""
     check_a_worker_killed_while_it_installs(tp2)
+
+
+def test_a_worker_that_stands_still_in_its_installation_leaves_a_torn_replica_that_says_to_restart_the_engine(
+    runtime: Path, checkpoint: Checkpoint
+) -> None:
+    """Also once it has gone on: late answers could be taken for those to the next question."""
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    faults = runtime / "faults-still"
+    faults.write_text("[]")
+    environment = {
+        "WEIGHTWIRE_PLUGINS": PLUGIN,
+        "WEIGHTWIRE_TEST_FAULTS": str(faults),
+        "WEIGHTWIRE_RANK_TIMEOUT_S": "5",
+    }
+    with Driver(runtime, **environment) as driver, SyncManager(timeout_s=60) as sync:
+        driver.open(model_a, tensor_parallel_size=2, max_model_len=1024)
+        faulty = Faulty(driver, faults, model_a, model_b)
+        faulty.update(sync=sync)
+        worker = psutil.Process(faulty.card.workers[1].pid)
+        faulty.order({"rank": 1, "step": "install", "when": "stop"})
+        with pytest.raises(PeerLost, match="lost a worker in 'install'") as caught:
+            sync.update(source(model_a), 2)
+        assert caught.value.hint.startswith("restart the engine")
+        for wakes in (False, True):
+            if wakes:
+                faulty.order()
+                worker.resume()
+            with pytest.raises(WeightwireError, match="restart the engine"):
+                sync.update(source(model_a), 3)
+            (replica,) = sync.replicas()
+            assert replica.state in ("lost", "torn") and replica.version is None
+            assert faulty.card.state == "torn" and "restart the engine" in faulty.card.detail
+            done = faulty.generated()
+            assert {r["finish_reason"] for r in done} == {"error"} and "restart the engine" in done[0]["reason"]
 
 
 # --- replicas that die beside others that don't -------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_another_calls_answer_is_no_answer(directory: Path) -> None:
     coordinator = coordinator_of(Control(lambda _: [RankReply("an older nonce", 0)]), 1)
     with pytest.raises(PeerLost, match="returned another call's answer to 'check'") as raised:
         commit(coordinator)
-    assert raised.value.hint == "restart the engine"
+    assert raised.value.hint.startswith("restart the engine")
     coordinator.close()
 
 

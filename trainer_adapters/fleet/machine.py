@@ -314,6 +314,8 @@ class FleetMachine:
         reason, version = replica.reason, replica.version
         if replica.lost:
             state = "lost"
+            if card.state == "torn":
+                reason, version = card.detail, None
         elif replica.torn or card.state == "torn":
             state, reason, version = "torn", card.detail or reason, None
         elif not replica.took_group:
