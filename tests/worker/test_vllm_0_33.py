@@ -1,5 +1,6 @@
-"""vLLM 0.33 has hooks of its own for a worker's life, and an error that an output can carry. There is no CPU build of it to
-run: these tests use stand-ins with the signatures of its published source, which `check-engine vllm==0.33.0` compares."""
+"""vLLM 0.33 has hooks of its own for a worker's life, and an error that an output can carry. No package index has a CPU build of
+it: `make versions` runs it on the kernels of another version. These tests, for `make test`, use stand-ins with the signatures of
+its published source, which `check-engine vllm==0.33.0` compares."""
 
 from __future__ import annotations
 

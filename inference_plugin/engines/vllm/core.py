@@ -154,12 +154,19 @@ class CoreControl(EngineControl):
         kind = FinishReason.ABORT if reason is None else FinishReason.ERROR
         error = {}
         if reason is not None:
-            error = _request_error(EngineCoreOutput, f"{TORN}: {reason}" if reason == self.refusal else reason)
+            error = _request_error(EngineCoreOutput, self._told(reason))
         ended = EngineCoreOutputs(
             outputs=[EngineCoreOutput(i, [], finish_reason=kind, stop_reason=reason, **error) for i in ids],
             finished_requests=set(ids),
         )
         self._send(client, ended)
+
+    def _told(self, reason: str) -> str:
+        """The reason as clients read it; of a torn replica in the words of `TornReplicaMiddleware`."""
+        if reason != self.refusal:
+            return reason
+        replica = f"replica {self.coordinator.card.replica}: " if self.coordinator is not None else ""
+        return f"{TORN}: {replica}{reason}"
 
     def _send(self, client: int, outputs: Any) -> None:
         if self.in_process:
