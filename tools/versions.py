@@ -11,8 +11,8 @@
 
 An environment is made from its lock, ``requirements/versions/ENGINE-VERSION.txt``, and removed after its run; one of SGLang is
 laid over ``.venvs/sglang``, one of vLLM that other projects' trainers run into over ``.venvs/vllm``. A vLLM without a CPU build
-runs on the kernels of ``.venvs/vllm``. Results are kept in ``benchmarks/results/versions.json``; the page is made of them. ``.venvs/vllm``
-must be there: it compares the sources, runs the tests of SGLang, and is the newest vLLM's environment.
+runs on the kernels of ``.venvs/vllm``. Results are kept in ``benchmarks/results/versions.json``; the page is made of them.
+``.venvs/vllm`` must be there: it compares the sources, runs the tests of SGLang, and is the newest vLLM's environment.
 """
 
 from __future__ import annotations
