@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from inference_plugin.worker.group import WeightUpdateGroup
 from tests.simulation.job import Result, drawn, run, shrunk
 from tests.simulation.many import run_many
 from tests.simulation.shell import simulated
-from tests.simulation.world import FAULTS, FaultKind
+from tests.simulation.world import FAULTS, Fault, FaultKind, Process, World
 from trainer_adapters.fleet.session import worker_connections
 from trainer_adapters.update.leases import Leases
 from trainer_adapters.update.machine import TransactionMachine
@@ -65,6 +66,17 @@ def test_a_seed_determines_everything() -> None:
 
 
 # --- defects that are put back ----------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_woken_early_does_at_once_what_it_put_off() -> None:
+    """It waited on for the end of its standstill, and its update was called too long (seed 900028348)."""
+    world = World(Random(0), (Fault("freeze", at=1, pick=0.0, size=0.9),))
+    process = Process(world, "worker", "replica")
+    ran_at_s: list[float] = []
+    world.at(1.0, process, lambda: ran_at_s.append(world.now_s))
+    world.at(2.0, None, world.faults_end)
+    world.run()
+    assert ran_at_s == [102.0]
 
 
 def publish_before_refusing(plan: CommitPlan, standing: Standing, reason: str) -> Steps[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from random import Random
 from typing import Any, Literal, TypeAlias
 
@@ -251,6 +251,11 @@ class World:
             self.armed_faults.append(fault)
 
     def _freeze(self, process: Process, seconds: float) -> None:
-        before_s = max(0.0, process.frozen_until_s - self.now_s)
-        process.frozen_until_s = self.now_s + seconds
+        was_s = process.frozen_until_s
+        before_s = max(0.0, was_s - self.now_s)
+        process.frozen_until_s = until_s = self.now_s + seconds
         process.frozen_s += seconds - before_s
+        if until_s < was_s:  # it wakes sooner, and so does what waits for that in the heap
+            heap = self._heap
+            heap[:] = [(until_s, *timer[1:]) if timer[2] is process and timer[0] == was_s else timer for timer in heap]
+            heapify(heap)
