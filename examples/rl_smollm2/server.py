@@ -20,7 +20,7 @@ from typing import Any
 MODEL_NAME = "smollm2"
 SGLANG_PYTHON = Path(__file__).resolve().parents[2] / ".venvs" / "sglang" / "bin" / "python"
 START_TIMEOUT_S = 300.0
-REQUEST_TIMEOUT_S = 120.0
+REQUEST_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 
 
