@@ -88,7 +88,7 @@ def make_twice(rank: int, directory: str) -> None:
     except (WeightwireError, RuntimeError) as error:
         seen = {"error": type(error).__name__, "hint": getattr(error, "hint", "")}
     gc.collect()
-    left = [now - then for now, then in zip((descriptors(), threading.active_count()), before, strict=True)]
+    left = [max(0, now - then) for now, then in zip((descriptors(), threading.active_count()), before, strict=True)]
     sockets = [path.name for path in out.rglob("trainer-*") if rank == 0]
     with SyncManager(timeout_s=60) as manager:
         note = json.dumps(seen | {"left": left, "sockets": sockets, "rank": manager.rank})
