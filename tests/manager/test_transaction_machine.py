@@ -238,6 +238,17 @@ def test_a_replica_that_does_not_answer_its_commit_is_kept_both_segments_until_s
     assert isinstance(error, SyncTimeout) and error.phase == "commit" and "versions()" in error.hint
 
 
+def test_a_replica_whose_commit_can_no_longer_be_waited_for_is_kept_both_segments() -> None:
+    played = Played("a", "b").begin("a", "b")
+    played.on(SealAll((), "digest"))
+    for name in ("a", "b"):
+        played.say(name, Sealed(done=True))
+    played.on(CommitAll())
+    actions = played.on(AbortAll("no memory for the answers"))
+    assert [each for each in actions if isinstance(each, Holds)] == [Holds("a", "either"), Holds("b", "either")]
+    assert played.states() == {"a": "aborted", "b": "aborted"}
+
+
 @pytest.mark.parametrize(("failed_at_s", "waits_s"), [(1.0, 10.0), (TIMEOUT_S, INSTALLING_S)])
 def test_a_replica_that_does_not_say_what_it_holds_of_a_stream_is_waited_for_no_longer_than_an_installation_after_the_deadline(
     failed_at_s: float, waits_s: float

@@ -171,6 +171,8 @@ class TransactionMachine(TransactionState):
                 self.end_stream(one, CommitFailed(f"the update failed: {reason}"))
             else:
                 self.do(StopWaiting(one.replica))
+                if one.state == "committing":  # it may be too late to abort
+                    self.do(Holds(one.replica, "either"))
                 if one.is_in:
                     self.do(TellAbort(one.replica, reason))
                 one.state = "aborted"
