@@ -258,6 +258,9 @@ class Sender(abc.ABC):
     def allocate(self, manifest: Manifest, busy: frozenset[str]) -> bytes:
         """Manager rank: where the next transaction's bytes will be. `busy` are the segment ids that workers still hold."""
 
+    def retire(self, segments: frozenset[str]) -> None:  # noqa: B027 -- most own no segments
+        """Manager rank, before `allocate`: lost replicas may still read these segments. They are never written again."""
+
     @abc.abstractmethod
     def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
         """Every rank: brings this rank's slices to all targets. Returns every piece, with the digest of the trainer's own bytes.

@@ -114,6 +114,10 @@ class ShmSender(Sender):
             self._owned.pop(unused.segment_id).close()
         return msgspec.msgpack.encode(segment.address)
 
+    def retire(self, segments: frozenset[str]) -> None:
+        for segment_id in segments & set(self._owned):
+            self._owned.pop(segment_id).close()  # the memory goes with the last process that maps it
+
     @contextmanager
     def scratch(self, manifest: Manifest, needed: frozenset[str]) -> Iterator[tuple[bytes, torch.Tensor]]:
         """Manager rank: memory for bytes that no worker takes. Yields its description, for `write`, and its bytes.

@@ -116,3 +116,16 @@ def test_a_verification_that_does_not_fit_is_refused_with_both_numbers(
             with pytest.raises(TransportUnavailable, match="shm: a segment of 0 MiB does not fit: 0 MiB are free"):
                 manager.verify(source(1))
         assert held(os.getpid()) == before and manager.verify(source(1)).ok and holds(rig, 1)
+
+
+def test_the_memory_that_a_killed_replica_held_is_written_again(start: Start) -> None:
+    doomed, healthy = start(), start()
+    with SyncManager(transport="shm", install="copy", timeout_s=60) as manager:
+        for version in (1, 2):
+            manager.update(source(version), version)
+        before = held(os.getpid())
+        doomed.end()
+        for version in (3, 4):
+            manager.update(source(version), version)
+            assert holds(healthy, version)
+        assert held(os.getpid()) == before

@@ -19,7 +19,7 @@ import zmq
 from inference_plugin.net.channel import Channel
 from inference_plugin.wire import codec
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import (
     Abort,
     Begin,
@@ -227,6 +227,34 @@ def test_one_that_takes_no_more_buckets_costs_the_others_no_longer_than_a_silenc
         assert [failed.replica for failed in report.failed] == [doomed.replica] and holds(healthy, 2)
         stops.over()
         assert manager.update(source(3), 3).failed == () and holds(doomed, 3)
+
+
+@pytest.mark.parametrize("then", ["verify", "update"])
+def test_one_that_is_lost_in_its_commit_installs_what_it_was_sent_whatever_its_manager_does_then(
+    start: Start, stops: Any, then: str
+) -> None:
+    """Its link is taken for dead, and it goes on: the bytes that it was told to install must still be there."""
+    doomed = start(WEIGHTWIRE_LISTEN="tcp://127.0.0.1:*")
+    config = Config(timeout_s=TIMEOUT_S, lease_s=LEASE_S, control_timeout_s=SILENCE_S, silence_s=SILENCE_S)
+    with SyncManager(config=config, transport="shm", install="copy", catch_up="never") as manager:
+        manager.update(source(1), 1)
+        manager.update(source(2), 2)
+        healthy = start() if then == "update" else None
+        stops(doomed, "replica", Commit)
+        with contextlib.suppress(PeerLost):
+            report = manager.update(source(3), 3)
+            assert [failed.replica for failed in report.failed] == [doomed.replica]
+        assert {status.state for status in manager.replicas() if status.replica == doomed.replica} == {"lost"}
+        if healthy is None:
+            assert not manager.verify(source(8)).ok
+        else:
+            for version in (4, 5, 6):
+                manager.update(source(version), version)
+                assert holds(healthy, version)
+        stops.over()
+        eventually(lambda: doomed.ask("state")["log"][-2:] == ["installed:policy:3", "resume"], "version 3 in force")
+        assert holds(doomed, 3)
+        assert manager.update(source(7), 7).failed == () and holds(doomed, 7)
 
 
 @pytest.mark.parametrize("victim", ["replica", "last worker"])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import Outgoing, fan_out
+from inference_plugin.net.processes import has_ended
 from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import CloseGroup, Done, Release, ReplicaCard
 from inference_plugin.wire.reports import ReplicaPause
@@ -76,6 +77,8 @@ class Fleet:
         self._machine = FleetMachine(settings.group)
         self._sessions: dict[str, ReplicaSession] = {}
         self._caught_up: dict[str, ReplicaSession] = {}
+        self._left_to_lost: frozenset[str] = frozenset()
+        """Segments that a lost replica may still read, if its process lives."""
         self._paused: dict[str, tuple[ReplicaCard, ReplicaPause]] = {}
         self._tells: list[Tell] = []
         self._news = True
@@ -171,21 +174,43 @@ class Fleet:
 
     def lose(self, replica: str, reason: str) -> None:
         """A replica no longer takes part; it is connected to again if it comes back."""
-        if (session := self._sessions.pop(replica, None)) is not None:
-            session.close()
-        self._on(Unreachable(replica, reason))
+        with self._changed:
+            if (session := self._sessions.pop(replica, None)) is not None:
+                self._close_lost(session)
+            self._on(Unreachable(replica, reason))
 
     def segments_in_use(self) -> frozenset[str]:
-        """Ids of the segments that replicas hold as their way back, or are being caught up from."""
+        """Ids of the segments that replicas hold as their way back, are being caught up from, or may still read although they are
+        lost."""
         with self._changed:
-            sessions = [*self._sessions.values(), *self._caught_up.values()]
-            return self._machine.segments_read().union(*(session.held_segments for session in sessions))
+            return self._segments_of_living() | self._left_to_lost
 
     def segments_needed(self) -> frozenset[str]:
         """As `segments_in_use`, and that of the retained version."""
         with self._changed:
-            retained = self._machine.retained
-            return self.segments_in_use() | ({retained.segment_id} if retained is not None else frozenset())
+            return self.segments_in_use() | self._segment_retained()
+
+    def take_left_segments(self) -> frozenset[str]:
+        """Ids of the segments that only lost replicas may still read, each once: nobody may write to them again."""
+        with self._changed:
+            needed = self._segments_of_living() | self._segment_retained()
+            left, self._left_to_lost = self._left_to_lost - needed, self._left_to_lost & needed
+            return left
+
+    def _segments_of_living(self) -> frozenset[str]:
+        sessions = [*self._sessions.values(), *self._caught_up.values()]
+        return self._machine.segments_read().union(*(session.held_segments for session in sessions))
+
+    def _segment_retained(self) -> frozenset[str]:
+        retained = self._machine.retained
+        return frozenset({retained.segment_id}) if retained is not None else frozenset()
+
+    def _close_lost(self, session: ReplicaSession) -> None:
+        """A replica that only fell silent may be about to install a version: its segments must keep their bytes."""
+        card = session.card
+        if card.boot_id == addresses.boot_id() and not has_ended(card.pid, card.start_ticks):
+            self._left_to_lost |= session.held_segments
+        session.close()
 
     def segment_taken(self, transport: str, segment_id: str, busy: frozenset[str], fingerprint: str) -> None:
         """An update writes into this segment; see `SegmentTaken`."""
@@ -265,7 +290,7 @@ class Fleet:
         if (before := self._caught_up.pop(name, None)) is not None:
             session.replaces(before)
         if self._machine.closed or self._machine.replicas[name].lost:
-            session.close()
+            self._close_lost(session)
         else:
             self._caught_up[name] = session
 

@@ -208,7 +208,7 @@ class _Update:
         """Before anything is allocated: the second sets of all replicas of this host and the segment come from one memory."""
         here = addresses.boot_id()
         sets = sum(user.to_take for user in users if user.card.boot_id == here)
-        segment = sender.takes_bytes(self.manifest, self.fleet.segments_in_use())
+        segment = sender.takes_bytes(self.manifest, self._segments_in_use())
         if sets + segment and sets + segment > (free := free_host_bytes()):
             raise TransportUnavailable(
                 f"{transport.name}: second sets of {sets >> 20} MiB and a segment of {segment >> 20} MiB do not fit: "
@@ -218,11 +218,16 @@ class _Update:
 
     def _allocate(self, transport: Transport, sender: Sender) -> bytes:
         """The place for the bytes, in which the last version may lie now."""
-        busy = self.fleet.segments_in_use()
+        busy = self._segments_in_use()
         if not (segment := sender.allocate(self.manifest, busy)):
             return segment
         self.fleet.segment_taken(transport.name, segment_id(segment), busy, self.manifest.fingerprint)
         return segment
+
+    def _segments_in_use(self) -> frozenset[str]:
+        """Ids of the segments that are not to be written; those of lost replicas alone are given up."""
+        self.context.writer.retire(self.fleet.take_left_segments())
+        return self.fleet.segments_in_use()
 
     def _retain(self) -> None:
         """From now on late replicas are caught up from this update's bytes, if these are still in memory."""

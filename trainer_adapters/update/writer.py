@@ -58,6 +58,11 @@ class Writer:
             sender.config = self._settings.config
         return self.senders[transport.name]
 
+    def retire(self, segments: frozenset[str]) -> None:
+        """Manager rank: segments of these ids are never written again."""
+        for sender in self.senders.values():
+            sender.retire(segments)
+
     def write(
         self,
         go: Go,
