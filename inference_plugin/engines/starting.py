@@ -13,6 +13,7 @@ from pathlib import Path
 
 from inference_plugin.engines.monkeypatch import contained
 from inference_plugin.net import addresses
+from inference_plugin.wire.errors import WeightwireError
 
 __all__ = ["begin_start", "end_start", "ends_start"]
 
@@ -24,7 +25,10 @@ def begin_start(engine: str, model: object, logger: logging.Logger) -> None:
     """From now on this process starts `engine`, and no process that it descends from does. Never raises."""
     end_start()
     with contained("noting that the engine starts", logger):
-        _marks.append(addresses.note_start(engine, f"model {model}"))
+        try:
+            _marks.append(addresses.note_start(engine, f"model {model}"))
+        except (OSError, WeightwireError) as error:
+            logger.warning("weightwire: until it is a replica, `weightwire status` won't show this engine: %s", error)
 
 
 def end_start() -> None:
