@@ -263,7 +263,10 @@ def context_of_process() -> zmq.Context[Any]:
         with _making:
             if _context is None or _context[0] != os.getpid():
                 check_threads()
-                _context = os.getpid(), zmq.Context()
+                context: zmq.Context[Any] = zmq.Context()
+                # By default 1023: a channel over TCP has three, and an update has two channels to each worker.
+                context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+                _context = os.getpid(), context
     return _context[1]
 
 

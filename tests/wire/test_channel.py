@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -258,6 +260,23 @@ def test_a_fan_out_waits_once_for_all_and_puts_errors_in_their_places(directory:
         assert isinstance(results[1], SyncTimeout)  # an answer before the question is none
         _, asked = peer.take()
         assert asked.seq == 2
+
+
+def test_a_process_has_as_many_channels_as_it_has_descriptors() -> None:
+    """libzmq's own limit is 1023 sockets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        if hard < 8000:
+            pytest.skip(f"a process may have {hard} descriptors only")
+        Channel("ipc:///nowhere").close()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with contextlib.ExitStack() as opened:
+            for _ in range(1100):
+                opened.enter_context(Channel("ipc:///nowhere"))
+        eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before, "the end of all sockets")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_closing_twice_is_harmless_and_leaves_no_pidfd(peer: Peer) -> None:
