@@ -207,7 +207,7 @@ class SharedSegment:
 
     def give_back(self, start: int, end: int) -> None:
         """Returns the memory of the pages `start:end` to the system; they read as zeros from then on, in every process.
-        Both are multiples of the page size. Has no effect on a closed segment."""
+        `start` is a multiple of the page size, and `end` too, or the segment's end. Has no effect on a closed segment."""
         with contextlib.suppress(ValueError):  # closed meanwhile
             for step in range(start, end, GIVEN_BACK_AT_ONCE):
                 if (mapping := self._map) is None:

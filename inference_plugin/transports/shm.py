@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -119,8 +120,8 @@ class ShmSender(Sender):
             self._owned.pop(segment_id).close()  # the memory goes with the last process that maps it
 
     @contextmanager
-    def scratch(self, manifest: Manifest, needed: frozenset[str]) -> Iterator[tuple[bytes, torch.Tensor]]:
-        """Manager rank: memory for bytes that no worker takes. Yields its description, for `write`, and its bytes.
+    def scratch(self, manifest: Manifest, needed: frozenset[str]) -> Iterator[tuple[bytes, SharedSegment]]:
+        """Manager rank: memory for bytes that no worker takes. Yields its description, for `write`, and the segment.
 
         It is a segment of this rank that nobody needs; if there is none, a new one, which is freed in the end. `needed`: ids of
         the segments that somebody needs. Raises `TransportUnavailable` where the system has no memory."""
@@ -130,10 +131,12 @@ class ShmSender(Sender):
         self._owned[segment.segment_id] = segment
         address = WrittenAddress(**msgspec.structs.asdict(segment.address), once=not spare)
         try:
-            yield msgspec.msgpack.encode(address), segment.tensor
+            yield msgspec.msgpack.encode(address), segment
         finally:
             if not spare:
                 self._owned.pop(segment.segment_id, None)
+                with contextlib.suppress(OSError):  # memory that the process locked goes with its last view
+                    segment.give_back(0, nbytes)  # an error may keep a view in the frames of its traceback
                 segment.close()
 
     def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
@@ -176,14 +179,14 @@ def _new_segment(nbytes: int) -> SharedSegment:
 
 
 def _write(segment: SharedSegment, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
-    manifest, memory = delivery.manifest, segment.tensor
+    manifest = delivery.manifest
     pieces: list[Piece] = []
     stats = WriteStats()
     for item in delivery.slices:
         if segment.is_fresh:
             _back(segment, manifest, item.box)
         for place, data in pieces_of(manifest, item, delivery.piece_bytes):
-            pieces.append(_place_and_digest(memory, manifest, place, data, stats))
+            pieces.append(_place_and_digest(segment.tensor, manifest, place, data, stats))
         delivery.check_deadline(stats.nbytes)
     segment.is_fresh = False
     return pieces, stats

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from inference_plugin.transports.shm import ShmSender
 from inference_plugin.wire import host_memory
-from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, TransportUnavailable
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, TransportUnavailable, WeightwireError
 from tests.manager.conftest import Start
 from tests.manager.test_zones import held, holds, source
 from tests.support.managers import SyncManager
-from tests.support.plain_engine import FREE_BYTES
+from tests.support.plain_engine import FREE_BYTES, ShardSource, checkpoint
 from tests.support.rig import eventually
+from trainer_adapters import LocalSlice
 from trainer_adapters.update import leader
 
 NBYTES = source(1).manifest().nbytes
@@ -81,6 +84,35 @@ def test_a_verification_gives_all_memory_back(start: Start, transport: str, inst
         gc.collect()
         assert held(os.getpid()) == before
         assert manager.update(source(4), 4).failed == () and manager.verify(source(4)).ok
+
+
+class EndsEarly(ShardSource):
+    def slices(self) -> Iterator[LocalSlice]:
+        yield next(super().slices())
+        raise ValueError("no more slices")
+
+
+@pytest.mark.parametrize("fault", ["source", "engine"])
+def test_a_verification_that_fails_gives_all_memory_back_while_its_error_is_kept(start: Start, fault: str) -> None:
+    rig = start(tp=2)
+    with SyncManager(transport="zmq", timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        before, weights = held(os.getpid()), source(1)
+        if fault == "source":
+            weights = EndsEarly(checkpoint(1))
+        else:
+            rig.end()
+        with pytest.raises(WeightwireError, match="no more slices" if fault == "source" else "no replica of job"):
+            manager.verify(weights)
+        assert held(os.getpid()) == before
+
+
+def test_memory_that_no_worker_takes_goes_even_if_somebody_keeps_a_view_of_it() -> None:
+    sender, manifest = ShmSender(), source(1).manifest()
+    with sender.scratch(manifest, frozenset()) as (_, segment):
+        view = segment.tensor
+        view.fill_(3)
+    assert not view.any()
 
 
 @pytest.mark.parametrize("install", ["copy", "standby"])

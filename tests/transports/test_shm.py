@@ -218,10 +218,10 @@ def test_bytes_that_no_worker_takes_go_where_nobody_needs_what_is_there() -> Non
     first = address_of(sender.allocate(manifest, frozenset()))
     second = address_of(sender.allocate(manifest, frozenset({first.segment_id})))
     for needed, used in ((first, second), (second, first)):
-        with sender.scratch(manifest, frozenset({needed.segment_id})) as (place, memory):
+        with sender.scratch(manifest, frozenset({needed.segment_id})) as (place, segment):
             assert address_of(place) == used
             send(sender, manifest, whole_slices(tensors), place)
-            assert_equal_bytes(read(memory, manifest), tensors)
+            assert_equal_bytes(read(segment.tensor, manifest), tensors)
     assert set(sender._owned) == {first.segment_id, second.segment_id}
     sender.close()
 
@@ -237,13 +237,12 @@ def test_where_everything_is_needed_they_take_memory_that_goes_on_all_ranks(erro
     maps = weightwire_maps()
     with (
         contextlib.suppress(KeyError),
-        sender.scratch(manifest, frozenset({needed, held[0].segment_id})) as (place, memory),
+        sender.scratch(manifest, frozenset({needed, held[0].segment_id})) as (place, segment),
     ):
         assert address_of(place).segment_id not in (needed, held[0].segment_id)
         send(other, manifest, whole_slices(tensors), place)
-        assert_equal_bytes(read(memory, manifest), tensors)
+        assert_equal_bytes(read(segment.tensor, manifest), tensors)
         assert weightwire_maps() == maps + 1, "the other rank has unmapped it"
-        del memory
         if error is not None:
             raise error
     assert weightwire_maps() == maps and set(sender._owned) == {needed, held[0].segment_id}

@@ -53,7 +53,7 @@ def verify(context: RankContext, source: WeightSource, manifest: Manifest) -> Ve
         if source.follows_engine and not source.engine_dtypes:
             _check_dtypes(manifest, replies)
         found = [
-            _compare(manifest, session, reply, written, partial=context.settings.partial)
+            _compare(manifest, session, reply, written.tensor, partial=context.settings.partial)
             for session, reply in zip(part.sessions, replies, strict=True)
         ]
     found += [ReplicaVerify(card.replica, None, 0, (), (), error.info()) for card, error in part.unreached]
