@@ -35,7 +35,9 @@ from inference_plugin.wire.tensors import box_view
 
 __all__ = ["TRANSPORT"]
 
-NO_MEMORY_HINT = "transport 'zmq' needs none on the trainer's side; partial=True sends a part"
+NO_MEMORY_HINT = (
+    "free memory on the trainer's host; an update needs none there by transport 'zmq', and less with partial=True"
+)
 
 SEGMENTS = 2
 """Used in turn: while one is the way back, the next update is written to the other."""
