@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import mmap
 import os
 import re
 import resource
@@ -583,21 +582,40 @@ print("ok")
 """
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+HOLDS = """
+import mmap, os, sys
+nbytes = int(sys.argv[1])
+fd = os.memfd_create("weightwire")
+os.ftruncate(fd, nbytes)
+mapping = mmap.mmap(fd, nbytes)
+print("mapped", flush=True), sys.stdin.readline()
+for page in range(0, nbytes // 2, mmap.PAGESIZE):
+    mapping[page] = 0xFF
+print("written", flush=True), sys.stdin.readline()
+mapping.madvise(mmap.MADV_DONTNEED)  # unmaps the pages and keeps their bytes, as the kernel does on its own
+print("unmapped", flush=True), sys.stdin.readline()
+assert mapping[nbytes // 2 - mmap.PAGESIZE] == 0xFF
+"""
+
+
 def test_a_segment_counts_with_the_pages_that_it_has_whether_or_not_a_mapping_has_them() -> None:
-    """How `held_bytes` measures, with which other tests compare what a report says of memory."""
-    pids, nbytes = [os.getpid()], 16 << 20
-    with contextlib.closing(os.fdopen(os.memfd_create("weightwire"), "r+b")) as file:
-        file.truncate(nbytes)
-        before = held_bytes(pids)
-        with mmap.mmap(file.fileno(), nbytes) as mapping:
-            mapping[: nbytes // 2] = b"\xff" * (nbytes // 2)
-            assert held_bytes(pids) - before == pytest.approx(nbytes // 2, abs=2 << 20)
-            mapping.madvise(mmap.MADV_DONTNEED)  # unmaps the pages and keeps their bytes, as the kernel does on its own
-            assert held_bytes(pids) - before == pytest.approx(nbytes // 2, abs=2 << 20)
-            assert mapping[nbytes // 2 - 1] == 0xFF
+    """How `held_bytes` measures, with which other tests compare what a report says of memory. In a process that waits while it
+    is measured: the memory of this one changes with every test."""
+    nbytes, held = 16 << 20, {}
+    holds = [sys.executable, "-c", HOLDS, str(nbytes)]
+    with subprocess.Popen(holds, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for step in ("mapped", "written", "unmapped"):
+            assert process.stdout.readline() == f"{step}\n"
+            held[step] = held_bytes([process.pid])
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert process.returncode == 0
+    assert held["written"] - held["mapped"] == pytest.approx(nbytes // 2, abs=1 << 20)
+    assert held["unmapped"] == pytest.approx(held["written"], abs=1 << 20)
 
 
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
 def test_a_dev_shm_of_64_kib_does_not_matter() -> None:
     enter = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" "$@"']
     if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:
