@@ -176,20 +176,28 @@ class Channel(Closing):
         """Raises for a peer that refuses us or is lost; sends the request again if a lost connection may have lost it."""
         if link.look():
             self._transmit("the repeated request")
+        self._check_accepted(link)
+        if time.monotonic() >= link.lost_at_s:
+            raise PeerLost(f"{self.address} has not been heard of for {link.silence_s:g} s", **self.where)
+
+    def _check_accepted(self, link: Link) -> None:
         if link.refused:
             raise AuthError(
                 f"{self.address} and this process hold different keys, or only one of them has a key",
                 hint=f"set {curve.VARIABLE} to copies of one file on both sides, or on neither",
                 **self.where,
             )
-        if time.monotonic() >= link.lost_at_s:
-            raise PeerLost(f"{self.address} has not been heard of for {link.silence_s:g} s", **self.where)
 
     def _transmit(self, what: str) -> None:
         assert self._pending is not None
         try:
             self._socket.send_multipart(self._pending, flags=zmq.DONTWAIT, copy=len(self._pending) == 1)
         except zmq.Again:
+            if (
+                self._link is not None
+            ):  # libzmq gives a connection up that its peer refuses, and may have done so by now
+                self._link.look()
+                self._check_accepted(self._link)
             raise PeerLost(f"{self.address} takes no messages: {what} was not sent", **self.where) from None
         self.sent_messages += 1
         self._resend_at_s = time.monotonic() + self._resend_in_s

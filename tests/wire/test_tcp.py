@@ -18,6 +18,7 @@ from inference_plugin.net.listening import Listener, check_listen_address
 from inference_plugin.wire import codec
 from inference_plugin.wire.errors import AuthError, PeerLost
 from inference_plugin.wire.messages import Describe, Done
+from tests.support.rig import eventually
 
 
 @pytest.fixture
@@ -116,6 +117,29 @@ def test_a_client_without_the_servers_key_is_told_so_and_never_served(
         channel.request(Describe(), Done, timeout_s=60)
     assert (raised.value.side, raised.value.rank) == ("worker", 3)
     assert server.answered == 0
+
+
+def test_a_refusal_that_comes_before_the_request_is_sent_is_told_as_one() -> None:
+    """libzmq then gives the connection up, and a request finds nowhere to go."""
+    greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"CURVE".ljust(20, b"\x00") + b"\x01" + bytes(31)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        Channel(f"tcp://127.0.0.1:{server.getsockname()[1]}") as client,
+    ):
+        connection, _ = server.accept()
+        connection.sendall(greeting)  # https://rfc.zeromq.org/spec/23: a server with a key
+
+        def is_refused_when_it_sends() -> bool:
+            try:
+                client.send(Describe())
+            except AuthError as error:
+                return "hold different keys" in str(error)
+            with pytest.raises(AuthError, match="hold different keys"):
+                client.receive(Done, timeout_s=60)
+            return False
+
+        eventually(is_refused_when_it_sends, "a request that finds nowhere to go")
+        connection.close()
 
 
 @pytest.mark.parametrize("with_key", [True, False], ids=["with the key", "without any"])
