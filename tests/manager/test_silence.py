@@ -233,9 +233,12 @@ def test_one_that_takes_no_more_buckets_costs_the_others_no_longer_than_a_silenc
 def test_one_that_is_lost_in_its_commit_installs_what_it_was_sent_whatever_its_manager_does_then(
     start: Start, stops: Any, then: str
 ) -> None:
-    """Its link is taken for dead, and it goes on: the bytes that it was told to install must still be there."""
+    """Its link is taken for dead, and it goes on: the bytes that it was told to install must still be there.
+
+    Its lease is long: one that ran out while it stood would let it drop what it was told to install.
+    """
     doomed = start(WEIGHTWIRE_LISTEN="tcp://127.0.0.1:*")
-    config = Config(timeout_s=TIMEOUT_S, lease_s=LEASE_S, control_timeout_s=SILENCE_S, silence_s=SILENCE_S)
+    config = Config(timeout_s=TIMEOUT_S, lease_s=LONG_S, control_timeout_s=SILENCE_S, silence_s=SILENCE_S)
     with SyncManager(config=config, transport="shm", install="copy", catch_up="never") as manager:
         manager.update(source(1), 1)
         manager.update(source(2), 2)
