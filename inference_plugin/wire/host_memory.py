@@ -80,20 +80,22 @@ def left_in_groups(membership: Path, mounted: Path) -> Iterator[int]:
         return
     for _, controllers, name in lines:
         if not controllers:
-            yield from _left_in(mounted, name, "memory.max", "memory.current", "inactive_file")
+            yield from _left_in(mounted, name, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
             yield from _left_in(mounted / "memory", name, *names)
 
 
-def _left_in(mounted: Path, name: str, limit_file: str, held_file: str, files_field: str) -> Iterator[int]:
+def _left_in(mounted: Path, name: str, limit_file: str, held_file: str, prefix: str) -> Iterator[int]:
     """What a group and those around it leave. A group without a limit yields nothing, or more than any host has."""
     group = mounted / name.lstrip("/")
+    # Both are dropped before a process is killed. A checkpoint that was read twice is active; shared memory is neither.
+    droppable = f"{prefix}inactive_file", f"{prefix}active_file"
     for each in (group, *group.parents):
         if not each.is_relative_to(mounted):
             break
         with contextlib.suppress(OSError, ValueError):  # the root has no limit, and "max" is none
             limit, held = (int((each / file).read_text()) for file in (limit_file, held_file))
             lines = (each / "memory.stat").read_text().splitlines()
-            files = sum(int(line.split()[1]) for line in lines if line.startswith(f"{files_field} "))
+            files = sum(int(line.split()[1]) for line in lines if line.split()[0] in droppable)
             yield max(0, limit - held + files)

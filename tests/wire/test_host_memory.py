@@ -17,7 +17,9 @@ def group(path: Path, limit: str, held: int = 0, files: int = 0) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / "memory.max").write_text(f"{limit}\n")
     (path / "memory.current").write_text(f"{held}\n")
-    (path / "memory.stat").write_text(f"anon {held - files}\nfile {files}\ninactive_file {files}\n")
+    read_once = files // 4  # the rest was read again, as a checkpoint is by an engine's second rank
+    kinds = f"inactive_file {read_once}\nactive_file {files - read_once}\n"
+    (path / "memory.stat").write_text(f"anon {held - files}\nfile {files}\nworkingset_activate_file 9\n{kinds}")
 
 
 def test_a_container_s_limit_counts_and_so_do_those_around_it(tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_limits_of_control_groups_of_version_1_count_too(tmp_path: Path) -> None
         group.mkdir(parents=True)
         (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
         (group / "memory.usage_in_bytes").write_text(f"{held}\n")
-        (group / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 200\n")
+        (group / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 150\ntotal_active_file 50\n")
     assert min(left_in_groups(membership, tmp_path)) == 500
     membership.write_text("4:memory:/pod\n")
     assert list(left_in_groups(membership, tmp_path)) == [500]
