@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from inference_plugin.net.listening import lacks_room, listens_on, make_private
+from inference_plugin.net.listening import is_abandoned, lacks_room, listens_on, make_private
 from inference_plugin.net.processes import ancestors_of, has_ended, parent_of, start_ticks
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError
@@ -143,12 +143,13 @@ def new_registry_address() -> str:
 
 
 def local_registries() -> dict[str, tuple[int, int]]:
-    """Addresses of the job's living managers of this host, with the process behind each: pid and start."""
+    """Addresses of the job's living managers of this host, with the process behind each: pid and start, or zeros for a process
+    of another pid namespace."""
     return _living("registry-*.r")
 
 
 def local_pools() -> dict[str, tuple[int, int]]:
-    """Addresses of the job's living rollout pools of this host, with the process behind each: pid and start."""
+    """Addresses of the job's living rollout pools of this host, with the process behind each, as of `local_registries`."""
     return _living("pool-*.p")
 
 
@@ -193,7 +194,8 @@ def unreadable_cards() -> list[str]:
 
 
 def stale_replicas(job: str | None = None) -> list[ReplicaCard]:
-    """Cards whose process is gone: it was killed, or the host rebooted. Processes of other pid namespaces are not judged."""
+    """Cards whose process is gone: it was killed, or the host rebooted. A process of another pid namespace is judged by its
+    socket: it is gone when nobody listens there any more."""
     return [card for card in _cards(job) if _is_stale(card)]
 
 
@@ -278,7 +280,9 @@ def here() -> str:
 def _is_stale(card: ReplicaCard) -> bool:
     if card.boot_id == boot_id():
         return has_ended(card.pid, card.start_ticks)
-    return card.boot_id.partition("/")[0] != boot_id().partition("/")[0]
+    if card.boot_id.partition("/")[0] != boot_id().partition("/")[0]:
+        return True
+    return card.address.startswith("ipc://") and is_abandoned(Path(card.address.removeprefix("ipc://")))
 
 
 def _remove_orphans(replicas: set[str], job: str | None) -> None:
@@ -286,7 +290,8 @@ def _remove_orphans(replicas: set[str], job: str | None) -> None:
     that were killed while they started or ended."""
     for path in runtime_dir(job).glob("*"):
         found = _OWNER.match(path.name)
-        leftover = path.is_socket() or path.suffix in _LEFTOVERS or path.name.startswith("collective-")
+        leftover = path.suffix in _LEFTOVERS or path.name.startswith("collective-")
+        leftover = leftover or (path.is_socket() and is_abandoned(path))  # its process may be of another pid namespace
         if found and found[1] not in replicas and leftover and (owner := _owner(path)) and has_ended(*owner):
             path.unlink(missing_ok=True)
 
@@ -300,11 +305,10 @@ def _notes(suffix: str, job: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _living(pattern: str) -> dict[str, tuple[int, int]]:
-    return {
-        f"ipc://{path}": owner
-        for path in sorted(runtime_dir().glob(pattern))
-        if (owner := _owner(path)) and not has_ended(*owner)
-    }
+    owners = [(path, owner) for path in sorted(runtime_dir().glob(pattern)) if (owner := _owner(path))]
+    here = {f"ipc://{path}": owner for path, owner in owners if not has_ended(*owner)}
+    elsewhere = [path for path, _ in owners if f"ipc://{path}" not in here and path.is_socket()]
+    return here | {f"ipc://{path}": (0, 0) for path in elsewhere if not is_abandoned(path)}
 
 
 def _owner(path: Path) -> tuple[int, int] | None:

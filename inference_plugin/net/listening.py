@@ -19,7 +19,15 @@ from inference_plugin.net.curve import VARIABLE, Guard, job_key
 from inference_plugin.net.gate import Gate, check_room, check_threads
 from inference_plugin.wire.errors import AuthError, ConfigError, TransportUnavailable
 
-__all__ = ["MEND_EVERY_S", "Listener", "check_listen_address", "lacks_room", "listens_on", "make_private"]
+__all__ = [
+    "MEND_EVERY_S",
+    "Listener",
+    "check_listen_address",
+    "is_abandoned",
+    "lacks_room",
+    "listens_on",
+    "make_private",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +184,17 @@ def check_unused(path: Path) -> None:
         hint="give each server an address of its own, or close the one that has this address first",
         phase="start",
     )
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether a socket lies there at which no process listens, of whatever pid namespace. False for a path that leads nowhere,
+    which another mount namespace may have elsewhere, and for a process that is stopped or busy."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            return probe.connect_ex(str(path)) == errno.ECONNREFUSED
+        except OSError:  # no path of a socket
+            return False
 
 
 def _is_served(path: Path) -> bool:

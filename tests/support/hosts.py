@@ -21,7 +21,7 @@ from typing import Any
 from inference_plugin.wire.messages import ReplicaCard
 from tests.support.rig import ROOT, eventually
 
-__all__ = ["Host", "HostedReplica", "HostedTrainer", "can_make_hosts", "network"]
+__all__ = ["Container", "Host", "HostedReplica", "HostedTrainer", "can_make_hosts", "network"]
 
 SUBNET = "10.213.77"
 
@@ -58,17 +58,7 @@ class Host:
 
     def start(self, code: str, environment: dict[str, str]) -> subprocess.Popen[str]:
         """Runs Python code there. Killing the process that is returned kills all that it started."""
-        # A shell is the first process of the pid namespace: of an orphan's parent, tests must not take it for one.
-        inside = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", code]
-        outside = ["ip", "netns", "exec", self.namespace, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        process = subprocess.Popen(
-            [*outside, *inside],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        process = start_apart(code, environment, "ip", "netns", "exec", self.namespace)
         self._processes.append(process)
         return process
 
@@ -77,6 +67,28 @@ class Host:
             process.kill()
             process.wait()
         run("ip", "netns", "del", self.namespace)
+
+
+class Container:
+    """One of several on this host: pids and /proc of its own, the network and the files are shared. Needs root."""
+
+    def start(self, code: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+        """As `Host.start`."""
+        return start_apart(code, environment)
+
+
+def start_apart(code: str, environment: dict[str, str], *within: str) -> subprocess.Popen[str]:
+    """Runs Python code in a pid namespace of its own. Killing the process that is returned kills all that it started."""
+    # A shell is the first process of the pid namespace: of an orphan's parent, tests must not take it for one.
+    inside = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", code]
+    return subprocess.Popen(
+        [*within, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *inside],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 @contextmanager
@@ -100,14 +112,13 @@ def network(count: int) -> Iterator[list[Host]]:
 class HostedReplica:
     """A replica of `plain_engine` on a host. What a test asks of it goes through the file system, past the network."""
 
-    def __init__(self, host: Host, directory: Path, environment: dict[str, str], *, tp: int = 1) -> None:
+    def __init__(self, host: Host | Container, directory: Path, environment: dict[str, str], *, tp: int = 1) -> None:
         self.host, self.tp = host, tp
         directory.mkdir()
         control = str(directory / "control")
-        start = f"run_coordinator({str(directory)!r}, {tp}, 2, {control!r})"
-        code = f"from tests.support.plain_engine import run_coordinator; {start}"
-        listen = {"WEIGHTWIRE_LISTEN": "tcp://eth0:*"}
-        self.process = host.start(code, {"WEIGHTWIRE_RUNTIME_DIR": str(directory)} | listen | environment)
+        known = {"WEIGHTWIRE_RUNTIME_DIR": str(directory), "WEIGHTWIRE_LISTEN": "tcp://eth0:*"} | environment
+        start = f"run_coordinator({known['WEIGHTWIRE_RUNTIME_DIR']!r}, {tp}, 2, {control!r})"
+        self.process = host.start(f"from tests.support.plain_engine import run_coordinator; {start}", known)
         connection = socket.socket(socket.AF_UNIX)
         eventually(lambda: connection.connect_ex(control) == 0, "the control socket")
         self._stream = connection.makefile("rw")

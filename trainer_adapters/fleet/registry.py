@@ -148,14 +148,15 @@ class Registry(Service):
                 f"replica {card.replica} is of job {card.job!r}, this is {addresses.job_name()!r}",
                 hint="give engine and trainer the same WEIGHTWIRE_JOB",
             )
+        now_s = time.monotonic()
+        local = {found.replica for found in addresses.discover()}  # these need no lease: it is seen when they are gone
+        is_here = card.replica in local or card.boot_id == addresses.boot_id()
         for address in (card.address, *(worker.address for worker in card.workers)):
-            if not address.startswith("tcp://") and card.boot_id != addresses.boot_id():
+            if not is_here and not address.startswith("tcp://"):
                 raise AuthError(
                     f"replica {card.replica} listens at {address}, which can't be reached from here",
                     hint="set the engine's WEIGHTWIRE_LISTEN to tcp:// and an address or interface of its host",
                 )
-        now_s = time.monotonic()
-        local = {found.replica for found in addresses.discover()}  # these need no lease: their processes are watched
         with self._changed:
             if not self._heard_s.get(card.replica):
                 logger.info("weightwire: replica %s registered", card.replica)
