@@ -19,6 +19,7 @@ from tests.support.checkpoints import load
 from tests.support.engines import Driver
 from tests.support.families import FAMILIES, make_versions
 from tests.support.family_trials import Host, SglangAnswers, SglangHost, VllmHost, run_trial
+from tests.support.quantised import that_start
 from tests.support.reachable import differences
 from tests.support.trials import COUNT, PROMPTS, whole
 from trainer_adapters import SyncManager
@@ -44,7 +45,7 @@ def vllm(runtime: Path) -> Iterator[Host]:
 
 
 @pytest.mark.parametrize("install", ["copy", "standby"])
-@pytest.mark.parametrize("name", VLLM)
+@pytest.mark.parametrize("name", that_start(VLLM))
 def test_a_family_in_vllm_is_a_fresh_engine_after_every_update(
     vllm: Host, tmp_path: Path, name: str, install: InstallPolicy
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.engines import Driver
 from tests.support.families import FAMILIES, make_versions
+from tests.support.quantised import that_start
 from tests.support.reachable import differences
 from tests.support.trials import COUNT, PROMPTS, whole
 from trainer_adapters import SyncManager
@@ -39,7 +40,7 @@ def driver(runtime: Path) -> Iterator[Driver]:
     assert one.leftovers() == []
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", that_start(SCHEMES))
 def test_after_each_level_of_sleep_weights_are_those_of_a_fresh_engine_at_their_old_addresses(
     driver: Driver, tmp_path: Path, name: str
 ) -> None:

@@ -7,7 +7,7 @@ after it has loaded the same checkpoint, whatever these weights are worth. Forma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from tests.support.checkpoints import Maker, load, rewrite
 from tests.support.models import make_llama
 
-__all__ = ["QUANTISED", "w4a16"]
+__all__ = ["QUANTISED", "that_start", "w4a16"]
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 32
@@ -24,9 +24,21 @@ GROUP = 32
 IN_A_WORD = 8
 """Numbers of four bits in an int32."""
 
+FOUR_BITS = ("w4a16", "gptq", "awq")
+"""vLLM for CPUs without AVX-512 (`_C_AVX2`) has no kernel for these, `cpu_gemm_wna16`: an engine does not start."""
+
 Parts = Mapping[str, torch.Tensor]
 Quantise = Callable[[int, int, torch.Generator], Parts]
 """(rows, columns, random) of a linear layer -> its tensors by the last part of their names."""
+
+
+def that_start(names: Iterable[str]) -> list[Any]:
+    """Names of models in vLLM, as a test's parameters: those that this host's processor has no kernel for are skipped."""
+    import pytest  # engines' processes import this file too
+
+    lacks = " avx512f " not in Path("/proc/cpuinfo").read_text().replace("\n", " ")
+    skip = pytest.mark.skipif(lacks, reason="vLLM has no kernel for four-bit weights on a CPU without AVX-512")
+    return [pytest.param(name, marks=skip) if name.endswith(FOUR_BITS) else name for name in names]
 
 
 def _words(*shape: int, random: torch.Generator) -> torch.Tensor:
