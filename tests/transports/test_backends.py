@@ -89,7 +89,10 @@ def pair(directory: Path, seconds: float, backend: str = "gloo") -> tuple[Group,
 @pytest.fixture(params=["gloo", "queuing"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """gloo as it is, and used as NCCL is: with copies beside the tensors, polled, ended from outside."""
-    monkeypatch.setitem(BACKENDS, "queuing", dataclasses.replace(BACKENDS["gloo"], queues=True, watchdog="WATCHDOG"))
+    kind = {"module": "tests.support.queuing", "group_class": "QueuingGroup"}
+    monkeypatch.setitem(
+        BACKENDS, "queuing", dataclasses.replace(BACKENDS["gloo"], **kind, queues=True, watchdog="WATCHDOG")
+    )
     name: str = request.param
     return name
 
@@ -106,11 +109,11 @@ def test_what_the_sender_broadcasts_is_what_the_receiver_holds(tmp_path: Path, b
     assert "WATCHDOG" not in os.environ
 
 
-def test_who_waits_for_a_broadcast_sleeps_until_it_is_there(
-    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+def test_who_waits_for_a_broadcast_of_gloos_sleeps_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    sender, receiver = pair(tmp_path, 60, backend)
+    sender, receiver = pair(tmp_path, 60)
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: slept.append(seconds))
     with ThreadPoolExecutor() as pool:
