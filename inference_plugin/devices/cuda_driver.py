@@ -56,6 +56,7 @@ class CudaDriver:
     def __init__(self, as_tensor: Callable[[DeviceArray, int], Any], library: str = "libcuda.so.1") -> None:
         self._as_tensor = as_tensor
         self._shared: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
+        self._contexts: dict[int, ctypes.c_void_p] = {}
         self._library = ctypes.CDLL(library)
         for name, types in _SIGNATURES.items():
             getattr(self._library, name).argtypes = types
@@ -116,18 +117,22 @@ class CudaDriver:
     @contextlib.contextmanager
     def _on(self, device: int) -> Iterator[None]:
         """Inside, this thread's current context is the device's primary one, which torch uses."""
-        ordinal, context, before = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuInit", 0)
-        self._call("cuDeviceGet", ctypes.byref(ordinal), device)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+        self._call("cuCtxPushCurrent_v2", self._context(device))
         try:
-            self._call("cuCtxPushCurrent_v2", context)
-            try:
-                yield
-            finally:
-                self._call("cuCtxPopCurrent_v2", ctypes.byref(before))
+            yield
         finally:
-            self._call("cuDevicePrimaryCtxRelease_v2", ordinal)
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _context(self, device: int) -> ctypes.c_void_p:
+        """The device's primary context. It is retained for good: a context that nobody retains ends, and every mapping in it. On
+        another rank's device, where this process computes nothing, torch retains none."""
+        if (context := self._contexts.get(device)) is None:
+            ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+            self._call("cuInit", 0)
+            self._call("cuDeviceGet", ctypes.byref(ordinal), device)
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+            self._contexts[device] = context
+        return context
 
     def _call(self, name: str, *arguments: Any) -> None:
         if code := getattr(self._library, name)(*arguments):
@@ -141,7 +146,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuGetErrorString": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
     "cuDeviceGet": [ctypes.POINTER(ctypes.c_int), ctypes.c_int],
     "cuDevicePrimaryCtxRetain": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int],
-    "cuDevicePrimaryCtxRelease_v2": [ctypes.c_int],
     "cuCtxPushCurrent_v2": [ctypes.c_void_p],
     "cuCtxPopCurrent_v2": [ctypes.POINTER(ctypes.c_void_p)],
     "cuMemAlloc_v2": [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t],

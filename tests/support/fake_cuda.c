@@ -1,5 +1,6 @@
 /* The calls of the CUDA driver that `devices/cuda_driver.py` makes, on memory of the host. An allocation is a memfd that another
- * process opens by /proc; as with CUDA, a process can't open its own handle, and memory whose mapping was closed is not there. */
+ * process opens by /proc; as with CUDA, a process can't open its own handle, and memory whose mapping was closed is not there. A
+ * context that nobody has retained is gone, with all memory in it: nothing else of this process, such as torch, holds one. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stddef.h>
@@ -17,6 +18,7 @@ typedef struct { uint64_t address; size_t nbytes; int fd, is_own; } Held;
 
 static Held held[MOST];
 static __thread int pushed;
+static int retained;
 
 static Held *at(uint64_t address)
 {
@@ -50,8 +52,26 @@ static int unmap(uint64_t address, int is_own)
 int cuInit(unsigned flags) { return flags ? INVALID_VALUE : 0; }
 int cuGetErrorString(int code, const char **said) { *said = code == OUT_OF_MEMORY ? "out of memory" : "invalid argument"; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal ? INVALID_VALUE : 0; }
-int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(intptr_t)(device + 1); return 0; }
-int cuDevicePrimaryCtxRelease_v2(int device) { return device; }
+
+int cuDevicePrimaryCtxRetain(void **context, int device)
+{
+    *context = (void *)(intptr_t)(device + 1);
+    __atomic_add_fetch(&retained, 1, __ATOMIC_SEQ_CST);
+    return 0;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device)
+{
+    if (__atomic_sub_fetch(&retained, 1, __ATOMIC_SEQ_CST) == 0)
+        for (int i = 0; i < MOST; i++)
+            if (held[i].address) {
+                munmap((void *)held[i].address, held[i].nbytes);
+                close(held[i].fd);
+                held[i].address = 0;
+            }
+    return device;
+}
+
 int cuCtxPushCurrent_v2(void *context) { pushed += context != NULL; return context ? 0 : INVALID_CONTEXT; }
 int cuCtxPopCurrent_v2(void **context) { *context = (void *)1; pushed--; return 0; }
 
