@@ -66,7 +66,7 @@ class CudaDriver:
         address = ctypes.c_uint64()
         handle = _Handle()
         with self._on(device):
-            self._call("cuMemAlloc_v2", ctypes.byref(address), -(-nbytes // GRANULARITY) * GRANULARITY)
+            self._call("cuMemAlloc_v2", ctypes.byref(address), max(1, -(-nbytes // GRANULARITY)) * GRANULARITY)
             try:
                 self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
             except TransportUnavailable:

@@ -334,6 +334,24 @@ def test_a_card_or_a_probe_that_is_not_this_worker_s_is_refused(receiver: Device
         receiver.check_probe(msgspec.msgpack.encode(Probe(offered.here, ("GPU-1",))))
 
 
+def test_a_worker_that_needs_nothing_of_an_update_takes_part_with_an_empty_zone() -> None:
+    """As a pipeline stage does that holds nothing of a partial group."""
+    receivers, layouts = [DeviceZoneReceiver() for _ in range(2)], [LAYOUT, ZoneLayout(0, ())]
+    for receiver, layout in zip(receivers, layouts, strict=True):
+        receiver.land_in(layout, "cpu")
+    sender = CudaIpcSender()
+    for _ in range(3):
+        staged = [receiver.open(MANIFEST, b"", ()) for receiver in receivers]
+        targets = [target_of(staging.landing, i) for i, staging in enumerate(staged)]
+        pieces = write(sender, MANIFEST, whole_slices(), targets)
+        assert [staging.check(MANIFEST, pieces, lambda _: None) for staging in staged] == [48 + 20, 0]
+        for staging in staged:
+            staging.settle()
+            staging.close()
+    for receiver in receivers:
+        receiver.close()
+
+
 def test_memory_that_does_not_fit_is_refused_with_both_numbers(
     monkeypatch: pytest.MonkeyPatch, device: SharedHost, receiver: DeviceZoneReceiver
 ) -> None:
