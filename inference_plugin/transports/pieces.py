@@ -140,7 +140,7 @@ def _from_device(
     is_current = where.index == device.current()
     if not is_current:
         device.drain(where)  # what waited for the trainer's step is this thread's queue, on another device
-    largest = max(place.end - place.start for place, _ in parts)
+    largest = max((place.end - place.start for place, _ in parts), default=0)
     buffers = [device.host_memory(largest) for _ in parts[:2]]
     marks: list[Mark] = []
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_plugin.devices import DEVICES
 from inference_plugin.transports.pieces import pieces_of, rows_of_pieces
 from inference_plugin.wire.geometry import Box
+from tests.support.devices import LateDevice
 from tests.support.plain_engine import manifest_of
+from tests.transports.cases import any_bits
 from trainer_adapters.sources.base import LocalSlice
 
 DTYPES = [torch.bfloat16, torch.int64, torch.float32, torch.int8, torch.bool]
@@ -55,3 +59,18 @@ def test_long_rows_of_a_column_are_read_where_they_lie() -> None:
     with torch.no_grad():
         whole += 1
     assert rows.packed().tobytes() == columns.detach().contiguous().numpy().tobytes(), "it is the tensor's own memory"
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (7, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_of_a_slice_in_a_devices_memory_are_those_of_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """An empty slice has none."""
+    monkeypatch.setitem(DEVICES, "cuda", device := LateDevice())
+    tensor = any_bits(dtype, *shape)
+    manifest = manifest_of({"weight": tensor})
+    whole = manifest.whole(0)
+    here, there = LocalSlice(whole, tensor), LocalSlice(whole, device.tensor(tensor))
+    found = [(place, data.tobytes()) for place, data in pieces_of(manifest, there)]
+    assert found == [(place, data.tobytes()) for place, data in pieces_of(manifest, here)]
