@@ -14,6 +14,7 @@ from inference_plugin.install.plan import Fill, Placement
 from inference_plugin.install.row_copies import copy_on_all_cores, row_copies
 from inference_plugin.install.upload import LARGE_BYTES, Upload
 from inference_plugin.wire.geometry import Box, bounding_box, c_strides, in_box
+from inference_plugin.wire.tensors import copyable
 
 __all__ = ["Replay", "read_back"]
 
@@ -45,7 +46,8 @@ class Replay:
         with torch.inference_mode():
             self._fills = [(fill.dest.of(destinations[fill.dest.tensor]), fill.value) for fill in fills]
             self._copies = [
-                (p, p.dest.of(destinations[p.dest.tensor]), p.source.of(sources[p.source.tensor])) for p in placements
+                (p, copyable(p.dest.of(destinations[p.dest.tensor])), copyable(p.source.of(sources[p.source.tensor])))
+                for p in placements
             ]
         self._rows = row_copies(placements, sources, destinations)
         self._steps: dict[int | None, list[_Step]] = {}

@@ -15,7 +15,7 @@ from inference_plugin.transports.base import WriteStats
 from inference_plugin.transports.pieces import Lying, LyingAt, Passes, checked_dtype, part_of
 from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
 from inference_plugin.wire.manifest import Manifest
-from inference_plugin.wire.tensors import bytes_view
+from inference_plugin.wire.tensors import bytes_view, copyable
 from inference_plugin.wire.zone import Landing, ZoneLayout
 
 __all__ = ["PIECE_BYTES", "DevicePieces", "KnownRuns", "KnownSpots", "Spots"]
@@ -248,7 +248,7 @@ class DevicePieces:
     def _copies(self, box: Box, part: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for memory, layout in self._zones:
             for landing in layout.landings(self._manifest, box):
-                yield landing.view(memory, part.dtype), part
+                yield copyable(landing.view(memory, part.dtype)), copyable(part)
 
     def _flush(self) -> None:
         if self._where is None:

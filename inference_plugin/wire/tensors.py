@@ -14,8 +14,8 @@ from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
 
 __all__ = [
-    "PackedRows", "box_view", "bytes_view", "dtype_name", "is_freed", "narrowed", "packed_rows", "tensors_over",
-    "torch_dtype",
+    "PackedRows", "box_view", "bytes_view", "copyable", "dtype_name", "is_freed", "narrowed", "packed_rows",
+    "tensors_over", "torch_dtype",
 ]  # fmt: skip
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES if hasattr(torch, name)}
@@ -118,6 +118,11 @@ def bytes_view(tensor: torch.Tensor) -> torch.Tensor:
         )
     # Not `reshape`: it keeps the stride of a single element, and torch then gives no view of its bytes.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of `tensor` for `torch._foreach_copy_`, which on a GPU knows every dtype but float8_e8m0fnu: that one as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == _DTYPES.get("float8_e8m0fnu") else tensor
 
 
 def box_view(segment: torch.Tensor, manifest: Manifest, box: Box) -> torch.Tensor:

@@ -20,12 +20,14 @@ from inference_plugin.install.upload import LARGE_BYTES, Upload
 from inference_plugin.install.zones import ZoneCopyInstaller, zone_installer, zone_layout
 from inference_plugin.wire.errors import CommitFailed
 from inference_plugin.wire.geometry import Region
-from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest
+from inference_plugin.wire.tensors import bytes_view, torch_dtype
 from inference_plugin.wire.zone import ZoneLayout
 from tests.install.installing import segment_of
 from tests.install.test_added_parameters import Engine, cold, weights
-from tests.support.devices import DeviceTensor, LateDevice
+from tests.support.devices import DeviceTensor, LateDevice, foreach_copy_of_a_gpu
 from tests.support.plain_engine import TIED, PlainEngineModel, checkpoint, digests_expected, live_digests, manifest_of
+from tests.transports.cases import any_bits
 
 NOWHERE = torch.device("cuda", 0)
 
@@ -131,6 +133,23 @@ def test_large_small_and_turned_copies_within_a_device_are_made_in_the_order_of_
         expected[100:107] = other
         assert torch.equal(flat.held[:size], expected)
         assert torch.equal(flat.held[size:].view(columns, rows), values.T)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPE_BYTES))
+def test_every_dtype_is_copied_to_a_device_and_within_it(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Scales of float8_e8m0fnu are copied by themselves where the engine makes a module anew."""
+    device, kind = LateDevice(), torch_dtype(dtype)
+    monkeypatch.setitem(DEVICES, "cuda", device)
+    monkeypatch.setattr(torch, "_foreach_copy_", foreach_copy_of_a_gpu)
+    values = any_bits(kind, 40, 6)
+    turned = Placement(Region("w", 0, (6, 40), (1, 6)), Region("p", 240, (6, 40), (40, 1)), kind, (40, 6))
+    whole = Placement(Region("w", 0, (240,), (1,)), Region("p", 0, (240,), (1,)), kind, (40, 6))
+    for sources in ({"w": values}, {"w": device.tensor(values)}):
+        flat = device.tensor(any_bits(kind, 480, seed=1))
+        Replay([whole, turned], sources, {"p": flat}).run()
+        device.drain(NOWHERE)
+        expected = torch.cat([values.reshape(-1), values.T.reshape(-1)])
+        assert torch.equal(bytes_view(flat.held), bytes_view(expected))
 
 
 class Stepping(LateDevice):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from inference_plugin.devices import Device
 
-__all__ = ["DeviceTensor", "LateDevice"]
+__all__ = ["DeviceTensor", "LateDevice", "foreach_copy_of_a_gpu"]
 
 NEVER_WRITTEN = 0xEE
 """What memory holds until the work that fills it has run."""
@@ -195,6 +195,16 @@ class DeviceTensor(torch.Tensor):
 
         device.put(compute)
         return tree_map(lambda out: DeviceTensor(out, device), found)
+
+
+def foreach_copy_of_a_gpu(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """`torch._foreach_copy_`, with the error of its kernel for CUDA. `torch` knows fewer dtypes there than on the host."""
+    if targets[0].dtype == torch.float8_e8m0fnu:
+        raise RuntimeError("\"foreach_tensor_copy\" not implemented for 'Float8_e8m0fnu'")
+    _foreach_copy(targets, sources)
+
+
+_foreach_copy = torch._foreach_copy_
 
 
 def _held(value: Any) -> Any:

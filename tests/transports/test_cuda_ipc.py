@@ -29,9 +29,9 @@ from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTime
 from inference_plugin.wire.geometry import Box, Piece, c_strides
 from inference_plugin.wire.manifest import DTYPE_BYTES, Manifest, TensorSpec
 from inference_plugin.wire.messages import Go, GoTransport
-from inference_plugin.wire.tensors import bytes_view
+from inference_plugin.wire.tensors import bytes_view, torch_dtype
 from inference_plugin.wire.zone import Place, ZoneLayout
-from tests.support.devices import DeviceTensor, LateDevice
+from tests.support.devices import DeviceTensor, LateDevice, foreach_copy_of_a_gpu
 from tests.support.rig import ROOT, eventually
 from tests.support.shared_host import UUID, SharedHost, can_be_built, page_locked_bytes, shared_allocations
 from tests.transports.cases import any_bits
@@ -431,6 +431,21 @@ def test_slices_may_change_once_they_were_added(monkeypatch: pytest.MonkeyPatch)
     assert [piece.digest for piece in found] == [SharedHost().digests([tensor])[0] for tensor in tensors]
     assert isinstance(zone, DeviceTensor)
     assert torch.equal(zone.held, bytes_view(torch.stack(tensors)))
+
+
+def test_a_slice_of_any_dtype_lands_in_the_zones_of_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_foreach_copy_", foreach_copy_of_a_gpu)
+    tensors = [any_bits(torch_dtype(dtype), 5, 64) for dtype in DTYPE_BYTES]
+    manifest = manifest_of(tensors)
+    receivers = [DeviceZoneReceiver() for _ in range(2)]
+    for receiver in receivers:
+        receiver.land_in(contiguous(manifest), "cpu")
+    staged = [receiver.open(manifest, b"", ()) for receiver in receivers]
+    slices = [LocalSlice(manifest.whole(i), tensor) for i, tensor in enumerate(tensors)]
+    pieces = write(CudaIpcSender(), manifest, slices, [target_of(one.landing, i) for i, one in enumerate(staged)])
+    for staging in staged:
+        assert staging.check(manifest, pieces, lambda _: None) == manifest.nbytes
+        staging.close()
 
 
 def test_this_machine_s_processes_can_not_share_the_memory_of_a_device_they_lack(
