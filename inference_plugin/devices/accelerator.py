@@ -13,7 +13,7 @@ import torch
 
 from inference_plugin.devices.base import ByteCopy, Device, Mark, Queue, SharedMemory, Unused
 from inference_plugin.devices.cuda_driver import CudaDriver, DeviceArray
-from inference_plugin.devices.digests import Digests, TorchDigests
+from inference_plugin.devices.digests import LONGEST_MEDIUM_BYTES, Digests, TorchDigests
 from inference_plugin.wire.errors import TransportUnavailable
 from inference_plugin.wire.pages import populate
 
@@ -27,6 +27,7 @@ class Accelerator(Device):
 
     def __init__(self, kind: str) -> None:
         self.type = kind
+        self._digests: type[Digests] | None = None
 
     @property
     def _module(self) -> Any:
@@ -112,7 +113,27 @@ class Accelerator(Device):
         _driver().copy(self.current(), self.current_queue().cuda_stream, copies)
 
     def new_digests(self) -> Digests:
-        return _digests_class(self.type)()
+        if self._digests is None:
+            self._digests = self._chosen_digests()
+        return self._digests()
+
+    def _chosen_digests(self) -> type[Digests]:
+        """Triton's, if its kernels run here: to build them it needs a C compiler and Python's headers, which images without a
+        development kit lack."""
+        if self.type == "cuda":
+            try:
+                from inference_plugin.devices.digest_kernels import TritonDigests
+
+                tried = TritonDigests()
+                tried.add([self.memory(LONGEST_MEDIUM_BYTES + 1)])
+                tried.end()
+            except Exception as error:  # noqa: BLE001 -- whatever Triton raises
+                logger.warning(
+                    "weightwire: digests on the device are slow, as Triton's kernels don't run here: %s", error
+                )
+            else:
+                return TritonDigests
+        return TorchDigests
 
     # --- memory that processes share -----------------------------------------------------------------------------------
 
@@ -147,15 +168,3 @@ def _driver() -> CudaDriver:
         return torch.as_tensor(array, device=torch.device("cuda", device))
 
     return CudaDriver(as_tensor)
-
-
-@cache
-def _digests_class(kind: str) -> type[Digests]:
-    if kind == "cuda":
-        try:
-            from inference_plugin.devices.digest_kernels import TritonDigests
-        except ImportError as error:
-            logger.warning("weightwire: digests on the device are slow without Triton: %s", error)
-        else:
-            return TritonDigests
-    return TorchDigests

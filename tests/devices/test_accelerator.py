@@ -1,0 +1,40 @@
+"""What of an accelerator can be shown without one."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inference_plugin.devices.accelerator import Accelerator
+from inference_plugin.devices.digests import TorchDigests
+from inference_plugin.wire.digest import digest_bytes
+from tests.transports.cases import any_bits
+
+
+class WithoutCompiler(TorchDigests):
+    """Triton builds its launcher when the first kernel is launched."""
+
+    def _read(self, pieces: object) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+
+class InHostMemory(Accelerator):
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_where_triton_finds_no_compiler_digests_are_made_by_torch_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = SimpleNamespace(TritonDigests=WithoutCompiler)
+    monkeypatch.setitem(sys.modules, "inference_plugin.devices.digest_kernels", kernels)
+    device, tensor = InHostMemory("cuda"), any_bits(torch.uint8, 5000)
+    for _ in range(2):
+        assert device.digests([tensor]) == [digest_bytes(tensor.numpy())]
+    assert [record.getMessage() for record in caplog.records] == [
+        "weightwire: digests on the device are slow, as Triton's kernels don't run here: Failed to find C compiler. "
+        "Please specify via CC environment variable"
+    ]
