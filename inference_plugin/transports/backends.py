@@ -47,8 +47,8 @@ class Backend:
     """How to make a group of one backend.
 
     `queues`: its calls queue work on a device, and connect in the first call; neither ends by a deadline of its own.
-    `watchdog`: the variable that turns its watchdog off. By default that ends the whole process when a peer is lost; here
-    the caller's deadline ends the group.
+    `without_watchdog`: a variable, and the value with which groups that are made meanwhile have no watchdog. A watchdog ends the
+    whole process when a peer is lost; here the caller's deadline ends the group.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Backend:
     group_class: str
     needs: str
     queues: bool = False
-    watchdog: str = ""
+    without_watchdog: tuple[str, str] | None = None
 
     def why_not(self) -> str | None:
         """The reason why this process can't use it; None if it can."""
@@ -83,7 +83,9 @@ BACKENDS = {
             "ProcessGroupNCCL",
             "a torch that is built with it",
             True,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            # Not TORCH_NCCL_ASYNC_ERROR_HANDLING=0: such a watchdog still has the monitor of the process's first group, often the
+            # trainer's or the engine's, end the process, eight minutes after a broadcast that failed or took too long.
+            ("TORCH_NCCL_BLOCKING_WAIT", "1"),
         ),
         Backend(
             "hccl",
@@ -92,7 +94,7 @@ BACKENDS = {
             "ProcessGroupHCCL",
             "torch_npu",
             True,
-            "HCCL_ASYNC_ERROR_HANDLING",
+            ("HCCL_ASYNC_ERROR_HANDLING", "0"),
         ),
     )
 }
@@ -181,7 +183,7 @@ class Group:
         else:
             options = kind.Options()
         options._timeout = limit
-        with _without_watchdog(self._backend.watchdog):
+        with _without_watchdog(self._backend.without_watchdog):
             return kind(store, self._rank, size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
@@ -294,14 +296,15 @@ class _WithoutWatchdog:
         self._before: dict[str, str | None] = {}
 
     @contextlib.contextmanager
-    def __call__(self, variable: str) -> Iterator[None]:
-        if not variable:
+    def __call__(self, setting: tuple[str, str] | None) -> Iterator[None]:
+        if setting is None:
             yield
             return
+        variable, value = setting
         with self._lock:
             if not self._making.setdefault(variable, 0):
                 self._before[variable] = os.environ.get(variable)
-                os.environ[variable] = "0"
+                os.environ[variable] = value
             self._making[variable] += 1
         try:
             yield

@@ -26,6 +26,7 @@ from inference_plugin.transports.backends import (
 )
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ConfigError, PeerLost, SyncTimeout, TransportUnavailable
+from tests.support.nccl import ProcessGroupNCCL
 from tests.support.rig import eventually, fork, kill
 
 without_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="is about a machine without one")
@@ -89,10 +90,8 @@ def pair(directory: Path, seconds: float, backend: str = "gloo") -> tuple[Group,
 @pytest.fixture(params=["gloo", "queuing"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """gloo as it is, and used as NCCL is: with copies beside the tensors, polled, ended from outside."""
-    kind = {"module": "tests.support.queuing", "group_class": "QueuingGroup"}
-    monkeypatch.setitem(
-        BACKENDS, "queuing", dataclasses.replace(BACKENDS["gloo"], **kind, queues=True, watchdog="WATCHDOG")
-    )
+    queuing = dataclasses.replace(BACKENDS["nccl"], device="cpu", module="tests.support.nccl")
+    monkeypatch.setitem(BACKENDS, "queuing", queuing)
     name: str = request.param
     return name
 
@@ -106,7 +105,20 @@ def test_what_the_sender_broadcasts_is_what_the_receiver_holds(tmp_path: Path, b
         assert torch.equal(held, sent)
     sender.close()
     receiver.close()
-    assert "WATCHDOG" not in os.environ
+
+
+def test_no_watchdog_of_nccls_watches_a_group_and_those_of_other_groups_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queuing = dataclasses.replace(BACKENDS["nccl"], device="cpu", module="tests.support.nccl")
+    monkeypatch.setitem(BACKENDS, "queuing", queuing)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    monkeypatch.setattr(ProcessGroupNCCL, "watchdogs", 0)
+    for each in pair(tmp_path, 60, "queuing"):
+        each.close()
+    assert ProcessGroupNCCL.watchdogs == 0 and os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    ProcessGroupNCCL(dist.HashStore(), 0, 1, ProcessGroupNCCL.Options())
+    assert ProcessGroupNCCL.watchdogs == 1
 
 
 def test_who_waits_for_a_broadcast_of_gloos_sleeps_until_it_is_there(
