@@ -173,7 +173,11 @@ class Group:
             if self._backend.queues:  # they connect at the first broadcast, in a call without a time limit
                 self.broadcast(torch.zeros(1, dtype=torch.uint8))()
 
-        self._within(make)
+        try:
+            self._within(make)
+        except BaseException:
+            self.abort()  # a first broadcast would run on the device for good, and whoever drains it would wait
+            raise
 
     def _make(self, store: Any, size: int, limit: timedelta) -> Any:
         kind = getattr(importlib.import_module(self._backend.module), self._backend.group_class)

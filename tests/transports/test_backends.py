@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -71,13 +72,13 @@ def test_threads_of_a_process_without_an_accelerator_are_given_none() -> None:
     in_use().use(None)
 
 
-def group(directory: Path, seconds: float, rank: int = 0, backend: str = "gloo", **peers: int) -> Group:
+def group(directory: Path, seconds: float, rank: int = 0, backend: str = "gloo", size: int = 2, **peers: int) -> Group:
     named = {pid: f"rank 3 of replica {name}" for name, pid in peers.items()}
 
     def meet(limit: timedelta) -> dist.Store:
-        return dist.FileStore(str(directory / "store"), 2)
+        return dist.FileStore(str(directory / "store"), size)
 
-    return Group(BACKENDS[backend], meet, rank, 2, peers=named, deadline_s=time.monotonic() + seconds)
+    return Group(BACKENDS[backend], meet, rank, size, peers=named, deadline_s=time.monotonic() + seconds)
 
 
 def pair(directory: Path, seconds: float, backend: str = "gloo") -> tuple[Group, Group]:
@@ -175,6 +176,39 @@ def test_who_lets_go_of_a_group_does_not_wait_for_what_is_under_way_in_it(
 def test_a_rank_that_does_not_come_is_a_timeout(tmp_path: Path, backend: str) -> None:
     with pytest.raises(SyncTimeout, match="did not come together in time"):
         group(tmp_path, 0.2, backend=backend, x=os.getpid())
+
+
+class Connected:
+    """A group that has connected, and whose first broadcast nobody else joins: on a GPU its kernel runs until it is aborted."""
+
+    Options = ProcessGroupNCCL.Options
+    ended = threading.Event()
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def broadcast(self, *_: object) -> Connected:
+        return self
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.ended.set()
+
+
+def test_who_gives_up_a_group_while_it_is_made_ends_what_it_has_begun_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected = dataclasses.replace(BACKENDS["nccl"], device="cpu", module=__name__, group_class="Connected")
+    monkeypatch.setitem(BACKENDS, "connected", connected)
+    with pytest.raises(SyncTimeout) as kept:  # with its traceback, and so with the group
+        group(tmp_path, 0.5, backend="connected", size=1)
+    assert Connected.ended.wait(60)
+    del kept
 
 
 def test_a_rank_that_dies_before_it_comes_is_lost_long_before_the_deadline(tmp_path: Path, backend: str) -> None:
