@@ -15,6 +15,7 @@ from typing import get_args
 
 import msgspec
 
+from inference_plugin.devices import device_of
 from inference_plugin.engines.live_model import LiveModel
 from inference_plugin.engines.operations import RankOperation, RankReply
 from inference_plugin.net import addresses
@@ -58,7 +59,6 @@ class RankRuntime:
         model.ranks = identity.ranks
         config = Config.from_environment()
         beside = identity.ranks if model.device.type == "cpu" else 1
-        self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding, config, beside)
         self._where = {"side": "worker", "replica": identity.replica, "rank": identity.rank}
         self._asleep: set[MemoryTag] = set()
         self._has_loads_to_tell = False
@@ -66,7 +66,14 @@ class RankRuntime:
         """Whether a sleep or a wake-up of ours is under way."""
         self._asleep_by_engine = False
         listen = addresses.listen_address(identity.replica, str(identity.rank))
-        self._server = WorkerServer(self._table, listen, self.card, self._where)
+        device = device_of(model.device)
+        before = device.current()
+        device.use(model.device.index)  # the worker's threads take over the current device of this one
+        try:
+            self._table = GroupTable(identity.replica, identity.rank, model.installer, model.decoding, config, beside)
+            self._server = WorkerServer(self._table, listen, self.card, self._where)
+        finally:
+            device.use(before)
         try:
             self._server.start()
         except BaseException:

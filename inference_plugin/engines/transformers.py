@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from inference_plugin.devices import start_thread
+from inference_plugin.devices import device_of, start_thread
 from inference_plugin.engines.captured_steps import CapturedSteps
 from inference_plugin.engines.control import EngineControl
 from inference_plugin.engines.coordinator import open_coordinator
@@ -146,6 +146,7 @@ class _Loop(EngineControl):
         self.thread = start_thread(self._run, name="transformers-engine", stop=lambda: self.submit(self.stop))
 
     def _run(self) -> None:
+        device_of(self._model.device).use(self._model.device.index)
         while not self._stopping:
             if self._holding or not self._running or not self._work.empty():
                 self._work.get()()  # between two steps

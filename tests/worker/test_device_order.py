@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from inference_plugin.devices import DEVICES
+from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.install.contract import Throttle
+from inference_plugin.net import addresses
 from tests.support.devices import LateDevice
+from tests.support.plain_engine import PlainEngineModel
 from tests.support.worker import KeepingInstaller, Worker
 from tests.worker.driver import Driver, weights
 
@@ -49,3 +54,61 @@ def test_what_is_prepared_has_ended_on_the_device_when_the_update_is_sealed(
     finally:
         trainer.close()
         worker.close()
+
+
+class Several(LateDevice):
+    """Eight devices. As with CUDA, each thread begins with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._current = threading.local()
+
+    def current(self) -> int:
+        return getattr(self._current, "index", 0)
+
+    def use(self, index: int | None) -> None:
+        self._current.index = self.current() if index is None else index
+
+    def new_queue(self) -> Any:
+        return self.current(), super().new_queue()
+
+    def enter(self, queue: Any) -> None:
+        index, own = queue
+        self.use(index)
+        super().enter(own)
+
+
+class Asking(KeepingInstaller):
+    """Notes on which device each step is done."""
+
+    def __init__(self, device: Several) -> None:
+        super().__init__()
+        self.device = device
+        self.on: list[int] = []
+
+    def _note(self, name: str) -> None:
+        super()._note(name)
+        self.on.append(self.device.current())
+
+
+def test_a_worker_works_on_the_device_of_its_model_whichever_is_the_current_one_of_who_made_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Several()
+    monkeypatch.setitem(DEVICES, "cuda", device)
+    model, installer = PlainEngineModel(2, 0, 1), Asking(device)
+    monkeypatch.setattr(model, "device", torch.device("cuda", 5))
+    monkeypatch.setattr(model, "installer", lambda group: installer)
+    device.use(3)
+    runtime = RankRuntime(RankIdentity(addresses.new_replica_id("test"), 0, tp_rank=0), model)
+    assert device.current() == 3
+    trainer = Driver(runtime.card().address)
+    try:
+        trainer.open()
+        trainer.begin("t1", 1)
+        trainer.write(weights(1))
+        trainer.seal_fully("t1")
+        assert installer.calls == ["open", "prepare"] and installer.on == [5, 5]
+    finally:
+        trainer.close()
+        runtime.close()
