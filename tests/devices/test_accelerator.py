@@ -38,3 +38,19 @@ def test_where_triton_finds_no_compiler_digests_are_made_by_torch_and_the_log_sa
         "weightwire: digests on the device are slow, as Triton's kernels don't run here: Failed to find C compiler. "
         "Please specify via CC environment variable"
     ]
+
+
+class XpuEvent:
+    """Takes what `torch.xpu.Event` takes."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.recorded = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+
+def test_marks_are_made_with_what_the_kind_of_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "Event", XpuEvent)
+    mark = Accelerator("xpu").record()
+    assert isinstance(mark, XpuEvent) and mark.recorded
