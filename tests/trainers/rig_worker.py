@@ -221,6 +221,19 @@ def hybrid(seed: int) -> tuple[nn.Module, WeightSource]:
     return model, FSDPAdapter(model, dtype_rules=RULES)
 
 
+def streamed(seed: int) -> tuple[nn.Module, WeightSource]:
+    """As `plain`, from a function that makes one tensor at a time."""
+    model = Policy(seed)
+    pairs = lambda: ((name, parameter.detach().clone()) for name, parameter in model.named_parameters())  # noqa: E731
+    return model, ModuleAdapter(pairs, dtype_rules=RULES)
+
+
+def yielded(seed: int) -> tuple[nn.Module, WeightSource]:
+    """As `plain`, from an export that every rank makes of its own model."""
+    model = Policy(seed)
+    return model, ExportAdapter(model.named_parameters, tied={"head.weight": "embed.weight"}, dtype_rules=RULES)
+
+
 def several_models(build: Callable[[int], tuple[nn.Module, WeightSource]], version: int) -> dict[str, Any]:
     """Rank 1 trains a model of its own: from a manager's first update on, or from its second."""
     seen: dict[str, Any] = {}
@@ -258,9 +271,11 @@ def main(out: Path) -> None:
     seen["several models"] = {
         "plain": several_models(plain, version + 10),
         "hybrid": several_models(hybrid, version + 20),
+        "streamed": several_models(streamed, version + 30),
+        "yielded": several_models(yielded, version + 40),
     }
     with SyncManager(timeout_s=60) as manager:
-        seen["copies"] = copies_that_come_apart(manager, version + 31)
+        seen["copies"] = copies_that_come_apart(manager, version + 51)
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 

@@ -25,6 +25,7 @@ from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inventory import ExchangedSource, HeldBox, Inventory
 from trainer_adapters.sources.scan import why_not_plain
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
+from trainer_adapters.sources.sharing import beginnings
 
 __all__ = ["ExportAdapter", "TensorMetadata"]
 
@@ -79,6 +80,7 @@ class ExportAdapter(ExchangedSource):
     ) -> None:
         self._export = export
         self._first: list[HeldBox] = []
+        self._kept: list[LocalSlice] = []
 
         def look() -> Inventory:
             self._first = _look(export() if metadata is None else metadata())
@@ -90,10 +92,17 @@ class ExportAdapter(ExchangedSource):
     def made_together(self) -> frozenset[int]:
         return frozenset(range(len(self._manifest.tensors)))
 
+    def kept_equal(self) -> Iterator[LocalSlice]:
+        """What the last run kept of tensors of which another rank sends this part."""
+        kept, self._kept = self._kept, []
+        return iter(kept)
+
     def slices(self) -> Iterator[LocalSlice]:
         boxes: dict[int, list[Box]] = {}
         for assignment in self._sent:
             boxes.setdefault(assignment.held, []).append(assignment.box)
+        others = {assignment.held: assignment.box for assignment in self._equal}
+        equal, self._kept = beginnings(self._manifest, others), []
         pairs = iter(self._export())
         try:
             # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
@@ -102,6 +111,10 @@ class ExportAdapter(ExchangedSource):
                 self._check(position, name, tensor)
                 for box in boxes.get(position, ()):
                     yield LocalSlice(box, narrowed(tensor.detach(), box.offsets, box.sizes))
+                if position in equal:
+                    box = equal[position]
+                    copied = narrowed(tensor.detach(), box.offsets, box.sizes).to("cpu", copy=True)
+                    self._kept.append(LocalSlice(box, copied))
                 del tensor
                 position += 1
             if position != len(self._first):

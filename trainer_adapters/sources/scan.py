@@ -38,7 +38,7 @@ from trainer_adapters.sources.plan import (
 )
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.sharded import is_dtensor
-from trainer_adapters.sources.sharing import share_boxes, some_of
+from trainer_adapters.sources.sharing import beginnings, share_boxes, some_of
 from trainer_adapters.sources.streams import Stream, module_ties
 
 __all__ = ["Inspection", "LocalShards", "ScanOptions", "ScannedSource", "why_not_plain"]
@@ -117,6 +117,7 @@ class ScannedSource(WeightSource):
         self._names = NameFilter(include, exclude)
         self._plan: Plan | None = None
         self._last_slice_plan: SlicePlan | None = None
+        self._kept: list[LocalSlice] = []
 
     def manifest(self) -> Manifest:
         if self._plan is None or self._in_memory:
@@ -161,9 +162,12 @@ class ScannedSource(WeightSource):
         return self._pass(copied) if copied else iter(())
 
     def kept_equal(self) -> Iterator[LocalSlice]:
-        """Only of tensors in memory: a stream that makes tensors one by one is not run for this."""
+        """Of tensors that a stream makes one by one, what the last pass of `slices()` kept of them."""
+        if not self._in_memory:
+            kept, self._kept = self._kept, []
+            return iter(kept)
         equal = self._slice_plan().kept_equal
-        return self._pass(equal) if equal and self._in_memory and not self.made_together() else iter(())
+        return self._pass(equal) if equal and not self.made_together() else iter(())
 
     def claims(self) -> tuple[Box, ...] | None:
         return self._slice_plan().claims
@@ -220,7 +224,9 @@ class ScannedSource(WeightSource):
             all_boxes = [one.box for _, one in entries]
             boxes = share_boxes(plan.manifest, all_boxes, places[ranks], len(ranks))
             others = share_boxes(plan.manifest, all_boxes, (places[ranks] + 1) % len(ranks), len(ranks))
-            for shares, found in ((boxes, sent), (some_of(others), kept_equal)):
+            equal = some_of(others)
+            equal = equal if self._in_memory else beginnings(plan.manifest, equal)
+            for shares, found in ((boxes, sent), (equal, kept_equal)):
                 for i, box in shares.items():
                     position, one = entries[i]
                     found.setdefault(position, []).append(one if box == one.box else one.narrowed(box))
@@ -260,6 +266,7 @@ class ScannedSource(WeightSource):
                 yield LocalSlice(one.box, one.view_of(local))
 
     def _one_by_one(self, plan: Plan, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
+        equal, self._kept = self._slice_plan().kept_equal, []
         # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
         position = 0
         for name, tensor in self._stream():
@@ -274,6 +281,8 @@ class ScannedSource(WeightSource):
                 )
             for one in planned.get(position, ()):
                 yield LocalSlice(one.box, one.view_of(self._local(tensor)))
+            for one in equal.get(position, ()):
+                self._kept.append(LocalSlice(one.box, one.view_of(self._local(tensor)).to("cpu", copy=True)))
             del tensor
             position += 1
         if position != len(plan.infos):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 
-__all__ = ["MIN_CUT_BYTES", "share_boxes", "some_of"]
+__all__ = ["MIN_CUT_BYTES", "beginnings", "share_boxes", "some_of"]
 
 MIN_CUT_BYTES = 1 << 20
 """Smaller boxes are never divided between ranks that hold the same copy."""
 
 COMPARED = 16
 """Number of boxes that are compared with another rank's copy, among those that training keeps equal."""
+
+KEPT = 4
+"""The same where their values are copied because tensors are made one by one."""
 
 
 def share_boxes(manifest: Manifest, boxes: Sequence[Box], rank: int, world_size: int) -> dict[int, Box]:
@@ -42,6 +46,14 @@ def some_of(shares: dict[int, Box]) -> dict[int, Box]:
     matrices = [(position, box) for position, box in shares.items() if len(box.sizes) > 1]
     step = -(-len(matrices) // COMPARED) or 1
     return dict(matrices[step // 2 :: step])
+
+
+def beginnings(manifest: Manifest, shares: dict[int, Box]) -> dict[int, Box]:
+    """Of a few of these boxes the first piece, which is a piece that its sender sends: what a rank can keep a copy of, to compare
+    it, after the tensor itself is gone."""
+    step = -(-len(shares) // KEPT) or 1
+    some = list(shares.items())[step // 2 :: step]
+    return {position: manifest.split(box, PIECE_BYTES)[0].box for position, box in some}
 
 
 def _rows_that_begin_in(box: Box, nbytes: int, low: int, high: int) -> Box | None:
