@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -371,6 +372,34 @@ def test_freed_memory_is_not_read() -> None:
     net = nn.Linear(3, 3)
     net.weight.untyped_storage().resize_(0)
     with pytest.raises(ManifestMismatch, match="weight has no memory"):
+        ModuleAdapter(net).manifest()
+
+
+class Quantised(torch.Tensor):
+    """As Transformer Engine's quantised parameters: it looks like bf16, has its values in another tensor and no address, and
+    tells torch.compile nothing of that tensor."""
+
+    values_in_fp8: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Quantised:
+        made: Quantised = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16)
+        made.values_in_fp8 = values.to(torch.float8_e4m3fn)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.ops.aten.detach.default:
+            return Quantised(args[0].values_in_fp8)
+        plain = [one.values_in_fp8.bfloat16() if isinstance(one, Quantised) else one for one in args]
+        return func(*plain, **kwargs or {})
+
+
+def test_parameters_without_memory_of_their_own_are_refused_and_not_taken_for_one_tied_weight() -> None:
+    net = nn.Module()
+    net.a = nn.Parameter(Quantised(torch.full((4, 4), 1.0)), requires_grad=False)
+    net.b = nn.Parameter(Quantised(torch.full((4, 4), 2.0)), requires_grad=False)
+    with pytest.raises(ManifestMismatch, match=r"a is a Quantised, which has no memory of its own.* b is a Quantised"):
         ModuleAdapter(net).manifest()
 
 

@@ -308,6 +308,8 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         return f"is {tensor.layout} {tensor.dtype}: convert it to a plain tensor"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         return "has no memory: it was freed, or moved away by an offloader"
+    if tensor.numel() and type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.data_ptr():
+        return f"is a {type(tensor).__name__}, which has no memory of its own: convert it to a plain tensor"
     if tensor.dim() > MAX_DIMS:
         return f"has {tensor.dim()} dimensions, and at most {MAX_DIMS} can travel"
     return ""
