@@ -233,16 +233,35 @@ def shift(chunks: list[Any]) -> list[Any]:
 def train(chunks: list[Any], *, steps: int = 1) -> list[Any]:
     """AdamW steps through Megatron's own schedule and gradient reduction. Returns the chunks as the training loop has
     them: in `DistributedDataParallel`."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    wrapped = data_parallel(chunks, DistributedDataParallelConfig())
+    parameters = [p for one in wrapped for p in one.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    for _ in range(steps):
+        run_schedule(wrapped)
+        for p in parameters:
+            p.grad = p.main_grad.to(p.dtype)
+        optimizer.step()
+    return wrapped
+
+
+def data_parallel(chunks: list[Any], ddp_config: Any) -> list[Any]:
+    """The chunks in Megatron's `DistributedDataParallel`, with the first rank's values."""
+    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
     config = getattr(chunks[0], "module", chunks[0]).config
     config.finalize_model_grads_func = finalize_model_grads
-    wrapped = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+    wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
     for one in wrapped:
         one.broadcast_params()
-    parameters = [p for one in wrapped for p in one.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    return wrapped
+
+
+def run_schedule(wrapped: list[Any], *, forward_only: bool = False) -> None:
+    """Megatron's schedule of one step, up to the reduced gradients."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     tokens = torch.arange(16).view(1, 16) * 7 % VOCAB
     positions = torch.arange(16).view(1, 16)
     mask = torch.ones(1, 1, 16, 16).triu(1).bool()
@@ -251,19 +270,14 @@ def train(chunks: list[Any], *, steps: int = 1) -> list[Any]:
         output = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
         return output, lambda loss: (loss.float().mean(), {})
 
-    for _ in range(steps):
-        for one in wrapped:
-            one.zero_grad_buffer()
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[None] * len(wrapped) if len(wrapped) > 1 else None,
-            model=wrapped if len(wrapped) > 1 else wrapped[0],
-            num_microbatches=2,
-            seq_length=16,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        for p in parameters:
-            p.grad = p.main_grad.to(p.dtype)
-        optimizer.step()
-    return wrapped
+    for one in wrapped if not forward_only else ():
+        one.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[None] * len(wrapped) if len(wrapped) > 1 else None,
+        model=wrapped if len(wrapped) > 1 else wrapped[0],
+        num_microbatches=2,
+        seq_length=16,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )

@@ -27,7 +27,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from tests.support.leaving import leave_process_groups
 from tests.support.megatron_cpu import fake_transformer_engine, import_bridge, run_on_cpu, without_fused_kernels
-from tests.support.megatron_models import KINDS, Layout, build, shift, train
+from tests.support.megatron_models import KINDS, Layout, build, data_parallel, run_schedule, shift, train
 from tests.trainers.observing import Result, observe, refused
 from trainer_adapters import ExportAdapter, MegatronAdapter, MegatronLoRAAdapter
 from trainer_adapters.sources import megatron
@@ -282,6 +282,32 @@ def several_updates(checkpoints: Path) -> Result:
     }
 
 
+def gathered_in_the_next_forward_pass(checkpoints: Path) -> Result:
+    """The distributed optimizer steps a part of the parameters on each rank, and leaves the others' parts to be gathered."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    hf = config_of("qwen3", checkpoints)
+    layout = Layout(te=True, dtype=torch.bfloat16)
+    layout.enter()
+    chunks = build(hf, layout)
+    overlapped = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    wrapped = data_parallel(chunks, DistributedDataParallelConfig(overlap_grad_reduce=True, **overlapped))
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True, **overlapped), wrapped)
+    adapter = MegatronAdapter(wrapped, hf)
+    out: Result = {"place": place(), "before": refused(adapter.manifest)}
+    for way in ("forward", "sync"):
+        run_schedule(wrapped)
+        optimizer.step()
+        out[f"no {way}"] = [refused(adapter.manifest), refused(adapter.slices)]
+        if way == "forward":
+            run_schedule(wrapped, forward_only=True)
+            out["forwarded"] = refused(adapter.manifest)
+        else:
+            wrapped[0].start_param_sync(force_sync=True)
+    return out | {"trained": observe(adapter), "raw": raw(chunks)}
+
+
 def refuse(checkpoints: Path) -> Result:
     """Models that can't be sent rightly; most are wrong on rank 1 only, and an error on both."""
     hf = config_of("qwen3", checkpoints)
@@ -418,6 +444,7 @@ SPECIAL: dict[int, dict[str, Callable[[Path], Result]]] = {
         "float16 module": wrapped_in_float16_module,
         "several updates": several_updates,
         "refuse": refuse,
+        "dp2 overlapped": gathered_in_the_next_forward_pass,
         "fallback": fallback_to_megatron_bridge,
         "lora tp2 qwen3 te": lora(
             "qwen3", Layout(tp=2, te=True), "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"

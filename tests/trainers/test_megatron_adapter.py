@@ -450,6 +450,20 @@ def test_a_model_that_changed_between_updates_is_refused_by_name(launched: Launc
         assert "make a new MegatronAdapter, on all ranks" in appeared["text"]
 
 
+def test_parameters_that_wait_to_be_gathered_are_refused_and_sent_once_they_are(
+    launched: Launched, checkpoints: Path
+) -> None:
+    seen = of(launched[2], "dp2 overlapped")
+    for one in seen:
+        assert one["before"]["error"] is None
+        for error in (*one["no forward"], *one["no sync"]):
+            assert error["error"] == "ManifestMismatch", error
+            assert "overlap_param_gather" in error["text"] and "start_param_sync(force_sync=True)" in error["text"]
+        assert one["forwarded"]["error"] is None
+    _, values, _ = written([one["trained"] for one in seen])
+    assert_is_gold(values, gold_of(seen, hf_config(checkpoints, "qwen3")), {})
+
+
 @pytest.mark.parametrize(
     ("what", "parts"),
     [

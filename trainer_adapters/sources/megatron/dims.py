@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from inference_plugin.wire.errors import ManifestMismatch
 
-__all__ = ["ModelDims", "ParallelPlace", "check_marks", "layer_offset", "mtp_offset", "partition_dim", "place_of"]
+__all__ = [
+    "ModelDims", "ParallelPlace", "check_gathered", "check_marks", "layer_offset", "mtp_offset", "partition_dim", "place_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,40 @@ def check_marks(
             hint="a rule for the parameter of an expert has {expert} in Megatron's name, and no other rule does",
             side="trainer",
         )
+
+
+def check_gathered(model: Any) -> None:
+    """Raises `ManifestMismatch` for a chunk in its wrappers whose parameters are not all those of the optimizer's last step.
+
+    With `overlap_param_gather` the distributed optimizer changes a part of them on each data-parallel rank, and the next forward
+    pass gathers the parts of the others. The bucket groups of Megatron's `DistributedDataParallel` know whether that has begun
+    since the last backward pass, and whether it has ended.
+    """
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        config = getattr(model, "ddp_config", None)
+        overlaps = getattr(config, "use_distributed_optimizer", False) and getattr(
+            config, "overlap_param_gather", False
+        )
+        groups = (*getattr(model, "bucket_groups", ()), *getattr(model, "expert_parallel_bucket_groups", ()))
+        if overlaps and any(map(_awaits_gather, groups)):
+            raise ManifestMismatch(
+                "the parameters have not been gathered since the optimizer's step (overlap_param_gather): of most of them "
+                "this rank holds the values before it",
+                hint="call start_param_sync(force_sync=True) of each chunk's DistributedDataParallel before the update, on "
+                "all ranks, or update after the next forward pass",
+                side="trainer",
+            )
+        model = inner
+
+
+def _awaits_gather(group: Any) -> bool:
+    if getattr(group, "intra_distributed_optimizer_instance_size", 2) == 1:
+        return False
+    if getattr(group, "param_gather_handle", None) is not None:
+        return True
+    has_begun = getattr(group, "param_gather_dispatched", True)
+    has_stepped = not getattr(group, "is_first_batch", True) or bool(getattr(group, "per_param_grad_ready_counts", ()))
+    return has_stepped and not has_begun
 
 
 def _marks_are_meant(layer: Any) -> bool:

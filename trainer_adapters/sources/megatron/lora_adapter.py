@@ -74,7 +74,7 @@ class MegatronLoRAAdapter(MegatronSource):
         self._settle({}, DtypeRules(dtype_rules), NameFilter())
 
     def manifest(self) -> Manifest:
-        self._check_adapters()
+        self._check_model()
         return super().manifest()
 
     def made_together(self) -> frozenset[int]:
@@ -82,7 +82,7 @@ class MegatronLoRAAdapter(MegatronSource):
         return frozenset(range(len(self._manifest.tensors))) if divided else frozenset()
 
     def _slices(self, assignments: Sequence[SendAssignment]) -> Iterator[LocalSlice]:
-        self._check_adapters()
+        self._check_model()
         return map(self._slice, assignments)
 
     def _slice(self, assignment: SendAssignment) -> LocalSlice:

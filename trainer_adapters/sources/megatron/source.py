@@ -27,6 +27,7 @@ from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inventory import ExchangedSource, Inventory, SendAssignment
 from trainer_adapters.sources.megatron.architecture import Architecture
 from trainer_adapters.sources.megatron.chunks import Chunk, chunks_of
+from trainer_adapters.sources.megatron.dims import check_gathered
 from trainer_adapters.sources.megatron.held import (
     ParameterBox,
     ParameterKey,
@@ -60,6 +61,7 @@ class MegatronSource(ExchangedSource):
             return held(self._chunks)
 
         super().__init__(look, process_group)
+        self._wrapped = list(model) if isinstance(model, list | tuple) else [model]
         self._factors = factors_of([chunk.model for chunk in self._chunks], [chunk.adapted for chunk in self._chunks])
 
     def configure(self, config: Config) -> None:
@@ -84,7 +86,10 @@ class MegatronSource(ExchangedSource):
     def _slices(self, assignments: Sequence[SendAssignment]) -> Iterator[LocalSlice]:
         """The slices of these boxes. Raises `ManifestMismatch`, at once, if the model has changed since the exchange."""
 
-    def _check_adapters(self) -> None:
+    def _check_model(self) -> None:
+        """Raises `ManifestMismatch` if the parameters are not those that training has made, or other than at the exchange."""
+        for one in self._wrapped:
+            check_gathered(one)
         if any(adapters_of(chunk.model) != chunk.adapted for chunk in self._chunks):
             raise ManifestMismatch(
                 "LoRA adapters were added, removed or scaled after this source was made",
@@ -165,7 +170,7 @@ class MegatronAdapter(MegatronSource):
 
     def _tensors(self) -> dict[ParameterKey, torch.Tensor]:
         """The current parameters and buffers. Raises `ManifestMismatch` if they differ from those of the exchange."""
-        self._check_adapters()
+        self._check_model()
         tensors = _tensors(self._chunks)
         before, now = self._described, described(self._chunks, tensors)
         if now != before:
