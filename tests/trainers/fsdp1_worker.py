@@ -227,6 +227,19 @@ def refuse_memory_that_fsdp_has_not_taken_over() -> Result:
     return {**refused(source.manifest), "slices": by_slices["error"]}
 
 
+def refuse_a_parameter_that_fsdp_has_not_taken_over() -> Result:
+    """FSDP takes an object that was put in a parameter's place over in its next forward pass."""
+    model = wrap(tiny_qwen3(tied=False), units=False, use_orig_params=True)
+    train(model)
+    source = FSDPAdapter(model)
+    source.manifest()
+    head = model.module.lm_head
+    head.weight = nn.Parameter(torch.full_like(head.weight, 7))
+    before = refused(source.manifest)
+    model(input_ids=torch.arange(8).view(1, 8))
+    return {**before, "after": refused(source.manifest)["error"]}
+
+
 def refuse_both_kinds_of_fsdp() -> Result:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0] = FullyShardedDataParallel(model[0], device_id=CPU)
@@ -258,6 +271,7 @@ ANY_WORLD = [
     several_updates,
     refuse_while_summoned,
     refuse_memory_that_fsdp_has_not_taken_over,
+    refuse_a_parameter_that_fsdp_has_not_taken_over,
     refuse_both_kinds_of_fsdp,
     refuse_tied_weights_in_two_units,
     refuse_a_module_adapter,

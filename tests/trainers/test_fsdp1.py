@@ -113,6 +113,14 @@ def test_memory_that_was_replaced_between_manifest_and_slices_is_noticed(ranks: 
     assert {seen["slices"] for seen in case} == {"ManifestMismatch"}
 
 
+def test_an_object_in_a_parameters_place_is_refused_by_the_ranks_that_hold_it_until_fsdp_takes_it_over(
+    ranks: Ranks,
+) -> None:
+    seen = of(ranks, "refuse_a_parameter_that_fsdp_has_not_taken_over")
+    assert seen[-1]["error"] == "ManifestMismatch" and "lm_head.weight was given other memory" in seen[-1]["text"]
+    assert {rank["after"] for rank in seen} == {None}
+
+
 @settings(max_examples=200, deadline=None)
 @given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple), data=st.data())
 def test_a_run_of_elements_is_a_few_boxes_that_hold_it_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:

@@ -219,9 +219,12 @@ class Unit:
         pending = "was given other memory, which FSDP takes over in the next forward pass: update after that"
         if self.flat.numel() == self.shard.numel() and self.flat.data_ptr() != self.shard.data_ptr():
             return pending
-        parameters = self.flat._params
-        if parameters is None or not spread.count or self.handle._skipped_use_sharded_views:
+        name, owner, _ = self.flat._param_infos[index]
+        parameter = (
+            owner._parameters.get(name) if self.flat._params is not None else None
+        )  # may be another object by now
+        if parameter is None or not spread.count or self.handle._skipped_use_sharded_views:
             return ""
         expected = self.shard.data_ptr() + spread.at * self.shard.itemsize
         is_current = self.flat.data_ptr() == self.shard.data_ptr()
-        return pending if is_current and parameters[index].data_ptr() != expected else ""
+        return pending if is_current and parameter.data_ptr() != expected else ""
