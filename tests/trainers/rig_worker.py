@@ -31,6 +31,7 @@ from trainer_adapters import (
     ExportAdapter,
     FSDPAdapter,
     LocalSlice,
+    MergedLoRAAdapter,
     ModuleAdapter,
     SyncManager,
     WeightSource,
@@ -221,6 +222,15 @@ def hybrid(seed: int) -> tuple[nn.Module, WeightSource]:
     return model, FSDPAdapter(model, dtype_rules=RULES)
 
 
+def adapted(seed: int) -> tuple[nn.Module, WeightSource]:
+    """As `hybrid`, with an adapter that has not learnt yet."""
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = get_peft_model(Policy(seed), LoraConfig(r=2, target_modules=["q"]))  # type: ignore[arg-type]
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
+    return model, MergedLoRAAdapter(model, dtype_rules=RULES)
+
+
 def streamed(seed: int) -> tuple[nn.Module, WeightSource]:
     """As `plain`, from a function that makes one tensor at a time."""
     model = Policy(seed)
@@ -271,11 +281,12 @@ def main(out: Path) -> None:
     seen["several models"] = {
         "plain": several_models(plain, version + 10),
         "hybrid": several_models(hybrid, version + 20),
+        "adapted": several_models(adapted, version + 25),
         "streamed": several_models(streamed, version + 30),
         "yielded": several_models(yielded, version + 40),
     }
     with SyncManager(timeout_s=60) as manager:
-        seen["copies"] = copies_that_come_apart(manager, version + 51)
+        seen["copies"] = copies_that_come_apart(manager, version + 61)
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 

@@ -81,7 +81,7 @@ def test_copies_that_come_apart_are_warned_about_ever_more_seldom_and_by_verify(
     assert first["ok"] and second["ok"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "hybrid", "streamed", "yielded"])
+@pytest.mark.parametrize("kind", ["plain", "hybrid", "adapted", "streamed", "yielded"])
 def test_ranks_that_train_several_models_instead_of_one_are_told_so_and_nothing_is_mixed(seen: Seen, kind: str) -> None:
     for rank in seen:
         for turn in ("first", "second"):

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.sources.selection import DtypeRules, Rules
-from trainer_adapters.sources.sharded import has_lora_layers, is_dtensor, is_fully_sharded, is_wrapped_by_fsdp1
+from trainer_adapters.sources.sharded import (
+    has_lora_layers,
+    is_dtensor,
+    is_fsdp_alone,
+    is_fully_sharded,
+    is_wrapped_by_fsdp1,
+)
 from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
 
 __all__ = ["Kind", "Sendable", "kind_of", "source_for"]
@@ -131,19 +137,10 @@ def _kind_of_module(model: torch.nn.Module) -> Kind:
     parts = list(model.modules())
     if any(is_wrapped_by_fsdp1(part) for part in parts):
         return "fsdp"
-    spread = [parameter for parameter in model.parameters() if is_dtensor(parameter)]
-    if any(is_fully_sharded(part) for part in parts):
-        return "fsdp" if _is_fsdp_alone(spread) else "dtensor"
+    if is_fsdp_alone(model):
+        return "fsdp"
+    spread = any(is_fully_sharded(part) for part in parts) or any(map(is_dtensor, model.parameters()))
     return "dtensor" if spread else "module"
-
-
-def _is_fsdp_alone(parameters: Sequence[Any]) -> bool:
-    """Whether `FSDPAdapter` takes these parameters: all on one mesh of all ranks, sharded over one of its dimensions."""
-    from torch.distributed.tensor import Shard
-
-    meshes = {tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())) for parameter in parameters}
-    layouts = {tuple(type(one) for one in parameter.placements if not one.is_replicate()) for parameter in parameters}
-    return meshes <= {tuple(range(dist.get_world_size()))} and layouts <= {(), (Shard,)}
 
 
 def _is_megatron(model: Any) -> bool:

@@ -10,13 +10,16 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 
 from inference_plugin.wire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["has_lora_layers", "is_dtensor", "is_fully_sharded", "is_wrapped_by_fsdp1", "refuse_lora_layers"]
+__all__ = [
+    "has_lora_layers", "is_dtensor", "is_fsdp_alone", "is_fully_sharded", "is_wrapped_by_fsdp1", "refuse_lora_layers",
+]  # fmt: skip
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -27,6 +30,19 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 def is_fully_sharded(module: object) -> bool:
     """Whether `fully_shard` (FSDP2) was called on this module itself."""
     return _is("torch.distributed.fsdp", "FSDPModule", module)
+
+
+def is_fsdp_alone(model: torch.nn.Module) -> bool:
+    """Whether `fully_shard` alone has sharded this model, so that `FSDPAdapter` takes it: all parameters are on one mesh of all
+    ranks, sharded over one of its dimensions."""
+    if not any(is_fully_sharded(part) for part in model.modules()):
+        return False
+    from torch.distributed.tensor import Shard
+
+    parameters = [parameter for parameter in model.parameters() if is_dtensor(parameter)]
+    meshes = {tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())) for parameter in parameters}
+    layouts = {tuple(type(one) for one in parameter.placements if not one.is_replicate()) for parameter in parameters}
+    return meshes <= {tuple(range(dist.get_world_size()))} and layouts <= {(), (Shard,)}
 
 
 def is_wrapped_by_fsdp1(module: object) -> bool:

@@ -12,10 +12,11 @@ from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.sources.dtensor import DTensorAdapter
+from trainer_adapters.sources.fsdp import FSDPAdapter
 from trainer_adapters.sources.gather import gathered
 from trainer_adapters.sources.module import ModuleAdapter
 from trainer_adapters.sources.plan import Rename
-from trainer_adapters.sources.sharded import is_dtensor, is_wrapped_by_fsdp1
+from trainer_adapters.sources.sharded import is_dtensor, is_fsdp_alone, is_wrapped_by_fsdp1
 
 __all__ = ["PeftFactors", "check_kind", "source_of"]
 
@@ -38,6 +39,8 @@ def source_of(
     model: torch.nn.Module, rename: Rename, process_group: dist.ProcessGroup | None, **options: Any
 ) -> WeightSource:
     """A source that fits the model's sharding, with the names that `rename` returns."""
+    if is_fsdp_alone(model):
+        return FSDPAdapter(model, rename=rename, **options)
     if is_sharded(model):
         return DTensorAdapter(model, rename=rename, process_group=process_group, **options)
     return ModuleAdapter(model, rename=rename, **options)
