@@ -35,13 +35,16 @@ class GeneratorUpdates:
         except BaseException:
             self._once, self._source = ReadOnce(is_sender=self._manager.rank == 0), None
             raise
+        finally:
+            self._once.forget()
 
 
 class ReadOnce:
     """Makes an export of generators that can be read only once, one for each update.
 
-    An `ExportAdapter` reads its first export twice, so the sender, rank 0, keeps that one (the whole model) in host memory until
-    it is sent. It passes later ones on directly. The other ranks run theirs only for its collectives, and send nothing.
+    An `ExportAdapter` reads its first export twice, and an update over several transports reads each export once for each of
+    them: then the sender, rank 0, keeps what it reads (the whole model) in host memory until the update is over. Else it passes
+    tensors on directly. The other ranks run theirs only for its collectives, and send nothing.
     """
 
     def __init__(self, *, is_sender: bool) -> None:
@@ -49,30 +52,40 @@ class ReadOnce:
         self._is_sender = is_sender
         self._kept: list[tuple[str, torch.Tensor]] | None = None
         self._looked = False
+        self._passes = 0
+        self._keeps = False
 
     def give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What the next export reads. Raises `ArgumentError` for what cannot be read."""
+        """What the next update reads. Raises `ArgumentError` for what cannot be read."""
         if not isinstance(weights, Iterable):
             raise ArgumentError(
                 f"weights are a {type(weights).__name__}",
                 hint="a generator of pairs (name, tensor) is taken",
                 side="trainer",
             )
-        self._given = weights
+        self._given, self._passes = weights, 0
+
+    def forget(self) -> None:
+        """The update is over: frees what was kept for it."""
+        self._kept = None
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        looked, self._looked = self._looked, True
-        kept, self._kept = self._kept, None
+        is_pass, self._looked = self._looked, True
+        self._passes += is_pass
+        self._keeps = self._keeps or self._passes > 1
         given, self._given = self._given, None
-        if kept is not None:
-            yield from kept
-        elif given is None:
-            if self._is_sender:
-                raise ManifestMismatch("the generator of this update has already been read", side="trainer")
+        if given is None:
+            if self._is_sender and self._kept is None:
+                raise ManifestMismatch(
+                    "the generator of this update has already been read, and the update goes over more transports than the last",
+                    hint="update again, with a new generator: what is read is kept from now on",
+                    side="trainer",
+                )
+            yield from self._kept or ()
         elif not self._is_sender:
             for _ in given:
                 pass
-        elif looked:
+        elif is_pass and not self._keeps:
             yield from given
         else:
             self._kept = [copied(pair) for pair in given]
