@@ -24,8 +24,8 @@ GROUP = 32
 IN_A_WORD = 8
 """Numbers of four bits in an int32."""
 
-FOUR_BITS = ("w4a16", "gptq", "awq")
-"""vLLM for CPUs without AVX-512 (`_C_AVX2`) has no kernel for these, `cpu_gemm_wna16`: an engine does not start."""
+NEED_AVX512 = ("w4a16", "gptq", "awq", "fp8-kv-scales", "fp8-kv-scales-whole")
+"""vLLM for CPUs without AVX-512 (`_C_AVX2`) has no kernel for four-bit weights or an FP8 KV cache: no engine starts."""
 
 Parts = Mapping[str, torch.Tensor]
 Quantise = Callable[[int, int, torch.Generator], Parts]
@@ -37,8 +37,8 @@ def that_start(names: Iterable[str]) -> list[Any]:
     import pytest  # engines' processes import this file too
 
     lacks = " avx512f " not in Path("/proc/cpuinfo").read_text().replace("\n", " ")
-    skip = pytest.mark.skipif(lacks, reason="vLLM has no kernel for four-bit weights on a CPU without AVX-512")
-    return [pytest.param(name, marks=skip) if name.endswith(FOUR_BITS) else name for name in names]
+    skip = pytest.mark.skipif(lacks, reason="vLLM has no kernel for four-bit weights or an FP8 cache without AVX-512")
+    return [pytest.param(name, marks=skip) if name.endswith(NEED_AVX512) else name for name in names]
 
 
 def _words(*shape: int, random: torch.Generator) -> torch.Tensor:

@@ -164,8 +164,12 @@ def _products(
 
 def _int8_weight(module: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
     """The weight of a W8A8-int8 layer, which vLLM keeps packed, or in an object of oneDNN. A one-hot row is quantised
-    without loss, so a product is the element times its scale, rounded to the model's dtype: by half a step at most, since
-    bfloat16 rounds by 1/256 at most, and an element is at most 128."""
+    without loss, so a product is the element times its scale, in the model's dtype.
+
+    The rows are negative: oneDNN adds 128 to what it multiplies, and without VNNI sums two products in 16 bits, which +127
+    overflows. bfloat16 has 8 bits, and an element 7: where a kernel rounds to it, the nearest integer is the element; where it
+    cuts off, as vLLM's do without AVX512-BF16, the next one away from zero. Several rows tell which. None where neither fits.
+    """
     try:
         from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     except ImportError:
@@ -175,9 +179,27 @@ def _int8_weight(module: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
         return None
     if kernel.config.is_static_input_scheme or not kernel.config.input_symmetric:
         return None  # the scale of a quantised row would depend on the kernel that vLLM chose
-    products = _products(lambda rows: kernel.apply_weights(module, rows, None), shape, torch.get_default_dtype())
-    steps = products.float() / module.weight_scale.float().reshape(-1, 1)
-    return steps.round().to(torch.int8) if steps.isfinite().all() else None
+    scale = module.weight_scale.float().reshape(-1, 1)
+    steps = [
+        _products(functools.partial(_negated, kernel, module, size), shape, torch.get_default_dtype()).float()
+        / (size * scale)
+        for size in (1.0, 1.25, 1.5)
+    ]
+    if not all(bool(each.isfinite().all()) for each in steps):
+        return None
+    for nearest in (torch.round, _away_from_zero):
+        found, *others = [nearest(each).to(torch.int16) for each in steps]
+        if all(torch.equal(found, each) for each in others):
+            return found.to(torch.int8)
+    return None
+
+
+def _negated(kernel: Any, module: Any, size: float, rows: torch.Tensor) -> torch.Tensor:
+    return -kernel.apply_weights(module, -size * rows, None)  # type: ignore[no-any-return]
+
+
+def _away_from_zero(steps: torch.Tensor) -> torch.Tensor:
+    return steps.sign() * (steps.abs() - 1 / 256).ceil()
 
 
 def _processes_itself_last(module: nn.Module) -> bool:
