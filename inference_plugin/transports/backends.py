@@ -277,6 +277,10 @@ class Group:
                     work.get_future().wait()
 
 
+_never = threading.Event()
+"""Never set. Of the end of work on a device torch tells only who asks."""
+
+
 def _until_done(work: Any) -> None:
     """Waits for work that a backend queued on the device, and raises its error.
 
@@ -286,7 +290,7 @@ def _until_done(work: Any) -> None:
     """
     pause_s = SHORTEST_PAUSE_S
     while not work.is_completed():
-        time.sleep(pause_s)
+        _never.wait(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     work.wait()
 
