@@ -170,7 +170,7 @@ def test_who_lets_go_of_a_group_does_not_wait_for_what_is_under_way_in_it(
     assert not work.is_completed(), "the interpreter stood still until the time limit"
     sender.broadcast(torch.ones(1))()
     eventually(lambda: (gc.collect(), kept() is None)[1], "the end of what was kept")
-    assert work.is_completed()
+    eventually(work.is_completed, "the end of the work: gloo ends its future first")
 
 
 def test_a_rank_that_does_not_come_is_a_timeout(tmp_path: Path, backend: str) -> None:
