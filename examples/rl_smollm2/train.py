@@ -6,7 +6,7 @@ Run by ``run.py`` under torchrun, on CPU ranks joined by gloo. One step:
 2. reward them, and compare each with the others to the same question: the group-normalised advantage of GRPO
    (Shao et al. 2024, eq. 3; one optimiser step per batch, so its probability ratio is 1);
 3. one AdamW step on fp32 shards;
-4. ``SyncManager.update``: the new weights go into the running engine, as bfloat16.
+4. ``SyncManager.update``: the new weights go into the running engine, in its dtype.
 
 Rank 0 tells ``run.py`` how far it is: one JSON object per line on standard output.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from server import Completion, Server
+from server import DTYPE, Completion, Server
 from task import CAPITALS, MAX_TOKENS, is_right, prompt_ids, reward
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -31,11 +31,11 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from weightwire import FSDPAdapter, SyncManager
 
-SENT_AS = torch.bfloat16
+SENT_AS: torch.dtype = getattr(torch, DTYPE)
 MICRO_BATCH = 32
 LEARNING_RATE = 5e-5
 """Large for RL, so that a few steps show: two short trials at 1e-5 stayed flat, three at 5e-5 rose. The likely reason is
-that the engine computes in bfloat16, whose steps near 0.02 are 1e-4: a smaller change often rounds to none."""
+that an engine computes in bfloat16, whose steps near 0.02 are 1e-4: a smaller change often rounds to none."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def train(args: argparse.Namespace) -> None:
 
     server = Server(args.engine, args.server)
 
-    # fp32 shards, sent as bf16: a change of dtype is said aloud, never guessed.
+    # fp32 shards, sent in the dtype of the engine: a change of dtype is said aloud, never guessed.
     source = FSDPAdapter(model, dtype_rules={"*": SENT_AS})
     with SyncManager(in_flight="keep", check_finite=True, timeout_s=120) as manager:
         for step in range(1, args.steps + 1):
@@ -113,7 +113,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def load_sharded(directory: Path) -> LlamaForCausalLM:
-    """The model with fp32 shards, computing in bfloat16 as the engine does; one FSDP group per decoder layer."""
+    """The model with fp32 shards, computing in the dtype of the engine; one FSDP group per decoder layer."""
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     precision = MixedPrecisionPolicy(param_dtype=SENT_AS, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -199,7 +199,7 @@ def summary(answers: Answers) -> dict[str, float]:
 
 
 def save(model: Any, original: Path, directory: Path) -> None:
-    """Gather the parameters and write, from rank 0, a bfloat16 checkpoint that any engine can start from."""
+    """Gather the parameters and write, from rank 0, a checkpoint in the dtype of the engine that any engine can start from."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     gathered = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
