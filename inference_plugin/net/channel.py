@@ -193,10 +193,8 @@ class Channel(Closing):
         try:
             self._socket.send_multipart(self._pending, flags=zmq.DONTWAIT, copy=len(self._pending) == 1)
         except zmq.Again:
-            if (
-                self._link is not None
-            ):  # libzmq gives a connection up that its peer refuses, and may have done so by now
-                self._link.look()
+            if self._link is not None:
+                self._link.look()  # libzmq gives up a connection that its peer refuses, and may have done so by now
                 self._check_accepted(self._link)
             raise PeerLost(f"{self.address} takes no messages: {what} was not sent", **self.where) from None
         self.sent_messages += 1

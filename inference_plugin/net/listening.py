@@ -20,14 +20,8 @@ from inference_plugin.net.gate import Gate, check_room, check_threads
 from inference_plugin.wire.errors import AuthError, ConfigError, TransportUnavailable
 
 __all__ = [
-    "MEND_EVERY_S",
-    "Listener",
-    "check_listen_address",
-    "is_abandoned",
-    "lacks_room",
-    "listens_on",
-    "make_private",
-]
+    "MEND_EVERY_S", "Listener", "check_listen_address", "is_abandoned", "lacks_room", "listens_on", "make_private",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

@@ -220,9 +220,8 @@ class Unit:
         if self.flat.numel() == self.shard.numel() and self.flat.data_ptr() != self.shard.data_ptr():
             return pending
         name, owner, _ = self.flat._param_infos[index]
-        parameter = (
-            owner._parameters.get(name) if self.flat._params is not None else None
-        )  # may be another object by now
+        held = owner._parameters if self.flat._params is not None else {}
+        parameter = held.get(name)  # may be another object than FSDP's
         if parameter is None or not spread.count or self.handle._skipped_use_sharded_views:
             return ""
         expected = self.shard.data_ptr() + spread.at * self.shard.itemsize
