@@ -15,11 +15,13 @@ import torch.distributed as dist
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, WeightwireError
 
-__all__ = ["exchange_bytes", "exchange_tensors", "in_buckets", "meet"]
+__all__ = ["device_of", "exchange_bytes", "exchange_tensors", "in_buckets", "meet"]
 
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+
+HOST = torch.device("cpu")
 
 PREFIX = "weightwire/rendezvous"
 OPEN = f"{PREFIX}/open"
@@ -118,14 +120,12 @@ def _wait(store: Any, keys: Sequence[str], ranks: Sequence[int], deadline_s: flo
 def exchange_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Every rank's `data`, in order of rank. Collective over `group` (None: the default group)."""
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return [one.cpu().numpy().tobytes() for one in exchange_tensors(mine, group)]
+    return [one.numpy().tobytes() for one in exchange_tensors(mine, group)]
 
 
 def exchange_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """`exchange_bytes` for 1-D tensors of uint8, which may differ in length."""
-    device = mine.device
-    if not mine.is_cuda and dist.get_backend(group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
+    """`exchange_bytes` for 1-D tensors of uint8, which may differ in length. The result is where `mine` is."""
+    device = device_of(group, mine.device)
     length = torch.tensor([mine.numel()], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
@@ -134,7 +134,20 @@ def exchange_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None) -> lis
     padded[: mine.numel()] = mine.to(device)
     everybody = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everybody, padded, group=group)
-    return [one[:size] for one, size in zip(everybody, sizes, strict=True)]
+    return [one[:size].to(mine.device) for one, size in zip(everybody, sizes, strict=True)]
+
+
+def device_of(group: dist.ProcessGroup | None, near: torch.device = HOST) -> torch.device:
+    """Where a tensor must be for a collective of `group` (None: the default group): on `near` if the group reaches it, else in
+    the host's memory, else on the current device of the first kind that the group has a backend for. gloo gathers in the
+    host's memory only."""
+    backends = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
+    if near.type in backends and (near == HOST or backends[near.type] != "gloo"):
+        return near
+    if "cpu" in backends:
+        return HOST
+    kind = next(iter(backends))
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def in_buckets(items: Iterable[Item], nbytes_of: Callable[[Item], int], bucket_bytes: int) -> Iterator[list[Item]]:
