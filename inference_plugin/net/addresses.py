@@ -290,9 +290,10 @@ def _remove_orphans(replicas: set[str], job: str | None) -> None:
     that were killed while they started or ended."""
     for path in runtime_dir(job).glob("*"):
         found = _OWNER.match(path.name)
-        leftover = path.suffix in _LEFTOVERS or path.name.startswith("collective-")
-        leftover = leftover or (path.is_socket() and is_abandoned(path))  # its process may be of another pid namespace
-        if found and found[1] not in replicas and leftover and (owner := _owner(path)) and has_ended(*owner):
+        if found is None or found[1] in replicas or not has_ended(int(found["pid"]), int(found["started"])):
+            continue
+        is_note = path.suffix in _LEFTOVERS or path.name.startswith("collective-")
+        if is_note or (path.is_socket() and is_abandoned(path)):  # its process may be of another pid namespace
             path.unlink(missing_ok=True)
 
 

@@ -68,6 +68,21 @@ def test_a_card_from_before_a_reboot_is_stale_even_if_its_pid_is_taken(directory
     assert list(addresses.runtime_dir().iterdir()) == []
 
 
+def test_looking_for_replicas_disturbs_none_that_lives(directory: Path) -> None:
+    """Each update looks for them, and each connection to a replica wakes it while it generates."""
+    living = addresses.new_replica_id("engine")
+    addresses.write_card(card(living))
+    with socket.socket(socket.AF_UNIX) as of_replica, socket.socket(socket.AF_UNIX) as of_trainer:
+        for listener, name in ((of_replica, f"{living}.f"), (of_trainer, f"{addresses.new_replica_id('registry')}.r")):
+            listener.bind(str(addresses.runtime_dir() / name))
+            listener.listen()
+            listener.setblocking(False)
+        assert [c.replica for c in addresses.discover()] == [living]
+        for listener in (of_replica, of_trainer):
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+
+
 def test_removing_a_replica_leaves_those_whose_names_begin_like_it(directory: Path) -> None:
     addresses.write_card(card("r-1"))
     addresses.write_card(card("r-10"))
