@@ -7,6 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import sub
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 
 from inference_plugin.devices import Mark, device_of
 from inference_plugin.wire.config import PIECE_BYTES
-from inference_plugin.wire.copying import copy_rows, digest_rows
+from inference_plugin.wire.copying import SPANS_AT_ONCE, copy_rows, digest_rows, digest_spans
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.geometry import Box, PiecePlace, Region, Slice, rows_region
@@ -203,8 +204,8 @@ def in_segment(manifest: Manifest, box: Box) -> Lying:
 
 @dataclass
 class DigestPass:
-    """Pieces whose digests one pass over memory gives: their rows are the same rows of a tensor; or a single piece. `pieces`:
-    their positions in the list of pieces."""
+    """Pieces whose digests one pass over memory gives: their rows are the same rows of a tensor, or each is one run of bytes, or
+    there is one piece. `pieces`: their positions in the list of pieces."""
 
     pieces: list[int] = field(default_factory=list)
     lying: list[Lying] = field(default_factory=list)
@@ -217,12 +218,28 @@ class DigestPass:
 
     def digests(self, memory: torch.Tensor) -> list[int]:
         """The digest of each piece's bytes in C order, as they lie in `memory`."""
-        regions = [each.rows for each in self.lying if each.rows is not None]
-        if len(regions) != len(self.pieces):
+        if self.spans is None:
             views = (each.view(memory) for each in self.lying)
             return [digest_bytes(bytes_view(view.contiguous()).numpy()) for view in views]
-        spans = [(region.offset, region.sizes[1]) for region in regions]
-        return digest_rows(memory.numpy(), regions[0].strides[0], regions[0].sizes[0], spans)
+        stride, rows = self.rows
+        return (
+            digest_rows(memory.numpy(), stride, rows, self.spans)
+            if rows > 1
+            else digest_spans(memory.numpy(), self.spans)
+        )
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]] | None:
+        """Where each piece's first row begins, and its bytes; None where a piece has no rows that are equally far apart."""
+        regions = [each.rows for each in self.lying if each.rows is not None]
+        return [(one.offset, one.sizes[1]) for one in regions] if len(regions) == len(self.lying) else None
+
+    @cached_property
+    def rows(self) -> tuple[int, int]:
+        """The distance between rows, in bytes, and their number, of pieces that have `spans`."""
+        region = self.lying[0].rows
+        assert region is not None
+        return region.strides[0], region.sizes[0]
 
 
 class Passes(abc.ABC, Generic[Pass]):
@@ -249,18 +266,38 @@ class DigestPasses(Passes[DigestPass]):
 
     def _divided(self, manifest: Manifest, boxes: Sequence[Box], lying: LyingAt) -> Iterable[DigestPass]:
         passes: defaultdict[Hashable, DigestPass] = defaultdict(DigestPass)
+        runs: list[DigestPass] = []
         for position, box in enumerate(boxes):
             for where in lying(manifest, box):
                 rows = where.rows
-                if rows is None or rows.sizes[0] == 1:
+                if rows is None:
                     group = passes[where.base, box]
+                elif rows.sizes[0] == 1:
+                    runs.append(group := DigestPass())
                 else:
                     first_row = (rows.offset - where.base) // rows.strides[0]
                     group = passes[where.base, first_row, rows.sizes[0], rows.strides[0]]
                 group.pieces.append(position)
                 group.lying.append(where)
                 group.nbytes += manifest.box_nbytes(box)
-        return sorted(passes.values(), key=lambda group: group.start)
+        runs.sort(key=lambda run: run.start)
+        return sorted([*passes.values(), *_joined(runs)], key=lambda group: group.start)
+
+
+def _joined(runs: Iterable[DigestPass]) -> Iterator[DigestPass]:
+    """Passes over short runs of bytes together, as far as they are no longer than a piece."""
+    last: DigestPass | None = None
+    for run in runs:
+        if last is not None and last.nbytes + run.nbytes <= PIECE_BYTES and len(last.pieces) < SPANS_AT_ONCE:
+            last.pieces += run.pieces
+            last.lying += run.lying
+            last.nbytes += run.nbytes
+            continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:

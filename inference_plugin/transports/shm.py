@@ -24,6 +24,7 @@ from inference_plugin.transports.segment import (
     SharedSegment,
     why_no_segments,
 )
+from inference_plugin.transports.written import WrittenPieces
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
@@ -182,14 +183,23 @@ def _new_segment(nbytes: int) -> SharedSegment:
 
 def _write(segment: SharedSegment, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
     manifest = delivery.manifest
-    pieces: list[Piece] = []
     stats = WriteStats()
+    written = WrittenPieces(stats)
+    memory = segment.tensor.numpy()
+
+    def run_in(place: PiecePlace) -> tuple[Bytes, int] | None:
+        region = place.region
+        return (memory, region.offset) if region is not None and region.sizes[0] == 1 else None
+
     for item in delivery.slices:
         if segment.is_fresh:
             _back(segment, manifest, item.box)
-        for place, data in pieces_of(manifest, item, delivery.piece_bytes):
-            pieces.append(_place_and_digest(segment.tensor, manifest, place, data, stats))
+        places = manifest.split(item.box, delivery.piece_bytes)
+        if not written.copy_slice(manifest, item, places, run_in, lasts=delivery.slices_last):
+            for place, data in pieces_of(manifest, item, delivery.piece_bytes):
+                written.add(place.box, _place_and_digest(segment.tensor, manifest, place, data, stats))
         delivery.check_deadline(stats.nbytes)
+    pieces = written.end()
     segment.is_fresh = False
     return pieces, stats
 
@@ -211,7 +221,7 @@ def _back(segment: SharedSegment, manifest: Manifest, box: Box) -> None:
 
 def _place_and_digest(
     segment: torch.Tensor, manifest: Manifest, place: PiecePlace, data: Bytes, stats: WriteStats
-) -> Piece:
+) -> int:
     """As `place_piece`, with the digest computed in the same pass over memory where the rows allow it."""
     started_s = time.perf_counter()
     if (region := place.region) is None:
@@ -223,7 +233,7 @@ def _place_and_digest(
         digest = copy_rows_and_digest(segment.numpy(), region.offset, region.strides[0], data, *region.sizes)
     stats.nbytes += data.nbytes
     stats.move_s += time.perf_counter() - started_s
-    return Piece(place.box, digest)
+    return digest
 
 
 TRANSPORT = Transport(

@@ -28,11 +28,12 @@ from inference_plugin.transports.base import Delivery, Kept, Receiver, Sender, S
 from inference_plugin.transports.pieces import Bytes, DigestPasses, Lying, PieceRows, rows_of_pieces, typed
 from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.transports.shm import TRANSPORT as SHM
+from inference_plugin.transports.written import WrittenPieces
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows, copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ProtocolError, TransportUnavailable
-from inference_plugin.wire.geometry import Box, Piece
+from inference_plugin.wire.geometry import Box, Piece, PiecePlace
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest, aligned
 from inference_plugin.wire.messages.common import Count
@@ -209,20 +210,24 @@ class ZoneSender(Sender):
 
     def write(self, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
         manifest, targets = delivery.manifest, delivery.targets
-        pieces: list[Piece] = []
         stats = WriteStats()
+        written = WrittenPieces(stats)
+        lasts = delivery.slices_last
         zones = [self._zone(manifest, target) for target in targets]
         is_over = False
         try:
             for zone in zones:
                 zone.begin_writing()
             for item in delivery.slices:
-                for place, rows in rows_of_pieces(manifest, item, delivery.piece_bytes):
-                    began_s = time.perf_counter()
-                    pieces.append(Piece(place.box, _land(zones, manifest, place.box, rows)))
-                    stats.nbytes += place.end - place.start
-                    stats.move_s += time.perf_counter() - began_s
+                places = manifest.split(item.box, delivery.piece_bytes)
+                if not written.copy_slice(manifest, item, places, partial(_run_in, zones, manifest), lasts=lasts):
+                    for place, rows in rows_of_pieces(manifest, item, delivery.piece_bytes):
+                        began_s = time.perf_counter()
+                        written.add(place.box, _land(zones, manifest, place.box, rows))
+                        stats.nbytes += place.end - place.start
+                        stats.move_s += time.perf_counter() - began_s
                 delivery.check_deadline(stats.nbytes)
+            pieces = written.end()
             for zone in zones:
                 zone.end_writing()
             is_over = True
@@ -322,6 +327,19 @@ def _layout_in(segment: SharedSegment, address: ZoneAddress) -> ZoneLayout:
     if layout.nbytes > address.layout_at:
         raise ProtocolError(f"a zone whose layout, at {address.layout_at}, lies in its {layout.nbytes} bytes")
     return layout
+
+
+def _run_in(zones: Sequence[MappedZone], manifest: Manifest, place: PiecePlace) -> tuple[Any, int] | None:
+    """`Lands`, for the zones of some workers."""
+    found = [(zone, landing.rows) for zone in zones for landing in zone.layout.landings(manifest, place.box)]
+    if len(found) != 1:
+        return None
+    ((zone, rows),) = found
+    if rows is None or rows.sizes[0] != 1:
+        return None
+    if zone.is_fresh:
+        zone.segment.touch(rows.offset, rows.sizes[1])
+    return zone.writable, rows.offset
 
 
 def _land(zones: Sequence[MappedZone], manifest: Manifest, box: Box, piece: PieceRows) -> int:

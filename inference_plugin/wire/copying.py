@@ -34,6 +34,9 @@ SPANS_AT_ONCE = 64
 SHORTEST_STRIPED = 241
 """From this number of bytes on xxh3 works in stripes, as the compiled code does."""
 
+ALIGNED_BYTES = 32
+"""The compiled copies write vectors of so many bytes around the cache: in one pass with the digest only to multiples of them."""
+
 PLACE = struct.Struct("@PN")
 """Where bytes lie in this process's memory, and how many: as C reads it."""
 

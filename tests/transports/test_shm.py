@@ -26,6 +26,7 @@ from inference_plugin.transports import shm
 from inference_plugin.transports.base import Delivery
 from inference_plugin.transports.segment import SegmentAddress, SharedSegment
 from inference_plugin.transports.shm import ShmReceiver, ShmSender
+from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.errors import DigestMismatch, ProtocolError, SyncTimeout, TransportUnavailable
 from inference_plugin.wire.geometry import Box, Piece
 from inference_plugin.wire.manifest import Manifest, TensorSpec
@@ -46,10 +47,10 @@ FAR_S = 3600.0
 
 
 def send(
-    sender: ShmSender, manifest: Manifest, slices: object, description: bytes
+    sender: ShmSender, manifest: Manifest, slices: object, description: bytes, *, slices_last: bool = False
 ) -> tuple[list[Piece], shm.WriteStats]:
     deadline_s = time.monotonic() + FAR_S
-    return sender.write(Delivery("t", "policy", 0, manifest, description, slices, (), deadline_s))  # type: ignore[arg-type]
+    return sender.write(Delivery("t", "policy", 0, manifest, description, slices, (), deadline_s, slices_last))  # type: ignore[arg-type]
 
 
 def wholes(manifest: Manifest) -> list[Box]:
@@ -62,15 +63,16 @@ def read(segment: torch.Tensor, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("slices", [whole_slices, column_slices], ids=["whole", "columns"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("slices_last", [True, False], ids=["that last", "one at a time"])
 def test_what_is_written_is_read_bit_for_bit_and_passes_its_digests(
-    case: str, slices: Callable[[dict[str, torch.Tensor]], object]
+    case: str, slices: Callable[[dict[str, torch.Tensor]], object], slices_last: bool
 ) -> None:
     tensors = CASES[case]()
     manifest = manifest_for(tensors)
     sender, receiver = ShmSender(), ShmReceiver()
     description = sender.allocate(manifest, frozenset())
     staging = receiver.open(manifest, description, wholes(manifest))
-    pieces, stats = send(sender, manifest, slices(tensors), description)
+    pieces, stats = send(sender, manifest, slices(tensors), description, slices_last=slices_last)
     assert staging.check(manifest, pieces, lambda _: None) == manifest.nbytes
     assert (stats.nbytes, stats.messages) == (manifest.nbytes, 0)
     assert_equal_bytes(read(staging.segment, manifest), tensors)
@@ -152,7 +154,7 @@ def test_of_columns_side_by_side_the_one_with_a_wrong_byte_is_named(threads: int
 
 
 def test_checking_can_be_cancelled_between_two_pieces() -> None:
-    tensors = {"a": any_bits(torch.int8, 9), "b": any_bits(torch.int8, 5)}
+    tensors = {"a": any_bits(torch.int8, PIECE_BYTES), "b": any_bits(torch.int8, 5)}
     manifest = manifest_for(tensors)
     sender, receiver = ShmSender(), ShmReceiver()
     description = sender.allocate(manifest, frozenset())
@@ -166,7 +168,7 @@ def test_checking_can_be_cancelled_between_two_pieces() -> None:
 
     with pytest.raises(ProtocolError, match="cancelled"):
         staging.check(manifest, pieces, between)
-    assert seen == [9]
+    assert seen == [PIECE_BYTES]
     staging.close(), receiver.close(), sender.close()
 
 

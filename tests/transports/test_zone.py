@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from inference_plugin.transports.base import Delivery, Sender, Target
 from inference_plugin.transports.zone import ZoneAddress, ZoneReceiver, ZoneSender
+from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import (
     DigestMismatch,
     ManifestMismatch,
@@ -29,7 +30,7 @@ from inference_plugin.wire.errors import (
 )
 from inference_plugin.wire.geometry import Box, Piece, Region, c_strides, merge_dims
 from inference_plugin.wire.manifest import Manifest, TensorSpec
-from inference_plugin.wire.tensors import dtype_name
+from inference_plugin.wire.tensors import bytes_view, dtype_name
 from inference_plugin.wire.zone import Place, ZoneLayout, strides_of_box
 from tests.support.rig import ROOT
 from tests.transports.cases import any_bits
@@ -77,7 +78,8 @@ def layouts(draw: st.DrawFn, manifest: Manifest) -> ZoneLayout:
             for dim in order:
                 strides[dim] = step
                 step *= box.sizes[dim] + draw(st.integers(0, 1))
-            at = -(-at // item_bytes) * item_bytes + item_bytes * draw(st.integers(0, 3))
+            alignment = draw(st.sampled_from((item_bytes, 64)))
+            at = -(-at // alignment) * alignment + alignment * draw(st.integers(0, 3))
             places.append(Place(box, at, tuple(strides)))
             at += step * item_bytes
     return ZoneLayout(at + 1, tuple(places))
@@ -128,7 +130,7 @@ def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataO
     pieces: list[Piece] = []
     for number, sender in enumerate(ranks):
         slices = [LocalSlice(part, of_box(part, tensors[part.tensor])) for part in parts[number::2]]
-        pieces += write(sender, manifest, slices, targets)
+        pieces += write(sender, manifest, slices, targets, slices_last=data.draw(st.booleans()))
     for staging, layout in zip(staged, chosen, strict=True):
         expected = torch.full((layout.nbytes,), 0xAA, dtype=torch.uint8)
         for place in layout.places:
@@ -140,6 +142,48 @@ def test_any_slices_land_bit_for_bit_in_any_layout_of_any_workers(data: st.DataO
         staging.close()
     for one in (*ranks, *receivers):
         one.close()
+
+
+@pytest.mark.parametrize("slices_last", [True, False], ids=["that last", "one at a time"])
+def test_many_small_slices_hold_their_values_until_they_are_copied(
+    receiver: ZoneReceiver, sender: ZoneSender, slices_last: bool
+) -> None:
+    """A source may give up a slice once the next one is taken, or keep only its memory's values: nobody else holds the tensor."""
+    tensors = [any_bits(torch.bfloat16, 3 * size, 32, seed=size) for size in range(1, 151)]
+    manifest = manifest_of(tensors)
+    starts = itertools.accumulate((t.nbytes for t in tensors), initial=0)
+    whole = [manifest.whole(i) for i in range(len(tensors))]
+    places = [Place(box, at, (64, 2)) for box, at in zip(whole, starts, strict=False)]
+    receiver.land_in(ZoneLayout(sum(t.nbytes for t in tensors), tuple(places)), "cpu")
+    staging = receiver.open(manifest, b"", ())
+    buffer = torch.empty(450, 32, dtype=torch.bfloat16)
+
+    def slices() -> Iterator[LocalSlice]:
+        for box, tensor in zip(whole, tensors, strict=True):
+            given = tensor.clone() if slices_last else buffer[: len(tensor)].copy_(tensor)
+            yield LocalSlice(box, given)
+
+    far_s = time.monotonic() + FAR_S
+    delivery = Delivery("t", "policy", 0, manifest, b"", slices(), [target_of(staging.landing)], far_s, slices_last)
+    pieces, stats = sender.write(delivery)
+    assert [piece.box for piece in pieces] == whole and stats.nbytes == manifest.nbytes
+    assert [piece.digest for piece in pieces] == [digest_bytes(bytes_view(t).numpy()) for t in tensors]
+    assert torch.equal(staging.segment, torch.cat([bytes_view(t) for t in tensors]))
+    assert staging.check(manifest, pieces, lambda _: None) == manifest.nbytes
+    staging.close()
+
+
+def test_a_slice_whose_memory_was_freed_is_an_error_and_nothing_is_read(
+    receiver: ZoneReceiver, sender: ZoneSender
+) -> None:
+    tensor = any_bits(torch.float32, 64, 64)
+    manifest = manifest_of([tensor])
+    receiver.land_in(ZoneLayout(tensor.nbytes, (Place(manifest.whole(0), 0, (256, 4)),)), "cpu")
+    staging = receiver.open(manifest, b"", ())
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        write(sender, manifest, [LocalSlice(manifest.whole(0), tensor)], [target_of(staging.landing)], slices_last=True)
+    staging.close()
 
 
 @given(st.data())
