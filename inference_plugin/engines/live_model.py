@@ -33,6 +33,7 @@ class LiveModel:
     post-processed by a `quant_method` of theirs, or not at all. An engine's file overrides what it does otherwise."""
 
     fixed_addresses = False
+    captures_graphs = False
     reads_finished = True
     post_processing: type | tuple[type, ...] = ()
     """The classes of the engine's `quant_method`s that post-process."""

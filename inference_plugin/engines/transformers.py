@@ -135,7 +135,7 @@ class _Loop(EngineControl):
         self.runtime = RankRuntime(RankIdentity(self.replica, 0, tp_rank=0), model)
         self._model = model
         self._captured = captured
-        model.fixed_addresses = captured is not None
+        model.fixed_addresses = model.captures_graphs = captured is not None
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: list[_Request] = []
         self._held: list[_Request] = []

@@ -125,6 +125,11 @@ class EngineModel(Protocol):
     def fixed_addresses(self) -> bool:
         """Whether something (captured graphs, sleep mode) holds raw addresses of the live parameters."""
 
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether captured graphs or compiled code hold what a step computed with: also numbers, and tensors of objects that
+        nothing refers to any more."""
+
     def computing(self) -> AbstractContextManager[None]:
         """The context in which the engine's post-processing runs (current configuration, no gradients)."""
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "Boundary", "Path", "captured_by", "child_at", "copied", "equivalent", "helpers_under", "is_helper", "state_of",
-    "tensors_under", "words",
+    "PLAIN", "Boundary", "Path", "captured_by", "child_at", "children_of", "copied", "equivalent", "helpers_under", "is_helper",
+    "state_of", "tensors_under", "words",
 ]  # fmt: skip
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -33,7 +33,7 @@ _TORCH_OWN = frozenset(nn.Module().__dict__)
 _FOREIGN = frozenset((
     "torch", "numpy", "threading", "logging", "asyncio", "concurrent", "zmq", "pathlib", "multiprocessing", "weakref", "re",
 ))  # fmt: skip
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, type)
+PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, type)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def is_helper(value: Any, boundary: Boundary) -> bool:
         value, (Tensor, BaseException, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
     ):
         return False
-    if isinstance(value, (*_PLAIN, dict, list, tuple, set, frozenset)):
+    if isinstance(value, (*PLAIN, dict, list, tuple, set, frozenset)):
         return False
     return (hasattr(value, "__dict__") or _slots(value) != ()) and not boundary.keeps_out(value)
 
@@ -76,7 +76,14 @@ def child_at(root: Any, path: Path) -> Any:
     """The object at `path`. Raises LookupError or AttributeError if there is none."""
     for label in path:
         container: Any = root
-        root = container[label] if isinstance(root, (dict, list, tuple)) else getattr(root, str(label))
+        if isinstance(root, (dict, list, tuple)):
+            root = container[label]
+        elif isinstance(root, types.FunctionType):
+            root = dict(captured_by(root))[str(label)]
+        elif isinstance(root, functools.partial) and label != "func":
+            root = root.args[label] if isinstance(label, int) else root.keywords[label]
+        else:
+            root = getattr(root, str(label))
     return root
 
 
@@ -88,9 +95,9 @@ def tensors_under(module: nn.Module, boundary: Boundary) -> Iterator[tuple[Path,
         path, value = stack.pop()
         if isinstance(value, Tensor):
             yield path, value
-        elif not isinstance(value, _PLAIN) and id(value) not in seen:
+        elif not isinstance(value, PLAIN) and id(value) not in seen:
             seen.add(id(value))
-            stack += reversed([((*path, label), child) for label, child in _children(value, boundary)])
+            stack += reversed([((*path, label), child) for label, child in children_of(value, boundary)])
 
 
 def helpers_under(module: nn.Module, boundary: Boundary) -> list[tuple[Path, Any]]:
@@ -104,11 +111,12 @@ def helpers_under(module: nn.Module, boundary: Boundary) -> list[tuple[Path, Any
                 continue
             seen.add(id(value))
             found.append((path, value))
-        queue += [((*path, label), child) for label, child in _children(value, boundary)]
+        queue += [((*path, label), child) for label, child in children_of(value, boundary)]
     return found
 
 
-def _children(value: Any, boundary: Boundary) -> list[tuple[str | int, Any]]:
+def children_of(value: Any, boundary: Boundary) -> list[tuple[str | int, Any]]:
+    """What a container, a function or a helper holds, by the labels of `Path`; empty for all else."""
     if isinstance(value, dict):
         return [(key, item) for key, item in list(value.items()) if isinstance(key, (str, int))]
     if isinstance(value, (list, tuple)):
@@ -136,7 +144,7 @@ def equivalent(one: Any, other: Any, same: Callable[[Tensor, Tensor], bool], bou
             return False
         if isinstance(a, Tensor):
             return same(a, b)
-        if isinstance(a, _PLAIN):
+        if isinstance(a, PLAIN):
             return bool(a == b)
         seen.add((id(a), id(b)))
         if isinstance(a, types.FunctionType) and a.__code__ is not b.__code__:
@@ -146,7 +154,7 @@ def equivalent(one: Any, other: Any, same: Callable[[Tensor, Tensor], bool], bou
         ) or is_helper(a, boundary)
         if not entered:
             return False
-        left, right = _children(a, boundary), _children(b, boundary)
+        left, right = children_of(a, boundary), children_of(b, boundary)
         return [label for label, _ in left] == [label for label, _ in right] and all(
             alike(x, y) for (_, x), (_, y) in zip(left, right, strict=True)
         )

@@ -272,9 +272,11 @@ class LiveLayout:
         answers = Reduced(module, shares) if module in self.reducing else None
         return rebuild(self._post, module, self._trials[module], updated, self._plain, answers)
 
-    def move_in(self, rebuilt: RebuiltModule) -> None:
-        """Engine's thread: puts a rebuilt module's parts into the live module."""
-        rebuilt.move_into(self._post.live_modules[rebuilt.module], in_place=self._model.fixed_addresses)
+    def move_in(self, rebuilt: RebuiltModule, *, in_place: bool = False) -> None:
+        """Engine's thread: puts a rebuilt module's parts into the live module. `in_place`: nothing live may lie in the memory in
+        which they were made."""
+        live = self._post.live_modules[rebuilt.module]
+        rebuilt.move_into(live, in_place=in_place or self._model.fixed_addresses)
 
     def reset_references(self) -> None:
         """Engine's thread, after the live storages were written; see `LiveReferences.reset`."""

@@ -292,7 +292,7 @@ class StagedInstaller(CopyInstaller):
         self._way_back.touched = True
         replay.run()
         for module in (*modules, *at_commit):
-            self._layout.move_in(module)
+            self._layout.move_in(module, in_place=True)  # the next update is staged in the same memory
         self._layout.reset_references()
 
     def discard(self) -> None:

@@ -24,51 +24,58 @@ __all__ = ["RebuiltModule", "operands", "rebuild"]
 
 @dataclass
 class RebuiltModule:
-    """The parts of a rebuilt module that differ from the live one: attributes by path, tensors by name. `copied`: the tensors are
-    copies of those that the attributes were made from."""
+    """The parts of a rebuilt module that differ from the live one: attributes by path, tensors by name.
+
+    `inner`, `constant`: as in `Trial`. `values`: live tensors, each with the values that it is to get back. `copied`: the tensors
+    are copies of those that the attributes were made from.
+    """
 
     module: str
     attributes: dict[Path, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    inner: Mapping[Path, frozenset[Path]] = field(default_factory=dict)
+    constant: frozenset[Path] = frozenset()
+    values: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     copied: bool = False
 
     def move_into(self, live: nn.Module, *, in_place: bool) -> RebuiltModule:
         """Engine's thread: puts these parts into the live module; returns the replaced parts.
 
-        `in_place`: addresses of parameters, and of tensors in attributes, must stay. Other objects are replaced all the same, and
-        may point to the tensors that they were made from (oneDNN's matrix products do, to scales): those tensors live as long as
-        the objects, even if only their values were written into the live module. Raises `CommitFailed` if a shape or dtype makes
-        that impossible.
+        `in_place`: addresses of parameters, and of tensors in attributes, must stay; so an object with an entry in `inner` stays,
+        and the tensors inside it are overwritten. Other objects are replaced all the same, and may point to the tensors that they
+        were made from (oneDNN's matrix products do, to scales): those tensors live as long as the objects, even if only their
+        values were written into the live module. Raises `CommitFailed` if a shape or dtype makes that impossible.
         """
-        old = RebuiltModule(self.module, copied=in_place)
+        old = RebuiltModule(self.module, inner=self.inner, constant=self.constant, copied=in_place)
         objects: list[Any] = []
-        written: list[torch.Tensor] = []
+        written = list(self.values)
         for path, value in self.attributes.items():
             *way, name = path
             node = child_at(live, tuple(way))
             present = getattr(node, str(name), None)
             if in_place and isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-                _check_form(words(self.module, path), present, value)
-                old.attributes[path] = _overwrite(present, value)
-                written.append(value)
+                written.append((present, _fitting(words(self.module, path), present, value)))
+            elif path in self.inner and (in_place or path in self.constant):
+                for inside in self.inner[path]:
+                    held, made = child_at(present, inside), child_at(value, inside)
+                    written.append((held, _fitting(words(self.module, (*path, *inside)), held, made)))
             else:
                 old.attributes[path] = _set(node, str(name), value)
                 objects.append(value)
         for name, tensor in self.tensors.items():
             holder = live._parameters if name in live._parameters else live._buffers
-            held = holder[name]
-            assert held is not None
+            parameter = holder[name]
+            assert parameter is not None
             # Other objects often refer to a buffer, and buffers are small: write in place, so that the address stays.
-            alike = held.shape == tensor.shape and held.dtype == tensor.dtype
+            alike = parameter.shape == tensor.shape and parameter.dtype == tensor.dtype
             if in_place or (holder is live._buffers and alike):
-                _check_form(f"{self.module}.{name}", held, tensor)
-                old.tensors[name] = _overwrite(held, tensor)
-                written.append(tensor)
+                written.append((parameter, _fitting(f"{self.module}.{name}", parameter, tensor)))
             else:
-                old.tensors[name] = held.data
-                held.data = tensor
+                old.tensors[name] = parameter.data
+                parameter.data = tensor
+        old.values = _overwrite(written)
         if written and not self.copied:
-            _outlive(objects, written)
+            _outlive(objects, [value for _, value in written])
         return old
 
 
@@ -103,7 +110,7 @@ def rebuild(
     stand_in = post.stand_in(module, post.weights(updated), answers)
     post.finish(module, stand_in, answers)
     live = post.live_modules[module]
-    rebuilt = RebuiltModule(module)
+    rebuilt = RebuiltModule(module, inner=trial.inner, constant=trial.constant)
     for path, value in stand_in.changes().items():
         if path in trial.settled and post.settled(module, path, value, stand_in):
             continue
@@ -121,20 +128,29 @@ def rebuild(
     return rebuilt
 
 
-def _check_form(name: str, held: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Raises `CommitFailed` if `tensor` can't be written over `held`."""
+def _fitting(name: str, held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, if it can be written over `held`; else raises `CommitFailed`."""
     if held.shape != tensor.shape or held.dtype != tensor.dtype:
         raise CommitFailed(
             f"{name} became {tuple(tensor.shape)} {tensor.dtype}, which doesn't fit, and its address must stay",
             phase="commit",
         )
+    return tensor
 
 
-def _overwrite(held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Writes over a tensor in place; returns its old values."""
-    before = held.detach().clone()
-    held.data.copy_(tensor)
+def _overwrite(written: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Writes over tensors in place; returns them with their old values. A tensor that several objects hold is written once."""
+    once = {id(held): (held, value) for held, value in reversed(written)}.values()
+    before = [(held, held.detach().clone()) for held, _ in once]
+    for held, value in once:
+        _distinct(held).copy_(_distinct(value, like=held))
     return before
+
+
+def _distinct(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """`tensor` without the repeated elements of `like`, by default of itself: torch writes no expanded tensor."""
+    strides = (tensor if like is None else like).stride()
+    return tensor.data[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
 
 
 _made_from: dict[int, list[torch.Tensor]] = {}

@@ -7,18 +7,19 @@ live module holds for any weights. Anything else refuses the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from inference_plugin.install.collectives import Noted
-from inference_plugin.install.graph import Path, child_at, equivalent, is_helper, words
+from inference_plugin.install.graph import PLAIN, Path, child_at, equivalent, is_helper, words
+from inference_plugin.install.inner_tensors import inner_tensors
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT, StandIn
-from inference_plugin.install.storages import equal_bytes
+from inference_plugin.install.storages import equal_bytes, storage_id
 from inference_plugin.install.trial_load import check_trial_fits
 from inference_plugin.wire.errors import EngineUnsupported, first_few
 
@@ -41,6 +42,12 @@ class Trial:
     """Parameters that it adds, with memory of their own."""
     reductions: int = 0
     """How often it reduces a tensor over the ranks."""
+    inner: Mapping[Path, frozenset[Path]] = field(default_factory=dict)
+    """By attribute that is an object: the tensors inside it, which are overwritten where addresses must stay. Objects that can't
+    be updated so are missing."""
+    constant: frozenset[Path] = frozenset()
+    """Objects in `inner` that do not depend on the weights: the live one stays wherever it differs, with what the engine has put
+    into it since."""
 
     @property
     def rebuilds(self) -> bool:
@@ -94,7 +101,7 @@ def _try(post: PostProcessing, module: str) -> Trial:
         for name, held in before.items()
         if (now := one.module._parameters.get(name)) is not given[name] or not equal_bytes(now, held)
     }
-    moved, settled = _sort_attributes(post, module, one, other)
+    moved, settled, inner, constant = _sort_attributes(post, module, one, other)
     live = post.live_modules[module]
     buffers = set()
     for name, made in one.written_buffers().items():
@@ -103,7 +110,8 @@ def _try(post: PostProcessing, module: str) -> Trial:
         else:
             buffers.add(name)
     added, reductions = _added_by(post, module, one), len(asked[0].operands)
-    return Trial(frozenset(replaced), frozenset(moved), frozenset(settled), frozenset(buffers), added, reductions)
+    sorted_out = frozenset(replaced), frozenset(moved), frozenset(settled), frozenset(buffers)
+    return Trial(*sorted_out, added, reductions, inner, frozenset(constant))
 
 
 def _added_by(post: PostProcessing, module: str, finished: StandIn) -> frozenset[str]:
@@ -143,8 +151,11 @@ def _check_reductions(post: PostProcessing, module: str, one: Noted, other: Note
             )
 
 
-def _sort_attributes(post: PostProcessing, module: str, one: StandIn, other: StandIn) -> tuple[set[Path], set[Path]]:
-    """Sorts the attributes that post-processing set on two finished stand-ins into those to move and those that are settled."""
+def _sort_attributes(
+    post: PostProcessing, module: str, one: StandIn, other: StandIn
+) -> tuple[set[Path], set[Path], dict[Path, frozenset[Path]], set[Path]]:
+    """Sorts the attributes that post-processing set on two finished stand-ins into those to move and those that are settled. With
+    `Trial.inner` and `Trial.constant`."""
     changes, again = one.changes(), other.changes()
     if apart := sorted(map(str, changes.keys() ^ again.keys())):
         raise EngineUnsupported(
@@ -152,16 +163,48 @@ def _sort_attributes(post: PostProcessing, module: str, one: StandIn, other: Sta
         )
     moved: set[Path] = set()
     settled: set[Path] = set()
+    inner: dict[Path, frozenset[Path]] = {}
+    constant: set[Path] = set()
     for path, value in changes.items():
         if one.captures_itself(value):
             raise EngineUnsupported(f"{words(module, path)} holds the module that it belongs to", phase="open")
         alike = equivalent(value, again[path], _same_in(one, other), post.model.boundary)
-        if alike and post.settled(module, path, value, one):
+        is_object = value is not ABSENT and not isinstance(value, (torch.Tensor, *PLAIN))
+        if is_object and (found := _inner_tensors(post, module, path, value, again[path], one)) is not None:
+            inner[path] = found
+            constant |= {path} if alike else set()
+        if path in constant or (alike and post.settled(module, path, value, one)):
             settled.add(path)
         else:
             moved.add(path)
             _check_movable(module, path, value, one, post.live_modules[module])
-    return moved, settled
+            stays = isinstance(value, torch.Tensor) or (path in inner if is_object else alike)
+            if post.model.captures_graphs and not stays:
+                raise EngineUnsupported(
+                    f"captured graphs or compiled code hold {words(module, path)}, which depends on the weights in more than "
+                    "tensors that an update can overwrite",
+                    hint="start the engine eagerly, or leave what it is made of out of the group (partial=True)",
+                    phase="open",
+                )
+    return moved, settled, inner, constant
+
+
+def _inner_tensors(
+    post: PostProcessing, module: str, path: Path, value: Any, again: Any, one: StandIn
+) -> frozenset[Path] | None:
+    """The tensors inside an object that two finished stand-ins hold at `path`; see `inner_tensors`."""
+
+    def is_placed(made: torch.Tensor, held: Any) -> bool | None:
+        if (region := one.region(made)) is None:
+            return None
+        own = post.storages.tensors.get(region.tensor)
+        return isinstance(held, torch.Tensor) and own is not None and storage_id(held) == storage_id(own)
+
+    try:
+        live = child_at(post.live_modules[module], path)
+    except (LookupError, AttributeError):
+        return None
+    return inner_tensors(value, again, live, is_placed, post.model.runtime_state, post.model.boundary)
 
 
 def _check_movable(module: str, path: Path, value: Any, stand_in: StandIn, live: nn.Module) -> None:

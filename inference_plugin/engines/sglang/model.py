@@ -57,8 +57,9 @@ class SglangModel(LiveModel):
         self._config = runner.model_config
         self._updater = scheduler.weight_updater
         self._arguments = runner.server_args
-        captured = self.device.type != "cpu" and not self._arguments.disable_cuda_graph
-        self.fixed_addresses = captured or self._updater.memory_saver_adapter.enabled  # only memory of its own sleeps
+        self.captures_graphs = self.device.type != "cpu" and not self._arguments.disable_cuda_graph
+        # Only memory of its own sleeps.
+        self.fixed_addresses = self.captures_graphs or self._updater.memory_saver_adapter.enabled
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return checkpoint_headers(self._config.model_path, self._config.revision)

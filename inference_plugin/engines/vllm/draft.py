@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from inference_plugin.engines.live_model import with_children
-from inference_plugin.engines.vllm.model import VllmModel, holds_addresses, skeleton_of
+from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.groups import DRAFT, DRAFT_NAMES
 
@@ -86,7 +86,7 @@ def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module)
     }
     device = torch.device(worker.device)
     draft = DraftModel(_without(live, borrowed), device, config, model_config, skeleton._replace(constants=constants))
-    draft.fixed_addresses = holds_addresses(worker.vllm_config, device)
+    draft.note_graphs(worker.vllm_config)
     return draft
 
 

@@ -20,7 +20,7 @@ from inference_plugin.install.graph import Boundary
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.tensors import bytes_view
 
-__all__ = ["VllmModel", "holds_addresses", "skeleton_of"]
+__all__ = ["VllmModel", "skeleton_of"]
 
 
 class VllmModel(LiveModel):
@@ -41,11 +41,16 @@ class VllmModel(LiveModel):
         self.model_config = model_config
         self.post_processing, self.padded = QuantizeMethodBase, VocabParallelEmbedding
         super().__init__(live, device, *skeleton)
-        self.fixed_addresses = holds_addresses(config, device)
+        self.note_graphs(config)
         held = _expert_maps(live)
         self._experts = list(held.values())
         for name, places in held.items():
             self.skeleton.get_submodule(name).expert_map_manager = places
+
+    def note_graphs(self, config: Any) -> None:
+        """Notes what the engine that was started with `config` holds: graphs, and only memory of vLLM's own pool sleeps."""
+        self.captures_graphs = self.device.type != "cpu" and not config.model_config.enforce_eager
+        self.fixed_addresses = self.captures_graphs or bool(config.model_config.enable_sleep_mode)
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return checkpoint_headers(self.model_config.model, self.model_config.revision)
@@ -125,13 +130,6 @@ def _expert_maps(model: nn.Module) -> dict[str, Any]:
     could move an expert but load balancing."""
     held = {name: vars(module).get("expert_map_manager") for name, module in model.named_modules()}
     return {name: places for name, places in held.items() if places is not None}
-
-
-def holds_addresses(engine_config: Any, device: torch.device) -> bool:
-    """Whether the engine holds raw addresses of parameters: captured graphs do, and only memory of vLLM's own pool sleeps."""
-    model_config = engine_config.model_config
-    captured = device.type != "cpu" and not model_config.enforce_eager
-    return bool(captured or model_config.enable_sleep_mode)
 
 
 KV_SCALES = ("k_scale", "v_scale", "q_scale")

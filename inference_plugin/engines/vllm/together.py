@@ -40,7 +40,8 @@ class TogetherModel(VllmModel):
         super().__init__(
             _joint(served.live, draft.live), served.device, served.engine_config, served.model_config, skeleton
         )
-        self.fixed_addresses, self.ranks = served.fixed_addresses, served.ranks
+        self.fixed_addresses, self.captures_graphs = served.fixed_addresses, served.captures_graphs
+        self.ranks = served.ranks
         self.lock = _Both(served.lock, draft.lock)  # type: ignore[assignment]
         self.updated = served.updated
         self.updated.update(_prefixed(dict.fromkeys(draft.updated)))
