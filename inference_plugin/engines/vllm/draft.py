@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:
     live: Any = runner.get_draft_model()
     if live is None:
         return None
-    proposer: Any = worker.model_runner.drafter
+    proposer: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     if (why := _why_not(proposer, live)) is not None:
         return NoDraft(why)
     try:
@@ -66,12 +66,11 @@ def draft_of(worker: Any, served: nn.Module) -> DraftModel | NoDraft | None:
 
 def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module) -> DraftModel:
     from vllm.config import set_current_vllm_config
-    from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
+    own_config, prefix = _MADE[_kind(proposer)]
     with set_current_vllm_config(worker.vllm_config):
-        config = proposer._create_draft_vllm_config()
+        config = own_config(proposer)
     model_config = proposer.speculative_config.draft_model_config
-    prefix = "draft_model" if isinstance(proposer, DraftModelProposer) else ""
     skeleton = skeleton_of(config, model_config, prefix)
     with_adapters: nn.Module = worker.model_runner.get_model()  # whose modules LoRA may have wrapped
     borrowed = {*_borrowed(live, served), *_borrowed(live, with_adapters)}
@@ -90,14 +89,37 @@ def _draft_model(worker: Any, proposer: Any, live: nn.Module, served: nn.Module)
     return draft
 
 
+def _by_proposer(proposer: Any) -> Any:
+    return proposer._create_draft_vllm_config()
+
+
+def _by_overrides(speculator: Any) -> Any:
+    return speculator.speculative_config.apply_draft_overrides(speculator.vllm_config)
+
+
+def _kept(speculator: Any) -> Any:
+    return speculator._draft_vllm_config
+
+
+_MADE: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "vllm.v1.spec_decode.draft_model.DraftModelProposer": (_by_proposer, "draft_model"),
+    "vllm.v1.spec_decode.eagle.EagleProposer": (_by_proposer, ""),
+    # those of vLLM's second model runner, which GPUs have
+    "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator.StandaloneARSpeculator": (_kept, "draft_model"),
+    "vllm.v1.worker.gpu.spec_decode.eagle.speculator.EagleSpeculator": (_by_overrides, ""),
+    "vllm.v1.worker.gpu.spec_decode.mtp.speculator.MTPSpeculator": (_by_overrides, ""),
+}
+"""The proposers that compute nothing from a draft's weights beforehand: the configuration and the prefix with which each builds
+its draft."""
+
+
+def _kind(proposer: Any) -> str:
+    return f"{type(proposer).__module__}.{type(proposer).__qualname__}"
+
+
 def _why_not(proposer: Any, live: Any) -> str | None:
     """Why vLLM's proposer would go on with the old weights of a draft that was updated; None if it would not."""
-    try:
-        from vllm.v1.spec_decode.draft_model import DraftModelProposer
-        from vllm.v1.spec_decode.eagle import EagleProposer
-    except ImportError:
-        return "this version of vLLM builds it in a way that is not known"
-    if not hasattr(proposer, "_create_draft_vllm_config") or type(proposer) not in (DraftModelProposer, EagleProposer):
+    if _kind(proposer) not in _MADE:
         return f"what {type(proposer).__name__} computes from the draft's weights is not known"
     if not isinstance(live, nn.Module):
         return f"it runs inside a {type(live).__name__}"

@@ -26,7 +26,14 @@ __all__ = ["VllmModel", "skeleton_of"]
 class VllmModel(LiveModel):
     """`install.contract.EngineModel` of a model that vLLM made from `config`, an engine's whole configuration."""
 
-    runtime_state = frozenset({"kv_cache", "lora_manager", "moe_state"})
+    runtime_state = frozenset(
+        {
+            *("kv_cache", "lora_manager", "moe_state"),
+            *("_k_scale_cache", "_v_scale_cache"),  # parts of the KV cache, in Triton's attention
+            "_workspace_buffer",  # of FlashInfer's attention
+            *("handles", "alltoall_info"),  # of the last exchange of tokens between ranks with experts
+        }
+    )
     boundary = Boundary(
         ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm.forward_context", "vllm.lora", "transformers")
     )
@@ -92,11 +99,20 @@ class VllmModel(LiveModel):
                 "expert load balancing (enable_eplb) moves experts while the engine runs, and vLLM's loader knows only the "
                 "places where they began"
             )
+        if _prefetches():
+            return (
+                "its weights lie in the host's memory, from which vLLM fetches them layer by layer (offload_group_size)"
+            )
         if hasattr(self.live, "process_weights_after_loading"):
             return f"{type(self.live).__name__} post-processes as a whole"
         for name, module in self.live.named_modules():
             if isinstance(module, MLAAttention) and getattr(module, "dcp_q_replicate", False):
                 return f"{name} gathers its derived weights over the ranks of a decode context"
+            if getattr(module, "_o_scale_float", None) is not None:
+                return (
+                    f"{name} quantises what it gives to the next layer, by that layer's scale as it was at first use "
+                    "(fuse_attn_quant)"
+                )
         return None
 
     def read_rebuilt(
@@ -231,11 +247,40 @@ def skeleton_of(engine_config: Any, model_config: Any, prefix: str = "") -> Skel
     compilation.mode = CompilationMode.NONE
 
     def make() -> nn.Module:
-        model: nn.Module = initialize_model(vllm_config=config, model_config=model_config, prefix=prefix)
+        with _without_offloading():
+            model: nn.Module = initialize_model(vllm_config=config, model_config=model_config, prefix=prefix)
         _load_at_once(model)
         return model.eval()
 
     return build_skeleton(make, set_default_torch_dtype(model_config.dtype), rotary_embedding._ROPE_DICT)
+
+
+def _prefetches() -> bool:
+    try:
+        from vllm.model_executor.offloader import PrefetchOffloader, get_offloader
+    except ImportError:
+        return False
+    return isinstance(get_offloader(), PrefetchOffloader)
+
+
+@contextlib.contextmanager
+def _without_offloading() -> Iterator[None]:
+    """A second model has no weights that vLLM could move to the host's memory. The process's only offloader would try, and would
+    count them among the first model's."""
+    try:
+        from vllm.model_executor.offloader import NoopOffloader, get_offloader, set_offloader
+    except ImportError:
+        yield
+        return
+    kept = get_offloader()
+    if isinstance(kept, NoopOffloader):
+        yield
+        return
+    set_offloader(NoopOffloader())
+    try:
+        yield
+    finally:
+        set_offloader(kept)
 
 
 def _load_at_once(model: nn.Module) -> None:
