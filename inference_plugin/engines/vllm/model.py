@@ -29,6 +29,7 @@ class VllmModel(LiveModel):
     runtime_state = frozenset(
         {
             *("kv_cache", "lora_manager", "moe_state"),
+            "_lora_context",  # the adapters' slots, of a kernel for experts
             *("_k_scale_cache", "_v_scale_cache"),  # parts of the KV cache, in Triton's attention
             "_workspace_buffer",  # of FlashInfer's attention
             *("handles", "alltoall_info"),  # of the last exchange of tokens between ranks with experts
