@@ -54,6 +54,10 @@ def test_attention_that_took_the_next_layers_scale_as_a_number_refuses_updates_b
     assert found["fused"].startswith("model.layers.0.self_attn.attn quantises what it gives to the next layer")
 
 
+def test_ranks_that_share_the_tokens_of_prompts_are_told_apart(found: dict[str, Any]) -> None:
+    assert found["ranks"] == [[0, 2], [1, 2]]
+
+
 @pytest.mark.parametrize("speculator", ["StandaloneARSpeculator", "EagleSpeculator"])
 def test_the_draft_of_the_second_model_runner_is_updated(found: dict[str, Any], speculator: str) -> None:
     assert found["drafts"][speculator] == "a draft, complete: True"

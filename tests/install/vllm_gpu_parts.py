@@ -18,7 +18,7 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_PLUGINS="
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
@@ -33,12 +33,16 @@ from vllm.model_executor.utils import replace_parameter
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.gemma4.speculator import Gemma4Speculator
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.worker_base import WorkerBase
 
 from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.operations import RankReply
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.engines.vllm.draft import draft_of
 from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
+from inference_plugin.engines.vllm.worker import hook_worker
 from inference_plugin.install.installer import ModelInstaller
+from inference_plugin.wire.codec import decode_as
 from tests.install.installing import update
 from tests.install.vllm_skeletons import build_real
 from tests.support.models import make_llama
@@ -217,8 +221,30 @@ def drafts(config: VllmConfig) -> dict[str, str]:
     return found
 
 
+# --- ranks --------------------------------------------------------------------------------------------------------------------
+
+
+def ranks_with_context_parallelism(config: VllmConfig) -> list[list[int]]:
+    """The rank of each worker, and its number of ranks, where two share the tokens of prompts."""
+    hook_worker()
+    served, found = build_real(config), []
+    for rank in range(2):
+        runner = SimpleNamespace(get_model=lambda: served, get_draft_model=lambda: None)
+        worker = SimpleNamespace(model_runner=runner, vllm_config=config, device="cpu")
+        group, parallel_state._PCP = parallel_state._PCP, SimpleNamespace(rank_in_group=rank, world_size=2)
+        try:
+            reply = decode_as(WorkerBase.weightwire_start(worker, "replica"), RankReply)
+        finally:
+            parallel_state._PCP = group
+        assert reply.card is not None, reply
+        found.append([reply.card.rank, worker._weightwire_runtime.model.ranks])
+        WorkerBase.weightwire_stop(worker)
+    return found
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
+        os.environ["WEIGHTWIRE_RUNTIME_DIR"] = f"{scratch}/runtime"
         checkpoint = make_llama(Path(scratch) / "llama", seed=1)
         args = EngineArgs(
             model=str(checkpoint),
@@ -239,6 +265,7 @@ def main() -> None:
             "prefetch": beside_an_offloader(config, prefetching()),
             "fused": fused_with_the_next_layers_scale(config),
             "drafts": drafts(config),
+            "ranks": ranks_with_context_parallelism(config),
         }
     sys.stdout.write("\n" + json.dumps(results) + "\n")
 

@@ -28,6 +28,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.v1.spec_decode.eagle:EagleProposer", why="recognised: a head on the served model", without="the draft model of speculative decoding cannot be updated"),
     PatchPoint("vllm.distributed.parallel_state:get_tp_group", why="called: tensor-parallel rank"),
     PatchPoint("vllm.distributed.parallel_state:get_pp_group", why="called: pipeline rank"),
+    PatchPoint("vllm.distributed.parallel_state:get_pcp_group", why="called: rank among those that share prompts"),
     PatchPoint("vllm.config:set_current_vllm_config", ("vllm_config",), "called: context of model construction and post-processing"),
     PatchPoint(_LOADER + "initialize_model", ("vllm_config", "model_config"), "called: the skeleton"),
     PatchPoint("vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase.process_weights_after_loading", ("layer",), "called on stand-ins: what the engine does to a module after a load"),

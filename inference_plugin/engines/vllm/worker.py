@@ -98,13 +98,10 @@ def stop_worker(worker: Any) -> None:
 
 
 def _identity(replica: str) -> RankIdentity:
-    from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import get_dp_group, get_pcp_group, get_pp_group, get_tp_group
 
     tp, pp, dp = get_tp_group(), get_pp_group(), get_dp_group()  # dp: more than one where ranks share experts
-    return RankIdentity(
-        replica=replica,
-        rank=(dp.rank_in_group * pp.world_size + pp.rank_in_group) * tp.world_size + tp.rank_in_group,
-        tp_rank=tp.rank_in_group,
-        pp_rank=pp.rank_in_group,
-        ranks=dp.world_size * pp.world_size * tp.world_size,
-    )
+    rank, ranks = 0, 1
+    for group in (dp, pp, get_pcp_group(), tp):
+        rank, ranks = rank * group.world_size + group.rank_in_group, ranks * group.world_size
+    return RankIdentity(replica=replica, rank=rank, tp_rank=tp.rank_in_group, pp_rank=pp.rank_in_group, ranks=ranks)
