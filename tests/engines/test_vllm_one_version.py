@@ -37,8 +37,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "pp3": {"pipeline_parallel_size": 3},
     "in-process": {},
+    "async": {"async_scheduling": True},
+    "async-in-process": {"async_scheduling": True},
+    "async-tp2": {"async_scheduling": True, "tensor_parallel_size": 2},
 }
-UPDATES = {"tp2": 50 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 20, "pp2": 12, "pp3": 12, "in-process": 12}
+UPDATES = {"tp2": 50 if os.environ.get("WEIGHTWIRE_TEST_FULL") else 20}
 
 
 class Loaded:
@@ -65,8 +68,10 @@ class Loaded:
 def loaded(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint) -> Iterator[Loaded]:
     kind = "llama_deep" if request.param == "pp3" else "llama"
     models = checkpoint(kind, tied=False, seed=1), checkpoint(kind, tied=False, seed=2)
-    with Driver(runtime, in_process=request.param == "in-process") as driver:
+    variables = {"WEIGHTWIRE_TEST_ASYNC": "1"} if "async" in request.param else {}
+    with Driver(runtime, in_process="in-process" in request.param, **variables) as driver:
         driver.open(models[0], max_model_len=1024, **ENGINES[request.param])
+        assert all(about["async"] == ("async" in request.param) for about in driver.rpc("ext_about"))
         yield Loaded(request.param, driver, models)
     assert driver.leftovers() == []
 
@@ -156,7 +161,7 @@ def test_every_step_and_every_token_is_of_exactly_one_version_while_updates_alte
     names: list[str] = []
     with SyncManager(in_flight=in_flight, timeout_s=180) as sync:  # type: ignore[arg-type]
         sources = [ModuleAdapter(load_file(model / "model.safetensors")) for model in loaded.models]
-        updates = UPDATES[loaded.name]
+        updates = UPDATES.get(loaded.name, 12)
         for _ in range(updates):
             loaded.top_up(names)
             loaded.version += 1

@@ -19,6 +19,7 @@ import traceback
 from typing import Any
 
 import tests.support.torchvision_here  # noqa: F401 -- before vLLM looks at a model
+from tests.support import async_scheduling
 
 PASS_S = 0.002
 
@@ -113,6 +114,7 @@ class Driver:
     def do_open_bare(self, kwargs: dict[str, Any]) -> None:
         from vllm import LLM
 
+        async_scheduling.keep_if_asked()
         self.llm = LLM(**kwargs)
 
     def do_open(self, kwargs: dict[str, Any], env: dict[str, str]) -> list[str]:

@@ -26,7 +26,7 @@ import torch
 import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from tests.support import poison, reference_kernels, vllm_cpu_experts
+from tests.support import async_scheduling, poison, reference_kernels, vllm_cpu_experts
 from tests.support.reachable import reachable, reachable_tensors
 from tests.support.rig import eventually
 
@@ -65,6 +65,7 @@ with contextlib.suppress(ImportError):  # older versions
         CPUUnquantizedExperts.apply = only_own_experts(CPUUnquantizedExperts.apply)
 poison.spread_if_asked()
 reference_kernels.fill_in()
+async_scheduling.streams_if_asked()
 
 if not hasattr(WorkerWrapperBase.execute_model, "notes_steps"):
     original = WorkerWrapperBase.execute_model
@@ -107,7 +108,8 @@ class Extension:
     def ext_about(self) -> str:
         linear = [m for m in self.model_runner.get_model().modules() if hasattr(m, "cpu_linear")]  # type: ignore[attr-defined]
         plain = bool(linear) and all(m.cpu_linear is torch.nn.functional.linear for m in linear)
-        return json.dumps({"pid": os.getpid(), "plain": plain, "linear": len(linear)})
+        is_async = bool(self.vllm_config.scheduler_config.async_scheduling)  # type: ignore[attr-defined]
+        return json.dumps({"pid": os.getpid(), "plain": plain, "linear": len(linear), "async": is_async})
 
     def ext_state(self) -> str:
         """Everything reachable that the model computes with."""
