@@ -54,6 +54,11 @@ def test_attention_that_took_the_next_layers_scale_as_a_number_refuses_updates_b
     assert found["fused"].startswith("model.layers.0.self_attn.attn quantises what it gives to the next layer")
 
 
+def test_weights_in_a_cache_that_engines_share_refuse_updates_by_name(found: dict[str, Any]) -> None:
+    first, second, own = found["shared cache"]
+    assert first == second and "weight cache" in first and own is None
+
+
 def test_ranks_that_share_the_tokens_of_prompts_are_told_apart(found: dict[str, Any]) -> None:
     assert found["ranks"] == [[0, 2], [1, 2]]
 

@@ -195,6 +195,18 @@ def fused_with_the_next_layers_scale(config: VllmConfig) -> str | None:
     return VllmModel(live, torch.device("cpu"), config, config.model_config, skeleton).unfinishable()
 
 
+def in_a_shared_cache(config: VllmConfig) -> list[str | None]:
+    """Why a model is refused that is served from vLLM's weight cache, for each mode of that."""
+    live, skeleton, load = build_real(config), skeleton_of(config, config.model_config), config.load_config
+    model = VllmModel(live, torch.device("cpu"), config, config.model_config, skeleton)
+    found, before = [], (load.load_format, load.model_loader_extra_config)
+    for extra in ({}, {"mode": "zero_copy"}, {"mode": "copy"}):
+        load.load_format, load.model_loader_extra_config = "ipc_cache", extra
+        found.append(model.unfinishable())
+    load.load_format, load.model_loader_extra_config = before
+    return found
+
+
 # --- drafts -------------------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +276,7 @@ def main() -> None:
             "counted by uva": uva.cpu_offload_bytes,
             "prefetch": beside_an_offloader(config, prefetching()),
             "fused": fused_with_the_next_layers_scale(config),
+            "shared cache": in_a_shared_cache(config),
             "drafts": drafts(config),
             "ranks": ranks_with_context_parallelism(config),
         }

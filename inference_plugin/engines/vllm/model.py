@@ -100,6 +100,12 @@ class VllmModel(LiveModel):
                 "expert load balancing (enable_eplb) moves experts while the engine runs, and vLLM's loader knows only the "
                 "places where they began"
             )
+        load = self.engine_config.load_config
+        if load.load_format == "ipc_cache" and (load.model_loader_extra_config or {}).get("mode") != "copy":
+            return (
+                "its weights may lie in vLLM's weight cache, from which other engines are served, too (load format ipc_cache; "
+                '--model-loader-extra-config \'{"mode": "copy"}\' gives it its own)'
+            )
         if _prefetches():
             return (
                 "its weights lie in the host's memory, from which vLLM fetches them layer by layer (offload_group_size)"

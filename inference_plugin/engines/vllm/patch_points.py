@@ -36,6 +36,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.platforms:current_platform", why="asked whether its FP8 scales are doubled"),
     PatchPoint("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class", ("kv_transfer_config",), "called: whether a connector can be told to forget"),
     PatchPoint("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1", why="read: a connector without a `reset_cache` of its own is refused"),
+    PatchPoint("vllm.config:LoadConfig.load_format", why="read: weights in a cache that engines share are refused"),
     PatchPoint("vllm.config:ParallelConfig.enable_eplb", why="read: experts that move while the engine runs are refused"),
     PatchPoint("vllm.model_executor.kernels.linear.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel.apply_weights", ("layer", "x", "bias"), "called: reads a weight back that it keeps packed", without="`verify` can't read the weights of W8A8-int8 layers back"),
     PatchPoint("vllm.model_executor.layers.fused_moe.expert_map_manager:ExpertMapManager.expert_map", why="read: the skeleton's loader places experts as the live model has them", without="a mixture of experts is updated only where experts stay in their first places"),
