@@ -1,4 +1,4 @@
-"""The SyncManager: one update of one group, from the trainer's ranks into every replica of the job on this host.
+"""The SyncManager: one update of one group, from the trainer's ranks into every replica of the job.
 
 Rank 0 leads; the other ranks write what they hold and wait for the outcome:
 
@@ -173,8 +173,7 @@ class SyncManager:
         `model`: a `WeightSource`, or what `trainer_adapters.sources.chosen` finds the adapter for: a module (plain, DDP, FSDP,
         DTensors, PEFT), Megatron's chunks with `hf_config`, a mapping of tensors. The adapter is kept for as long as the same
         model is given; making it is collective for Megatron and PEFT. `dtype`: in which all tensors travel ("engine": each in the
-        engine's own). `version`: by
-        default one more than the highest that was sent or that a replica serves; rank 0 decides it.
+        engine's own). `version`: by default one more than the highest that was sent or that a replica serves, as rank 0 decides.
 
         Raises if no replica took it, and if a replica that lives did not take it although others did: the error's `report` says
         what became of each. Replicas that took it keep it; the others serve what they served before, and are caught up, as
@@ -216,7 +215,8 @@ class SyncManager:
         return self._context.events.on(event, listener)
 
     def verify(self, model: Sendable, *, dtype: torch.dtype | str | None = None, hf_config: Any = None) -> VerifyReport:
-        """Compares every replica's live parameters with the model, byte for byte, in engine coordinates; see `update`."""
+        """Compares every replica's live parameters with the model, byte for byte, in engine coordinates; arguments as in `update`.
+        A difference, or a replica that does not answer, makes the report's `ok` False; raises where there is no replica."""
         self._thread.check_open()
         source = self._models.source_of(model, dtype, hf_config)
         return self._thread.call("verify()", lambda deadline_s: self._verify(source, deadline_s), reads=True)

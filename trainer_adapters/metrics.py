@@ -23,7 +23,9 @@ from trainer_adapters.manager import SyncManager
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 except ImportError as error:
-    raise ImportError(f"metrics need prometheus-client ({error}): pip install 'weightwire[metrics]'") from None
+    raise ImportError(
+        f"metrics need prometheus-client ({error}): pip install '.[metrics]' in a checkout of weightwire"
+    ) from None
 
 __all__ = ["UpdateMetrics"]
 

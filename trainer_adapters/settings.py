@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Quorum:
     """Commits as soon as `count` replicas are ready; aborts everywhere if fewer can be. The others keep their version
-    until the next update."""
+    until they are caught up, or until the next update. Raises `ValueError` for a count that is no int from 1 on."""
 
     count: int
 
@@ -38,7 +38,7 @@ class Quorum:
 @dataclass(frozen=True)
 class BestEffort:
     """Commits the replicas that are ready `deadline_s` after the trainer has written. The others keep their version until
-    the next update."""
+    they are caught up, or until the next update. Raises `ValueError` unless `deadline_s` is above 0."""
 
     deadline_s: float
 

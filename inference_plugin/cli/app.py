@@ -18,7 +18,9 @@ from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
 try:
     import click
 except ImportError as error:
-    raise SystemExit(f"the weightwire command needs more packages ({error}): pip install 'weightwire[cli]'") from None
+    raise SystemExit(
+        f"the weightwire command needs more packages ({error}): pip install '.[cli]' in a checkout of weightwire"
+    ) from None
 
 __all__ = ["Seconds", "app", "as_json_option", "asked", "job_option"]
 

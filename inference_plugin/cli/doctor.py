@@ -103,7 +103,8 @@ def _look_at_environment(facts: dict[str, Any], problems: list[str]) -> None:
             problems.append(str(error))
     if facts["engines_installed"] and not facts["entry_points"]:
         problems.append(
-            "an engine is installed here, but no entry point of weightwire is: pip install weightwire beside it"
+            "an engine is installed here, but no entry point of weightwire is: pip install . in a checkout of weightwire, "
+            "beside the engine"
         )
     for variable, engine in (("VLLM_PLUGINS", "vLLM"), ("SGLANG_PLUGINS", "SGLang")):
         allowed = os.environ.get(variable, "weightwire")

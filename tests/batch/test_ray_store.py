@@ -252,7 +252,7 @@ except TransportUnavailable as error:
     print(error.hint)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.strip() == "pip install weightwire[ray]"
+    assert done.stdout.strip() == "pip install '.[ray]' in a checkout of weightwire"
 
 
 def test_a_process_outside_of_a_cluster_starts_none(ray: Any, store: RayStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,4 +332,4 @@ except TransportUnavailable as error:
     print(error.hint)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.strip() == "pip install weightwire[transferqueue]"
+    assert done.stdout.strip() == "pip install '.[transferqueue]' in a checkout of weightwire"

@@ -126,6 +126,15 @@ def test_what_the_pages_install_is_a_checkout_with_extras_that_there_are() -> No
     assert {extra for _, extra in ours if extra} <= set(extras)
 
 
+def test_what_errors_tell_a_user_to_install_is_a_checkout_with_extras_that_there_are() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    source = "\n".join(path.read_text() for folder in OURS for path in sorted((ROOT / folder).rglob("*.py")))
+    told = re.findall(r"pip install +'?([\w.]+)(?:\[(\w+)\])?", source)
+    ours = [(what, extra) for what, extra in told if what in (".", "weightwire")]
+    assert len(ours) > 4 and {what for what, _ in ours} == {"."}
+    assert {extra for _, extra in ours if extra} <= set(extras)
+
+
 def test_every_page_of_docs_is_in_the_navigation_of_the_site() -> None:
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     there = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}

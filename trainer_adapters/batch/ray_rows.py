@@ -90,7 +90,7 @@ def ray_library() -> Any:
     except ImportError as error:
         raise TransportUnavailable(
             f"these rows lie in Ray's object store, and Ray can't be imported: {error}",
-            hint="pip install weightwire[ray]",
+            hint="pip install '.[ray]' in a checkout of weightwire",
         ) from error
     if not ray.is_initialized():
         raise TransportUnavailable(

@@ -53,7 +53,7 @@ try:
     from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 except ImportError as missing:
     raise TransportUnavailable(
-        f"TransferQueue can't be imported: {missing}", hint="pip install weightwire[transferqueue]"
+        f"TransferQueue can't be imported: {missing}", hint="pip install '.[transferqueue]' in a checkout of weightwire"
     ) from missing
 
 __all__ = ["BACKEND", "RowsNotFound", "WeightwireStorageManager", "batch_of", "register"]

@@ -250,5 +250,5 @@ def check_places() -> None:
     except (ImportError, AttributeError) as missing:
         raise EngineUnsupported(
             f"TRL is missing here, or another one than 1.16.0, to which this is written: {missing}",
-            hint="pip install weightwire[trl]",
+            hint="pip install '.[trl]' in a checkout of weightwire",
         ) from missing
