@@ -215,7 +215,7 @@ class SyncManager:
         return self._context.events.on(event, listener)
 
     def verify(self, model: Sendable, *, dtype: torch.dtype | str | None = None, hf_config: Any = None) -> VerifyReport:
-        """Compares every replica's live parameters with the model, byte for byte, in engine coordinates; arguments as in `update`.
+        """Compares every replica's parameters with the model, byte for byte, in engine coordinates. Arguments as in `update`.
         A difference, or a replica that does not answer, makes the report's `ok` False; raises where there is no replica."""
         self._thread.check_open()
         source = self._models.source_of(model, dtype, hf_config)
