@@ -48,7 +48,7 @@ class LoadFindings:
 
     def cast(self, name: str, sent: torch.dtype, wanted: torch.dtype, destination: str) -> None:
         """The loader would cast this tensor."""
-        self._casts.setdefault(name, f"{sent} in the checkpoint, {wanted} in {destination}")
+        self._casts.setdefault(name, f"the trainer sends {sent}, the engine holds {wanted} in {destination}")
         self._wanted.setdefault(name, wanted)
 
     def mutated(self, source: str, how: str) -> None:

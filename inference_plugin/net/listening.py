@@ -3,6 +3,7 @@ a key."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -21,6 +22,7 @@ from inference_plugin.wire.errors import AuthError, ConfigError, TransportUnavai
 
 __all__ = [
     "MEND_EVERY_S", "Listener", "check_listen_address", "is_abandoned", "lacks_room", "listens_on", "make_private",
+    "remove_socket",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -45,8 +47,8 @@ class Listener:
 
     `listen` is `ipc://PATH`, or `tcp://HOST:PORT` with an address of this host or an interface's name; port `*` takes a free
     one. Raises `AuthError` for a TCP address that other hosts could reach without a key, or that does not tell them where to
-    connect; for an address that can't be bound; for the path of a living socket or of any other file. Raises
-    `ConfigError` where the directory has no room for a socket, `TransportUnavailable` where too few descriptors are free, or no
+    connect; for a TCP address that can't be bound; for the path of a living socket or of any other file. Raises
+    `ConfigError` where no socket can be made in the directory, `TransportUnavailable` where too few descriptors are free, or no
     thread can be started.
 
     With `waits_for_room`, an `ipc://` socket for which the directory has no room is bound by `mend`, as soon as there is room.
@@ -96,14 +98,15 @@ class Listener:
                 self._make_directory()
             self.socket.bind(listen)
         except (ConfigError, zmq.ZMQError) as error:
-            if self._path is None or not lacks_room(error):
+            if self._path is None or (isinstance(error, ConfigError) and not lacks_room(error)):
                 raise
+            room = "make room there, or " if lacks_room(error) else ""
             no_room = ConfigError(
                 f"no socket can be made at {listen}: {getattr(error.__cause__ or error, 'strerror', error)}",
-                hint="make room there, or set WEIGHTWIRE_RUNTIME_DIR to another directory",
+                hint=f"{room}set WEIGHTWIRE_RUNTIME_DIR to another directory",
                 phase="start",
             )
-            if not waits_for_room:
+            if not (waits_for_room and room):
                 raise no_room from error
             logger.warning("weightwire: nobody reaches this process before there is room for its socket: %s", no_room)
             self._missing, self._unmended = "could not be made at first", str(error)
@@ -178,6 +181,13 @@ def check_unused(path: Path) -> None:
         hint="give each server an address of its own, or close the one that has this address first",
         phase="start",
     )
+
+
+def remove_socket(path: Path) -> None:
+    """Removes the file of a socket that was closed or could not be made. Never raises: the next reader of the directory removes
+    what stays."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def is_abandoned(path: Path) -> bool:

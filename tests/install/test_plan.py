@@ -385,7 +385,7 @@ def test_a_number_that_the_loader_reads_and_fills_in_is_a_copy(dtype: torch.dtyp
 
 def test_a_number_of_another_dtype_is_refused_where_it_is_filled_in() -> None:
     plan = Case(lambda: Bag({"s": ()}), fill_in, {"s": (1,)}, s=BF16).trace()
-    assert plan.dtype_conflicts == {"s": "torch.bfloat16 in the checkpoint, torch.float32 in s"}
+    assert plan.dtype_conflicts == {"s": "the trainer sends torch.bfloat16, the engine holds torch.float32 in s"}
 
 
 @pytest.mark.parametrize(
@@ -545,7 +545,7 @@ def test_what_is_more_than_a_copy_refuses_its_destination(load: Callable[..., ob
 def test_a_cast_is_refused_and_named() -> None:
     plan = refused(lambda p, t: p.data.copy_(t), w=BF16)
     assert plan.refused["w"] == "cast from torch.bfloat16 to torch.float32"
-    assert plan.dtype_conflicts == {"w": "torch.bfloat16 in the checkpoint, torch.float32 in w"}
+    assert plan.dtype_conflicts == {"w": "the trainer sends torch.bfloat16, the engine holds torch.float32 in w"}
 
 
 def swallow(do: Callable[[], object]) -> None:

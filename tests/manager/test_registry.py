@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,12 +18,15 @@ from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel
 from inference_plugin.net.registration import Registration
 from inference_plugin.wire import codec
-from inference_plugin.wire.errors import AuthError, ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import AuthError, ConfigError, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Describe, Done, Failed, Leave, Register, ReplicaCard, WorkerCard
 from tests.manager.conftest import Start
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import ROOT, eventually, kill
+from tests.support.small_disk import read_only, small_disk
+from trainer_adapters.batch.rollouts.pool import RolloutPool
+from trainer_adapters.batch.store import Store
 from trainer_adapters.fleet import registry
 from trainer_adapters.fleet.registry import Registry
 
@@ -203,6 +206,18 @@ def test_an_address_that_is_no_registry_is_refused_by_the_variables_name(
     monkeypatch.setenv("WEIGHTWIRE_REGISTRY", address)
     with pytest.raises(AuthError, match="WEIGHTWIRE_REGISTRY"):
         addresses.registry_address()
+
+
+@pytest.mark.parametrize("made", [SyncManager, RolloutPool, lambda: Store(budget_bytes=1)], ids=["manager", "pool", "store"])
+def test_a_runtime_directory_on_a_read_only_disk_is_an_error_that_says_what_to_set(
+    made: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk() as path:
+        monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(path))
+        addresses.runtime_dir()
+        with read_only(path), pytest.raises(ConfigError, match="no socket can be made at .*Read-only") as raised:
+            made()
+        assert "WEIGHTWIRE_RUNTIME_DIR" in raised.value.hint
 
 
 def test_nothing_in_the_packages_sleeps() -> None:

@@ -40,6 +40,16 @@ def full(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """Nothing can be changed on the disk."""
+    subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(directory)], check=True)
+
+
+@contextlib.contextmanager
 def without_inodes(directory: Path) -> Iterator[None]:
     """No file, socket or directory can be made."""
     subprocess.run(["mount", "-o", f"remount,nr_inodes={FILES}", str(directory)], check=True)

@@ -18,7 +18,7 @@ from inference_plugin.net.listening import Listener
 from inference_plugin.net.processes import ProcessId, start_ticks
 from inference_plugin.net.reply_server import Asker, ReplyServer, Service
 from inference_plugin.wire import codec
-from inference_plugin.wire.errors import ProtocolError, WeightwireError
+from inference_plugin.wire.errors import ConfigError, ProtocolError, WeightwireError
 from inference_plugin.wire.messages import (
     Abort,
     Body,
@@ -199,6 +199,13 @@ def test_a_socket_is_made_again_while_libzmq_still_holds_the_monitor_of_the_old_
     finally:
         late.close(0)
         listener.close()
+
+
+def test_a_directory_in_which_no_socket_may_be_made_is_an_error_that_says_what_to_set() -> None:
+    """There is nothing to wait for."""
+    with pytest.raises(ConfigError, match="no socket can be made at ipc:///sys/one") as raised:
+        Listener(zmq.ROUTER, "ipc:///sys/one", max_bytes=1 << 20, waits_for_room=True)
+    assert raised.value.hint == "set WEIGHTWIRE_RUNTIME_DIR to another directory"
 
 
 @pytest.mark.parametrize("has_directory", [True, False])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from inference_plugin import __version__
 from inference_plugin.net import addresses
+from inference_plugin.net.listening import remove_socket
 from inference_plugin.net.processes import ProcessId, has_ended
 from inference_plugin.net.reply_server import Asker, ReplyServer, Service
 from inference_plugin.wire.errors import AuthError, ProtocolError, SyncTimeout, WeightwireError
@@ -52,7 +53,7 @@ class Registry(Service):
             )
             self._server.start()
         except BaseException:
-            self._path.unlink(missing_ok=True)
+            remove_socket(self._path)
             raise
         self.address = self._server.addresses[-1]
 
@@ -105,7 +106,7 @@ class Registry(Service):
     def close(self) -> None:
         """Ends the thread and closes the sockets; may be called twice."""
         self._server.close()
-        self._path.unlink(missing_ok=True)
+        remove_socket(self._path)
 
     # --- the registry's own thread -----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import zmq
 
 from inference_plugin.net.addresses import boot_id, new_replica_id, runtime_dir
 from inference_plugin.net.channel import Channel
-from inference_plugin.net.listening import Listener, listens_on
+from inference_plugin.net.listening import Listener, listens_on, remove_socket
 from inference_plugin.net.processes import ProcessWatch, start_ticks
 from inference_plugin.wire import codec
 from inference_plugin.wire.errors import ProtocolError, SyncTimeout, WeightwireError
@@ -240,7 +240,7 @@ class TrainerRanks:
             self._listener.close(linger_ms=1000)
             self._listener = None
             if self._socket_path is not None:
-                self._socket_path.unlink(missing_ok=True)
+                remove_socket(self._socket_path)
         for process in self._processes.values():
             process.close()
         self._processes.clear()

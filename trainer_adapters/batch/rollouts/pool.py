@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from inference_plugin.net import addresses
-from inference_plugin.net.listening import listens_on
+from inference_plugin.net.listening import listens_on, remove_socket
 from inference_plugin.net.processes import ProcessId
 from inference_plugin.net.reply_server import Asker, ReplyServer, Service
 from inference_plugin.wire.closing import Closing
@@ -113,7 +113,7 @@ class RolloutPool(Closing, Service):
                 max_bytes=MAX_CONTROL_BYTES,
             )
         except BaseException:
-            self._path.unlink(missing_ok=True)
+            remove_socket(self._path)
             raise
         self.addresses = tuple(self._server.addresses)
         self._callbacks = CallbackThread("weightwire-rollout-futures")
@@ -213,7 +213,7 @@ class RolloutPool(Closing, Service):
             self._changed.wait_for(lambda: all(each.silent for each in self._machine.workers.values()), STOP_S)
             listeners, self._listeners = self._listeners, {}
         self._server.close()
-        self._path.unlink(missing_ok=True)
+        remove_socket(self._path)
         for thread in (self._callbacks, *(thread for thread, _ in listeners.values())):
             thread.close(CALLBACKS_S)
 
