@@ -245,15 +245,22 @@ def starting(job: str | None = None) -> list[str]:
 
 
 def none_runs(job: str | None = None) -> str:
-    """Says that the job has no replica here: where that was looked up, whether a card could be written there, and which engines
-    start or run without the plug-in."""
-    told = [f"no replica of job {job or job_name()!r} runs; looked in {runtime_dir(job)}"]
+    """Says that the job has no replica here, and what `looked` tells."""
+    return f"no replica of job {job or job_name()!r} runs; {looked(job)}"
+
+
+def looked(job: str | None = None) -> str:
+    """Says where the job's replicas were looked up, whether a card could be written there, which engines start or run without
+    the plug-in, and which other jobs have replicas here."""
+    told = [f"looked in {runtime_dir(job)}"]
     try:
         check_writable(job)
     except ConfigError as error:
         told.append(f"{error.message}: a replica that runs can't publish its card; {error.hint}")
     told += [f"starting: {text}" for text in starting(job)]
     told += [f"without the plug-in: {text}" for text in problems(job)]
+    if others := _jobs_with_replicas() - {job or job_name()}:
+        told.append(f"replicas of other jobs run here: {', '.join(map(repr, sorted(others)))}")
     return "; ".join(told)
 
 
@@ -326,6 +333,16 @@ def _job_path(job: str | None = None) -> Path:
     else:
         root = Path(f"/tmp/weightwire-{os.getuid()}")
     return root / (job or job_name())
+
+
+def _jobs_with_replicas() -> set[str]:
+    """The jobs of this user that have living replicas here."""
+    jobs = set()
+    for path in _job_path().parent.glob("*/*.card"):
+        with contextlib.suppress(ProtocolError, OSError):
+            card = decode_as(path.read_bytes(), ReplicaCard)
+            jobs |= set() if _is_stale(card) else {card.job}
+    return jobs
 
 
 def _card_path(replica: str, job: str | None) -> Path:

@@ -31,6 +31,12 @@ from inference_plugin.worker.transaction import Job, Opening, Transaction
 __all__ = ["bucket", "handlers", "open_group"]
 
 
+ANOTHER_MANAGER = (
+    "another SyncManager, of another trainer perhaps, updates this group too: let one manager update it, or give each trainer "
+    "and its engines a WEIGHTWIRE_JOB of their own"
+)
+
+
 def still_committing() -> SyncTimeout:
     """The error of a request that came during a commit. It concerns this replica alone, and only for now."""
     return SyncTimeout(
@@ -60,7 +66,7 @@ def open_group(group: WeightUpdateGroup, asker: Any, request: OpenGroup) -> None
         return
     if group.state == "committing":
         raise still_committing()
-    group.drop("the group was opened anew")
+    group.drop("the group was opened anew", hint=ANOTHER_MANAGER)
     opening = Opening(request, [asker])
     group.openings.append(opening)
     group.queue(Job(AgreeOnTerms(request), opening=opening))
@@ -107,7 +113,7 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
         raise VersionConflict(f"transaction {request.txn} is committed already")
     if current is not None and current.version > request.version:
         raise VersionConflict(f"version {current.version} is on its way, {request.version} is older")
-    group.drop("another transaction overtook it")
+    group.drop("another transaction overtook it", hint=ANOTHER_MANAGER)
     expires_at_s = group.shared.now_s + request.lease_s
     transaction = Transaction(request.txn, request.version, request.sender, request.lease_s, expires_at_s, must_equal)
     transaction.begin_askers.append(asker)

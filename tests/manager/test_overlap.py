@@ -182,7 +182,9 @@ def test_an_event_loop_goes_on_while_an_update_waits(start: Start) -> None:
         assert asyncio.run(train(manager)) == 1
 
 
-def test_closing_fails_what_has_not_begun_and_lets_what_is_under_way_end(start: Start) -> None:
+def test_closing_fails_what_has_not_begun_and_lets_what_is_under_way_end(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = start()
     rig.ask("hold")
     manager = SyncManager(timeout_s=60)
@@ -190,7 +192,7 @@ def test_closing_fails_what_has_not_begun_and_lets_what_is_under_way_end(start: 
     eventually(lambda: waiting(rig), what="the first update at its boundary")
     closing = threading.Thread(target=manager.close)
     closing.start()
-    eventually(lambda: manager._thread.is_closing, what="the close")
+    eventually(lambda: "the manager closes after the operation under way" in caplog.text, what="the close")
     rig.ask("go on")
     assert updates[0].result(60).version == 1
     for update in updates[1:]:

@@ -84,12 +84,17 @@ class Registry(Service):
             if len(found := look()) >= count:
                 return found
             with self._changed:
-                if not self._changed.wait_for(lambda: self._changes > changes, deadline_s - time.monotonic()):  # noqa: B023
-                    raise SyncTimeout(
-                        f"{len(found)} of {count} replicas of job {addresses.job_name()!r} are there after {timeout_s:g} s",
-                        side="manager",
-                        phase="discover",
-                    )
+                has_changed = self._changed.wait_for(
+                    lambda: self._changes > changes,  # noqa: B023
+                    deadline_s - time.monotonic(),
+                )
+            if not has_changed:
+                raise SyncTimeout(
+                    f"{len(found)} of {count} replicas of job {addresses.job_name()!r} are there after {timeout_s:g} s; "
+                    f"{addresses.looked()}",
+                    side="manager",
+                    phase="discover",
+                )
 
     def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Adds a listener, which the registry's thread calls when a replica appears, changes, is heard of or disappears. It must

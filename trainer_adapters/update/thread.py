@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import os
 import sys
 import threading
@@ -21,6 +22,11 @@ __all__ = ["OperationThread"]
 
 CLOSE_S = 20.0
 """How long closing may take after earlier operations: it ends pauses, catch-ups and segments in turn, each in a few seconds."""
+
+SILENT_S = 2.0
+"""After this time a warning says what closing waits for."""
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -120,6 +126,10 @@ class OperationThread:
             closed = self._closed
         if not wait or self.is_this_thread:
             return
+        concurrent.futures.wait([closed], SILENT_S)
+        if not closed.done():
+            left_s = max(self.last_deadline_s - time.monotonic(), 0.0) + CLOSE_S
+            logger.warning("weightwire: the manager closes after the operation under way, in %.0f s at most", left_s)
         if not wait_for(closed, max(self.last_deadline_s, time.monotonic()) + CLOSE_S):
             raise still_running()
 
