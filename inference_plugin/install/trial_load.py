@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from inference_plugin.devices import device_of
 from inference_plugin.install.plan import LoadWeights, TensorInfo
 from inference_plugin.install.storages import flat, keys_by_name, named_tensors, storage_id, storage_views, with_data
 from inference_plugin.wire.errors import EngineUnsupported
@@ -112,7 +113,9 @@ def loaded(
     with torch.no_grad(), materialised(skeleton, chosen, partial(torch.empty, device=device)) as held:
         for key, storage in held.flats.items():
             start(key, storage)
+        device_of(device).synchronise()  # a loader may copy on threads of its own, which have queues of their own
         load_weights(tensors)
+        device_of(device).drain(device)
         held.gather(skeleton)
         yield held
 

@@ -5,6 +5,9 @@ The device is `LateDevice`; each wait is left out once, to show that the test fi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -16,6 +19,7 @@ from inference_plugin.install.negotiation import agree
 from inference_plugin.install.plan import Placement
 from inference_plugin.install.policies import StagedInstaller, WayBack
 from inference_plugin.install.replay import Replay
+from inference_plugin.install.trial_load import loaded, poison
 from inference_plugin.install.upload import LARGE_BYTES, Upload
 from inference_plugin.install.zones import ZoneCopyInstaller, zone_installer, zone_layout
 from inference_plugin.wire.errors import CommitFailed
@@ -265,3 +269,37 @@ def fill(zone: torch.Tensor, layout: ZoneLayout, manifest: Manifest, tensors: di
         part = tensor[tuple(slice(o, o + n) for o, n in zip(place.box.offsets, place.box.sizes, strict=True))]
         for landing in layout.landings(manifest, place.box):
             landing.view(zone, tensor.dtype).copy_(part)
+
+
+@pytest.mark.parametrize("ignored", [(), ("synchronise",), ("drain",)])
+def test_a_loader_that_copies_on_threads_of_its_own_writes_after_us_and_is_read_once_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, ignored: tuple[str, ...]
+) -> None:
+    """As SGLang's for DeepSeek: what it copies from the host's memory is there at once, what it computes is queued."""
+    device = LateDevice(*ignored)
+    monkeypatch.setitem(DEVICES, "cpu", device)
+    with torch.device("meta"):
+        skeleton = torch.nn.ParameterDict({name: torch.empty(6) for name in ("copied", "computed")})
+    sent = {"copied": torch.arange(6.0), "computed": torch.arange(6.0) + 10}
+
+    def load_weights(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        def write(name: str, tensor: torch.Tensor) -> None:
+            device.enter(device.new_queue())
+            place = skeleton[name].data
+
+            def copy() -> None:
+                place.copy_(tensor)
+
+            copy() if name == "copied" else device.put(copy)
+
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(lambda each: write(*each), tensors):
+                pass
+
+    def start(key: str, storage: torch.Tensor) -> None:
+        storage.zero_()
+        device.put(lambda: poison(storage))
+
+    with loaded(skeleton, {*sent}, load_weights, sent.items(), start, torch.device("cpu")) as held:
+        is_right = all(torch.equal(held.flats[name], tensor) for name, tensor in sent.items())
+    assert is_right is not bool(ignored)
