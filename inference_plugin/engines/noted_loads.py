@@ -32,9 +32,22 @@ def note_loads(model: Any, forget: Callable[[str], object]) -> Callable[[], None
     load = getattr(kind, "load_weights", None)
     if callable(load) and not hasattr(load, "weightwire_notes"):
         kind.load_weights = _noted(load)
+    own = vars(model).get("load_weights")
+    if callable(
+        own
+    ):  # SGLang's loader `flash_rl` gives a model one of its own, which calls the class's as it was before
+
+        @functools.wraps(own)
+        def own_load_weights(*args: Any, **kwargs: Any) -> Any:
+            _note(model)
+            return own(*args, **kwargs)
+
+        model.load_weights = own_load_weights
 
     def end() -> None:
         _live.pop(model, None)
+        if callable(own):
+            model.load_weights = own
 
     return end
 
@@ -44,15 +57,19 @@ def noted_so_far() -> int:
     return _loads
 
 
+def _note(model: Any) -> None:
+    global _loads
+    with contained("noting a load", logger):
+        # A model may be loaded through a stand-in, of which nothing is known.
+        if isinstance(model, nn.Module) and (forget := _live.get(model)) is not None:
+            _loads += 1
+            forget(LOADED)
+
+
 def _noted(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _loads
-        with contained("noting a load", logger):
-            # A model may be loaded through a stand-in, of which nothing is known.
-            if isinstance(self, nn.Module) and (forget := _live.get(self)) is not None:
-                _loads += 1
-                forget(LOADED)
+        _note(self)
         return load(self, *args, **kwargs)
 
     load_weights.weightwire_notes = True  # type: ignore[attr-defined]

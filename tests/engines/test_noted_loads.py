@@ -81,3 +81,17 @@ def test_a_load_is_done_also_where_it_cannot_be_noted() -> None:
 
 def test_a_model_without_a_loader_has_nothing_to_note() -> None:
     note_loads(nn.Linear(1, 1), lambda _: None)()
+
+
+def test_a_loader_that_a_model_was_given_of_its_own_is_noted_too_until_the_end() -> None:
+    """As SGLang's `flash_rl` does: it calls the class's loader as that was before."""
+    live = model_class()()
+    original = live.load_weights
+    live.load_weights = own = lambda names: original([f"own {name}" for name in names])
+    heard: list[str] = []
+    end = note_loads(live, heard.append)
+    assert live.load_weights(["a"]) == {"own a"} and heard == [LOADED]
+    end()
+    assert live.load_weights is own
+    live.load_weights(["b"])
+    assert heard == [LOADED] and live.loaded == ["own a", "own b"]
