@@ -295,7 +295,14 @@ class _Negotiation:
         return plan.refusal is None and not plan.unused
 
     def _check_layout(self, layout: LiveLayout) -> None:
-        """Raises if the live model holds something that an update would leave behind or destroy."""
+        """Raises if the live model holds something that an update would leave behind or destroy, or can't reach."""
+        devices = {str(storage.device) for storage in layout.own_storages().values()}
+        if len(devices) > 1:
+            raise EngineUnsupported(
+                f"the engine keeps its weights on several devices: {', '.join(sorted(devices))}",
+                hint="start it without offloading weights to the host",
+                phase="open",
+            )
         if filled_over := layout.filled_over():
             raise ManifestMismatch(
                 f"the engine's loader would write zeros where the engine holds weights: {first_few(filled_over)}",

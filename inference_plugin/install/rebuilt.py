@@ -119,13 +119,41 @@ def rebuild(
                 f"post-processing set {words(module, path)} with these weights, but not with trial weights",
                 phase="seal",
             )
+        _check_not_captured(post, module, path, value)
         rebuilt.attributes[path] = stand_in.for_live(value, live)
     buffers = stand_in.written_buffers()
     for name, tensor in {**stand_in.module._parameters, **buffers}.items():
+        _check_marks(f"{module}.{name}", tensor, live._parameters.get(name))
         travels = name not in buffers and post.storages.key_of.get(f"{module}.{name}") in plain
         if tensor is not None and not travels and name in {**live._parameters, **live._buffers}:
             rebuilt.tensors[name] = tensor.detach()
     return rebuilt
+
+
+def _check_not_captured(post: PostProcessing, module: str, path: Path, value: Any) -> None:
+    """Raises `EngineUnsupported` if `value` is another number than the engine has, and captured graphs may hold that."""
+    if not isinstance(value, (int, float)) or not post.model.captures_graphs:
+        return
+    held = child_at(post.live_modules[module], path)
+    if value != held:
+        raise EngineUnsupported(
+            f"with these weights post-processing makes {words(module, path)} {value}, and captured graphs go on with {held}",
+            hint="keep such scales as they were when the engine started, or start it without captured graphs",
+            phase="seal",
+        )
+
+
+def _check_marks(name: str, made: torch.Tensor | None, held: torch.Tensor | None) -> None:
+    """Raises `EngineUnsupported` if post-processing marks a parameter otherwise than the live one is marked, by a number or a
+    text in an attribute of the tensor (SGLang: whether all scales are powers of two). The engine chooses kernels by it."""
+    for attribute, mark in vars(made).items() if made is not None and held is not None else ():
+        if isinstance(mark, (int, float, str)) and vars(held).get(attribute, mark) != mark:
+            raise EngineUnsupported(
+                f"with these weights post-processing makes {name}.{attribute} {mark!r}, and the engine runs with "
+                f"{vars(held)[attribute]!r}",
+                hint="send weights that are quantised as those with which the engine was started",
+                phase="seal",
+            )
 
 
 def _fitting(name: str, held: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

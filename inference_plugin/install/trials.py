@@ -178,7 +178,8 @@ def _sort_attributes(
         else:
             moved.add(path)
             _check_movable(module, path, value, one, post.live_modules[module])
-            stays = isinstance(value, torch.Tensor) or (path in inner if is_object else alike)
+            # A number is compared with each update's (`rebuilt`).
+            stays = isinstance(value, (torch.Tensor, int, float)) or (path in inner if is_object else alike)
             if post.model.captures_graphs and not stays:
                 raise EngineUnsupported(
                     f"captured graphs or compiled code hold {words(module, path)}, which depends on the weights in more than "

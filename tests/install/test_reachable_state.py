@@ -213,6 +213,51 @@ def test_what_was_derived_at_first_use_and_may_be_in_a_captured_graph_refuses_th
 
 
 @pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_another_number_than_that_with_which_graphs_were_captured_is_refused(policy: str) -> None:
+    """As a scale of the KV cache: a kernel's launch in a graph has the number in it."""
+    engine = Engine()
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=False)
+    engine.fixed_addresses = True
+    same = {**weights(1), "packed.weight": -weights(0)["packed.weight"]}
+    update(installer, manifest, same)
+    with pytest.raises(EngineUnsupported, match=r"makes packed\.scale .*, and captured graphs go on with"):
+        update(installer, manifest, weights(2))
+
+
+def test_weights_on_several_devices_are_refused_when_the_group_is_opened() -> None:
+    """As of an engine that offloads some to the host; here `meta` is the other device."""
+    engine = Engine()
+    engine.live.head = nn.Parameter(torch.empty(SIZE, SIZE, device="meta"))
+    with pytest.raises(EngineUnsupported, match=r"several devices: cpu, meta"):
+        ModelInstaller(engine).open(manifest_of(weights(0)), "copy", partial=False)
+
+
+class Marks(Method):
+    """Marks the parameter that it leaves, so that the engine chooses a kernel by it."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        weight: torch.Tensor = layer.weight.detach()  # type: ignore[assignment, operator]
+        super().process_weights_after_loading(layer)
+        layer.weight = nn.Parameter(weight * 2, requires_grad=False)
+        layer.weight.is_positive = bool((weight > 0).all())  # type: ignore[attr-defined]
+        layer.weight.loader = self  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_weights_with_which_the_engine_would_have_to_choose_another_kernel_are_refused(policy: str) -> None:
+    engine = Engine(Marks)
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=False)
+    update(installer, manifest, weights(1))
+    positive = {name: tensor.abs() + 1 for name, tensor in weights(2).items()}
+    with pytest.raises(EngineUnsupported, match=r"packed\.weight\.is_positive True, and the engine runs with False"):
+        update(installer, manifest, positive)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
 def test_weights_that_the_engine_tied_after_loading_are_one(policy: str) -> None:
     engine = Engine(retied=True)
     installer = ModelInstaller(engine)
