@@ -109,10 +109,11 @@ class LiveModel:
         return model.load_weights(tensors)  # type: ignore[operator]
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
+        methods = {name: getattr(module, "quant_method", None) for name, module in self.skeleton.named_modules()}
         return {
             name: _finish
-            for name, module in self.skeleton.named_modules()
-            if isinstance(getattr(module, "quant_method", None), self.post_processing)
+            for name, method in methods.items()
+            if method is not None and isinstance(method, self.post_processing)
         }
 
     def expert_places(self) -> str:

@@ -53,3 +53,25 @@ def test_a_draft_and_its_served_model_as_one_count_on_one_ranks_part_of_the_free
     served.free_bytes = together.free_bytes = lambda: 1000  # type: ignore[method-assign]
     assert served.free_share_bytes() == together.free_share_bytes() == 500
     assert together.free_share_bytes(5) == 100
+
+
+class OfNoKind:
+    """As SGLang's methods for MXFP4 on some GPUs: of no class that the others have."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        layer.scale.data.mul_(2)  # type: ignore[union-attr, operator]
+
+
+def test_sglang_s_post_processing_is_repeated_whatever_class_it_is_of() -> None:
+    from inference_plugin.engines.sglang.model import SglangModel
+
+    layer = nn.Module()
+    layer.scale = nn.Parameter(torch.ones(2), requires_grad=False)
+    layer.quant_method = OfNoKind()
+    plain = nn.Linear(2, 2)
+    plain.quant_method = None
+    model = SglangModel.__new__(SglangModel)
+    model.skeleton = nn.ModuleDict({"experts": layer, "plain": plain})
+    ((name, finish),) = model.finishers().items()
+    finish(layer)
+    assert (name, layer.scale.tolist()) == ("experts", [2, 2])

@@ -34,13 +34,13 @@ class SglangModel(LiveModel):
     """`install.contract.EngineModel` of one rank."""
 
     reads_finished = False
+    post_processing = object
+    """SGLang asks every `quant_method`: those of some kernels for MXFP4 have no class in common with the others."""
     boundary = Boundary(
         ("sglang.srt.configs", "sglang.srt.server_args", "sglang.srt.distributed", "sglang.srt.lora", "transformers")
     )
 
     def __init__(self, scheduler: Any) -> None:
-        from sglang.srt.layers.amx_utils import PackWeightMethod
-        from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
         from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         runner = scheduler.tp_worker.model_runner
@@ -50,7 +50,7 @@ class SglangModel(LiveModel):
 
             live = without_wrappers(live, BaseLayerWithLoRA)
             self.adapter_slots = SglangAdapterSlots(runner.lora_manager)
-        self.post_processing, self.padded = (QuantizeMethodBase, PackWeightMethod), VocabParallelEmbedding
+        self.padded = VocabParallelEmbedding
         super().__init__(live, next(live.parameters()).device, *_skeleton(runner))
         if not (scheduler.spec_algorithm.is_none() or scheduler.spec_algorithm.is_ngram()):
             self.leaves_out = "the draft model of speculative decoding keeps its weights: SGLang's can't be updated"
