@@ -51,6 +51,8 @@ PATCH_POINTS = (
     PatchPoint(_SCHEDULER + "is_fully_idle", ("self",), "called: drained?"),
     PatchPoint(_SCHEDULER + "is_fully_idle", ("ignore_waiting",), "called: may the cache be flushed?", since="0.5.21"),
     PatchPoint(_SCHEDULER + "flush_cache", ("empty_cache",), "called"),
+    PatchPoint("sglang.srt.managers.mm_schedule:embedding_cache", why="cleared: encodings of images and sounds"),
+    PatchPoint("sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache.clear", ("self",), "called"),
     PatchPoint(_SCHEDULER + "record_weight_version_change", ("new_version",), "called: stamps outputs"),
     PatchPoint("sglang.srt.utils.weight_versions:WeightVersionEvent", ("old_version", "num_output_tokens"), "made: tokens still to be processed"),
     PatchPoint("sglang.srt.runtime_context:get_serving", why="called: the version that is served"),

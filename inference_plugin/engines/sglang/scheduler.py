@@ -23,7 +23,7 @@ from inference_plugin.net import addresses
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import WorkerCard
 
-__all__ = ["SchedulerRank"]
+__all__ = ["SchedulerRank", "forget_encodings", "tokens_made"]
 
 logger = logging.getLogger("sglang.weightwire")
 
@@ -155,6 +155,7 @@ class SchedulerRank:
     def installed(self, stamp: str) -> None:
         """This rank holds a new version: from now on no request finds what an older one computed, and outputs get the stamp."""
         self._turn_namespace()
+        forget_encodings()
         self._stamp(stamp)
 
     @property
@@ -215,14 +216,14 @@ class SchedulerRank:
         scheduler.record_weight_version_change(new_version=version)
         if old == version or not scheduler.enable_overlap:
             return
-        for batch, _ in scheduler.result_queue:
-            for request in batch.reqs:
+        for batch, result in scheduler.result_queue:
+            for request, count in zip(batch.reqs, tokens_made(batch, result), strict=True):
                 if request.inflight_middle_chunks > 0 or request.finished():
                     continue  # a middle chunk of a prompt makes no token
                 events, made = request.weight_version_events, len(request.output_ids)
                 if events and events[-1] == WeightVersionEvent(old, made):
                     events.pop()
-                events.append(WeightVersionEvent(old, made + 1))
+                events.append(WeightVersionEvent(old, made + count))
 
     def _turn_namespace(self) -> None:
         """No request that starts from here on finds cached keys and values that an older version computed.
@@ -303,3 +304,22 @@ class SchedulerRank:
             send = scheduler.send_abort_output if has_sender else scheduler.ipc_channels.send_to_tokenizer.send_output
             send(_make_abort_req(request, finished_reason=why), request)
         scheduler._release_aborted_request(request)
+
+
+def forget_encodings() -> None:
+    """SGLang keeps what a model has made of images and sounds by their hashes, also where it flushes its cache."""
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
+
+
+def tokens_made(batch: Any, result: Any) -> list[int]:
+    """How many tokens a pass that is over has made for each request of its batch, while its result is still to be processed: one,
+    or as many as speculative decoding has accepted."""
+    accepted = getattr(result, "accept_lens", None)
+    if accepted is None or not batch.forward_mode.is_decode():
+        return [1] * len(batch.reqs)
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    return [int(count) for count in accepted.tolist()]

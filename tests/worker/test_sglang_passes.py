@@ -1,0 +1,48 @@
+"""What SGLang has at a commit beside its weights: passes whose tokens it hasn't processed, and encodings of images."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inference_plugin.engines.sglang.scheduler import forget_encodings, tokens_made
+
+
+class Copied:
+    """The mark after which a result is in the host's memory."""
+
+    def __init__(self, accepted: torch.Tensor) -> None:
+        self.accepted = accepted
+
+    def synchronize(self) -> None:
+        self.accepted.copy_(torch.tensor([3, 1]))
+
+
+@pytest.mark.parametrize(("decodes", "made"), [(True, [3, 1]), (False, [1, 1])])
+def test_tokens_that_speculative_decoding_has_accepted_are_counted_once_they_are_there(
+    decodes: bool, made: list[int]
+) -> None:
+    accepted = torch.zeros(2, dtype=torch.int32)
+    batch = SimpleNamespace(reqs=["a", "b"], forward_mode=SimpleNamespace(is_decode=lambda: decodes))
+    assert tokens_made(batch, SimpleNamespace(accept_lens=accepted, copy_done=Copied(accepted))) == made
+
+
+def test_a_pass_makes_one_token_of_each_request_otherwise() -> None:
+    batch = SimpleNamespace(reqs=["a", "b"], forward_mode=SimpleNamespace(is_decode=lambda: True))
+    assert tokens_made(batch, SimpleNamespace(accept_lens=None, copy_done=None)) == [1, 1]
+    assert tokens_made(batch, SimpleNamespace()) == [1, 1], "of an embedding model"
+
+
+def test_encodings_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.mm_schedule"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    schedule: Any = sys.modules["sglang.srt.managers.mm_schedule"]
+    monkeypatch.setattr(sys.modules["sglang.srt.managers"], "mm_schedule", schedule, raising=False)
+    for cache in (None, {7: "an image"}):
+        schedule.embedding_cache = cache
+        forget_encodings()
+        assert not cache
