@@ -69,12 +69,7 @@ class LiveModel:
 
     def installer(self, group: str) -> Installer:
         """The installer of a group: its name says whether it is an adapter, the draft model, or else the served model."""
-        if (why := self.why_stale()) is not None:
-            raise EngineUnsupported(
-                f"this engine can't be updated: {why}, and would answer new requests from it",
-                hint="start the engine without that cache; one inside the engine forgets at each update",
-                phase="open",
-            )
+        self.check_caches()
         if group == DRAFT:
             return ModelInstaller(self.draft_model())
         if not group.startswith(ADAPTER_PREFIX):
@@ -86,6 +81,14 @@ class LiveModel:
                 phase="open",
             )
         return AdapterInstaller(self.adapter_slots, group.removeprefix(ADAPTER_PREFIX))
+
+    def check_caches(self) -> None:
+        if (why := self.why_stale()) is not None:
+            raise EngineUnsupported(
+                f"this engine can't be updated: {why}, and would answer new requests from it",
+                hint="start the engine without that cache; one inside the engine forgets at each update",
+                phase="open",
+            )
 
     def why_stale(self) -> str | None:
         """Which cache outside the engine keeps what the old weights computed, after an update too; None if there is none."""

@@ -94,6 +94,10 @@ class EngineModel(Protocol):
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         """The engine's post-processing after a load, by module name. Each is called with a stand-in for that module."""
 
+    def check_caches(self) -> None:
+        """Raises `EngineUnsupported` while a cache outside the engine keeps what the old weights computed, also after an update.
+        An engine may get one while it runs."""
+
     def expert_places(self) -> str:
         """A digest of which experts this rank holds, and in which places; "" if experts stay where the model's class puts them.
         The skeleton's loader puts experts where the live model has them now."""
@@ -179,7 +183,8 @@ class Installer(Protocol):
         memory of this host."""
 
     def check_terms(self) -> None:
-        """Any thread: raises `ManifestMismatch` if the engine has changed since `open`, so that the terms no longer fit it."""
+        """Any thread: raises `ManifestMismatch` if the engine has changed since `open`, so that the terms no longer fit it, and
+        `EngineUnsupported` if it can't be updated any longer."""
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         """The background half of an installation; returns the additional bytes that it holds. Never touches the live model."""

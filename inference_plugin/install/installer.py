@@ -91,6 +91,7 @@ class ModelInstaller:
         return self._proven
 
     def check_terms(self) -> None:
+        self._served.check_caches()
         if self._agreement is not None and self._agreement.expert_places != self._agreement.model.expert_places():
             raise ManifestMismatch(
                 "the engine has moved its experts since the group was opened",

@@ -75,3 +75,22 @@ def test_sglang_s_post_processing_is_repeated_whatever_class_it_is_of() -> None:
     ((name, finish),) = model.finishers().items()
     finish(layer)
     assert (name, layer.scale.tolist()) == ("experts", [2, 2])
+
+
+def test_a_cache_that_an_engine_gets_while_it_runs_ends_its_updates() -> None:
+    from inference_plugin.install.installer import ModelInstaller
+    from inference_plugin.wire.errors import EngineUnsupported
+
+    class Attached(LiveModel):
+        cache: str | None = None
+
+        def why_stale(self) -> str | None:
+            return self.cache
+
+    model = Attached(nn.Linear(1, 1), torch.device("cpu"), nn.Linear(1, 1))
+    installer = model.installer("policy")
+    assert isinstance(installer, ModelInstaller)
+    installer.check_terms()
+    model.cache = "a store keeps what the old weights computed"
+    with pytest.raises(EngineUnsupported, match="a store keeps"):
+        installer.check_terms()

@@ -56,6 +56,7 @@ class SglangModel(LiveModel):
             self.leaves_out = "the draft model of speculative decoding keeps its weights: SGLang's can't be updated"
         self._config = runner.model_config
         self._updater = scheduler.weight_updater
+        self._scheduler = scheduler
         self._arguments = runner.server_args
         self.captures_graphs = self.device.type != "cpu" and not self._arguments.disable_cuda_graph
         # Only memory of its own sleeps.
@@ -103,9 +104,16 @@ class SglangModel(LiveModel):
         return (ask(self.live) if known else ask()) or why_underivable(self.live)
 
     def why_stale(self) -> str | None:
-        for option in ("hicache_storage_backend", "enable_lmcache", "enable_flexkv"):
+        for option in (
+            "hicache_storage_backend",
+            "enable_lmcache",
+            "enable_flexkv",
+            "enable_unified_cache_external_linker",
+        ):
             if value := getattr(self._arguments, option, None):
                 return f"SGLang's cache outside it ({option}={value}) keeps what the old weights computed"
+        if getattr(self._scheduler, "enable_hicache_storage", False):
+            return "SGLang's cache outside it, which it was told to attach while it ran, keeps what the old weights computed"
         return None
 
     def why_no_sleep(self, level: SleepLevel) -> str | None:
