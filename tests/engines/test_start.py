@@ -116,6 +116,16 @@ def test_one_rank_of_sglang_that_cannot_start_leaves_none_half_set_up(runtime: P
         assert driver.tokens(PROMPTS, COUNT) == reference(model)
 
 
+def test_an_sglang_in_a_layout_that_we_do_not_serve_serves_without_us(runtime: Path, checkpoint: Checkpoint) -> None:
+    """A dense model makes nothing of the option."""
+    model = checkpoint("qwen3", tied=True, seed=1)
+    with SglangDriver(runtime) as driver:
+        driver.open(model, kt_weight_path=str(model))
+        assert driver.tokens(PROMPTS, COUNT) == reference(model)
+        check_told(driver, f"kt_weight_path={model}", "docs/sglang.md says which layouts are served")
+        check_nothing_is_left(driver)
+
+
 def test_an_sglang_that_we_start_ourselves_is_refused_where_we_cannot(runtime: Path, checkpoint: Checkpoint) -> None:
     with SglangDriver(runtime, WEIGHTWIRE_TEST_START_FAULT="card") as driver:
         with pytest.raises((RuntimeError, AssertionError)):

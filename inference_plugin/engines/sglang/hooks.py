@@ -15,6 +15,7 @@ from inference_plugin.engines.coordinator import ReplicaCoordinator, open_coordi
 from inference_plugin.engines.monkeypatch import contained, installed_version, run_without, wrap
 from inference_plugin.engines.operations import RankReply, started_cards
 from inference_plugin.engines.sglang.control import FollowerControl, LeaderControl
+from inference_plugin.engines.sglang.layouts import why_unserved
 from inference_plugin.engines.sglang.patch_points import SGLANG
 from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
@@ -200,7 +201,7 @@ def _start(scheduler: Any, lacks: tuple[str, ...]) -> None:
 
         parallel = get_parallel()
         first = _leads()
-        if why := _unserved(scheduler, parallel):
+        if why := why_unserved(scheduler, parallel):
             raise EngineUnsupported(why, hint="docs/sglang.md says which layouts are served", phase="start")
         ranks = Ranks(parallel)
         handlers = scheduler._request_dispatcher._mapping
@@ -291,20 +292,3 @@ def _open_coordinator(rank: SchedulerRank, parallel: Any, lacks: tuple[str, ...]
     if failed:
         raise WeightwireError.of(decode_as(failed, ErrorInfo))
     return turns
-
-
-def _unserved(scheduler: Any, parallel: Any) -> str:
-    """Why this layout isn't served; "" if it is. In a layout that is served a turn reaches all ranks in the same pass."""
-    grouped = getattr(parallel, "attn_dp_enabled", parallel.attn_dp_size > 1)  # before 0.5.22 only the size tells
-    if grouped and parallel.enable_dp_attention_local_control_broadcast:
-        return "local control broadcast keeps one group's control requests from the others"
-    if parallel.pp_size > 1:
-        beside = {
-            "data-parallel attention": grouped,
-            "disaggregated prefill and decoding": scheduler.disaggregation_mode.value != "null",
-            "speculative decoding": not scheduler.spec_algorithm.is_none(),
-            "hierarchical sparse attention": scheduler.enable_hisparse,
-        }
-        if found := [what for what, there in beside.items() if there]:
-            return f"pipeline parallelism with {' and '.join(found)} has no rule here"
-    return ""

@@ -19,6 +19,7 @@ from inference_plugin.engines.sglang.latent_attention import (
     projections_kept,
     why_underivable,
 )
+from inference_plugin.engines.sglang.layouts import captures_graphs, lends_addresses
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.sglang.pipeline import stages_apart
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
@@ -58,9 +59,10 @@ class SglangModel(LiveModel):
         self._updater = scheduler.weight_updater
         self._scheduler = scheduler
         self._arguments = runner.server_args
-        self.captures_graphs = self.device.type != "cpu" and not self._arguments.disable_cuda_graph
-        # Only memory of its own sleeps.
-        self.fixed_addresses = self.captures_graphs or self._updater.memory_saver_adapter.enabled
+        on_gpu = self.device.type != "cpu"
+        self.captures_graphs = on_gpu and captures_graphs()
+        sleeps = self._updater.memory_saver_adapter.enabled  # only memory of its own sleeps
+        self.fixed_addresses = self.captures_graphs or sleeps or (on_gpu and lends_addresses(self._arguments))
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return checkpoint_headers(self._config.model_path, self._config.revision)

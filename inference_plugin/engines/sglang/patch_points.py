@@ -77,6 +77,7 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.models.minicpm3:MiniCPM3ForCausalLM.load_weights", ("self", "weights"), "called on a stand-in: what a load derives for its attention", without="MiniCPM3 can't be updated"),
     PatchPoint("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.is_none", ("self",), "called: is there a draft?"),
     PatchPoint("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.is_ngram", ("self",), "called: does the draft have a model?"),
+    PatchPoint("sglang.srt.model_executor.cuda_graph_config:cuda_graph_fully_disabled", why="called: may weights move?", without="on a GPU updates are copied in, also where no graphs are captured"),
     PatchPoint("sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", why="recognised: padded on purpose"),
     PatchPoint("sglang.srt.layers.rotary_embedding.factory:_ROPE_DICT", why="saved and restored around the skeleton's construction"),
     PatchPoint("sglang.srt.model_loader.utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),

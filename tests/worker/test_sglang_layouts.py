@@ -1,0 +1,96 @@
+"""Layouts of SGLang, most of which only a GPU can have: which are served, and where weights must stay."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inference_plugin.engines.sglang.layouts import captures_graphs, lends_addresses, why_unserved
+
+ONE_RANK = SimpleNamespace(attn_dp_enabled=False, attn_dp_size=1, pp_size=1)
+
+
+def scheduler(mode: str = "null", pdmux: bool = False, **options: Any) -> Any:
+    usual = {
+        "weight_cache_mode": "off",
+        "dwdp_size": 1,
+        "kt_weight_path": None,
+        "cpu_offload_gb": 0,
+        "offload_group_size": -1,
+    }
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**{**usual, **options}),
+        enable_pdmux=pdmux,
+        disaggregation_mode=SimpleNamespace(value=mode),
+    )
+
+
+def test_one_engine_with_its_own_weights_is_served() -> None:
+    assert why_unserved(scheduler(), ONE_RANK) == ""
+    assert why_unserved(SimpleNamespace(**{**vars(scheduler()), "server_args": SimpleNamespace()}), ONE_RANK) == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("weight_cache_mode", "client"),
+        ("dwdp_size", 4),
+        ("kt_weight_path", "/experts"),
+        ("cpu_offload_gb", 2),
+        ("offload_group_size", 4),
+        ("language_only", True),
+    ],
+)
+def test_weights_that_no_update_reaches_are_refused_by_the_name_of_the_option(option: str, value: Any) -> None:
+    assert f"{option}={value}" in why_unserved(scheduler(**{option: value}), ONE_RANK)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_half_an_engine_is_refused(mode: str) -> None:
+    assert "disaggregated" in why_unserved(scheduler(mode), ONE_RANK)
+
+
+def test_a_loop_that_computes_a_prompt_in_several_passes_is_refused() -> None:
+    assert "enable_pdmux" in why_unserved(scheduler(pdmux=True), ONE_RANK)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's module that knows whether steps are captured."""
+    packages = "sglang", "sglang.srt", "sglang.srt.model_executor", "sglang.srt.model_executor.cuda_graph_config"
+    for name in packages:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    return sys.modules[packages[-1]]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_graphs_that_an_option_of_their_own_switches_on_hold_addresses(graphs: Any, captured: bool) -> None:
+    graphs.cuda_graph_fully_disabled = lambda: not captured
+    assert captures_graphs() is captured
+
+
+def test_addresses_stay_where_nobody_can_say_whether_graphs_hold_them(graphs: Any) -> None:
+    assert captures_graphs()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"remote_instance_weight_loader_start_seed_via_transfer_engine": True},
+        {"remote_instance_weight_loader_backend": "modelexpress"},
+    ],
+)
+def test_addresses_from_which_other_engines_load_stay(options: dict[str, Any]) -> None:
+    assert lends_addresses(SimpleNamespace(**options)) and not lends_addresses(SimpleNamespace())
+
+
+@pytest.mark.parametrize(("value", "captured"), [("1", True), ("True", True), ("0", False), ("", False)])
+def test_graphs_of_image_encoders_hold_addresses_too(
+    graphs: Any, monkeypatch: pytest.MonkeyPatch, value: str, captured: bool
+) -> None:
+    graphs.cuda_graph_fully_disabled = lambda: True
+    monkeypatch.setenv("SGLANG_VIT_ENABLE_CUDA_GRAPH", value)
+    assert captures_graphs() is captured
