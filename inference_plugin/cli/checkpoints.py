@@ -22,7 +22,9 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         try:
             from safetensors import safe_open
         except ImportError:
-            raise stop("reading a checkpoint needs safetensors: pip install '.[cli]' in a checkout of weightwire") from None
+            raise stop(
+                "reading a checkpoint needs safetensors: pip install '.[cli]' in a checkout of weightwire"
+            ) from None
         if not path.exists():
             raise stop(f"{path} does not exist")
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

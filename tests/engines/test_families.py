@@ -84,7 +84,8 @@ def test_a_trainer_in_bfloat16_sends_what_this_engine_keeps_in_float32_as_float3
     vllm.open(family, model_a, plain=True)
     with SyncManager(install="standby", timeout_s=60) as manager:
         with pytest.raises(
-            ManifestMismatch, match=r"linear_attn\.A_log: the trainer sends torch\.bfloat16, the engine holds torch\.float32 in"
+            ManifestMismatch,
+            match=r"linear_attn\.A_log: the trainer sends torch\.bfloat16, the engine holds torch\.float32 in",
         ):
             manager.update(load(model_b), 1)
         report = manager.update(load(model_b), 1, dtype="engine")

@@ -236,15 +236,13 @@ def test_without_a_replica_it_says_where_it_looked_and_what_to_do(manager: SyncM
     assert "wait_for_replicas()" in raised.value.hint
 
 
-def test_where_only_other_jobs_have_replicas_it_names_these_jobs(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_only_other_jobs_have_replicas_it_names_these_jobs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     start()
     monkeypatch.setenv("WEIGHTWIRE_JOB", "misspelt")
     with SyncManager(timeout_s=60) as manager:
-        with pytest.raises(PeerLost, match="job 'misspelt' runs; .*; replicas of other jobs run here: 'default'"):
+        with pytest.raises(PeerLost, match=r"job 'misspelt' runs; .*; replicas of other jobs run here: 'default'"):
             manager.update(source(1), 1)
-        with pytest.raises(SyncTimeout, match="0 of 1 .*; replicas of other jobs run here: 'default'"):
+        with pytest.raises(SyncTimeout, match=r"0 of 1 .*; replicas of other jobs run here: 'default'"):
             manager.wait_for_replicas(1, timeout_s=0.1)
 
 

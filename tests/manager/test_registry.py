@@ -208,14 +208,16 @@ def test_an_address_that_is_no_registry_is_refused_by_the_variables_name(
         addresses.registry_address()
 
 
-@pytest.mark.parametrize("made", [SyncManager, RolloutPool, lambda: Store(budget_bytes=1)], ids=["manager", "pool", "store"])
+@pytest.mark.parametrize(
+    "made", [SyncManager, RolloutPool, lambda: Store(budget_bytes=1)], ids=["manager", "pool", "store"]
+)
 def test_a_runtime_directory_on_a_read_only_disk_is_an_error_that_says_what_to_set(
     made: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_disk() as path:
         monkeypatch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(path))
         addresses.runtime_dir()
-        with read_only(path), pytest.raises(ConfigError, match="no socket can be made at .*Read-only") as raised:
+        with read_only(path), pytest.raises(ConfigError, match=r"no socket can be made at .*Read-only") as raised:
             made()
         assert "WEIGHTWIRE_RUNTIME_DIR" in raised.value.hint
 

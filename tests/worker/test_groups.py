@@ -146,7 +146,7 @@ def test_a_newer_update_overtakes_an_unfinished_one_and_an_older_does_not(worker
     with pytest.raises(VersionConflict, match="version 2 is on its way, 1 is older"):
         trainer.begin("t1", 1)
     trainer.begin("t3", 3)
-    with pytest.raises(VersionConflict, match="dropped: another transaction overtook it.*another SyncManager"):
+    with pytest.raises(VersionConflict, match=r"dropped: another transaction overtook it.*another SyncManager"):
         trainer.seal("t2", ())
     trainer.write(weights(3))
     trainer.seal_fully("t3")

@@ -161,7 +161,7 @@ def test_a_group_that_is_being_opened_by_other_terms_begins_nothing_until_it_is(
     with worker.channel() as other:
         other.send(OpenGroup("policy", OTHER, "shm", trainer.shm.probe()))
         eventually(lambda: worker.installer.calls.count("open") == 2, "the second opening")
-        with pytest.raises(VersionConflict, match="opened anew.*another SyncManager"):
+        with pytest.raises(VersionConflict, match=r"opened anew.*another SyncManager"):
             trainer.renew("t1")
         with pytest.raises(ProtocolError, match="is being opened by other terms") as raised:
             trainer.begin("t2", 2)

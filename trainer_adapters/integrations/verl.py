@@ -35,7 +35,8 @@ try:
     from verl.workers.rollout.replica import RolloutMode
 except ImportError as missing:
     raise TransportUnavailable(
-        f"verl can't be imported: {missing}", hint="pip install '.[verl]' in a checkout of weightwire, into verl's environment"
+        f"verl can't be imported: {missing}",
+        hint="pip install '.[verl]' in a checkout of weightwire, into verl's environment",
     ) from missing
 
 __all__ = ["BACKEND", "WeightwireEngine", "WeightwireManager"]
