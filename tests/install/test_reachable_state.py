@@ -219,7 +219,7 @@ def test_another_number_than_that_with_which_graphs_were_captured_is_refused(pol
     manifest = manifest_of(weights(0))
     installer = ModelInstaller(engine)
     installer.open(manifest, policy, partial=False)
-    engine.fixed_addresses = True
+    engine.fixed_addresses = engine.captures_graphs = True
     same = {**weights(1), "packed.weight": -weights(0)["packed.weight"]}
     update(installer, manifest, same)
     with pytest.raises(EngineUnsupported, match=r"makes packed\.scale .*, and captured graphs go on with"):
