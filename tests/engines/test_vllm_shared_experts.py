@@ -29,6 +29,8 @@ from tests.support.managers import SyncManager
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LAYOUTS = {"experts": ["--enable-expert-parallel"], "parts": []}
+ASYNC = {"experts-async": ["--enable-expert-parallel", "--async-scheduling"]}
+"""As on a GPU (see `tests/support/async_scheduling.py`)."""
 RANKS = (0, 1)
 RANK_TIMEOUT_S = 20.0
 UPDATES = 12
@@ -85,7 +87,8 @@ def shared(request: pytest.FixtureRequest, runtime: Path, checkpoint: Checkpoint
     server = Server(
         runtime,
         a,
-        arguments=["--data-parallel-size", "2", *LAYOUTS[request.param]],
+        arguments=["--data-parallel-size", "2", *(LAYOUTS | ASYNC)[request.param]],
+        WEIGHTWIRE_TEST_ASYNC=str(int(request.param in ASYNC)),
         WEIGHTWIRE_PLUGINS=PLUGIN,
         WEIGHTWIRE_TEST_FAULTS=str(faults),
         WEIGHTWIRE_TEST_STEPS=str(steps),
@@ -112,6 +115,7 @@ def test_both_ranks_are_one_replica_and_serve_what_a_fresh_engine_would_there_an
                 assert not sync.verify(source(shared.model(shared.version + 1))).ok
 
 
+@pytest.mark.parametrize("shared", [*LAYOUTS, *ASYNC], indirect=True)
 def test_every_step_and_every_token_is_of_one_version_on_both_ranks_while_updates_alternate(shared: Shared) -> None:
     pick = random.Random(0)
     running: list[tuple[list[int], Future[tuple[int, dict[str, Any]]]]] = []

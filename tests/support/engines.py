@@ -445,7 +445,9 @@ class Server(HttpEngine):
 
     def start(self) -> None:
         arguments = ["--model", str(self.model), "--worker-extension-cls", EXTENSION, *self.arguments]
-        self.serve("vllm.entrypoints.openai.api_server", arguments, ENGINE_ARGUMENTS)
+        is_async = self.environment.get("WEIGHTWIRE_TEST_ASYNC") == "1"
+        module = "tests.support.async_server" if is_async else "vllm.entrypoints.openai.api_server"
+        self.serve(module, arguments, ENGINE_ARGUMENTS)
 
     def stop(self) -> None:
         """As an operator does. Where the machine is slow vLLM kills its engine cores; the next reader then cleans up."""
