@@ -128,6 +128,8 @@ FULL = (
         for kind in ("gemma2", "apertus")
     ),
     f"{ENGINES}test_vllm_shared_experts.py::test_four_ranks_of_two_cores_are_one_replica",
+    f"{ENGINES}test_vllm_shared_experts.py::"
+    "test_every_step_and_every_token_is_of_one_version_on_both_ranks_while_updates_alternate[experts-async",
     # ranks that share experts: without expert parallel the first and the last stay
     *(
         f"{ENGINES}test_vllm_shared_experts.py::{test}[parts"
@@ -203,7 +205,10 @@ FULL = (
     *(
         f"{ENGINES}test_vllm_one_version.py::"
         f"test_every_step_and_every_token_is_of_exactly_one_version_while_updates_alternate_under_load[{kind}"
-        for kind in ("tp2-recompute", "pp2-keep", "pp3", "in-process-recompute")
+        for kind in (
+            *("tp2-recompute", "pp2-keep", "pp3", "in-process-recompute"),
+            *("async-keep", "async-recompute", "async-in-process", "async-tp2-recompute"),
+        )
     ),
     f"{ENGINES}test_sglang_life.py::test_every_token_is_of_exactly_one_version_while_50_updates_alternate_under_load[recompute",
     f"{ENGINES}test_fan_out.py::test_engines_that_pass_an_update_on_generate_meanwhile_and_end_up_with_the_trainers_tokens[tree",
