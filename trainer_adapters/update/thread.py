@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -87,11 +86,14 @@ class OperationThread:
             raise ManagerClosed("the manager is closed", side="manager")
 
     def warn_if_open(self, whose: str) -> None:
-        """Warns that a manager was dropped and not closed. It is not closed in its place: a pause of it goes on, and
-        closing waits for locks that the thread which collects the manager may hold."""
+        """Logs that a manager was dropped and not closed. It is not closed in its place: a pause of it goes on, and
+        closing waits for locks that the thread which collects the manager may hold. Python shows no `ResourceWarning` unless
+        told to, and what stays may be as large as the model."""
         if not (self.is_closing or self.is_foreign or sys.is_finalizing()):
-            words = f"{whose} was dropped without close(): its threads and sockets stay until this process ends"
-            warnings.warn(words, ResourceWarning, stacklevel=3)
+            logger.warning(
+                "weightwire: %s was dropped without close(): its shared memory, threads and sockets stay until this process ends",
+                whose,
+            )
 
     def call(
         self,
