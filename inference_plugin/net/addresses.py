@@ -259,8 +259,8 @@ def looked(job: str | None = None) -> str:
         told.append(f"{error.message}: a replica that runs can't publish its card; {error.hint}")
     told += [f"starting: {text}" for text in starting(job)]
     told += [f"without the plug-in: {text}" for text in problems(job)]
-    if others := _jobs_with_replicas() - {job or job_name()}:
-        told.append(f"replicas of other jobs run here: {', '.join(map(repr, sorted(others)))}")
+    if others := other_jobs(job):
+        told.append(f"replicas of other jobs run here: {', '.join(map(repr, others))}")
     return "; ".join(told)
 
 
@@ -270,6 +270,16 @@ def is_orphaned(card: ReplicaCard) -> bool:
     if card.boot_id != boot_id() or card.parent_pid in (0, card.pid) or has_ended(card.pid, card.start_ticks):
         return False
     return parent_of(card.pid) != card.parent_pid
+
+
+def other_jobs(job: str | None = None) -> list[str]:
+    """The jobs beside this one that have living replicas in the same place: one name may be a misspelt other."""
+    found = set()
+    for path in _job_path().parent.glob("*/*.card"):
+        with contextlib.suppress(ProtocolError, OSError):
+            card = decode_as(path.read_bytes(), ReplicaCard)
+            found |= set() if _is_stale(card) else {card.job}
+    return sorted(found - {job or job_name()})
 
 
 @functools.cache
@@ -333,16 +343,6 @@ def _job_path(job: str | None = None) -> Path:
     else:
         root = Path(f"/tmp/weightwire-{os.getuid()}")
     return root / (job or job_name())
-
-
-def _jobs_with_replicas() -> set[str]:
-    """The jobs of this user that have living replicas here."""
-    jobs = set()
-    for path in _job_path().parent.glob("*/*.card"):
-        with contextlib.suppress(ProtocolError, OSError):
-            card = decode_as(path.read_bytes(), ReplicaCard)
-            jobs |= set() if _is_stale(card) else {card.job}
-    return jobs
 
 
 def _card_path(replica: str, job: str | None) -> Path:

@@ -61,6 +61,7 @@ def test_status_and_doctor_tell_of_replicas_versions_and_processes(directory: Pa
             code, status = run("status")
             assert code == 0 and rig.replica in json.dumps(status) and "7" in json.dumps(status)
             assert [replica["groups"] for replica in status["replicas"]] == [{"policy": "current"}]
+            assert "replicas of other jobs run here: default; --job NAME" in shown("status", "--job", "misspelt")[1]
             manager.settings.catch_up = "never"
             late = Rig(directory)
             try:
