@@ -148,7 +148,7 @@ class Driver:
             self.requests[name] = begun(name)
             prompt: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
             if (seed := request.get("image")) is not None:
-                prompt["multi_modal_data"] = {"image": _image(seed)}
+                prompt["multi_modal_data"] = {"image": image(seed)}
             if request.get("salt"):
                 prompt["cache_salt"] = request["salt"]
             self.llm.llm_engine.add_request(name, prompt, params, **adapter)
@@ -222,7 +222,7 @@ class Driver:
         gc.collect()
 
 
-def _image(seed: int) -> Any:
+def image(seed: int) -> Any:
     """An image of random pixels, the same for the same seed."""
     import numpy as np
     from PIL import Image

@@ -372,7 +372,7 @@ class Driver(Engine):
         salt: str | None = None,
     ) -> list[str]:
         """Starts requests and returns their names. `lora`: name, number and path of an adapter. `logprobs`: how many of each
-        token's are noted (vLLM). `image`: the seed of an image in each prompt (vLLM). `salt`: of their prefix cache."""
+        token's are noted (vLLM). `image`: the seed of an image in each prompt. `salt`: of their prefix cache."""
         names = [f"r{next(self._names)}" for _ in prompts]
         more = {"lora": lora, "logprobs": logprobs, "image": image, "salt": salt}
         requests = [

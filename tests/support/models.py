@@ -175,7 +175,7 @@ def make_gemma3_vision(directory: str | Path, *, seed: int, dtype: torch.dtype =
 
     vision = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-        "patch_size": 14,
+        "patch_size": 14, "vision_use_head": False,
     }  # fmt: skip
     words = SHAPE["vocab_size"]
     config = Gemma3Config(
@@ -204,6 +204,7 @@ def _save_tokenizer(path: Path, last: Sequence[str], **special: str) -> None:
     tokenizer = tiny_tokenizer(SHAPE["vocab_size"], last=last)
     tokenizer.add_special_tokens({"extra_special_tokens": [t for t in last if t.strip()]})
     tokenizer._set_model_specific_special_tokens(special_tokens=special)
+    tokenizer.pad_token = EOS
     tokenizer.save_pretrained(path)
 
 

@@ -72,10 +72,13 @@ class Driver(engine_driver.Driver):
                 stream=True,
                 cache_salt=request.get("salt"),
                 lora_path=request["lora"][0] if request.get("lora") else None,
+                image_data=None if (seed := request.get("image")) is None else [engine_driver.image(seed)],
+                return_logprob=bool(request.get("logprobs")),
             )
             async for chunk in stream:
                 meta = chunk["meta_info"]
                 state["tokens"] = list(chunk["output_ids"])
+                state["logprobs"] = [value for value, *_ in meta.get("output_token_logprobs", ())]
                 state["cached"] = int(meta.get("cached_tokens", 0))
                 state["versions"] = versions_of(meta, len(state["tokens"]))
                 if (reason := meta.get("finish_reason")) is not None:
