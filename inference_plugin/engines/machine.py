@@ -45,7 +45,6 @@ from inference_plugin.wire.errors import (
     ProtocolError,
     SyncTimeout,
     TornReplica,
-    VersionConflict,
     WeightwireError,
 )
 from inference_plugin.wire.messages import (
@@ -59,6 +58,7 @@ from inference_plugin.wire.messages import (
     Resume,
     Verify,
 )
+from inference_plugin.worker.requests import still_committing
 
 __all__ = ["ReplicaMachine"]
 
@@ -154,7 +154,7 @@ class ReplicaMachine:
             )
         first = self._commands[0].body if self._commands and self._commands[0].steps is not None else None
         if isinstance(body, Commit) and isinstance(first, Commit) and first.group == body.group:
-            raise VersionConflict(f"transaction {first.txn} is being committed")
+            raise still_committing()
         phase, now_s = type(body).__name__.lower(), self._now_s
         start, late = self._command_of(body)
         queue.append(Command(phase, start, body, asked.asker, asked.peer, now_s, now_s + body.timeout_s, late))

@@ -28,7 +28,7 @@ from inference_plugin.worker.actions import AgreeOnTerms, CheckPieces, MapStagin
 from inference_plugin.worker.group import WeightUpdateGroup
 from inference_plugin.worker.transaction import Job, Opening, Transaction
 
-__all__ = ["bucket", "handlers", "open_group"]
+__all__ = ["bucket", "handlers", "open_group", "still_committing"]
 
 
 ANOTHER_MANAGER = (

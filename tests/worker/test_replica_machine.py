@@ -212,6 +212,23 @@ def test_commits_and_pauses_take_turns_in_order_and_a_repeated_request_answers_w
     assert isinstance(one.answered["b again"], Committed) and "b" not in one.answered
 
 
+def test_a_commit_that_comes_during_another_of_its_group_may_come_again_later() -> None:
+    """The manager catches a replica up that has just woken in its commit. A `VersionConflict` would end that for good."""
+    one = Simulated(draining)
+    one.ask("a", Commit("policy", "t", 1, in_flight="drain"))
+    one.boundary()
+    one.ask("b", Commit("policy", "t2", 2))
+    refused = error_of(one.answered["b"])
+    assert refused.kind == "SyncTimeout" and "still under way here" in refused.message
+    assert one.waiting is not None
+    one.on(Performed(one.waiting.command, one.waiting.action, True))
+    assert isinstance(one.answered["a"], Committed)
+    one.ask("b again", Commit("policy", "t2", 2))
+    one.boundary()
+    one.on(Performed(one.waiting.command, one.waiting.action, True))
+    assert isinstance(one.answered["b again"], Committed)
+
+
 def test_late_commands_are_answered_once_and_the_engine_is_not_stopped_for_them() -> None:
     one = Simulated(draining)
     one.ask("a", Commit("policy", "t", 1, in_flight="drain", timeout_s=2))
