@@ -184,22 +184,21 @@ def _new_segment(nbytes: int) -> SharedSegment:
 def _write(segment: SharedSegment, delivery: Delivery) -> tuple[list[Piece], WriteStats]:
     manifest = delivery.manifest
     stats = WriteStats()
-    written = WrittenPieces(stats)
-    memory = segment.tensor.numpy()
 
     def run_in(place: PiecePlace) -> tuple[Bytes, int] | None:
         region = place.region
-        return (memory, region.offset) if region is not None and region.sizes[0] == 1 else None
+        return (segment.tensor.numpy(), region.offset) if region is not None and region.sizes[0] == 1 else None
 
-    for item in delivery.slices:
-        if segment.is_fresh:
-            _back(segment, manifest, item.box)
-        places = manifest.split(item.box, delivery.piece_bytes)
-        if not written.copy_slice(manifest, item, places, run_in, lasts=delivery.slices_last):
-            for place, data in pieces_of(manifest, item, delivery.piece_bytes):
-                written.add(place.box, _place_and_digest(segment.tensor, manifest, place, data, stats))
-        delivery.check_deadline(stats.nbytes)
-    pieces = written.end()
+    with closing(WrittenPieces(stats)) as written:
+        for item in delivery.slices:
+            if segment.is_fresh:
+                _back(segment, manifest, item.box)
+            places = manifest.split(item.box, delivery.piece_bytes)
+            if not written.copy_slice(manifest, item, places, run_in, lasts=delivery.slices_last):
+                for place, data in pieces_of(manifest, item, delivery.piece_bytes):
+                    written.add(place.box, _place_and_digest(segment.tensor, manifest, place, data, stats))
+            delivery.check_deadline(stats.nbytes)
+        pieces = written.end()
     segment.is_fresh = False
     return pieces, stats
 

@@ -46,12 +46,9 @@ class WrittenPieces:
 
     def __init__(self, stats: WriteStats) -> None:
         self._stats = stats
+        self.close()
         self._boxes: list[Box] = []
         self._digests: list[int] = []
-        self._waiting: list[tuple[Any, int, bytes]] = []
-        self._waiting_at: list[int] = []
-        self._waiting_bytes = 0
-        self._kept: list[torch.Tensor] = []
 
     def add(self, box: Box, digest: int) -> None:
         """A piece that was written."""
@@ -81,6 +78,13 @@ class WrittenPieces:
         self._copy_waiting()
         return list(map(Piece, self._boxes, self._digests))
 
+    def close(self) -> None:
+        """Forgets what waits to be copied: an error may keep this object, and with it the memory."""
+        self._waiting: list[tuple[Any, int, bytes]] = []
+        self._waiting_at: list[int] = []
+        self._waiting_bytes = 0
+        self._kept: list[torch.Tensor] = []
+
     def _copy(self, box: Box, target: Any, start: int, address: int, nbytes: int) -> None:
         self._waiting_at.append(len(self._boxes))
         self.add(box, 0)
@@ -95,4 +99,4 @@ class WrittenPieces:
             self._digests[position] = digest
         self._stats.nbytes += self._waiting_bytes
         self._stats.move_s += time.perf_counter() - began_s
-        self._waiting, self._waiting_at, self._kept, self._waiting_bytes = [], [], [], 0
+        self.close()

@@ -232,6 +232,7 @@ class ZoneSender(Sender):
                 zone.end_writing()
             is_over = True
         finally:
+            written.close()
             if not is_over:  # the update fails, and these zones are never used again
                 for zone in zones:
                     with contextlib.suppress(OSError):
