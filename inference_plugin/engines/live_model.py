@@ -80,7 +80,7 @@ class LiveModel:
                 hint="start the engine with LoRA enabled, or send the merged model with MergedLoRAAdapter",
                 phase="open",
             )
-        return AdapterInstaller(self.adapter_slots, group.removeprefix(ADAPTER_PREFIX))
+        return AdapterInstaller(self.adapter_slots, group.removeprefix(ADAPTER_PREFIX), self.check_caches)
 
     def check_caches(self) -> None:
         if (why := self.why_stale()) is not None:

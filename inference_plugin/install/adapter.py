@@ -8,7 +8,7 @@ with an adapter from disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -37,8 +37,10 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 class AdapterInstaller:
     """`contract.Installer` of one adapter. It keeps the replaced adapter until the new one is confirmed."""
 
-    def __init__(self, slots: AdapterSlots, name: str) -> None:
+    def __init__(self, slots: AdapterSlots, name: str, check_caches: Callable[[], None]) -> None:
+        """`check_caches`: as of `contract.EngineModel`."""
         self._slots = slots
+        self._check_caches = check_caches
         self._name = name
         self._manifest: Manifest | None = None
         self._needs: tuple[Box, ...] = ()
@@ -81,7 +83,7 @@ class AdapterInstaller:
         return InstallTerms(self._needs, "loader", "standby", "the engine's own LoRA slots")
 
     def check_terms(self) -> None:
-        """An adapter's slots stay where they are."""
+        self._check_caches()  # the slots stay where they are
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         assert self._manifest is not None

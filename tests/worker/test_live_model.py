@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -94,3 +95,9 @@ def test_a_cache_that_an_engine_gets_while_it_runs_ends_its_updates() -> None:
     model.cache = "a store keeps what the old weights computed"
     with pytest.raises(EngineUnsupported, match="a store keeps"):
         installer.check_terms()
+    model.cache, model.adapter_slots = None, cast(Any, object())
+    adapter = model.installer("lora.policy")
+    adapter.check_terms()
+    model.cache = "a store keeps what the old adapter computed"
+    with pytest.raises(EngineUnsupported, match="a store keeps"):
+        adapter.check_terms()
