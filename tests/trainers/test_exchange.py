@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer_adapters.sources.exchange import device_of
+from trainer_adapters.sources.exchange import exchange_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -38,6 +38,6 @@ def test_bytes_are_exchanged_where_the_group_has_a_backend(
     store = FakeStore() if "fake" in backend else dist.HashStore()  # type: ignore[no-untyped-call]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        assert device_of(None, near) == expected
+        assert exchange_device(None, near) == expected
     finally:
         dist.destroy_process_group()

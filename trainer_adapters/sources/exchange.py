@@ -15,7 +15,7 @@ import torch.distributed as dist
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, WeightwireError
 
-__all__ = ["device_of", "exchange_bytes", "exchange_tensors", "in_buckets", "meet"]
+__all__ = ["exchange_bytes", "exchange_device", "exchange_tensors", "in_buckets", "meet"]
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def exchange_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
 
 def exchange_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """`exchange_bytes` for 1-D tensors of uint8, which may differ in length. The result is where `mine` is."""
-    device = device_of(group, mine.device)
+    device = exchange_device(group, mine.device)
     length = torch.tensor([mine.numel()], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
@@ -137,7 +137,7 @@ def exchange_tensors(mine: torch.Tensor, group: dist.ProcessGroup | None) -> lis
     return [one[:size].to(mine.device) for one, size in zip(everybody, sizes, strict=True)]
 
 
-def device_of(group: dist.ProcessGroup | None, near: torch.device = HOST) -> torch.device:
+def exchange_device(group: dist.ProcessGroup | None, near: torch.device = HOST) -> torch.device:
     """Where a tensor must be for a collective of `group` (None: the default group): on `near` if the group reaches it, else in
     the host's memory, else on the current device of the first kind that the group has a backend for. gloo gathers in the
     host's memory only."""

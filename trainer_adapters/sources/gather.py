@@ -34,7 +34,7 @@ from inference_plugin.wire.manifest import Manifest, aligned
 from inference_plugin.wire.tensors import narrowed, torch_dtype
 from inference_plugin.wire.tracing import span
 from trainer_adapters.sources.base import LocalSlice, WeightSource
-from trainer_adapters.sources.exchange import device_of, exchange_bytes, in_buckets
+from trainer_adapters.sources.exchange import exchange_bytes, exchange_device, in_buckets
 
 __all__ = ["gathered"]
 
@@ -60,7 +60,7 @@ def gathered(
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     group = process_group or dist.distributed_c10d._get_default_group()
-    device = device_of(group)
+    device = exchange_device(group)
     manifest, claims, bucket_bytes = _agree(source, bucket_bytes, group)
     buckets = _buckets(manifest, claims, bucket_bytes)
     size = max((bucket.nbytes for bucket in buckets), default=0)
