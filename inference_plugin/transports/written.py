@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -41,12 +42,23 @@ def _address_of(manifest: Manifest, item: Slice) -> int | None:
     return tensor.data_ptr() if tensor.untyped_storage().nbytes() >= end else None  # else it was freed
 
 
+@dataclass
+class _Waiting:
+    """Pieces that wait to be copied: for each its target, its place there and that of its bytes; and its number in the list of
+    pieces. `kept`: the tensors whose memory that is."""
+
+    groups: list[tuple[Any, int, bytes]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+
 class WrittenPieces:
     """Collects pieces. `stats` counts the bytes and the seconds of the copies made here."""
 
     def __init__(self, stats: WriteStats) -> None:
         self._stats = stats
-        self.close()
+        self._waiting = _Waiting()
         self._boxes: list[Box] = []
         self._digests: list[int] = []
 
@@ -69,8 +81,8 @@ class WrittenPieces:
             self._copy(place.box, target, start, address + place.start, place.end - place.start)
         if not lasts:
             self._copy_waiting()
-        elif self._waiting:
-            self._kept.append(item.tensor)
+        elif self._waiting.groups:
+            self._waiting.kept.append(item.tensor)
         return True
 
     def end(self) -> list[Piece]:
@@ -80,23 +92,21 @@ class WrittenPieces:
 
     def close(self) -> None:
         """Forgets what waits to be copied: an error may keep this object, and with it the memory."""
-        self._waiting: list[tuple[Any, int, bytes]] = []
-        self._waiting_at: list[int] = []
-        self._waiting_bytes = 0
-        self._kept: list[torch.Tensor] = []
+        self._waiting = _Waiting()
 
     def _copy(self, box: Box, target: Any, start: int, address: int, nbytes: int) -> None:
-        self._waiting_at.append(len(self._boxes))
+        waiting = self._waiting
+        waiting.numbers.append(len(self._boxes))
         self.add(box, 0)
-        self._waiting.append((target, start, places_at((address,), (nbytes,))))
-        self._waiting_bytes += nbytes
-        if self._waiting_bytes >= PIECE_BYTES or len(self._waiting) >= SPANS_AT_ONCE:
+        waiting.groups.append((target, start, places_at((address,), (nbytes,))))
+        waiting.nbytes += nbytes
+        if waiting.nbytes >= PIECE_BYTES or len(waiting.groups) >= SPANS_AT_ONCE:
             self._copy_waiting()
 
     def _copy_waiting(self) -> None:
-        began_s = time.perf_counter()
-        for position, digest in zip(self._waiting_at, copy_groups_and_digest(self._waiting), strict=True):
-            self._digests[position] = digest
-        self._stats.nbytes += self._waiting_bytes
+        began_s, waiting = time.perf_counter(), self._waiting
+        for number, digest in zip(waiting.numbers, copy_groups_and_digest(waiting.groups), strict=True):
+            self._digests[number] = digest
+        self._stats.nbytes += waiting.nbytes
         self._stats.move_s += time.perf_counter() - began_s
-        self.close()
+        self._waiting = _Waiting()
