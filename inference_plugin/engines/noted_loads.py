@@ -32,10 +32,9 @@ def note_loads(model: Any, forget: Callable[[str], object]) -> Callable[[], None
     load = getattr(kind, "load_weights", None)
     if callable(load) and not hasattr(load, "weightwire_notes"):
         kind.load_weights = _noted(load)
+    # SGLang's loader `flash_rl` gives a model one of its own, which calls the class's as it was before.
     own = vars(model).get("load_weights")
-    if callable(
-        own
-    ):  # SGLang's loader `flash_rl` gives a model one of its own, which calls the class's as it was before
+    if callable(own):
 
         @functools.wraps(own)
         def own_load_weights(*args: Any, **kwargs: Any) -> Any:
