@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.install.vllm_apart import told_by
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-ROOT = Path(__file__).parents[2]
 MODELS = ("qwen3-moe", "llama", "llama-tied", "qwen2", "qwen3")
 PADDED_ROWS = (320 - 257) * 64  # vLLM pads a vocabulary of 257 to the next multiple of 64; hidden size 64
 
@@ -25,17 +21,7 @@ PADDED_ROWS = (320 - 257) * 64  # vLLM pads a vocabulary of 257 to the next mult
 @pytest.fixture(scope="module")
 def studies() -> dict[str, Any]:
     """What the script found, per model; one process for all: importing vLLM takes most of the time."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.install.vllm_skeletons"],
-        cwd=ROOT,
-        env=os.environ | {"VLLM_PLUGINS": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    found = told_by("tests.install.vllm_skeletons")
     assert tuple(found) == MODELS
     return found
 

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.install.vllm_apart import told_by
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.install.vllm_gpu_parts"],
-        cwd=ROOT,
-        env=os.environ | {"VLLM_PLUGINS": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    return dict(json.loads(run.stdout.splitlines()[-1]))
+    return told_by("tests.install.vllm_gpu_parts")
 
 
 def test_what_captured_graphs_read_of_a_kernel_for_experts_stays_in_place_and_follows_each_update(

@@ -1,0 +1,51 @@
+"""An engine that reads images, under updates by every policy: no answer is made with an image that older weights encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+from inference_plugin.wire.messages import InFlight
+from tests.engines.test_vllm_tokens import weights
+from tests.support.managers import SyncManager
+from trainer_adapters import ModuleAdapter
+
+__all__ = ["IMAGES", "check_images"]
+
+IMAGES = (1, 2)
+
+
+def check_images(
+    driver: Any,
+    models: tuple[Path, Path],
+    prompt: list[int],
+    say: Callable[[], list[Any]],
+    agree: Callable[[Any, Any], bool],
+    **options: Any,
+) -> None:
+    """An engine is updated under each policy, there and back, with a request about an image in flight; before that request ends
+    and after it, it answers about known images as a fresh engine does.
+
+    `say`: its answer about each image; `agree` compares two answers. `options`: of the engine.
+    """
+    a, b = models
+    fresh = {}
+    for model in (b, a):
+        driver.call("close")
+        driver.open(model, **options)
+        fresh[model] = say()
+    assert not agree(fresh[a][:1], fresh[a][1:]) and not agree(fresh[a], fresh[b])
+    for version, policy in enumerate(get_args(InFlight), 1):
+        target = b if version % 2 else a
+        with SyncManager(in_flight=policy, timeout_s=60) as manager:
+            before = driver.submit([prompt], 200, image=IMAGES[0])
+            driver.wait_for_tokens(before, 3)
+            if policy != "drain":
+                manager.pause(in_flight="keep")  # so that the request is in flight, however long the update takes
+            (report,) = manager.update(ModuleAdapter(weights(target)), version).replicas
+            assert report.status == "committed", report
+            manager.resume()
+            assert agree(say(), fresh[target]), (policy, target)
+            driver.wait(before)
+            assert agree(say(), fresh[target]), (policy, target)
