@@ -36,7 +36,7 @@ Edges: TypeAlias = dict[int, tuple[frozenset[int], ...]]
 """Per tensor and dimension: where a box begins or ends."""
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
+class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """Offsets and sizes within one tensor. `tensor` is its index in the manifest, and 0 where a name says which it is."""
 
     tensor: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TENSORS)]
@@ -44,7 +44,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
     sizes: Dims
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, order=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """A box that was written, and the xxh3-64 digest of its bytes in C order."""
 
     box: Box
@@ -52,7 +52,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Below 2^64: msgpack has no larger integer."""
 
 
-class Region(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True, gc=False):
     """A strided place in the tensor, storage or segment that `tensor` names.
 
     Regions of a placement plan have no dimension of size 1, and neighbouring dimensions are merged where source and

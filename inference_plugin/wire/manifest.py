@@ -44,7 +44,7 @@ MAX_SEGMENT_BYTES = 1 << 44
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One checkpoint tensor: Hugging Face name, dtype by torch's name, shape."""
 
     name: Name

@@ -22,7 +22,7 @@ MAX_PLACES = 1 << 22
 ZoneBytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of a checkpoint tensor and where it lies in the zone: the byte of its first element, and the bytes from one element
     to the next in each dimension."""
 

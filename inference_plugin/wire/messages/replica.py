@@ -66,7 +66,7 @@ class Verify(msgspec.Struct, frozen=True, tag="verify"):
     timeout_s: Seconds = 120.0
 
 
-class BoxDigest(msgspec.Struct, frozen=True, array_like=True):
+class BoxDigest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of a checkpoint tensor as a live parameter holds it.
 
     `signed_zeros` false: it was read through a packed layout that keeps no sign of zero, and the digest is that of the
