@@ -256,7 +256,7 @@ def test_what_would_end_in_wrong_weights_is_refused_before_an_engine_starts(what
 
 
 def test_without_trl_the_error_says_what_to_install() -> None:
-    with pytest.raises(EngineUnsupported, match=r"No module named 'trl.*weightwire\[trl\]"):
+    with pytest.raises(EngineUnsupported, match=r"No module named 'trl.*pip install '\.\[trl\]'"):
         through_weightwire(object)
 
 
