@@ -114,18 +114,19 @@ def checked_dtype(manifest: Manifest, item: Slice) -> torch.dtype:
 
 
 def _cut(manifest: Manifest, item: Slice, dtype: torch.dtype, piece_bytes: int) -> Iterator[tuple[PiecePlace, Bytes]]:
-    places = manifest.split(item.box, piece_bytes)
-    if item.tensor.dtype == dtype and item.tensor.device.type == "cpu" and item.tensor.is_contiguous():
-        flat = bytes_view(item.tensor).numpy()
+    places, tensor = manifest.split(item.box, piece_bytes), item.tensor
+    lies_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if tensor.dtype == dtype and tensor.device.type == "cpu" and lies_plain:
+        flat = bytes_view(tensor).numpy()
         for place in places:
             yield place, flat[place.start : place.end]
         return
     parts = [(place, part_of(item, place)) for place in places]
-    if item.tensor.device.type != "cpu":
-        yield from _from_device(parts, item.tensor.device, dtype)
+    if tensor.device.type != "cpu":
+        yield from _from_device(parts, tensor.device, dtype)
         return
     for place, part in parts:
-        yield place, bytes_view(part.to(dtype).contiguous()).numpy()
+        yield place, bytes_view(part.to(dtype).resolve_conj().resolve_neg().contiguous()).numpy()
 
 
 def part_of(item: Slice, place: PiecePlace) -> torch.Tensor:

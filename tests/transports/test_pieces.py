@@ -48,6 +48,16 @@ def test_pieces_that_are_not_packed_are_those_that_are(tensor: torch.Tensor, pie
     assert lying == packed
 
 
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_a_tensor_that_is_conjugated_or_negated_as_it_is_read_travels_as_its_values(view: Any, is_packed: bool) -> None:
+    values = torch.arange(1, 25).view(4, 6) * (1 + 2j)
+    tensor = view(values) if is_packed else view(values).T
+    manifest = manifest_of({"t": tensor})
+    pieces = pieces_of(manifest, LocalSlice(manifest.whole(0), tensor), 64)
+    assert b"".join(data.tobytes() for _, data in pieces) == tensor.resolve_conj().resolve_neg().numpy().tobytes()
+
+
 def test_long_rows_of_a_column_are_read_where_they_lie() -> None:
     whole = torch.arange(64 * 1024, dtype=torch.float32).reshape(64, 1024)
     columns = whole[:, 256:768]
