@@ -24,6 +24,7 @@ from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import box_view
 from trainer_adapters import DtypeRules, ExportAdapter, LocalSlice, ModuleAdapter, WeightSource
+from trainer_adapters.sources.chosen import source_for
 from trainer_adapters.sources.sharing import MIN_CUT_BYTES, share_boxes
 
 
@@ -479,6 +480,52 @@ def test_a_producer_that_reuses_one_buffer_is_not_taken_for_tied_weights() -> No
     source = ModuleAdapter(Lazy())
     assert source.manifest().tied == {}
     assert {name: float(tensor[0]) for name, tensor in received(source).items()} == {"1": 1.0, "2": 2.0}
+
+
+def in_one_buffer(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Fills the same memory for each tensor, as a trainer's gathering may."""
+    memory = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    for name, tensor in tensors.items():
+        yield name, memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+class MadeWhenAsked(dict[str, torch.Tensor]):
+    def items(self) -> Any:
+        return in_one_buffer(dict(super().items()))
+
+
+class ListedWhenAsked(list[tuple[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return in_one_buffer(dict(super().__iter__()))
+
+
+@pytest.mark.parametrize("make", [MadeWhenAsked, lambda held: ListedWhenAsked(held.items())], ids=["dict", "list"])
+def test_a_dict_or_list_that_makes_each_tensor_in_one_buffer_is_read_one_by_one(make: Any) -> None:
+    state = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(6.0).view(2, 3) + 6, "c": torch.arange(4.0) + 12}
+    source = source_for(make(state))
+    for _ in range(2):
+        arrived = received(source)
+        assert list(arrived) == list(state) and not source.manifest().tied
+        for name, tensor in state.items():
+            assert torch.equal(arrived[name], tensor), name
+
+
+@pytest.mark.parametrize("gather", [dict, list])
+def test_tensors_that_were_gathered_into_one_buffer_are_refused(gather: Any) -> None:
+    state = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(5), "d": torch.ones(2, 3), "e": torch.ones(1)}
+    problem = r"can't be sent: c begins where a and b begin, in a third shape,.* d begins.* e begins.* \(3 in all\)"
+    with pytest.raises(ManifestMismatch, match=problem):
+        source_for(gather(in_one_buffer(state))).manifest()
+    assert names(source_for(lambda: in_one_buffer(state))) == list(state)
+
+
+def test_a_head_may_be_the_first_rows_of_the_embedding_and_parts_may_be_views_of_one_tensor() -> None:
+    whole = torch.arange(24.0).view(8, 3)
+    state = {"embed": whole, "head": whole[:5], "again": whole[:5], "q": whole[2:4], "k": whole[4:6]}
+    arrived = received(ModuleAdapter(state))
+    assert ModuleAdapter(state).manifest().tied == {"again": "head"}
+    for name, tensor in arrived.items():
+        assert torch.equal(tensor, state[name])
 
 
 def test_a_producer_that_changes_between_passes_is_an_error_and_the_next_update_works() -> None:

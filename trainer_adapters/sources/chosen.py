@@ -18,6 +18,7 @@ from trainer_adapters.sources.sharded import (
     is_fully_sharded,
     is_wrapped_by_fsdp1,
 )
+from trainer_adapters.sources.streams import holds_its_tensors
 from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
 
 __all__ = ["Kind", "Sendable", "kind_of", "source_for"]
@@ -108,10 +109,10 @@ def kind_of(model: object) -> Kind:
             return "megatron"
         raise _unknown(f"a list of {len(model)} modules that are not all Megatron-Core's", "send one model at a time")
     if isinstance(model, Mapping):
-        _check_pairs(model.items() if isinstance(model, dict) else ())
+        _check_pairs(model.items() if holds_its_tensors(model) else ())
         return "tensors"
     if isinstance(model, list | tuple):
-        _check_pairs(model)
+        _check_pairs(model if holds_its_tensors(model) else ())
         return "tensors"
     if isinstance(model, Iterator):
         raise _unknown(

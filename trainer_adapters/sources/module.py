@@ -13,7 +13,7 @@ from trainer_adapters.sources.plan import Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards, ScannedSource
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import is_fully_sharded, is_wrapped_by_fsdp1, refuse_lora_layers
-from trainer_adapters.sources.streams import Buffers, Pairs, Stream, module_stream
+from trainer_adapters.sources.streams import Buffers, Pairs, Stream, holds_its_tensors, module_stream
 
 __all__ = ["ModuleAdapter"]
 
@@ -26,11 +26,11 @@ class ModuleAdapter(ScannedSource):
       names. Weights that share memory are sent once (`Manifest.tied`); `_tied_weights_keys` of transformers
       says which name travels, and weights that it calls tied but that are two tensors are refused;
     - a dict, or a list or tuple of `(name, tensor)`: read again for each update; tensors that share memory are tied;
-    - any other mapping or iterable that can be iterated repeatedly, or a callable that returns a fresh
-      iterator of `(name, tensor)`: one tensor is held at a time. `manifest()` runs through it once and
-      `slices()` on every update, to the end on every rank (so that it may use collectives); all passes must yield
-      the same names, shapes and dtypes in the same order. Tied tensors are not recognised, because they look like a buffer
-      that is reused.
+    - any other mapping or iterable that can be iterated repeatedly (also a subclass of dict or list that iterates in its own
+      way), or a callable that returns a fresh iterator of `(name, tensor)`: one tensor is held at a time. `manifest()` runs
+      through it once and `slices()` on every update, to the end on every rank (so that it may use collectives); all passes must
+      yield the same names, shapes and dtypes in the same order. Tied tensors are not recognised, because they look like a
+      buffer that is reused.
 
     `dtype_rules`: see `DtypeRules`. `include_buffers`: "persistent" (those in the state dict), "all" or
     "none". `rename`: a function from a name to the name in the manifest, or a mapping of the names that differ; None as the
@@ -67,7 +67,7 @@ class ModuleAdapter(ScannedSource):
         if module is not None:
             _refuse_sharded(module)
             refuse_lora_layers(module, rename)
-        in_memory = module is not None or isinstance(model, dict | list | tuple)
+        in_memory = module is not None or holds_its_tensors(model)
         super().__init__(
             module_stream(module, include_buffers) if module is not None else _stream_of(model),
             module=module,

@@ -44,6 +44,11 @@ from trainer_adapters.sources.streams import Stream, module_ties
 __all__ = ["Inspection", "LocalShards", "ScanOptions", "ScannedSource", "why_not_plain"]
 
 
+MOST_READINGS = 2
+"""Tensors of different shapes that may begin in the same memory: a head may be the first rows of the embedding. More of them lie
+in a buffer that was filled for one after the other."""
+
+
 class Inspection(NamedTuple):
     """What a scan sees of one item of a stream. `memory`: equal, on all ranks alike, for items that are the same elements of the
     same memory; None if that is unknown."""
@@ -237,15 +242,21 @@ class ScannedSource(WeightSource):
         """Scans what the stream yields now; appends the items themselves to `keep`."""
         infos: list[TensorInfo] = []
         first_with: dict[Hashable, int] = {}
+        begin_at: dict[Hashable, dict[Hashable, str]] = {}
         for name, thing in self._stream():
             position = len(infos)
             if keep is not None:
                 keep.append(thing)
             seen = self._inspect(thing)
-            twin = position
+            twin, problem = position, seen.problem
             if self._in_memory and seen.memory is not None:
                 twin = first_with.setdefault(seen.memory, position)
-            infos.append(TensorInfo(name, seen.shape, seen.dtype, twin, seen.spread, seen.problem))
+                if isinstance(seen.memory, _Memory):
+                    beside = begin_at.setdefault(seen.memory[:2], {})
+                    beside.setdefault(seen.memory.reading, name)
+                    if len(beside) > MOST_READINGS:
+                        problem = _why_refilled(*list(beside.values())[:MOST_READINGS])
+            infos.append(TensorInfo(name, seen.shape, seen.dtype, twin, seen.spread, problem))
             del thing
         return tuple(infos)
 
@@ -315,12 +326,26 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     return ""
 
 
+class _Memory(NamedTuple):
+    """Where a plain tensor's elements lie: equal, on all ranks alike, for the same elements of the same memory. `reading`: how
+    the memory from `address` on is read."""
+
+    device: torch.device
+    address: int
+    reading: Hashable
+
+
 def _memory_of(tensor: torch.Tensor) -> Hashable:
-    """A value that is equal, on all ranks alike, for plain tensors that are the same elements of the same memory."""
+    """The tensor's `_Memory`; a value that no other tensor has, if it has no elements."""
     if not tensor.numel():
         return id(tensor)
     reading = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return tensor.device, tensor.data_ptr(), reading
+    return _Memory(tensor.device, tensor.data_ptr(), reading)
+
+
+def _why_refilled(first: str, second: str) -> str:
+    why = "as in one buffer that was filled for each of them (pass a callable that yields one tensor at a time)"
+    return f"begins where {first} and {second} begin, in a third shape, {why}"
 
 
 def _fits(info: TensorInfo, tensor: Any) -> bool:

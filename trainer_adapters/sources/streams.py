@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -12,13 +13,22 @@ from torch.optim.swa_utils import AveragedModel
 from inference_plugin.wire.errors import ManifestMismatch
 from trainer_adapters.sources.sharded import is_wrapped_by_fsdp1
 
-__all__ = ["Buffers", "Pairs", "Stream", "module_stream", "module_ties", "walk"]
+__all__ = ["Buffers", "Pairs", "Stream", "holds_its_tensors", "module_stream", "module_ties", "walk"]
 
 Pairs: TypeAlias = Iterable[tuple[str, Any]]
 Stream: TypeAlias = Callable[[], Pairs]
 _WRAPPERS = (DataParallel, DistributedDataParallel, AveragedModel)
 
 Buffers: TypeAlias = Literal["persistent", "all", "none"]
+
+
+def holds_its_tensors(model: object) -> bool:
+    """Whether this is a dict, list or tuple. A subclass that iterates in a way of its own may make each tensor when it is asked
+    for, and make all of them in the same memory."""
+    kind: Any = type(model)
+    if isinstance(model, dict):
+        return kind.items in (dict.items, OrderedDict.items)
+    return isinstance(model, list | tuple) and kind.__iter__ in (list.__iter__, tuple.__iter__)
 
 
 def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persistent") -> Stream:
