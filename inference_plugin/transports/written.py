@@ -14,6 +14,7 @@ from inference_plugin.transports.base import WriteStats
 from inference_plugin.transports.pieces import checked_dtype
 from inference_plugin.wire.config import PIECE_BYTES
 from inference_plugin.wire.copying import ALIGNED_BYTES, SPANS_AT_ONCE, copy_groups_and_digest, places_at
+from inference_plugin.wire.errors import ManifestMismatch
 from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
 from inference_plugin.wire.manifest import Manifest
 
@@ -45,12 +46,21 @@ def _address_of(manifest: Manifest, item: Slice) -> int | None:
 @dataclass
 class _Waiting:
     """Pieces that wait to be copied: for each its target, its place there and that of its bytes; and its number in the list of
-    pieces. `kept`: the tensors whose memory that is."""
+    pieces. `kept`: the tensors whose memory that is, each with its address."""
 
     groups: list[tuple[Any, int, bytes]] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     nbytes: int = 0
-    kept: list[torch.Tensor] = field(default_factory=list)
+    kept: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    def check_memory(self) -> None:
+        """Raises `ManifestMismatch` if the memory of a tensor that waits was freed."""
+        if any(tensor.data_ptr() != address for tensor, address in self.kept):
+            raise ManifestMismatch(
+                "the memory of a tensor was freed before its bytes were copied",
+                hint="move or free weights once the update has read them: `wait_released` returns then",
+                side="trainer",
+            )
 
 
 class WrittenPieces:
@@ -82,7 +92,7 @@ class WrittenPieces:
         if not lasts:
             self._copy_waiting()
         elif self._waiting.groups:
-            self._waiting.kept.append(item.tensor)
+            self._waiting.kept.append((item.tensor, address))
         return True
 
     def end(self) -> list[Piece]:
@@ -105,6 +115,7 @@ class WrittenPieces:
 
     def _copy_waiting(self) -> None:
         began_s, waiting = time.perf_counter(), self._waiting
+        waiting.check_memory()
         for number, digest in zip(waiting.numbers, copy_groups_and_digest(waiting.groups), strict=True):
             self._digests[number] = digest
         self._stats.nbytes += waiting.nbytes

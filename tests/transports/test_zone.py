@@ -186,6 +186,29 @@ def test_a_slice_whose_memory_was_freed_is_an_error_and_nothing_is_read(
     staging.close()
 
 
+def test_a_slice_whose_memory_is_freed_while_it_waits_to_be_copied_is_an_error(
+    receiver: ZoneReceiver, sender: ZoneSender
+) -> None:
+    """Small slices that last are copied together: by then the allocator may have given the memory to somebody else."""
+    tensors = [any_bits(torch.float32, 64, seed=seed) for seed in range(3)]
+    manifest = manifest_of(tensors)
+    places = tuple(Place(manifest.whole(i), 256 * i, (4,)) for i in range(3))
+    receiver.land_in(ZoneLayout(3 * 256, places), "cpu")
+    staging = receiver.open(manifest, b"", ())
+
+    def slices() -> Iterator[LocalSlice]:
+        for i, tensor in enumerate(tensors):
+            yield LocalSlice(manifest.whole(i), tensor)
+        tensors[1].untyped_storage().resize_(0)
+
+    delivery = Delivery(
+        "t", "", 0, manifest, b"", slices(), [target_of(staging.landing)], time.monotonic() + FAR_S, True
+    )
+    with pytest.raises(ManifestMismatch, match="the memory of a tensor was freed before its bytes were copied"):
+        sender.write(delivery)
+    staging.close()
+
+
 @given(st.data())
 def test_strides_of_a_box_are_those_of_its_elements(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
