@@ -58,6 +58,39 @@ def holds(rig: Rig, seed: int) -> bool:
     return rig.peek() == digests_expected(checkpoint(seed, rig.layers), rig.tp, rig.layers)
 
 
+class Offloaded(Trained):
+    """Keeps its weights in page-locked memory of the host, where each step queues their copies from the device."""
+
+    def __init__(self, device: LateDevice, seed: int) -> None:
+        super().__init__(device, seed)
+        self.tensors = checkpoint(seed)
+
+
+class PageLocking(LateDevice):
+    """Says of all memory of the host that it is page-locked."""
+
+    def is_page_locked(self, memory: torch.Tensor) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("transport", "ignored"),
+    [("zone", ()), ("shm", ()), ("zmq", ()), ("stream", ()), ("shm", ("synchronise",))],
+)
+def test_weights_that_a_step_copies_to_the_host_are_read_once_they_have_arrived(
+    start: Start, monkeypatch: pytest.MonkeyPatch, transport: str, ignored: tuple[str, ...]
+) -> None:
+    rig = start()
+    device = PageLocking(*ignored)
+    monkeypatch.setitem(DEVICES, "cuda", device)
+    source = Offloaded(device, 1)
+    install = "streaming" if transport == "stream" else "standby"
+    with SyncManager(timeout_s=60, transport=transport, install=install) as manager:
+        source.step(2)
+        manager.update(source, 1)
+        assert holds(rig, 2) is not bool(ignored)
+
+
 @pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "stream"])
 @pytest.mark.parametrize("kind", [Trained, Gathered])
 def test_engines_get_what_the_step_made_that_the_caller_had_only_queued(

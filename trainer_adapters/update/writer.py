@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inference_plugin.devices import in_use
@@ -90,7 +90,7 @@ class Writer:
             piece_bytes = _piece_bytes(go)
             for passes, way in enumerate(go.transports, 1):
                 with self._taken(source, together, deadline_s) as slices:
-                    cut = cut_slices(slices, edges, self._cut.parts)
+                    cut = cut_slices(_arrived(slices), edges, self._cut.parts)
                     watched = finite.watch(cut) if finite is not None and passes == 1 else cut
                     delivery = Delivery(
                         go.txn,
@@ -213,6 +213,16 @@ def _compared(
     """Digests of slices that other ranks send and this rank also holds: of its copies, and of the first piece of each slice that
     training keeps equal."""
     with span("compare copies"):
-        copies = tuple(digests_of(manifest, cut_slices(source.copies(), edges), piece_bytes))
-        each = (digests_of(manifest, [item], piece_bytes) for item in cut_slices(source.kept_equal(), edges))
-        return copies, tuple(next(digests) for digests in each)
+        copies = tuple(digests_of(manifest, cut_slices(_arrived(source.copies()), edges), piece_bytes))
+        equal = cut_slices(_arrived(source.kept_equal()), edges)
+        return copies, tuple(next(digests_of(manifest, [item], piece_bytes)) for item in equal)
+
+
+def _arrived(slices: Iterable[LocalSlice]) -> Iterator[LocalSlice]:
+    """The slices, each once its values are in memory. A step may only have queued their copy from the device into page-locked
+    memory (`to("cpu", non_blocking=True)`), and reading the host's memory waits for no queue."""
+    device = in_use()
+    for item in slices:
+        if item.tensor.is_cpu and device.is_page_locked(item.tensor):
+            device.synchronise()
+        yield item
