@@ -159,14 +159,15 @@ class Group:
         self._interface = interface or "lo"
         self._aborted = False
         self._pending: list[Any] = []
-        self._device = torch.device(backend.device, device_of(torch.device(backend.device)).current() or 0)
+        device = device_of(torch.device(backend.device))
+        self._device, queue = torch.device(backend.device, device.current() or 0), device.current_queue()
         limit = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
 
         def make() -> None:
             store = meet(limit)
             store.set_timeout(limit)
             if self._backend.queues:
-                _module(backend.device).set_device(self._device.index)
+                device.enter(queue)
                 store.set(f"here/{rank}", "")
                 store.wait([f"here/{other}" for other in range(size)], limit)
             self._group = self._make(store, size, limit)

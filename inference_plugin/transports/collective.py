@@ -125,7 +125,8 @@ class CollectiveStaging(BucketStaging):
         self._rendezvous = rendezvous
         self._error: WeightwireError | None = None
         self._group: Group | None = None
-        self._device = in_use().current()
+        self._device = in_use()
+        self._queue = self._device.current_queue()
         self._closing = False
         self._ending = threading.Lock()
         self._thread = start_thread(carried(self._run), name="weightwire-collective", stop=self.close)
@@ -150,7 +151,7 @@ class CollectiveStaging(BucketStaging):
     def _run(self) -> None:
         rendezvous = self._rendezvous
         try:
-            in_use().use(self._device)
+            self._device.enter(self._queue)  # beside the engine's own, as all work of this group
             deadline_s = time.monotonic() + rendezvous.timeout_s
             config = Config.from_environment()
             peers = {process: f"the worker of process {process.pid}" for process in rendezvous.receivers}

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from inference_plugin.devices import DEVICES
+from inference_plugin.devices import DEVICES, in_use
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.install.contract import Throttle
 from inference_plugin.net import addresses
+from inference_plugin.transports.backends import BACKENDS
+from inference_plugin.transports.base import Delivery, Target
+from inference_plugin.transports.registry import transport_named
+from inference_plugin.transports.topology import SENDER
+from inference_plugin.wire.config import Config
 from tests.support.devices import LateDevice
-from tests.support.plain_engine import PlainEngineModel
+from tests.support.plain_engine import PlainEngineModel, manifest_of
 from tests.support.worker import KeepingInstaller, Worker
+from tests.transports.cases import any_bits, whole_slices
 from tests.worker.driver import Driver, weights
 
 
@@ -112,3 +122,40 @@ def test_a_worker_works_on_the_device_of_its_model_whichever_is_the_current_one_
     finally:
         trainer.close()
         runtime.close()
+
+
+class Noting(dist.ProcessGroupGloo):
+    """Notes on which queue of the device each rank broadcasts: NCCL waits there before, and the bytes are copied there after."""
+
+    on: ClassVar[list[tuple[int, object]]] = []
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        Noting.on.append((self.rank(), in_use().current_queue()))
+        return super().broadcast(tensors, options)  # type: ignore[misc]  # torch leaves it out of its stubs
+
+
+def test_what_collectives_bring_comes_on_a_queue_beside_the_engines_own(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = LateDevice()
+    monkeypatch.setitem(DEVICES, "cuda", device)
+    monkeypatch.setitem(BACKENDS, "gloo", dataclasses.replace(BACKENDS["gloo"], module=__name__, group_class="Noting"))
+    monkeypatch.setattr(Noting, "on", [])
+    tensors = {"a": any_bits(torch.uint8, 5000), "b": any_bits(torch.float32, 3, 5)}
+    manifest, here = manifest_of(tensors), addresses.boot_id()
+    target = Target("r", 0, "ipc:///nowhere", os.getpid(), here, tuple(map(manifest.whole, range(2))))
+    sender, receiver = transport_named("collective").sender(), transport_named("collective").receiver()
+    sender.config = Config(collective_backend="gloo")
+    sender.meet([target], 1, 60.0, "auto")
+    description = sender.allocate(manifest, frozenset())
+    beside = device.new_queue()
+    device.enter(beside)  # as the thread that does the group's work
+    staging = receiver.open(manifest, description, target.needs)
+    slices = whole_slices(tensors)
+    delivery = Delivery("t", "policy", 0, manifest, description, slices, [target], time.monotonic() + 60)
+    pieces, _ = sender.write(delivery)
+    assert staging.check(manifest, pieces, lambda _: None) == manifest.nbytes
+    assert {queue for rank, queue in Noting.on if rank != SENDER} == {beside}
+    staging.close()
+    receiver.close()
+    sender.close()
