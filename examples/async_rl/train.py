@@ -95,7 +95,7 @@ def train(arguments: argparse.Namespace, running: ExitStack) -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.0)
-    source = FSDPAdapter(model, dtype_rules={"*": torch.bfloat16})
+    source = FSDPAdapter(model, dtype_rules="engine")
     manager = running.enter_context(SyncManager(in_flight="keep", timeout_s=WAIT_S))
     store = running.enter_context(Store(budget_bytes=STORE_BYTES, name="trainer"))
     if dist.get_rank() == 0:

@@ -64,7 +64,7 @@ def learn(model: Any, optimizer: torch.optim.Optimizer, answers: list[list[int]]
 def train(server: Server, arguments: argparse.Namespace) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr)
-    source = ModuleAdapter(model, dtype_rules={"*": torch.bfloat16})
+    source = ModuleAdapter(model, dtype_rules="engine")
     with SyncManager(in_flight="recompute", timeout_s=300) as manager:
         for version in range(1, arguments.steps + 1):
             groups = server.complete(PROMPTS, max_tokens=ANSWER_TOKENS)
