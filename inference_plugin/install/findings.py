@@ -28,6 +28,7 @@ class LoadFindings:
         self._refused_sources: dict[str, set[str]] = defaultdict(set)
         self._refusal: str | None = None
         self._broke = False
+        self._broke_at = ""
         self._casts: dict[str, str] = {}
         self._wanted: dict[str, torch.dtype] = {}
 
@@ -65,16 +66,16 @@ class LoadFindings:
         """The whole plan is unusable."""
         self._refusal = self._refusal or reason
 
-    def broke(self, reason: str) -> None:
-        """The loader raised: it can't take these tensors, at least not on the meta device."""
-        self._broke = True
+    def broke(self, reason: str, last: str) -> None:
+        """The loader raised: it can't take these tensors, at least not on the meta device. `last`: the one it was given last."""
+        self._broke, self._broke_at = True, last
         self.refuse_all(reason)
 
     def plan(self) -> PlacementPlan:
         """The plan that describes the load."""
         if self._refusal is not None:
             untouched = () if self._broke else tuple(name for name in self._names if name not in self._touched)
-            return PlacementPlan(refusal=self._refusal, broke=self._broke, unused=untouched)
+            return PlacementPlan(refusal=self._refusal, broke=self._broke, broke_at=self._broke_at, unused=untouched)
         writes: dict[str, list[Placement | Fill]] = defaultdict(list)
         for dest, write in self._writes:
             writes[dest.name].append(write)

@@ -141,10 +141,9 @@ class _Negotiation:
                     hint="send the whole model as one group",
                     phase="open",
                 )
-            # The loader raised for all tensors together: try them one by one to find those that it can't take.
             if plan.broke and (wrong := self._misfits()):
                 raise ManifestMismatch(
-                    f"the engine's model can't take: {first_few(wrong)}",
+                    f"the engine's model can't take: {', '.join(wrong)}{self._counted(wrong)}",
                     hint="leave out what the engine lacks, such as a value head, with exclude= or rename={name: None} of the "
                     "trainer's adapter; else compare names and shapes with the engine's model; nothing was changed",
                     phase="open",
@@ -168,16 +167,54 @@ class _Negotiation:
             )
 
     def _misfits(self) -> list[str]:
+        """The first tensors that the loader can't take, each with the reason.
+
+        Most loaders raise at the tensor that they were given last. Only if this doesn't explain it each tensor is tried alone:
+        a trial takes as long as a whole load does.
+        """
+        left, raised = {info[0]: info for info in self._tensors}, list[TensorInfo]()
+        plan = self._traced
+        while plan.broke and plan.broke_at in left and len(raised) < SHOWN_MISFITS:
+            raised.append(left.pop(plan.broke_at))
+            plan = trace_plan(self._model.skeleton, self._load, list(left.values()))
+        fitting = [] if plan.broke else list(left.values())
+        plans = [trace_plan(self._model.skeleton, self._load, [*fitting, info]) for info in raised]
+        if raised and all(plan.broke for plan in plans):
+            return [self._misfit(info, plan) for info, plan in zip(raised, plans, strict=True)]
+        return self._misfits_one_by_one()
+
+    def _misfits_one_by_one(self) -> list[str]:
         alone = {info: trace_plan(self._model.skeleton, self._load, [info]) for info in self._tensors}
         fitting = [info for info, plan in alone.items() if not plan.broke]
         wrong: list[str] = []
         for info, plan in alone.items():
             if plan.broke and len(wrong) < SHOWN_MISFITS:  # a tied head fits only beside its embedding
                 plan = trace_plan(self._model.skeleton, self._load, [*fitting, info])
-            if plan.broke:
-                why = textwrap.shorten(plan.refusal or "", SHOWN_CHARACTERS, placeholder=" ...")
-                wrong.append(f"{info[0]} {list(info[1])} {dtype_name(info[2])}: {why}")
+            if plan.broke and len(wrong) < SHOWN_MISFITS:
+                wrong.append(self._misfit(info, plan))
         return wrong
+
+    def _misfit(self, info: TensorInfo, plan: PlacementPlan) -> str:
+        why = textwrap.shorten(plan.refusal or "", SHOWN_CHARACTERS, placeholder=" ...")
+        return f"{info[0]} {list(info[1])} {dtype_name(info[2])}{self._expected(info[0], info[1])}: {why}"
+
+    def _counted(self, wrong: Sequence[str]) -> str:
+        if len(wrong) < SHOWN_MISFITS:
+            return f" ({len(wrong)} in all)"
+        own = self._checkpoint
+        differ = sum(name not in own or own[name][0] != shape for name, shape, _ in self._tensors)
+        return f", ... ({differ} in all are not as in the engine's checkpoint)" if own else ", and perhaps others"
+
+    def _expected(self, name: str, shape: tuple[int, ...]) -> str:
+        """In words, the shape that the engine's own checkpoint has for this tensor; "" if it is the same or unknown."""
+        own, _ = self._checkpoint.get(name, (shape, None))
+        return f", expected {list(own)} as in the engine's checkpoint" if own != shape else ""
+
+    def _reshaped(self) -> str:
+        """In words, the tensors whose shapes are not those of the engine's own checkpoint."""
+        told = ((name, shape, self._expected(name, shape)) for name, shape, _ in self._tensors)
+        differ = [f"{name} {list(shape)}{expected}" for name, shape, expected in told if expected]
+        return f"; shapes differ: {first_few(differ, 3)}" if differ else ""
 
     def _check_modules(self) -> None:
         """Raises `EngineUnsupported` for modules that the live model lacks: a loader that removes modules would remove them from
@@ -271,7 +308,7 @@ class _Negotiation:
         missing = [f"{name} ({count} elements)" for name, count in lacking.items() if name not in unfilled]
         if missing:
             raise ManifestMismatch(
-                f"no tensor of the manifest fills these parameters: {first_few(missing)}",
+                f"no tensor of the manifest fills these parameters: {first_few(missing)}{self._reshaped()}",
                 hint="send the whole model, or make the group a part of it with partial=True",
                 phase="open",
             )
@@ -305,7 +342,8 @@ class _Negotiation:
             )
         if filled_over := layout.filled_over():
             raise ManifestMismatch(
-                f"the engine's loader would write zeros where the engine holds weights: {first_few(filled_over)}",
+                f"the engine's loader would write zeros where the engine holds weights: {first_few(filled_over)}"
+                f"{self._reshaped()}",
                 hint="the trainer's tensors for these are smaller than the engine's",
                 phase="open",
             )

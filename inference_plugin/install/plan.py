@@ -58,7 +58,8 @@ class PlacementPlan:
     - `fills`: constants, which a replay writes before the placements.
     - `refused`: destination -> why it must go through the engine's own loader. `refused_sources`: the checkpoint tensors
       that the loader needs for it; empty if they are unknown.
-    - `refusal`: why the whole plan is unusable; everything but `unused` is then empty. `broke`: the loader raised.
+    - `refusal`: why the whole plan is unusable; everything but `unused` is then empty. `broke`: the loader raised. `broke_at`:
+      the tensor that it had been given last; "" if none.
     - `unused`: checkpoint names that no placement and no refused write used, such as a tied `lm_head`. If the plan is refused:
       names with which the loader did nothing.
     - `uncovered`: parameter -> the exact number of its elements that neither a placement nor a fill writes. Without buffers
@@ -76,6 +77,7 @@ class PlacementPlan:
     refused_sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refusal: str | None = None
     broke: bool = False
+    broke_at: str = ""
     unused: tuple[str, ...] = ()
     uncovered: Mapping[str, int] = field(default_factory=dict)
     doubled: tuple[str, ...] = ()

@@ -101,7 +101,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             if lacks_resources(error):
                 raise
             last = f" (the last tensor handed out was {self._handed_out})" if self._handed_out else ""
-            self.findings.broke(f"the loader raised {type(error).__name__}: {error}{last}")
+            self.findings.broke(f"the loader raised {type(error).__name__}: {error}{last}", self._handed_out)
             return
         self._check_bindings()
         self._check_attributes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
@@ -55,6 +55,53 @@ def test_a_tensor_that_the_engine_lacks_is_named_alone_and_briefly_and_the_hint_
     ) as raised:
         installer.open(manifest_of(tensors, TIED), "standby", partial=False)
     assert len(raised.value.message) < 400 and "exclude=" in raised.value.hint
+
+
+class OfACheckpoint(PlainEngineModel):
+    """Counts its loads, each of which takes a real engine's model as long as the number of its tensors."""
+
+    loads = 0
+
+    def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint(0, 20).items()}
+
+    def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        self.loads += 1
+        return super().load_weights(model, tensors)
+
+
+def test_a_tensor_of_a_wrong_shape_is_named_with_the_expected_one_after_a_few_loads_however_many_tensors_there_are() -> (
+    None
+):
+    model = OfACheckpoint(20, 0, 1)
+    tensors = checkpoint(1, 20) | {"layers.17.norm.weight": torch.zeros(15)}
+    before = model.loads
+    with pytest.raises(
+        ManifestMismatch, match=r"layers\.17\.norm\.weight \[15\] float32, expected \[16\] as .*: .*\(1 in all\)"
+    ):
+        ModelInstaller(model).open(manifest_of(tensors, TIED), "standby", partial=False)
+    assert model.loads - before < 10
+
+
+def test_where_all_shapes_are_wrong_the_first_are_named_with_the_expected_ones() -> None:
+    tensors = {name: torch.zeros(15, 15) for name in checkpoint(1, 20)}
+    with pytest.raises(ManifestMismatch, match=r"embed\.weight \[15, 15\].*, expected \[48, 16\].*\(122 in all"):
+        ModelInstaller(OfACheckpoint(20, 0, 1)).open(manifest_of(tensors), "standby", partial=False)
+
+
+def test_a_parameter_that_a_smaller_tensor_does_not_fill_is_told_with_that_tensors_expected_shape() -> None:
+    class TakesWhatThereIs(OfACheckpoint):
+        def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+            norm = model.get_parameter("norm.weight")
+            for name, tensor in tensors:
+                if name == "norm.weight":
+                    norm.data[: len(tensor)].copy_(tensor)
+                else:
+                    super().load_weights(model, [(name, tensor)])
+
+    tensors = checkpoint(1, 20) | {"norm.weight": torch.zeros(15)}
+    with pytest.raises(ManifestMismatch, match=r"norm\.weight \(1 elements\).*norm\.weight \[15\], expected \[16\]"):
+        ModelInstaller(TakesWhatThereIs(20, 0, 1)).open(manifest_of(tensors, TIED), "standby", partial=False)
 
 
 @pytest.mark.parametrize("missing", ["layers.0.v.weight", "layers.1.out.bias", "norm.weight"])
