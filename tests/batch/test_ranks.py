@@ -1,7 +1,8 @@
-"""A batch on the ranks of a trainer: here on one rank, whose group is real. `test_async_rl.py` has two ranks and kills owners."""
+"""A batch on the ranks of a trainer, mostly on one, whose group is real. `test_async_rl.py` has two ranks and kills owners."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.errors import BatchError
-from tests.support.rig import runtime
+from tests.support.engines import eventually, free_port
+from tests.support.rig import fork, gone, kill, runtime
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.ranks import RankBatch
 from trainer_adapters.batch.store import Store
@@ -88,3 +90,35 @@ def test_rows_of_the_ranks_themselves_that_are_lost_are_an_error(stores: tuple[S
     mine.clear(mine._tasks)
     with pytest.raises(BatchError, match="rows that the ranks computed are lost"):
         batch.fetch()
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text", "rank", "tasks"),
+    [
+        ("share", "UnknownKey", "no key 'nonsense'", 0, [0, 0]),
+        ("put", "BatchError", "key 'bad'", 1, [0, 0]),
+        ("join", "BatchError", "can't be joined", 0, [0, 0]),
+        ("lost", "BatchError", "rows that the ranks computed are lost", 0, [1, 0]),
+    ],
+)
+def test_where_one_rank_fails_all_ranks_raise_its_error_at_once_and_keep_no_rows_of_it(
+    monkeypatch: pytest.MonkeyPatch, what: str, kind: str, text: str, rank: int, tasks: list[int]
+) -> None:
+    with runtime(monkeypatch) as directory:
+        told = [directory / f"told-{number}" for number in range(2)]
+        common = {"port": free_port(), "what": what}
+        environment = {"WEIGHTWIRE_RUNTIME_DIR": str(directory)}
+        ranks = [
+            fork("tests.batch.failing_ranks:run_rank", environment, rank=number, told=str(path), **common)
+            for number, path in enumerate(told)
+        ]
+        try:
+            eventually(lambda: all(map(gone, ranks)), timeout_s=120, what="the end of both ranks")
+        finally:
+            for pid in ranks:
+                if not gone(pid):
+                    kill(pid)
+        said = [json.loads(path.read_text()) for path in told]
+    assert [(each["kind"], each["rank"]) for each in said] == [(kind, rank)] * 2, said
+    assert all(text in each["text"] for each in said), said
+    assert [each["tasks"] for each in said] == tasks

@@ -15,17 +15,25 @@ that reads them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import AuthError, BatchError, DigestMismatch, FetchFailed
+from inference_plugin.wire.errors import (
+    AuthError,
+    BatchError,
+    DigestMismatch,
+    ErrorInfo,
+    FetchFailed,
+    WeightwireError,
+)
 from trainer_adapters.batch.batch import DistributedBatch
 from trainer_adapters.batch.boundary import TIMEOUT_S
 from trainer_adapters.batch.nested import Putting, remotize
@@ -34,13 +42,15 @@ __all__ = ["RankBatch"]
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 class RankBatch:
     """The rows of `batch`, a REMOTE batch of rank 0, on the ranks of `group`, which takes tensors of the CPU (gloo).
 
     `store` is this rank's own. `fetch` and `add` are collective: every rank calls them, in the same order, and the group's own
-    time limit applies. `whole` is the batch as it is by now, on rank 0. `lost`: tasks that were left out of it, because
-    their rows are lost.
+    time limit applies. Where one rank fails in them, all ranks raise its error. `whole` is the batch as it is by now, on rank 0.
+    `lost`: tasks that were left out of it, because their rows are lost.
     """
 
     def __init__(
@@ -69,32 +79,39 @@ class RankBatch:
         """This rank's rows, LOCAL; None, on all ranks, where fewer rows than ranks are left.
 
         The rows of tasks whose owner has died, has cleared them or does not answer are left out, on all ranks. Raises
-        `BatchError` on all ranks where rows arrived wrong, and on rank 0 where rows that a rank computed are lost.
+        `BatchError`, on all ranks, where rows arrived wrong or where rows that a rank computed are lost.
         """
+        lost: set[str] = set()
         while True:
-            rows = self._share()
+            rows = self._share(lost)
             if rows is None:
                 return None
-            mine = msgspec.msgpack.encode(_fetched(rows, self._timeout_s))
-            fetched = [decode_as(each, _Fetched) for each in self._ranks.everyones(mine)]
+            mine = self._ranks.agreed(functools.partial(_fetched, rows, self._timeout_s))
+            fetched = [decode_as(each, _Fetched) for each in self._ranks.everyones(msgspec.msgpack.encode(mine))]
             _raise_wrong(fetched)
             lost = {task for each in fetched for task in each.lost}
             if not lost:
                 return rows
             self.lost |= lost
-            if self._ranks.is_first:
-                self._leave_out(lost)
 
     def add(self, data: Mapping[str, Any]) -> None:
         """Adds keys to the batch: what this rank computed from the rows that it fetched last, in their order."""
-        mine = remotize(DistributedBatch(data), self._store, self._task_id())
-        parts = self._ranks.at_first(mine.to_bytes())
-        if self._ranks.is_first:
-            self._join(DistributedBatch.concat([DistributedBatch.from_bytes(part) for part in parts]))
+        put: list[DistributedBatch] = []
+        try:
+            parts = self._ranks.at_first(self._ranks.agreed(lambda: self._put(data, put)))
+            self._ranks.agreed(lambda: self._join(parts))
+        except Exception:
+            self._drop(put)
+            raise
 
     def add_whole(self, data: Mapping[str, Any]) -> None:
         """Rank 0 alone: adds keys to the batch that it computed for all rows of `whole`, in their order."""
-        self._join(remotize(DistributedBatch(data), self._store, self._task_id()))
+        put: list[DistributedBatch] = []
+        try:
+            self._join([self._put(data, put)])
+        except Exception:
+            self._drop(put)
+            raise
 
     def read(self, keys: Iterable[str]) -> DistributedBatch:
         """Rank 0 alone: these keys of all rows, LOCAL. Rows of tasks whose owner has died are left out of the batch first."""
@@ -113,18 +130,36 @@ class RankBatch:
         for batch in self._kept:
             batch.clear(timeout_s=self._timeout_s)
 
-    def _share(self) -> DistributedBatch | None:
-        ranks, shares = self._ranks.count, [b""] * self._ranks.count
-        if self._ranks.is_first and len(self.whole) >= ranks:
-            parts = self.whole.split(ranks, self._by)
-            self.whole = DistributedBatch.concat(parts)  # in the order of the ranks' rows
-            shares = [part.to_bytes() for part in parts]
-        mine = self._ranks.from_first(shares)
+    def _share(self, lost: set[str]) -> DistributedBatch | None:
+        mine = self._ranks.from_first(self._ranks.agreed(lambda: self._shares(lost)))
         return DistributedBatch.from_bytes(mine) if mine else None
 
-    def _join(self, added: DistributedBatch) -> None:
-        self._kept.append(added)
-        self.whole = self.whole.union(added)
+    def _shares(self, lost: set[str]) -> list[bytes]:
+        """On rank 0: what each rank gets of the rows, without those of lost tasks."""
+        if self._ranks.is_first and lost:
+            self._leave_out(lost)
+        if not self._ranks.is_first or len(self.whole) < self._ranks.count:
+            return [b""] * self._ranks.count
+        parts = self.whole.split(self._ranks.count, self._by)
+        self.whole = DistributedBatch.concat(parts)  # in the order of the ranks' rows
+        return [part.to_bytes() for part in parts]
+
+    def _put(self, data: Mapping[str, Any], put: list[DistributedBatch]) -> bytes:
+        """Puts rows into this rank's store, notes them in `put`, and returns their metadata."""
+        put.append(remotize(DistributedBatch(data), self._store, self._task_id()))
+        return put[-1].to_bytes()
+
+    def _join(self, parts: Sequence[bytes]) -> None:
+        """Adds the rows of all ranks to the batch, on rank 0; others have no `parts`."""
+        if parts:
+            added = DistributedBatch.concat([DistributedBatch.from_bytes(part) for part in parts])
+            self.whole = self.whole.union(added)
+            self._kept.append(added)
+
+    def _drop(self, put: Sequence[DistributedBatch]) -> None:
+        """Frees rows that did not become a part of the batch."""
+        for batch in put:
+            batch.clear(timeout_s=self._timeout_s)
 
     def _leave_out(self, tasks: set[str]) -> None:
         if own := tasks - set(self.whole.row_tasks(self._by)):
@@ -181,6 +216,21 @@ class _Ranks:
         self.is_first = self._rank == 0
         self.moved_bytes = 0
 
+    def agreed(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns on this rank. If it raises on some ranks, all raise: each its own error, the others that of the
+        first."""
+        error: WeightwireError | None = None
+        try:
+            result = work()
+        except Exception as raised:  # noqa: BLE001 - whatever it is, all ranks get it
+            error = WeightwireError.wrap(raised).at(side="trainer", rank=self._rank)
+        told = self.everyones(b"" if error is None else msgspec.msgpack.encode(error.info()))
+        if error is not None:
+            raise error
+        for each in filter(None, told):
+            raise WeightwireError.of(decode_as(each, ErrorInfo))
+        return result
+
     def from_first(self, shares: Sequence[bytes]) -> bytes:
         """This rank's share of what rank 0 has for each rank."""
         longest = self._longest(max(map(len, shares)) if self.is_first else 0)
@@ -205,7 +255,8 @@ class _Ranks:
 
     def everyones(self, mine: bytes) -> list[bytes]:
         """What each rank has, on all ranks."""
-        longest = self._longest(len(mine))
+        if not (longest := self._longest(len(mine))):
+            return [b""] * self.count
         parts = [_framed(b"", longest) for _ in range(self.count)]
         dist.all_gather(parts, _framed(mine, longest), group=self._group)
         self.moved_bytes += 2 * len(parts[0]) * (self.count - 1)
