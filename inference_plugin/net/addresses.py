@@ -67,8 +67,9 @@ def checked_job(name: str, given_as: str) -> str:
 def runtime_dir(job: str | None = None) -> Path:
     """The job's directory, made with mode 0700 if it isn't there.
 
-    It lies in `WEIGHTWIRE_RUNTIME_DIR`, else `XDG_RUNTIME_DIR/weightwire`, else `/tmp/weightwire-<uid>`. Raises
-    `AuthError` if somebody else owns it, `ConfigError` if it can't be made.
+    It lies in `WEIGHTWIRE_RUNTIME_DIR`, else `XDG_RUNTIME_DIR/weightwire`, else `/tmp/weightwire-<uid>`; where others may write
+    there, that directory gets the sticky bit, so that they can't exchange the job's. Raises `AuthError` if somebody else owns
+    it, `ConfigError` if it can't be made.
     """
     path = _job_path(job)
     for directory in (path.parent, path):
@@ -76,7 +77,24 @@ def runtime_dir(job: str | None = None) -> Path:
     with contextlib.suppress(FileNotFoundError):  # it was removed just now; its next user reports that
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
             path.chmod(0o700)
+        _keep_in_place(path.parent)
     return path
+
+
+def _keep_in_place(root: Path) -> None:
+    """Sees to it that nobody else can rename or remove what lies in a directory of our own."""
+    mode = stat.S_IMODE(root.stat().st_mode)
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        try:
+            root.chmod(mode | stat.S_ISVTX)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ConfigError(
+                f"others can write into {root} (mode {mode:04o}), and its sticky bit can't be set: {error.strerror}",
+                hint=f"chmod 700 {root}, or set WEIGHTWIRE_RUNTIME_DIR to a directory of your own",
+                phase="start",
+            ) from error
 
 
 def check_writable(job: str | None) -> None:
@@ -128,7 +146,8 @@ def registry_address() -> str | None:
     """`WEIGHTWIRE_REGISTRY`: the `tcp://HOST:PORT` where the trainer's manager takes replicas of other hosts; or None.
     Raises `AuthError` for anything else."""
     address = os.environ.get("WEIGHTWIRE_REGISTRY")
-    if address and not re.fullmatch(r"tcp://[^\s:*]+:\d+|tcp://\[[0-9a-fA-F:.]+\]:\d+", address):
+    found = re.fullmatch(r"tcp://([^\s:*]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address or "")
+    if address and not (found and 0 < int(found[2]) < 1 << 16):
         raise AuthError(
             f"WEIGHTWIRE_REGISTRY={address!r} is no address to register at",
             hint="the same on all hosts, tcp://HOST:PORT with an address of the trainer's host: tcp://10.0.0.1:7777",

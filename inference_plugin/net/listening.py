@@ -37,6 +37,10 @@ DESCRIPTORS = 16
 """Descriptors that a context, its socket and its gate need, with some to spare."""
 
 
+ADDRESS_VARIABLES = ("WEIGHTWIRE_LISTEN", "WEIGHTWIRE_REGISTRY")
+"""Where users give addresses to listen on."""
+
+
 def listens_on() -> str:
     """`WEIGHTWIRE_LISTEN`: "ipc", or the `tcp://` address that this process is to listen on."""
     return os.environ.get("WEIGHTWIRE_LISTEN") or "ipc"
@@ -81,7 +85,7 @@ class Listener:
         except zmq.ZMQError as error:
             self.close()
             raise AuthError(
-                f"{listen}: {error.strerror or error}",
+                f"{_given_as(listen)}{listen}: {error.strerror or error}",
                 hint="an address of this host and a free port, in WEIGHTWIRE_LISTEN or WEIGHTWIRE_REGISTRY",
                 phase="start",
             ) from error
@@ -253,17 +257,22 @@ def check_listen_address(address: str) -> None:
         return
     if job_key() is None:
         raise AuthError(
-            f"{address} can be reached from outside this host without authentication",
+            f"{_given_as(address)}{address} can be reached from outside this host without authentication",
             hint="listen on ipc://, tcp://127.0.0.1:* or tcp://[::1]:*; for other hosts set "
             f"{VARIABLE} to a file of `weightwire keygen`",
             phase="start",
         )
     if scheme != "tcp" or not host or host == "*" or _is("unspecified", host):
         raise AuthError(
-            f"{address} doesn't say where others find it",
+            f"{_given_as(address)}{address} doesn't say where others find it",
             hint="name the address, or the interface, that other hosts reach: tcp://10.0.0.5:*, tcp://eth0:*",
             phase="start",
         )
+
+
+def _given_as(address: str) -> str:
+    """The variable that holds this address, for an error's text; "" if none does."""
+    return next((f"{name}=" for name in ADDRESS_VARIABLES if os.environ.get(name) == address), "")
 
 
 def _is(kind: str, host: str) -> bool:

@@ -14,7 +14,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.net import addresses
+from inference_plugin.net import addresses, curve
 from inference_plugin.net.channel import Channel
 from inference_plugin.net.registration import Registration
 from inference_plugin.wire import codec
@@ -199,13 +199,27 @@ def test_managers_of_one_process_share_a_registry_and_the_last_one_closes_it(
     registry.give_back(third)
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1:7777", "tcp://10.0.0.1", "tcp://10.0.0.1:*", "tcp://*:7", "ipc:///x"])
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1:7777", "tcp://10.0.0.1", "tcp://10.0.0.1:*", "tcp://*:7", "ipc:///x", "tcp://127.0.0.1:70000"]
+)
 def test_an_address_that_is_no_registry_is_refused_by_the_variables_name(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setenv("WEIGHTWIRE_REGISTRY", address)
     with pytest.raises(AuthError, match="WEIGHTWIRE_REGISTRY"):
         addresses.registry_address()
+
+
+@pytest.mark.parametrize("with_key", [False, True], ids=["without a key", "with a key"])
+def test_a_registry_at_an_address_of_another_host_is_refused_by_the_variables_name(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, with_key: bool
+) -> None:
+    monkeypatch.setenv("WEIGHTWIRE_REGISTRY", "tcp://203.0.113.9:7777")
+    if with_key:
+        curve.make_key(directory / "key")
+        monkeypatch.setenv("WEIGHTWIRE_KEY", str(directory / "key"))
+    with pytest.raises(AuthError, match=r"WEIGHTWIRE_REGISTRY=tcp://203\.0\.113\.9:7777"):
+        registry.take()
 
 
 @pytest.mark.parametrize(

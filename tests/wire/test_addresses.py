@@ -107,6 +107,24 @@ def test_the_directory_is_closed_to_others_even_if_it_was_open(directory: Path) 
     assert stat.S_IMODE(addresses.runtime_dir().stat().st_mode) == 0o700
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o755, 0o700])
+def test_no_other_user_can_put_a_directory_in_place_of_a_jobs(directory: Path, mode: int) -> None:
+    directory.parent.chmod(0o711)  # so that the other user gets there
+    directory.chmod(mode)
+    path = addresses.runtime_dir()
+    assert stat.S_IMODE(directory.stat().st_mode) & 0o777 == mode & 0o777, "who may write there may still do so"
+    if (pid := os.fork()) == 0:
+        os.setgid(12345)
+        os.setuid(12345)
+        try:
+            path.rename(directory / "taken")
+        except PermissionError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs to give a directory away")
 @pytest.mark.parametrize("level", ["the root", "the job"])
 def test_a_directory_of_somebody_else_is_refused(directory: Path, level: str) -> None:
