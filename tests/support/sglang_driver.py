@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.support import engine_driver, poison
+from tests.support import engine_driver, held_grammars, poison
 
 PASS_S = 0.005
 
@@ -37,6 +37,9 @@ if os.environ.get("WEIGHTWIRE_TEST_ALLOCATOR"):
 
     sglang_allocator.give()
 
+
+if os.environ.get(held_grammars.VARIABLE):
+    held_grammars.give()
 
 poison.spread_if_asked()  # in the schedulers as well, which are spawned from this module
 
@@ -68,7 +71,12 @@ class Driver(engine_driver.Driver):
         try:
             stream = await self.llm.async_generate(
                 input_ids=request["prompt"],
-                sampling_params={"temperature": 0, "max_new_tokens": request["max_tokens"], "ignore_eos": True},
+                sampling_params={
+                    "temperature": 0,
+                    "max_new_tokens": request["max_tokens"],
+                    "ignore_eos": True,
+                    "regex": request.get("regex"),
+                },
                 stream=True,
                 cache_salt=request.get("salt"),
                 lora_path=request["lora"][0] if request.get("lora") else None,

@@ -51,6 +51,7 @@ PATCH_POINTS = (
     PatchPoint(_SCHEDULER + "is_fully_idle", ("self",), "called: drained?"),
     PatchPoint(_SCHEDULER + "is_fully_idle", ("ignore_waiting",), "called: may the cache be flushed?", since="0.5.21"),
     PatchPoint(_SCHEDULER + "flush_cache", ("empty_cache",), "called"),
+    PatchPoint("sglang.srt.constrained.grammar_manager:GrammarManager.has_waiting_grammars", ("self",), "of the scheduler's `grammar_manager`, whose `grammar_queue` is left out of a flush"),
     PatchPoint("sglang.srt.managers.mm_schedule:embedding_cache", why="cleared: encodings of images and sounds"),
     PatchPoint("sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache.clear", ("self",), "called"),
     PatchPoint(_SCHEDULER + "record_weight_version_change", ("new_version",), "called: stamps outputs"),

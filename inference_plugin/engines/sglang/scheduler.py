@@ -101,9 +101,11 @@ class SchedulerRank:
         if self.refusal is not None:
             self._end(request, self.refusal, HTTPStatus.SERVICE_UNAVAILABLE)
             return False
-        if self.holding and not is_retracted and not request.output_ids:
-            self._held.append(request)
-            return False
+        if not is_retracted and not request.output_ids:
+            self.name(request)  # again: an update may have been committed while its grammar was compiled
+            if self.holding:
+                self._held.append(request)
+                return False
         return True
 
     def while_paused(self, *, idle: bool) -> None:
@@ -120,7 +122,8 @@ class SchedulerRank:
         scheduler = self.scheduler
         if operation.name == "retract":
             self._retract()
-            return bool(scheduler.flush_cache(empty_cache=False))
+            with self._but_for_compiling():
+                return bool(scheduler.flush_cache(empty_cache=False))
         if operation.name in ("abort", "drain"):
             if operation.name == "abort" and (scheduler._engine_paused or self.pipeline is not None):
                 self._retract()  # they don't take the step in which SGLang ends them
@@ -232,11 +235,11 @@ class SchedulerRank:
         """
         scheduler = self.scheduler
         self._installations += 1  # not the version: two groups may be at the same one
-        drops = not self._some_keep_cache and scheduler.is_fully_idle(**self._but_for_waiting)
-        if drops and scheduler.flush_cache(empty_cache=False):
-            self.namespace = ""
-        else:
-            self.namespace = f"weightwire={self._installations}"
+        self.namespace = f"weightwire={self._installations}"
+        with self._but_for_compiling():
+            drops = not self._some_keep_cache and scheduler.is_fully_idle(**self._but_for_waiting)
+            if drops and scheduler.flush_cache(empty_cache=False):
+                self.namespace = ""
         for request in [*scheduler.waiting_queue, *self._held]:
             if not request.output_ids:
                 self.name(request)
@@ -250,6 +253,16 @@ class SchedulerRank:
             return
         request.weightwire_key = own
         request.extra_key = "|".join(filter(None, [own, self.namespace])) or own
+
+    @contextlib.contextmanager
+    def _but_for_compiling(self) -> Iterator[None]:
+        """SGLang flushes no cache while it compiles a request's grammar, though that request has computed nothing yet."""
+        grammars = self.scheduler.grammar_manager
+        compiling, grammars.grammar_queue = grammars.grammar_queue, []
+        try:
+            yield
+        finally:
+            grammars.grammar_queue = compiling
 
     def _retract(self) -> None:
         """Retracts requests by SGLang's own pause. A pause of the user's stays after `_continue`."""
