@@ -159,7 +159,7 @@ class LeaderControl(_TurnControl, EngineControl):
         self._answered = turn.rung
 
     def wants_turn(self) -> bool:
-        if self._waiting is not None and self._rank.scheduler.is_fully_idle():
+        if self._waiting is not None and self._rank.is_idle():
             return True
         return bool(self._commands) or self._answered != self.rung
 

@@ -136,7 +136,8 @@ class SchedulerRank:
                     self._end(request, "aborted for a weight update or a pause", None)
                 scheduler.abort_request(AbortReq(abort_all=True))
         elif operation.name == "flush":
-            return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
+            with self._but_for_compiling():
+                return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
         elif operation.name == "stand":
             self._paused = True
             if not scheduler._engine_paused:
@@ -147,6 +148,11 @@ class SchedulerRank:
         else:
             self.refuse(operation.reason)
         return True
+
+    def is_idle(self) -> bool:
+        """Whether no request computes, or is about to."""
+        with self._but_for_compiling():
+            return bool(self.scheduler.is_fully_idle())
 
     def resume(self) -> None:
         """The scheduler steps again, and takes the requests that were held."""
@@ -256,7 +262,8 @@ class SchedulerRank:
 
     @contextlib.contextmanager
     def _but_for_compiling(self) -> Iterator[None]:
-        """SGLang flushes no cache while it compiles a request's grammar, though that request has computed nothing yet."""
+        """SGLang calls itself busy, and flushes no cache, while it compiles a request's grammar. That request has computed nothing
+        yet, and is asked about (`admit`) when it joins the queue."""
         grammars = self.scheduler.grammar_manager
         compiling, grammars.grammar_queue = grammars.grammar_queue, []
         try:
