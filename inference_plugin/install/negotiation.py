@@ -143,7 +143,7 @@ class _Negotiation:
                 )
             if plan.broke and (wrong := self._misfits()):
                 raise ManifestMismatch(
-                    f"the engine's model can't take: {', '.join(wrong)}{self._counted(wrong)}",
+                    f"the engine's model can't take: {self._listed(wrong)}",
                     hint="leave out what the engine lacks, such as a value head, with exclude= or rename={name: None} of the "
                     "trainer's adapter; else compare names and shapes with the engine's model; nothing was changed",
                     phase="open",
@@ -167,20 +167,23 @@ class _Negotiation:
             )
 
     def _misfits(self) -> list[str]:
-        """The first tensors that the loader can't take, each with the reason.
+        """The tensors that the loader can't take, the first of them each with the reason; only these, where a checkpoint tells how
+        many there are.
 
         Most loaders raise at the tensor that they were given last. Only if this doesn't explain it each tensor is tried alone:
         a trial takes as long as a whole load does.
         """
+        most = SHOWN_MISFITS if self._checkpoint else len(self._tensors)
         left, raised = {info[0]: info for info in self._tensors}, list[TensorInfo]()
         plan = self._traced
-        while plan.broke and plan.broke_at in left and len(raised) < SHOWN_MISFITS:
+        while plan.broke and plan.broke_at in left and len(raised) < most:
             raised.append(left.pop(plan.broke_at))
             plan = trace_plan(self._model.skeleton, self._load, list(left.values()))
         fitting = [] if plan.broke else list(left.values())
-        plans = [trace_plan(self._model.skeleton, self._load, [*fitting, info]) for info in raised]
+        plans = [trace_plan(self._model.skeleton, self._load, [*fitting, info]) for info in raised[:SHOWN_MISFITS]]
         if raised and all(plan.broke for plan in plans):
-            return [self._misfit(info, plan) for info, plan in zip(raised, plans, strict=True)]
+            told = [self._misfit(info, plan) for info, plan in zip(raised, plans, strict=False)]
+            return told + [info[0] for info in raised[SHOWN_MISFITS:]]
         return self._misfits_one_by_one()
 
     def _misfits_one_by_one(self) -> list[str]:
@@ -190,20 +193,19 @@ class _Negotiation:
         for info, plan in alone.items():
             if plan.broke and len(wrong) < SHOWN_MISFITS:  # a tied head fits only beside its embedding
                 plan = trace_plan(self._model.skeleton, self._load, [*fitting, info])
-            if plan.broke and len(wrong) < SHOWN_MISFITS:
-                wrong.append(self._misfit(info, plan))
+            if plan.broke:
+                wrong.append(self._misfit(info, plan) if len(wrong) < SHOWN_MISFITS else info[0])
         return wrong
 
     def _misfit(self, info: TensorInfo, plan: PlacementPlan) -> str:
         why = textwrap.shorten(plan.refusal or "", SHOWN_CHARACTERS, placeholder=" ...")
         return f"{info[0]} {list(info[1])} {dtype_name(info[2])}{self._expected(info[0], info[1])}: {why}"
 
-    def _counted(self, wrong: Sequence[str]) -> str:
-        if len(wrong) < SHOWN_MISFITS:
-            return f" ({len(wrong)} in all)"
-        own = self._checkpoint
+    def _listed(self, wrong: list[str]) -> str:
+        if len(wrong) != SHOWN_MISFITS or not (own := self._checkpoint):
+            return first_few(wrong)
         differ = sum(name not in own or own[name][0] != shape for name, shape, _ in self._tensors)
-        return f", ... ({differ} in all are not as in the engine's checkpoint)" if own else ", and perhaps others"
+        return f"{', '.join(wrong)}, ... ({differ} in all are not as in the engine's checkpoint)"
 
     def _expected(self, name: str, shape: tuple[int, ...]) -> str:
         """In words, the shape that the engine's own checkpoint has for this tensor; "" if it is the same or unknown."""
