@@ -66,6 +66,14 @@ class Offloaded(Trained):
         self.tensors = checkpoint(seed)
 
 
+class Merged(Offloaded):
+    """Computes its slices from that memory, as adapters that merge LoRA into the weights do."""
+
+    def slices(self) -> Iterator[LocalSlice]:
+        for item in super().slices():
+            yield LocalSlice(item.box, item.tensor.clone())
+
+
 class PageLocking(LateDevice):
     """Says of all memory of the host that it is page-locked."""
 
@@ -77,13 +85,14 @@ class PageLocking(LateDevice):
     ("transport", "ignored"),
     [("zone", ()), ("shm", ()), ("zmq", ()), ("stream", ()), ("shm", ("synchronise",))],
 )
+@pytest.mark.parametrize("kind", [Offloaded, Merged])
 def test_weights_that_a_step_copies_to_the_host_are_read_once_they_have_arrived(
-    start: Start, monkeypatch: pytest.MonkeyPatch, transport: str, ignored: tuple[str, ...]
+    start: Start, monkeypatch: pytest.MonkeyPatch, kind: type[Offloaded], transport: str, ignored: tuple[str, ...]
 ) -> None:
     rig = start()
     device = PageLocking(*ignored)
     monkeypatch.setitem(DEVICES, "cuda", device)
-    source = Offloaded(device, 1)
+    source = kind(device, 1)
     install = "streaming" if transport == "stream" else "standby"
     with SyncManager(timeout_s=60, transport=transport, install=install) as manager:
         source.step(2)

@@ -83,6 +83,8 @@ class Writer:
         finite = FiniteCheck(manifest) if self._settings.check_finite else None
         try:
             together = bool(source.made_together())
+            if not source.slices_last():  # it may compute its slices, on the host as well: from what has arrived there
+                in_use().synchronise()
             cuts = self._cuts(go, manifest) if source.may_be_cut else []
             if cuts != self._cut.cuts:
                 self._cut = _Cut(cuts, edges_of(cuts))
