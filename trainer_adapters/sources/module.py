@@ -28,9 +28,9 @@ class ModuleAdapter(ScannedSource):
     - a dict, or a list or tuple of `(name, tensor)`: read again for each update; tensors that share memory are tied;
     - any other mapping or iterable that can be iterated repeatedly (also a subclass of dict or list that iterates in its own
       way), or a callable that returns a fresh iterator of `(name, tensor)`: one tensor is held at a time. `manifest()` runs
-      through it once and `slices()` on every update, to the end on every rank (so that it may use collectives); all passes must
-      yield the same names, shapes and dtypes in the same order. Tied tensors are not recognised, because they look like a
-      buffer that is reused.
+      through it once and `slices()` on every update; all passes must yield the same names, shapes and dtypes in the same order.
+      It must not use collectives, because a rank whose own part of an update fails stops in the middle: `ExportAdapter` takes
+      those. Tied tensors are not recognised, because they look like a buffer that is reused.
 
     `dtype_rules`: see `DtypeRules`. `include_buffers`: "persistent" (those in the state dict), "all" or
     "none". `rename`: a function from a name to the name in the manifest, or a mapping of the names that differ; None as the
