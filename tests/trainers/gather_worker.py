@@ -76,6 +76,25 @@ def one_at_a_time() -> Result:
     return both_ways(ModuleAdapter(lambda: ((f"t{i}", t.clone()) for i, t in enumerate(tensors))), 100_000)
 
 
+class Refilled(ModuleAdapter):
+    """The ranks make the first tensor together; each then fills one buffer with the others, one after the other."""
+
+    def made_together(self) -> frozenset[int]:
+        return frozenset([0])
+
+    def slices(self) -> Iterator[LocalSlice]:
+        buffer = torch.empty(0)
+        for item in super().slices():
+            if item.box.tensor:
+                buffer.resize_(item.tensor.shape).copy_(item.tensor)
+            yield LocalSlice(item.box, buffer if item.box.tensor else item.tensor)
+
+
+def some_together_and_the_others_in_one_buffer() -> Result:
+    torch.manual_seed(0)
+    return both_ways(Refilled({f"t{i}": torch.randn(600, 600) for i in range(5)}), 100_000)
+
+
 # --- exports that the ranks make together --------------------------------------
 
 
@@ -258,6 +277,7 @@ CASES = [
     stacked_experts_by_columns,
     summoned_units,
     one_at_a_time,
+    some_together_and_the_others_in_one_buffer,
     exported_on_all_ranks,
     exported_on_rank_0,
     exported_by_stages,

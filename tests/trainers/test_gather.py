@@ -27,6 +27,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         "stacked_experts_by_columns",
         "summoned_units",
         "one_at_a_time",
+        "some_together_and_the_others_in_one_buffer",
         "exported_on_all_ranks",
         "exported_on_rank_0",
         "exported_by_stages",

@@ -5,8 +5,8 @@
 3. two buffers take turns: while one bucket is unpacked, the next is packed and sent asynchronously;
 4. each tensor is assembled in one scratch buffer, and yielded when its last piece has arrived.
 
-So a rank holds two buckets and the largest tensor beside the model (and its share of the slices that the ranks make
-together).
+So a rank holds two buckets and the largest tensor beside the model; where the ranks make slices together, also a copy of its
+own slices.
 Bytes travel in the manifest's dtype and are only copied, so the result equals the slices bit for bit. A rank that fails
 during this marks its part of the bucket, and all ranks stop there. A rank whose consumer closes the generator early still takes
 part in the remaining buckets. The deadline of a collective is the process group's timeout.
@@ -193,8 +193,8 @@ class _Packer:
         self._now: LocalSlice | None = None
         self.failure: Exception | None = None
         try:
-            if passing := source.made_together():  # run them on all ranks now, before the first collective of a bucket
-                self._slices = iter(_run_through(source, passing))
+            if source.made_together():  # run them on all ranks now, before the first collective of a bucket
+                self._slices = iter(_run_through(source))
         except Exception as error:  # noqa: BLE001 -- as in `fill`
             self.failure = error
 
@@ -229,9 +229,9 @@ class _Packer:
         _typed(buffer, piece, dtype).copy_(part)
 
 
-def _run_through(source: WeightSource, passing: frozenset[int]) -> list[LocalSlice]:
-    """All slices, in the manifest's order; slices of `passing` tensors are copied, because their memory is reused."""
-    items = [LocalSlice(s.box, s.tensor.clone() if s.box.tensor in passing else s.tensor) for s in source.slices()]
+def _run_through(source: WeightSource) -> list[LocalSlice]:
+    """Copies of all slices, in the manifest's order: each is valid until the next one is requested."""
+    items = [LocalSlice(item.box, item.tensor.clone()) for item in source.slices()]
     return sorted(items, key=lambda item: item.box.tensor)
 
 
