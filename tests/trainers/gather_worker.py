@@ -222,6 +222,24 @@ def fails(fault: str) -> Callable[[], Result]:
     return case
 
 
+def no_memory() -> Result:
+    """Rank 1 has no memory for the largest tensor."""
+    empty = torch.empty
+
+    def full(*sizes: Any, **options: Any) -> torch.Tensor:
+        if sizes == (600 * 600 * 4,):
+            raise torch.OutOfMemoryError("out of memory, says rank 1")
+        return empty(*sizes, **options)
+
+    if dist.get_rank() == 1:
+        torch.empty = full  # type: ignore[assignment]
+    try:
+        seen = refused(lambda: list(gathered(Faulty(""))))
+    finally:
+        torch.empty = empty
+    return {**seen, "next": sum(int(tensor[0, 0]) for _, tensor in gathered(Faulty("")))}
+
+
 def no_bucket() -> Result:
     try:
         next(gathered(Faulty(""), bucket_bytes=0))
@@ -286,6 +304,7 @@ CASES = [
     export_goes_on_when_nobody_takes,
     gathering_goes_on_when_nobody_takes,
     *(fails(fault) for fault in FAULTS),
+    no_memory,
     no_bucket,
     memory_of_gathering,
     memory_of_summoning,

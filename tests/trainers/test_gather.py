@@ -89,6 +89,12 @@ def test_a_rank_that_raises_in_the_middle_is_an_error_on_all_and_the_next_time_w
     assert [rank["next"] for rank in seen] == [15] * 4
 
 
+def test_a_rank_without_memory_is_the_same_error_on_all_and_the_next_time_works(ranks: Ranks) -> None:
+    for rank in of(ranks, "no_memory"):
+        assert "out of memory, says rank 1" in rank["text"], rank
+        assert rank["next"] == 15
+
+
 @pytest.mark.parametrize(
     ("case", "text"),
     [

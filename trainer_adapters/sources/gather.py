@@ -61,11 +61,10 @@ def gathered(
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
     group = process_group or dist.distributed_c10d._get_default_group()
     device = exchange_device(group)
-    manifest, claims, bucket_bytes = _agree(source, bucket_bytes, group)
+    manifest, claims, bucket_bytes, scratch = _agree(source, bucket_bytes, device, group)
     buckets = _buckets(manifest, claims, bucket_bytes)
     size = max((bucket.nbytes for bucket in buckets), default=0)
     buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(min(2, len(buckets)))]
-    scratch = torch.empty(max((s.nbytes for s in manifest.tensors), default=0), dtype=torch.uint8, device=device)
     packer = _Packer(source, manifest, dist.get_rank(group))
     arrived = _arrivals(buckets, buffers, packer, group)
     missing = -1
@@ -122,16 +121,18 @@ class _RankClaims(msgspec.Struct, frozen=True):
 
 
 def _agree(
-    source: WeightSource, bucket_bytes: int, group: dist.ProcessGroup
-) -> tuple[Manifest, list[tuple[Box, ...]], int]:
-    """The manifest, every rank's claims, and the size of a bucket. Raises the same error on all ranks if these contradict each
-    other."""
+    source: WeightSource, bucket_bytes: int, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Manifest, list[tuple[Box, ...]], int, torch.Tensor]:
+    """The manifest, every rank's claims, the size of a bucket, and memory of the largest tensor. Raises the same error on all
+    ranks if these contradict each other, or if a rank lacks that memory."""
     failure: Exception | None = None
     manifest = Manifest(())
+    scratch = torch.empty(0, dtype=torch.uint8)
     try:
         manifest = source.manifest()
         claims = source.claims()
         boxes = tuple(s.box for s in source.slices()) if claims is None else claims
+        scratch = torch.empty(max((s.nbytes for s in manifest.tensors), default=0), dtype=torch.uint8, device=device)
         told = _RankClaims(manifest.fingerprint, boxes, bucket_bytes)
     except Exception as error:  # noqa: BLE001 -- raised below, when the others know
         failure = error
@@ -151,7 +152,7 @@ def _agree(
             )
     owned = [(box, f"rank {rank}") for rank, other in enumerate(heard) for box in other.claims]
     check_exact_cover(manifest, owned)
-    return manifest, [other.claims for other in heard], heard[0].bucket_bytes
+    return manifest, [other.claims for other in heard], heard[0].bucket_bytes, scratch
 
 
 def _buckets(manifest: Manifest, claims: Sequence[tuple[Box, ...]], bucket_bytes: int) -> list[_Bucket]:
