@@ -200,7 +200,7 @@ class SyncManager:
         deadline_s = time.monotonic() + self.settings.timeout_s
         number = checked_version(version)
         self._thread.check_open()
-        source = self._models.source_of(model, dtype, hf_config)
+        source = self._models.source_of(model, dtype, hf_config, timeout_s=self.settings.timeout_s)
         pending = PendingUpdate(deadline_s, lambda: self._thread.is_this_thread, self._failure_of)
         if callback is not None:
             pending.add_done_callback(callback)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ class SyncManager:
         """Compares every replica's parameters with the model, byte for byte, in engine coordinates. Arguments as in `update`.
         A difference, or a replica that does not answer, makes the report's `ok` False; raises where there is no replica."""
         self._thread.check_open()
-        source = self._models.source_of(model, dtype, hf_config)
+        source = self._models.source_of(model, dtype, hf_config, timeout_s=self.settings.timeout_s)
         return self._thread.call("verify()", lambda deadline_s: self._verify(source, deadline_s), reads=True)
 
     def pause(self, in_flight: InFlight | None = None) -> PauseReport:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,14 @@ def in_float32(seed: int) -> WeightSource:
     return ModuleAdapter(tensors | {tied: tensors[name] for tied, name in TIED.items()}, dtype_rules="engine")
 
 
+def of_vllm(seed: int) -> Any:
+    """A source of vLLM's, for which an adapter is made by all ranks together."""
+    tensors = checkpoint(seed)
+    described = [SimpleNamespace(name=name, dtype=t.dtype, shape=t.shape) for name, t in tensors.items()]
+    methods = {"metadata": lambda _: described, "__iter__": lambda _: iter(tensors.items())}
+    return type("WeightSource", (), {"__module__": "vllm.distributed.weight_transfer.base", **methods})()
+
+
 def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options: Any) -> None:
     sums = options.pop("sums", False)
     seen: dict[str, Any]
@@ -115,7 +124,9 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
         version = version + 100 if fault == "another version" else version
         faulty = FaultySource(seed, rank, world, fault)
         faulty.together = out / step["together"] if "together" in step else None
-        source = in_float32(seed) if step.get("engine_dtypes") else faulty
+        source: Any = in_float32(seed) if step.get("engine_dtypes") else faulty
+        if "vllm's" in step:
+            source = of_vllm(seed) if rank in step["vllm's"] else None
         began_s = time.monotonic()
         try:
             report = manager.verify(source) if rank in step.get("verify", ()) else manager.update(source, version)
@@ -127,6 +138,7 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
         except WeightwireError as error:
             seen = {"error": type(error).__name__, "text": str(error), "side": error.side, "rank": error.rank}
             seen |= {"phase": error.phase, "version": error.version, "group": error.group}
+            seen["notes"] = getattr(error, "__notes__", [])
             seen["failed"] = [one.replica for one in error.report.failed] if error.report is not None else None
         seen["seconds"] = time.monotonic() - began_s
         if sums:

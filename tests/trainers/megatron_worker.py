@@ -31,6 +31,7 @@ from tests.support.megatron_models import KINDS, Layout, build, data_parallel, r
 from tests.trainers.observing import Result, observe, refused
 from trainer_adapters import ExportAdapter, MegatronAdapter, MegatronLoRAAdapter
 from trainer_adapters.sources import megatron
+from trainer_adapters.sources.chosen import source_for
 from trainer_adapters.sources.gather import gathered
 from trainer_adapters.sources.megatron import (
     Architecture,
@@ -321,6 +322,7 @@ def refuse(checkpoints: Path) -> Result:
     out["no model"] = refused(lambda: MegatronAdapter(torch.nn.Linear(2, 2) if second else chunks, hf))
     if second:
         del chunks[0].decoder.layers[1].mlp.extra
+    out["no config"] = refused(lambda: source_for(chunks, hf_config=None if second else hf))
     out["no table"] = refused(lambda: MegatronAdapter(chunks, hf | {"model_type": "gpt_oss"}))
     out["tied"] = refused(lambda: MegatronAdapter(chunks, hf | {"tie_word_embeddings": True}))
     out["vocabulary"] = refused(lambda: MegatronAdapter(chunks, hf | {"vocab_size": 250 - second}))

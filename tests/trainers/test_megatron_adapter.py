@@ -494,6 +494,13 @@ def test_what_is_no_megatron_model_is_the_same_error_on_all_ranks(launched: Laun
     assert all("expected Megatron-Core's GPTModel" in one["text"] for one in (first, second))
 
 
+def test_a_config_that_one_rank_lacks_is_the_same_error_on_all_ranks(launched: Launched) -> None:
+    for one in of(launched[2], "refuse"):
+        seen = one["no config"]
+        assert seen["error"] == "ArgumentError" and "without the config of its checkpoint" in seen["text"], seen
+        assert "rank=1" in seen["text"], seen
+
+
 def test_a_refusal_leaves_nothing_behind(launched: Launched) -> None:
     for one in of(launched[2], "refuse"):
         assert one["fine"]["error"] is None

@@ -21,7 +21,7 @@ from trainer_adapters.sources.sharded import (
 from trainer_adapters.sources.streams import holds_its_tensors
 from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
 
-__all__ = ["Kind", "Sendable", "kind_of", "source_for"]
+__all__ = ["MADE_TOGETHER", "Kind", "Sendable", "kind_of", "source_for"]
 
 Sendable: TypeAlias = (
     WeightSource
@@ -34,6 +34,9 @@ Sendable: TypeAlias = (
 """A source, a model (for Megatron also the list of its chunks), or checkpoint tensors by name."""
 
 Kind: TypeAlias = Literal["source", "vllm", "fsdp", "dtensor", "megatron", "lora", "module", "tensors"]
+
+MADE_TOGETHER: frozenset[Kind] = frozenset(["megatron", "vllm"])
+"""Kinds whose sources the ranks make by a collective of the trainer's process group."""
 
 TAKEN = (
     "a WeightSource, ours or vLLM's; a torch.nn.Module (plain, DistributedDataParallel, FSDP1, FSDP2, DTensors, a PEFT model); "
@@ -158,11 +161,6 @@ def _megatron(
     from trainer_adapters.sources.megatron.lora_adapter import MegatronLoRAAdapter
     from trainer_adapters.sources.megatron.source import MegatronAdapter
 
-    if hf_config is None:
-        raise ArgumentError(
-            "a Megatron-Core model was given without the config of its checkpoint",
-            hint="pass hf_config=AutoConfig.from_pretrained(...) of the model that the engine serves",
-        )
     adapter = MegatronLoRAAdapter if group.startswith(LORA_GROUP) else MegatronAdapter
     return adapter(model, hf_config, dtype_rules=rules, process_group=process_group)
 

@@ -40,10 +40,10 @@ class _Met(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
 
 
-def meet(mine: bytes, group: dist.ProcessGroup | None, *, timeout_s: float) -> list[bytes]:
+def meet(mine: bytes, group: dist.ProcessGroup | None, *, timeout_s: float, making: str = "SyncManager") -> list[bytes]:
     """Every rank's `mine`, in order of rank, through the group's store: a rendezvous with a deadline.
 
-    For a call that some ranks may never make.
+    For a call that some ranks may never make. `making`: what that call makes, for errors.
 
     1. rank 0 takes the rendezvous' number and opens it;
     2. every other rank stores its record under that number;
@@ -56,24 +56,24 @@ def meet(mine: bytes, group: dist.ProcessGroup | None, *, timeout_s: float) -> l
     store: Any = dist.distributed_c10d._get_process_group_store(group or dist.distributed_c10d._get_default_group())
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank == 0:
-        return _lead(store, mine, size, deadline_s, timeout_s)
-    _wait(store, [OPEN], [0], deadline_s, timeout_s)
+        return _lead(store, mine, size, deadline_s, timeout_s, making)
+    _wait(store, [OPEN], [0], deadline_s, timeout_s, making)
     number = store.add(NUMBER, 0)
     store.set(f"{PREFIX}/{number}/{rank}", mine)
-    _wait(store, [f"{PREFIX}/{number}"], [0], deadline_s + ANSWER_S, timeout_s)
+    _wait(store, [f"{PREFIX}/{number}"], [0], deadline_s + ANSWER_S, timeout_s, making)
     met = decode_as(store.get(f"{PREFIX}/{number}"), _Met)
     if met.error is not None:
         raise WeightwireError.of(met.error)
     return list(met.records)
 
 
-def _lead(store: Any, mine: bytes, size: int, deadline_s: float, timeout_s: float) -> list[bytes]:
+def _lead(store: Any, mine: bytes, size: int, deadline_s: float, timeout_s: float, making: str) -> list[bytes]:
     number = store.add(NUMBER, 1)
     store.set(OPEN, b"")
-    met = _Met(error=WeightwireError("rank 0's SyncManager could not be made").info())
+    met = _Met(error=WeightwireError(f"rank 0's {making} could not be made").info())
     places = {rank: f"{PREFIX}/{number}/{rank}" for rank in range(1, size)}
     try:
-        _wait(store, list(places.values()), list(places), deadline_s, timeout_s)
+        _wait(store, list(places.values()), list(places), deadline_s, timeout_s, making)
         met = _Met((mine, *(store.get(place) for place in places.values())))
     except WeightwireError as error:
         met = _Met(error=error.info())
@@ -86,7 +86,9 @@ def _lead(store: Any, mine: bytes, size: int, deadline_s: float, timeout_s: floa
     return list(met.records)
 
 
-def _wait(store: Any, keys: Sequence[str], ranks: Sequence[int], deadline_s: float, timeout_s: float) -> None:
+def _wait(
+    store: Any, keys: Sequence[str], ranks: Sequence[int], deadline_s: float, timeout_s: float, making: str
+) -> None:
     """Waits until `ranks` have set all `keys`. Raises `SyncTimeout`, and `PeerLost` if the store is gone."""
     warn_at_s = time.monotonic() + WARN_AFTER_S
     missing: list[int] = []
@@ -103,13 +105,13 @@ def _wait(store: Any, keys: Sequence[str], ranks: Sequence[int], deadline_s: flo
             if missing and time.monotonic() >= deadline_s:
                 break
             if missing and time.monotonic() >= warn_at_s:
-                logger.warning("weightwire: this SyncManager waits for those of trainer ranks %s", missing)
+                logger.warning("weightwire: this %s waits for those of trainer ranks %s", making, missing)
                 warn_at_s = deadline_s
     except RuntimeError as error:
         raise PeerLost(f"the store of torch.distributed is gone: {error}", side="trainer", phase="start") from error
     raise SyncTimeout(
-        f"trainer ranks {missing} have not made their SyncManager within {timeout_s:g} s",
-        hint="make a SyncManager on every rank of the process group, in the same order on each; if only some ranks are the "
+        f"trainer ranks {missing} have not made their {making} within {timeout_s:g} s",
+        hint=f"make a {making} on every rank of the process group, in the same order on each; if only some ranks are the "
         "trainer, name them with process_group=",
         side="trainer",
         rank=missing[0],

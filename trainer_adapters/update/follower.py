@@ -65,6 +65,8 @@ def follow(context: RankContext, operation: str, source: WeightSource) -> bytes:
             return ranks.ask_outcome(wrote, deadline_s=context.deadline_s)
     except WeightwireError as raised:
         raised.at(group=context.settings.group)
+        if error is not None and error.message not in raised.message:
+            raised.add_note(f"this rank had failed by itself: {error}")
         raise
     finally:
         if ranks.is_awaited:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from inference_plugin.wire.errors import ArgumentError, VersionConflict, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from trainer_adapters.sources.base import LocalSlice, WeightSource
-from trainer_adapters.sources.chosen import Kind, Sendable, kind_of, source_for
+from trainer_adapters.sources.chosen import MADE_TOGETHER, Kind, Sendable, kind_of, source_for
+from trainer_adapters.sources.exchange import meet
 
 __all__ = ["FailingSource", "GivenModels", "checked_version"]
 
@@ -47,15 +48,19 @@ class GivenModels:
         self._process_group = process_group
         self._last: tuple[object, Kind, object, object, WeightSource] | None = None
 
-    def source_of(self, model: Sendable, dtype: torch.dtype | str | None, hf_config: Any) -> WeightSource:
+    def source_of(
+        self, model: Sendable, dtype: torch.dtype | str | None, hf_config: Any, *, timeout_s: float
+    ) -> WeightSource:
         """The source for a model. Never raises: an error becomes a source that raises it, so that the operation raises it on all
-        ranks."""
+        ranks. `timeout_s`: of that operation; a source that the ranks make together takes half of it to bring them together."""
         try:
             kind = kind_of(model)
             if self._last is not None and kind != "source":
                 last_model, last_kind, last_dtype, last_config, source = self._last
                 if last_model is model and (last_kind, last_dtype) == (kind, dtype) and last_config is hf_config:
                     return source
+            if kind in MADE_TOGETHER:
+                self._meet(kind, timeout_s / 2)
             source = source_for(
                 model, dtype=dtype, hf_config=hf_config, group=self._group, process_group=self._process_group
             )
@@ -68,6 +73,12 @@ class GivenModels:
     def close(self) -> None:
         """Drops the last model."""
         self._last = None
+
+    def _meet(self, kind: Kind, timeout_s: float) -> None:
+        """Waits until all ranks make such a source. A rank that failed before never does, and without a deadline of ours the
+        source's collectives would wait for it until the process group's. Raises `SyncTimeout`, which names the missing ranks."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._process_group) > 1:
+            meet(b"", self._process_group, timeout_s=timeout_s, making=f"source of a {kind} model")
 
 
 class FailingSource(WeightSource):

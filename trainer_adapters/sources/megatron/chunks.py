@@ -146,6 +146,11 @@ def chunks_of(model: Any, hf_config: Any, architecture: Architecture | None) -> 
     models = [_unwrapped(one) for one in (model if isinstance(model, list | tuple) else [model])]
     if not models:
         raise ArgumentError("this rank's list of model chunks is empty: leave it out of process_group")
+    if hf_config is None:
+        raise ArgumentError(
+            "a Megatron-Core model was given without the config of its checkpoint",
+            hint="pass hf_config=AutoConfig.from_pretrained(...) of the model that the engine serves, on every rank",
+        )
     architecture = architecture or _architecture(_get(hf_config, "model_type"))
     tied = _tied(models, hf_config)
     chunks = []
