@@ -167,8 +167,8 @@ class _Negotiation:
             )
 
     def _misfits(self) -> list[str]:
-        """The tensors that the loader can't take, the first of them each with the reason; only these, where a checkpoint tells how
-        many there are.
+        """The tensors that the loader can't take, the first of them each with the reason. Where a checkpoint tells how many there
+        are, only these.
 
         Most loaders raise at the tensor that they were given last. Only if this doesn't explain it each tensor is tried alone:
         a trial takes as long as a whole load does.

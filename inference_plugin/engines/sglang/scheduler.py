@@ -262,8 +262,8 @@ class SchedulerRank:
 
     @contextlib.contextmanager
     def _but_for_compiling(self) -> Iterator[None]:
-        """SGLang calls itself busy, and flushes no cache, while it compiles a request's grammar. That request has computed nothing
-        yet, and is asked about (`admit`) when it joins the queue."""
+        """SGLang calls itself busy, and flushes no cache, while it compiles a request's grammar. That request has computed
+        nothing yet, and is asked about (`admit`) when it joins the queue."""
         grammars = self.scheduler.grammar_manager
         compiling, grammars.grammar_queue = grammars.grammar_queue, []
         try:
