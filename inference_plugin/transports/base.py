@@ -44,7 +44,7 @@ from inference_plugin.wire.errors import (
     TransportUnavailable,
     WeightwireError,
 )
-from inference_plugin.wire.geometry import Box, Piece, Slice
+from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import Bucket, Relay, Target
 from inference_plugin.wire.tracing import carried, span
@@ -102,14 +102,19 @@ class WriteStats:
 def digested_pieces(delivery: Delivery, stats: WriteStats) -> Iterator[tuple[Piece, Bytes]]:
     """The pieces of a delivery with their bytes, each valid until the next. What the caller does with each counts in `move_s`."""
     for item in delivery.slices:
-        for place, data in pieces_of(delivery.manifest, item, delivery.piece_bytes):
-            started_s = time.perf_counter()
-            piece = Piece(place.box, digest_bytes(data))
-            digested_s = time.perf_counter()
-            yield piece, data
-            stats.nbytes += data.nbytes
-            stats.digest_s += digested_s - started_s
-            stats.move_s += time.perf_counter() - digested_s
+        yield from _digested(pieces_of(delivery.manifest, item, delivery.piece_bytes), stats)
+        del item  # before the next one is made
+
+
+def _digested(pieces: Iterable[tuple[PiecePlace, Bytes]], stats: WriteStats) -> Iterator[tuple[Piece, Bytes]]:
+    for place, data in pieces:
+        started_s = time.perf_counter()
+        piece = Piece(place.box, digest_bytes(data))
+        digested_s = time.perf_counter()
+        yield piece, data
+        stats.nbytes += data.nbytes
+        stats.digest_s += digested_s - started_s
+        stats.move_s += time.perf_counter() - digested_s
 
 
 class Staging(abc.ABC):

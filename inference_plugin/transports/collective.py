@@ -302,6 +302,7 @@ class CollectiveSender(Sender):
                 stats.messages += 1
             packed.add(piece, part)
             pieces.append(piece)
+            del part  # before the next one is made
         started_s = time.perf_counter()
         flying.wait()
         if packed.pieces:

@@ -240,6 +240,7 @@ class CudaIpcSender(Sender):
             )
             for item in delivery.slices:
                 batch.add(item)
+                del item  # before the next one is made
                 delivery.check_deadline(stats.nbytes)
             pieces = batch.end()
         for known in list(self._cards)[: -ZONES * len(targets)]:

@@ -29,7 +29,7 @@ from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import TransportUnavailable
-from inference_plugin.wire.geometry import Box, Piece, PiecePlace
+from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import box_view
@@ -195,8 +195,8 @@ def _write(segment: SharedSegment, delivery: Delivery) -> tuple[list[Piece], Wri
                 _back(segment, manifest, item.box)
             places = manifest.split(item.box, delivery.piece_bytes)
             if not written.copy_slice(manifest, item, places, run_in, lasts=delivery.slices_last):
-                for place, data in pieces_of(manifest, item, delivery.piece_bytes):
-                    written.add(place.box, _place_and_digest(segment.tensor, manifest, place, data, stats))
+                _place_pieces(written, segment.tensor, delivery, item, stats)
+            del item  # before the next one is made
             delivery.check_deadline(stats.nbytes)
         pieces = written.end()
     segment.is_fresh = False
@@ -216,6 +216,13 @@ def _back(segment: SharedSegment, manifest: Manifest, box: Box) -> None:
             f"shm: the system has no memory for {manifest.describe(box)} in a segment of {segment.nbytes} bytes: {error}",
             hint=NO_MEMORY_HINT,
         ) from error
+
+
+def _place_pieces(
+    written: WrittenPieces, segment: torch.Tensor, delivery: Delivery, item: Slice, stats: WriteStats
+) -> None:
+    for place, data in pieces_of(delivery.manifest, item, delivery.piece_bytes):
+        written.add(place.box, _place_and_digest(segment, delivery.manifest, place, data, stats))
 
 
 def _place_and_digest(

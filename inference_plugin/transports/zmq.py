@@ -66,6 +66,7 @@ class ZmqSender(Sender):
             for lane in lanes:
                 with lane.failing():
                     lane.add(piece, part)
+            del part  # before the next one is made
         started_s = time.perf_counter()
         for lane in lanes:
             with lane.failing():

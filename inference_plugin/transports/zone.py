@@ -33,7 +33,7 @@ from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.copying import copy_rows, copy_rows_and_digest
 from inference_plugin.wire.digest import digest_bytes
 from inference_plugin.wire.errors import ProtocolError, TransportUnavailable
-from inference_plugin.wire.geometry import Box, Piece, PiecePlace
+from inference_plugin.wire.geometry import Box, Piece, PiecePlace, Slice
 from inference_plugin.wire.host_memory import check_fits
 from inference_plugin.wire.manifest import Manifest, aligned
 from inference_plugin.wire.messages.common import Count
@@ -221,11 +221,8 @@ class ZoneSender(Sender):
             for item in delivery.slices:
                 places = manifest.split(item.box, delivery.piece_bytes)
                 if not written.copy_slice(manifest, item, places, partial(_run_in, zones, manifest), lasts=lasts):
-                    for place, rows in rows_of_pieces(manifest, item, delivery.piece_bytes):
-                        began_s = time.perf_counter()
-                        written.add(place.box, _land(zones, manifest, place.box, rows))
-                        stats.nbytes += place.end - place.start
-                        stats.move_s += time.perf_counter() - began_s
+                    _land_pieces(written, zones, delivery, item, stats)
+                del item  # before the next one is made
                 delivery.check_deadline(stats.nbytes)
             pieces = written.end()
             for zone in zones:
@@ -341,6 +338,16 @@ def _run_in(zones: Sequence[MappedZone], manifest: Manifest, place: PiecePlace) 
     if zone.is_fresh:
         zone.segment.touch(rows.offset, rows.sizes[1])
     return zone.writable, rows.offset
+
+
+def _land_pieces(
+    written: WrittenPieces, zones: Sequence[MappedZone], delivery: Delivery, item: Slice, stats: WriteStats
+) -> None:
+    for place, rows in rows_of_pieces(delivery.manifest, item, delivery.piece_bytes):
+        began_s = time.perf_counter()
+        written.add(place.box, _land(zones, delivery.manifest, place.box, rows))
+        stats.nbytes += place.end - place.start
+        stats.move_s += time.perf_counter() - began_s
 
 
 def _land(zones: Sequence[MappedZone], manifest: Manifest, box: Box, piece: PieceRows) -> int:

@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from inference_plugin.net.channel import Channel
 from inference_plugin.plugins import hookimpl, plugin_manager
@@ -135,6 +137,34 @@ def test_weights_may_change_once_they_are_read_while_the_update_goes_on(start: S
         rig.ask("go on")
         assert pending.result(60).version == 1
     assert holds(rig, 1)
+
+
+@pytest.mark.parametrize("transport", ["zone", "shm", "zmq", "stream", "collective"])
+@pytest.mark.parametrize("check_finite", [False, True])
+def test_of_tensors_that_a_function_makes_one_is_held_at_a_time(
+    start: Start, transport: str, check_finite: bool
+) -> None:
+    """Each is freed before the next one is made: two of the largest may be more than a trainer has."""
+    rig = start()
+    held: list[str] = []
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        before, memory = "", lambda: None
+        for name, tensor in checkpoint(1).items():
+            if memory() is not None:
+                held.append(before)
+            array = tensor.clone().flatten().view(torch.uint8).numpy()
+            before, memory = name, weakref.ref(array)
+            made = torch.from_numpy(array).view(tensor.dtype).reshape(tensor.shape)
+            del array
+            yield name, made
+            del made
+
+    install = "streaming" if transport == "stream" else "standby"
+    with SyncManager(timeout_s=60, transport=transport, install=install, check_finite=check_finite) as manager:
+        manager.update(pairs, 1)
+    assert holds(rig, 1)
+    assert held == []
 
 
 def test_an_update_cannot_be_cancelled_half_way(start: Start) -> None:

@@ -29,7 +29,8 @@ def cut_slices(
             parts = known[item.box] = cut_at_edges(item.box, edges)
         if len(parts) == 1:
             yield item
-            continue
-        for box in parts:
-            offsets = [start - first for start, first in zip(box.offsets, item.box.offsets, strict=True)]
-            yield LocalSlice(box, narrowed(item.tensor, offsets, box.sizes))
+        else:
+            for box in parts:
+                offsets = [start - first for start, first in zip(box.offsets, item.box.offsets, strict=True)]
+                yield LocalSlice(box, narrowed(item.tensor, offsets, box.sizes))
+        del item  # before the next one is made

@@ -30,6 +30,7 @@ class FiniteCheck:
         """The same slices; their pieces are checked as they are sent."""
         for item in slices:
             yield replace(item, seen=self._look)
+            del item  # before the next one is made
 
     def raise_found(self) -> None:
         """Raises `NotFinite`, which names the tensors, if there are any."""

@@ -228,3 +228,4 @@ def _arrived(slices: Iterable[LocalSlice]) -> Iterator[LocalSlice]:
         if item.tensor.is_cpu and device.is_page_locked(item.tensor):
             device.synchronise()
         yield item
+        del item  # before the next one is made

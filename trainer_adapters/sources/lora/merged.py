@@ -123,11 +123,13 @@ class MergedLoRAAdapter(WrappingSource):
         for item in slices:
             if (adapted := self._adapted.get(item.box.tensor)) is None:
                 yield item
-                continue
-            dtype = torch_dtype(self._manifest.tensors[item.box.tensor].dtype)
-            with torch.no_grad():
-                value = _merge(adapted, item, factors).to(dtype)
-            yield LocalSlice(item.box, value)
+            else:
+                dtype = torch_dtype(self._manifest.tensors[item.box.tensor].dtype)
+                with torch.no_grad():
+                    value = _merge(adapted, item, factors).to(dtype)
+                yield LocalSlice(item.box, value)
+                del value
+            del item  # before the next one is made
 
     def _final_name(self, name: str) -> str | None:
         """The base model's name of a tensor of the PEFT model; None for a tensor that doesn't travel."""
