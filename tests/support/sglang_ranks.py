@@ -38,7 +38,10 @@ class PlainRank(SchedulerRank):
         self.ranks, self.rank, self.replica = ranks, ranks.rank, replica
         self.model = PlainEngineModel(LAYERS, ranks.rank, ranks.size)  # type: ignore[assignment]
         self.runtime = RankRuntime(RankIdentity(replica, ranks.rank, tp_rank=ranks.rank), self.model)
-        self.scheduler = SimpleNamespace(is_fully_idle=lambda: not (directory / "busy").exists())
+        self.scheduler = SimpleNamespace(
+            is_fully_idle=lambda: not (directory / "busy").exists(),
+            grammar_manager=SimpleNamespace(grammar_queue=[]),
+        )
         self.bell = Doorbell(None, replica, ranks.rank)  # it never sleeps
         self.refusal: str | None = None
         self.asked: list[str] = []
