@@ -3,7 +3,8 @@
 A rank's shard of a tensor is, per dimension, a list of index ranges: one for `Shard`, several for a `_StridedShard` without a
 `Shard` after it. Every combination of ranges is a box. The computed sizes are checked against the shards' shapes.
 
-Private parts of torch used here: `_StridedShard` and its split factor, and `DeviceMesh._get_root_mesh()`.
+Private parts of torch used here: `_StridedShard` and its split factor, and `DeviceMesh._get_root_mesh()`, which older versions
+have in `_mesh_resources`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -43,7 +45,10 @@ class Mesh:
     @cached_property
     def family(self) -> tuple[int, ...]:
         """All ranks of the root mesh, from which this mesh was cut; its own ranks if it is the root."""
-        root = self.mesh._get_root_mesh() if hasattr(self.mesh, "_get_root_mesh") else self.mesh
+        mesh: Any = self.mesh
+        older: Any = device_mesh
+        known = hasattr(mesh, "_get_root_mesh")
+        root = mesh._get_root_mesh() if known else older._mesh_resources.get_root_mesh(mesh)
         return tuple(sorted(root.mesh.flatten().tolist()))
 
     @cached_property
