@@ -150,7 +150,7 @@ class GroupTable:
         self._listeners.end()
         until_s = time.monotonic() + CLOSE_S
         works = list(self._works.values())
-        hanging = sorted(work.name for work in works if not work.over.wait(max(0.0, until_s - time.monotonic())))
+        hanging = sorted(work.name for work in works if not work.ends_within(max(0.0, until_s - time.monotonic())))
         if hanging:
             logger.warning(
                 "weightwire: work for these groups did not end within %g s of closing: %s", CLOSE_S, first_few(hanging)

@@ -45,11 +45,16 @@ class Lane:
         """Ends the thread once the jobs that are queued now are done."""
         self._jobs.put(None)
 
+    def join(self, timeout_s: float) -> bool:
+        """Waits up to `timeout_s` for the thread's end. Returns whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
     def close(self, timeout_s: float) -> None:
         """As `end`, and waits for that up to `timeout_s`. May be called twice."""
         self.end()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self.join(timeout_s)
 
     def _stop(self) -> None:
         self._cancel()

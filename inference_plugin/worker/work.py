@@ -176,6 +176,10 @@ class GroupWork:
             update.cancelled.set()
             update.staging.cancel()
 
+    def ends_within(self, timeout_s: float) -> bool:
+        """Waits for the end of the group's thread: after its last work, or before it where the process ends."""
+        return self._lane.join(timeout_s)
+
     def _cancel_all(self) -> None:
         for txn in list(self._updates):
             self.cancel(txn)

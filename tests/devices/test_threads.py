@@ -87,3 +87,25 @@ def test_a_process_that_ends_while_its_threads_run_torch_keeps_its_exit_code(
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         ended = subprocess.run(program, env=environment, capture_output=True, timeout=120)
     assert (ended.returncode, ended.stdout.decode()) == (7, ""), ended.stderr.decode()
+
+
+CLOSED_AT_THE_END = """
+import atexit
+atexit.register(lambda: worker.close())  # before any import of ours: it runs after what we have run at the end
+from tests.support.worker import Worker
+from tests.worker.driver import Driver
+from inference_plugin.net.addresses import listen_address
+worker = Worker(listen_address("replica", "0"))
+Driver(worker.address).open()
+"""
+
+
+def test_a_worker_that_is_closed_as_its_process_ends_waits_for_no_thread_that_has_ended_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An in-process engine that its program leaves open to the end."""
+    with runtime(monkeypatch):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        program = [sys.executable, "-c", CLOSED_AT_THE_END]
+        ended = subprocess.run(program, env=environment, capture_output=True, timeout=120)
+    assert (ended.returncode, ended.stderr.decode()) == (0, "")
