@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +18,7 @@ from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
 from tests.manager.test_ranks import Trainer, trainer
 from tests.support.plain_engine import checkpoint, manifest_of
+from tests.support.rig import ROOT
 from trainer_adapters import SyncManager
 
 __all__ = ["trainer"]  # a fixture
@@ -218,3 +222,32 @@ def test_a_manager_that_is_dropped_without_close_is_warned_of(start: Start, capl
     caplog.clear()
     manager.__del__()
     assert not caplog.text
+
+
+CLOSED_AT_THE_END = """
+import atexit, sys
+from trainer_adapters import SyncManager
+
+def late(call):
+    try:
+        call()
+    except Exception as error:
+        print(type(error).__name__)
+
+manager = SyncManager(timeout_s=20)
+atexit.register(print, "over")
+atexit.register(manager.close)
+for call in (manager.resume, lambda: manager.update({})):
+    atexit.register(late, call)
+manager.pause()
+"""
+
+
+def test_a_manager_may_be_closed_as_its_program_ends_and_says_that_nothing_else_can_begin(start: Start) -> None:
+    """`atexit` calls it after Python has ended the threads of pools."""
+    rig = start()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    program = [sys.executable, "-c", CLOSED_AT_THE_END]
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+    assert (ended.stdout.split(), ended.stderr) == (["ManagerClosed", "ManagerClosed", "over"], "")
+    assert rig.ask("state")["log"] == ["pause:keep", "hold", "resume"]

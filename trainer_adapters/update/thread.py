@@ -15,7 +15,7 @@ from inference_plugin.devices import Device, Mark, in_use
 from inference_plugin.net.gate import no_thread
 from inference_plugin.wire.errors import ManagerClosed, ProtocolError
 from trainer_adapters.settings import Settings
-from trainer_adapters.update.handle import called_from_inside, still_running, wait_for
+from trainer_adapters.update.handle import GRACE_S, called_from_inside, still_running, wait_for
 
 __all__ = ["OperationThread"]
 
@@ -69,10 +69,13 @@ class OperationThread:
         with self._lock:
             self.check_open()
             self.last_deadline_s = max(self.last_deadline_s, deadline_s)
-            if not reads:
-                return self._pool.submit(work, *arguments)
-            device = in_use()
-            return self._pool.submit(self._read, device, device.current(), device.record(), work, *arguments)
+            try:
+                if not reads:
+                    return self._pool.submit(work, *arguments)
+                device = in_use()
+                return self._pool.submit(self._read, device, device.current(), device.record(), work, *arguments)
+            except RuntimeError as error:
+                raise _program_ends(error) from error
 
     def check_open(self) -> None:
         """Raises `ManagerClosed` once the manager is being closed, and `ProtocolError` in a fork of its process."""
@@ -122,10 +125,9 @@ class OperationThread:
         does not end by its deadline."""
         with self._lock:
             self.is_closing = True
-            if self._closed is None:
-                self._closed = self._pool.submit(work)
+            if (closed := self._closed) is None:
+                closed = self._closed = self._last(work)
                 self._pool.shutdown(wait=False)
-            closed = self._closed
         if not wait or self.is_this_thread:
             return
         concurrent.futures.wait([closed], SILENT_S)
@@ -137,6 +139,21 @@ class OperationThread:
 
     def _begin(self) -> None:
         self._thread = threading.current_thread()
+
+    def _last(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
+        try:
+            return self._pool.submit(work)
+        except (
+            RuntimeError
+        ):  # the program ends: Python has ended the thread, or does after the operations that were queued
+            closed: concurrent.futures.Future[None] = concurrent.futures.Future()
+            if self._thread is not None and not self.is_this_thread:  # there, all ends with the process
+                self._thread.join(max(self.last_deadline_s - time.monotonic(), 0.0) + GRACE_S)
+                if self._thread.is_alive():
+                    raise still_running() from None
+                work()
+            closed.set_result(None)
+            return closed
 
     def _read(
         self, device: Device, index: int | None, step: Mark, work: Callable[..., Result], *arguments: Any
@@ -150,3 +167,12 @@ class OperationThread:
             return work(*arguments)
         finally:
             device.synchronise()
+
+
+def _program_ends(error: RuntimeError) -> ManagerClosed:
+    """Python ends the threads of pools before it calls the functions that `atexit` knows."""
+    return ManagerClosed(
+        f"no operation can begin while the program ends: {error}",
+        hint="call it at the end of the program's own code; close() works here too",
+        side="manager",
+    )
