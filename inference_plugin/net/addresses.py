@@ -172,10 +172,10 @@ def local_pools() -> dict[str, tuple[int, int]]:
     return _living("pool-*.p")
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, *, has_one_writer: bool = True) -> None:
     """Writes a file of the runtime directory; a reader sees what was there before or all of `content`, never a part of it.
     Raises OSError where there is no room."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name if has_one_writer else new_replica_id('file')}.tmp")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

@@ -52,7 +52,8 @@ def record_of(card: ReplicaCard) -> ReplicaRecord:
 
 def save_report(report: UpdateReport) -> None:
     """Replaces the last report of the report's group. Raises OSError where the directory can't be written."""
-    replace_file(runtime_dir() / f"{report.group}.report", msgspec.msgpack.encode(report))
+    content = msgspec.msgpack.encode(report)
+    replace_file(runtime_dir() / f"{report.group}.report", content, has_one_writer=False)
 
 
 def last_report(group: str, job: str | None = None) -> UpdateReport | None:

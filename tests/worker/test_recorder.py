@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from inference_plugin.engines.recorder import CommitRecorder
 from inference_plugin.net import addresses
-from inference_plugin.net.records import GroupRecord, ReplicaRecord
+from inference_plugin.net.records import GroupRecord, ReplicaRecord, last_report, save_report
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import CommitFailed
 from inference_plugin.wire.messages import Committed, RankCommit
+from inference_plugin.wire.reports import UpdateReport
 
 
 def committed(version: int) -> Committed:
@@ -112,3 +114,18 @@ ours.info("two")
 def test_our_lines_appear_as_the_engine_s_own_and_none_appears_twice() -> None:
     ran = subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines() == ["ENGINE one", "ROOT two"]
+
+
+def test_a_report_that_several_managers_write_at_once_is_that_of_one_of_them(directory: Path) -> None:
+    """They write one file, and readers find it whole all the time."""
+    reports = [UpdateReport("policy", i, "t" * (1 + 5000 * i), 0, 1.0, {}, 0, 1.0, ()) for i in range(4)]
+    save_report(reports[0])
+
+    def write_and_read(report: UpdateReport) -> None:
+        for _ in range(200):
+            save_report(report)
+            assert last_report("policy") in reports
+
+    with ThreadPoolExecutor(len(reports)) as pool:
+        list(pool.map(write_and_read, reports))
+    assert [path.name for path in addresses.runtime_dir().iterdir()] == ["policy.report"]
