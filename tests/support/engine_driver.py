@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -38,7 +39,14 @@ class Driver:
         self.requests: dict[str, dict[str, Any]] = {}
         self.waiting: list[tuple[int, list[str]]] = []
         self.commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.stepping = False
+        signal.signal(signal.SIGINT, self.interrupt)
         threading.Thread(target=self.read, daemon=True).start()
+
+    def interrupt(self, *_: object) -> None:
+        """Ctrl-C, which only a step of the engine is to notice."""
+        if self.stepping:
+            raise KeyboardInterrupt
 
     def read(self) -> None:
         for line in self.input:
@@ -80,7 +88,12 @@ class Driver:
             time.sleep(PASS_S)  # a paused engine sends nothing: `step` would wait, and no command be taken
             return
         try:
+            self.stepping = True
             outputs = self.llm.llm_engine.step()
+            self.stepping = False
+        except KeyboardInterrupt:  # as in a notebook, whose user goes on afterwards
+            self.stepping = False
+            return
         except Exception as error:  # noqa: BLE001 - a dead engine is what some tests are about
             traceback.print_exc()
             self.dead = f"{type(error).__name__}: {error}"

@@ -2,9 +2,10 @@
 
 `WEIGHTWIRE_TEST_FAULTS` names a file of JSON: a list of `{"rank", "step", "when"}`. `when`: "before" raises before a byte
 of the live model changes, "after" once everything is written, "hang" waits there, having made a file `<faults>.<rank>`, "stop"
-stops the process (SIGSTOP). With the step "post-process" `when` is a number: the engine's post-processing of as many modules
-succeeds, and that of the next one raises, or with `"hangs": true` waits. Of modules whose post-processing reduces over the ranks,
-the step "note" is the same before the commit, where a rank notes its operands, and "reduce" in the commit, where they are made.
+stops the process (SIGSTOP), "interrupt" is Ctrl-C. With the step "post-process" `when` is a number: the engine's
+post-processing of as many modules succeeds, and that of the next one raises, or with `"hangs": true` waits. Of modules whose
+post-processing reduces over the ranks, the step "note" is the same before the commit, where a rank notes its operands, and
+"reduce" in the commit, where they are made.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class FaultPlugin:
                 hang(rank)
             elif fault["when"] == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            elif fault["when"] == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
             elif fault["when"] == "after":
                 fail_after_install(text)
             else:

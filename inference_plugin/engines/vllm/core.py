@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from inference_plugin.devices import start_thread
+from inference_plugin.devices import in_use, start_thread
 from inference_plugin.engines.control import UNKNOWN_VERSION, EngineControl
 from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.kept_caches import KEEP, keeps_cache
@@ -45,6 +46,8 @@ class CoreControl(EngineControl):
         self.loads_told = 0
         """The number of noted loads in this process when workers were last asked of them."""
         self.lock = threading.RLock()
+        self._ran = threading.Condition(self.lock)
+        self._device = in_use().current()
         self._commands: list[Callable[[], None]] = []
         self._stash: list[Any] = []
         self._drained: Future[None] | None = None
@@ -64,16 +67,22 @@ class CoreControl(EngineControl):
             self.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, CoreCommand(run)))
             return
         self._commands.append(run)
-        # An idle in-process engine has no thread of its own; a busy one runs the command at its next step.
-        start_thread(self.run_commands, name="weightwire-idle")
+        try:
+            # Not on the caller's thread, which steps: Ctrl-C would raise there in the middle of an installation.
+            start_thread(self._run_commands, name="weightwire-commands")
+        except RuntimeError:
+            self._commands.remove(run)
+            raise
 
     # the engine's own thread
 
-    def run_commands(self) -> None:
-        """In-process: runs the submitted commands under the lock that every step holds."""
+    def _run_commands(self) -> None:
+        """In-process: runs the submitted commands under the lock that every step holds, on a thread of ours."""
+        in_use().use(self._device)
         with self.lock:
             while self._commands:
                 self._commands.pop(0)()
+            self._ran.notify_all()
 
     def call_ranks(self, request: bytes) -> list[bytes]:
         replies: list[bytes] = self.core.model_executor.collective_rpc(
@@ -177,18 +186,21 @@ class CoreControl(EngineControl):
     def step(self, step: Callable[[], Any]) -> Any:
         """In-process: one call of `get_output`."""
         with self.lock:
-            self.run_commands()
-            if self._drained is not None and not self._has_running():
-                drained, self._drained = self._drained, None
-                try:
-                    self._reset_caches()
-                except Exception as error:  # noqa: BLE001 -- it is the pause's, not this step's
-                    drained.set_exception(error)
-                else:
-                    drained.set_result(None)
-            if self._stash:
-                return self._stash.pop(0)
-            return step()
+            self._let_commands_run()
+            outputs = self._stash.pop(0) if self._stash else step()
+            self.end_drain()
+            return outputs
+
+    def end_drain(self) -> None:
+        """In-process, under the lock: a drain is over once no request runs. Nobody may step again before the next one."""
+        if (drained := self._drained) is not None and not self._has_running():
+            with contextlib.suppress(RuntimeError):  # no thread can be started now: the next step tries again
+                self.submit(lambda: _settle(drained, self._reset_caches))
+                self._drained = None
+
+    def _let_commands_run(self) -> None:
+        while self._commands:
+            self._ran.wait()  # without the lock
 
     def _pause_in_process(self, in_flight: InFlight) -> Future[None] | None:
         from vllm.v1.core.sched.interface import PauseState
@@ -198,7 +210,7 @@ class CoreControl(EngineControl):
             return None
         self.core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
         if self._has_running():
-            self._drained = Future()  # `step` completes it
+            self._drained = Future()  # `end_drain` completes it
             return self._drained
         self._reset_caches()
         return None
@@ -312,16 +324,21 @@ def _then(stopped: Future[None] | None, act: Callable[[], None]) -> Future[None]
     acted: Future[None] = Future()
 
     def reached(future: Future[None]) -> None:
-        try:
-            future.result(timeout=0)
-            act()
-        except BaseException as error:  # noqa: BLE001 -- it is the pause's
-            acted.set_exception(error)
-        else:
-            acted.set_result(None)
+        future.result(timeout=0)
+        act()
 
-    stopped.add_done_callback(reached)
+    stopped.add_done_callback(lambda future: _settle(acted, lambda: reached(future)))
     return acted
+
+
+def _settle(future: Future[None], act: Callable[[], None]) -> None:
+    """Calls `act`, and completes the future with what came of it."""
+    try:
+        act()
+    except BaseException as error:  # noqa: BLE001 -- it is the future's
+        future.set_exception(error)
+    else:
+        future.set_result(None)
 
 
 def own_root(

@@ -300,4 +300,6 @@ def hook_inproc() -> None:
         @_wrap_where_we_run(InprocClient, name)
         def locked(control: CoreControl, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with control.lock:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                control.end_drain()
+                return result

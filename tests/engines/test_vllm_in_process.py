@@ -1,0 +1,49 @@
+"""A vLLM engine in the process of its caller, who alone steps it: nothing that the caller's thread does costs an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_faults import PLUGIN, Faulty
+from tests.engines.test_vllm_tokens import PROMPTS
+from tests.support.engines import Driver
+from trainer_adapters import SyncManager
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
+    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    faults = runtime / "faults-in-process"
+    faults.write_text("[]")
+    with Driver(runtime, in_process=True, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as driver:
+        driver.open(model_a, max_model_len=1024)
+        yield Faulty(driver, faults, model_a, model_b)
+
+
+def update_after(engine: Faulty, requests: int) -> None:
+    """An update that waits for the requests that run, 8 at most. Once none is left, nobody steps the engine."""
+    assert isinstance(engine.engine, Driver)
+    sent = engine.engine.submit(PROMPTS[:1] * requests, 200)
+    engine.engine.wait_for_tokens(sent[:1], 2)
+    with SyncManager(in_flight="drain", timeout_s=60) as sync:
+        engine.update(sync=sync)
+    assert [len(done["tokens"]) for done in engine.engine.wait(sent)] == [200] * requests
+
+
+def test_an_update_that_waits_for_requests_is_committed_when_the_last_one_ends(engine: Faulty) -> None:
+    update_after(engine, 1)
+    engine.assert_serves()
+
+
+def test_ctrl_c_while_weights_are_installed_ends_no_installation(engine: Faulty) -> None:
+    engine.order({"rank": 0, "step": "install", "when": "interrupt"})
+    for _ in range(3):
+        update_after(engine, 12)
+    engine.order()
+    engine.assert_serves()
