@@ -45,7 +45,9 @@ def _fail(batch: RankBatch, own: Store, what: str, *, fails: bool) -> None:
     if what == "put":
         batch.add({"sums": sums, **({"bad": object()} if fails else {})})
     if what == "join":
-        batch.add({"sums": torch.zeros(len(rows) + fails)})
+        batch.add({"other sums" if fails else "sums": sums})
+    if what == "rows":  # as many in all as there are
+        batch.add({"sums": torch.zeros(len(rows) + (1 if fails else -1))})
     batch.add({"sums": sums})
     if fails:
         own.clear(own._tasks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -97,13 +98,28 @@ def test_rows_of_the_ranks_themselves_that_are_lost_are_an_error(stores: tuple[S
     [
         ("share", "UnknownKey", "no key 'nonsense'", 0, [0, 0]),
         ("put", "BatchError", "key 'bad'", 1, [0, 0]),
-        ("join", "BatchError", "can't be joined", 0, [0, 0]),
+        ("join", "BatchError", "other keys", 0, [0, 0]),
         ("lost", "BatchError", "rows that the ranks computed are lost", 0, [1, 0]),
     ],
 )
 def test_where_one_rank_fails_all_ranks_raise_its_error_at_once_and_keep_no_rows_of_it(
     monkeypatch: pytest.MonkeyPatch, what: str, kind: str, text: str, rank: int, tasks: list[int]
 ) -> None:
+    said = run_ranks(monkeypatch, what)
+    assert [(each["kind"], each["rank"]) for each in said] == [(kind, rank)] * 2, said
+    assert all(text in each["text"] for each in said), said
+    assert [each["tasks"] for each in said] == tasks
+
+
+def test_rows_that_one_rank_adds_too_many_and_another_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = run_ranks(monkeypatch, "rows")
+    assert [each["kind"] for each in said] == ["BatchError"] * 2, said
+    assert [each["text"] for each in said] == [f"{n} rows are added, but this rank fetched 4" for n in (3, 5)], said
+    assert [each["tasks"] for each in said] == [0, 0]
+
+
+def run_ranks(monkeypatch: pytest.MonkeyPatch, what: str) -> list[dict[str, Any]]:
+    """What the two ranks of `failing_ranks` were told."""
     with runtime(monkeypatch) as directory:
         told = [directory / f"told-{number}" for number in range(2)]
         common = {"port": free_port(), "what": what}
@@ -118,7 +134,4 @@ def test_where_one_rank_fails_all_ranks_raise_its_error_at_once_and_keep_no_rows
             for pid in ranks:
                 if not gone(pid):
                     kill(pid)
-        said = [json.loads(path.read_text()) for path in told]
-    assert [(each["kind"], each["rank"]) for each in said] == [(kind, rank)] * 2, said
-    assert all(text in each["text"] for each in said), said
-    assert [each["tasks"] for each in said] == tasks
+        return [json.loads(path.read_text()) for path in told]

@@ -68,6 +68,7 @@ class RankBatch:
         self.lost: set[str] = set()
         self._store, self._by, self._timeout_s = store, by, timeout_s
         self._kept = [self.whole]
+        self._own_rows = 0
         self._ranks = _Ranks(group)
 
     @property
@@ -82,6 +83,7 @@ class RankBatch:
         `BatchError`, on all ranks, where rows arrived wrong or where rows that a rank computed are lost.
         """
         lost: set[str] = set()
+        self._own_rows = 0
         while True:
             rows = self._share(lost)
             if rows is None:
@@ -91,14 +93,15 @@ class RankBatch:
             _raise_wrong(fetched)
             lost = {task for each in fetched for task in each.lost}
             if not lost:
+                self._own_rows = len(rows)
                 return rows
             self.lost |= lost
 
     def add(self, data: Mapping[str, Any]) -> None:
-        """Adds keys to the batch: what this rank computed from the rows that it fetched last, in their order."""
+        """Adds keys to the batch: what this rank computed from the rows that it fetched last, one for each, in their order."""
         put: list[DistributedBatch] = []
         try:
-            parts = self._ranks.at_first(self._ranks.agreed(lambda: self._put(data, put)))
+            parts = self._ranks.at_first(self._ranks.agreed(lambda: self._put(self._of_own_rows(data), put)))
             self._ranks.agreed(lambda: self._join(parts))
         except Exception:
             self._drop(put)
@@ -108,7 +111,7 @@ class RankBatch:
         """Rank 0 alone: adds keys to the batch that it computed for all rows of `whole`, in their order."""
         put: list[DistributedBatch] = []
         try:
-            self._join([self._put(data, put)])
+            self._join([self._put(DistributedBatch(data), put)])
         except Exception:
             self._drop(put)
             raise
@@ -144,9 +147,19 @@ class RankBatch:
         self.whole = DistributedBatch.concat(parts)  # in the order of the ranks' rows
         return [part.to_bytes() for part in parts]
 
-    def _put(self, data: Mapping[str, Any], put: list[DistributedBatch]) -> bytes:
+    def _of_own_rows(self, data: Mapping[str, Any]) -> DistributedBatch:
+        """`data` as a batch. Too many rows of one rank and too few of another would pass for those of all ranks."""
+        rows = DistributedBatch(data)
+        if len(rows) != self._own_rows:
+            raise BatchError(
+                f"{len(rows)} rows are added, but this rank fetched {self._own_rows}",
+                hint="add one row for each row of this rank's last fetch(), in their order",
+            )
+        return rows
+
+    def _put(self, rows: DistributedBatch, put: list[DistributedBatch]) -> bytes:
         """Puts rows into this rank's store, notes them in `put`, and returns their metadata."""
-        put.append(remotize(DistributedBatch(data), self._store, self._task_id()))
+        put.append(remotize(rows, self._store, self._task_id()))
         return put[-1].to_bytes()
 
     def _join(self, parts: Sequence[bytes]) -> None:
