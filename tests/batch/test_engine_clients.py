@@ -129,6 +129,20 @@ def test_what_is_not_finished_or_disagrees_is_refused() -> None:
         from_vllm(request(completion(0, [7], None, [{7: Logprob(-1.0)}]), completion(1, [8], None, None)))
 
 
+@vllm_only
+def test_the_last_part_of_a_stream_is_not_taken_for_the_whole_answer() -> None:
+    """What vLLM gives last with an `output_kind` other than FINAL_ONLY."""
+    with pytest.raises(
+        BatchError, match=r"'r-1' has not all of its samples in this output, but the numbers \[1\].*FINAL_ONLY"
+    ):
+        from_vllm(request(completion(1, [7, 8], [("3", 0, 2)], None)))
+    with pytest.raises(BatchError, match=r"'r-1' has 1 tokens, and versions for 2.*FINAL_ONLY"):
+        from_vllm(request(completion(0, [8], [("3", 0, 2)], None)))
+    meta = {**ANSWER["meta_info"], "output_token_logprobs": None}
+    with pytest.raises(BatchError, match="'abc' has 1 tokens, and versions for 3"):
+        from_sglang({**ANSWER, "output_ids": ANSWER["output_ids"][-1:], "meta_info": meta})
+
+
 VLLM_ANSWER: dict[str, Any] = {
     "request_id": "r-2",
     "prompt_token_ids": [1, 2, 3],

@@ -29,6 +29,8 @@ __all__ = ["from_sglang", "from_vllm"]
 
 Span = list[Any]
 
+WHOLE = "hand over a whole answer, not the last part of a stream: with vLLM, SamplingParams(output_kind=FINAL_ONLY)"
+
 STARTED_WITH = "default"
 """How vLLM and SGLang label the weights that no update has reached yet."""
 
@@ -49,6 +51,8 @@ def from_vllm(request_output: Any) -> Generated:
     Over HTTP: the JSON object that `/inference/v1/generate` answers (`vllm serve --enable-scale-out`), the one endpoint of vLLM
     whose answers carry version spans. It has the prompt if the request had `return_token_ids`. Log-probabilities are there if
     `SamplingParams.logprobs` asked for them (0 is enough). Before vLLM 0.32 answers have no version spans.
+    Of an engine's own outputs, hand over that of `output_kind=FINAL_ONLY`: the last output of any other kind has only some of the
+    samples (n > 1), or only the last tokens (DELTA).
     Raises `BatchError` for a request that is not finished, or whose parts disagree.
     """
     if isinstance(request_output, Mapping):
@@ -56,6 +60,9 @@ def from_vllm(request_output: Any) -> Generated:
     name = f"vLLM's request {request_output.request_id!r}"
     if not request_output.finished or not request_output.outputs:
         raise BatchError(f"{name} is not finished", hint="hand over the last output of a request")
+    numbers = [int(output.index) for output in request_output.outputs]
+    if numbers != list(range(len(numbers))):
+        raise BatchError(f"{name} has not all of its samples in this output, but the numbers {numbers}", hint=WHOLE)
     samples = []
     for output in request_output.outputs:
         tokens = list(output.token_ids)
@@ -157,6 +164,9 @@ def _generated(name: str, samples: list[_Sample], prompt: Sequence[int] | None, 
         data["logprobs"] = _jagged(logprobs, torch.float32)
     data["finish_reason"] = [sample.finish_reason for sample in samples]
     data["version_spans"] = [sample.spans for sample in samples]
+    for sample in samples:
+        if sample.spans and (end := sample.spans[-1][2]) > (count := len(sample.token_ids)):
+            raise BatchError(f"{name} has {count} tokens, and versions for {end}", hint=WHOLE)
     tokens = sum(len(sample.token_ids) for sample in samples)
     return Generated(data, _versions(samples), {"request": request, "tokens": tokens})
 
