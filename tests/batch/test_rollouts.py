@@ -486,6 +486,22 @@ async def _stale_while_a_batch_is_waited_for(pool: RolloutPool) -> BaseException
     return error[0] if isinstance(error[0], BaseException) else None
 
 
+def test_a_batch_that_is_late_says_how_many_tasks_failed_and_why_the_last_one_did(pools: Any, directory: Path) -> None:
+    pool = pools()
+    with LocalWorker(generate):
+        for number in range(3):
+            future = pool.submit(f"t{number}", {"error": f"bad prompt {number}"})
+            assert future.exception(LONG_S) is not None
+        with pytest.raises(
+            SyncTimeout, match=r"0 of 3 rollouts .*; 3 have failed, the last: .*ValueError: bad prompt 2"
+        ):
+            pool.next_batch(3, timeout_s=0)
+        pool.set_version(7)
+        pool.submit("old", {"version": 3}).result(LONG_S)
+        with pytest.raises(SyncTimeout, match=r"; 3 have failed, the last: .*'old' was generated with version .* at 7"):
+            pool.next_batch(1, timeout_s=0, max_staleness=1)
+
+
 def test_batches_are_in_order_of_completion_and_hold_the_rows_of_their_workers(
     pools: Any, workers: Any, directory: Path
 ) -> None:

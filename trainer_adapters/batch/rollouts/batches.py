@@ -31,6 +31,9 @@ __all__ = ["BatchWaiters"]
 LATE_S = 10.0
 """Longest wait for a batch that is being handed over as the time runs out."""
 
+FAILURE_CHARS = 500
+"""Longest text of a task's error within that of a batch that is late."""
+
 Rollouts = tuple[Rollout, ...]
 
 
@@ -99,10 +102,13 @@ class BatchWaiters:
     def _last_moment(self, waiter: int, future: Future[Rollouts], n: int, timeout_s: float) -> Rollouts:
         """The batch, if it became ready as the time ran out. Raises `SyncTimeout`."""
         if self._withdraw(waiter):
-            stats = self._stats()
+            stats, failure = self._stats(), self._machine.last_failure
+            failed = f"{stats.failed} have failed" + (
+                "" if failure is None else f", the last: {str(failure)[:FAILURE_CHARS]}"
+            )
             raise SyncTimeout(
                 f"{stats.ready} of {n} rollouts are ready after {timeout_s:g} s; {stats.running} tasks run, "
-                f"{stats.queued} are queued, {stats.workers} workers are connected",
+                f"{stats.queued} are queued, {stats.workers} workers are connected; {failed}",
                 hint="submit more tasks, start workers, or wait longer; what is ready stays for the next batch",
                 side="rollout pool",
             )

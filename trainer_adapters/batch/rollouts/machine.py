@@ -66,7 +66,8 @@ SILENT_KEPT = 64
 
 
 class PoolMachine:
-    """`on` takes one event and returns the actions to perform. `wakes_at_s`: when the next `Tick` is due."""
+    """`on` takes one event and returns the actions to perform. `wakes_at_s`: when the next `Tick` is due. `last_failure`: of the
+    task that failed last, or whose rollout was dropped."""
 
     def __init__(self, pool: str, *, silence_s: float, rerun: bool) -> None:
         self.pool = pool
@@ -77,6 +78,7 @@ class PoolMachine:
         self.waiters: OrderedDict[int, BatchAsked] = OrderedDict()
         self.version: int | None = None
         self.closed = False
+        self.last_failure: WeightwireError | None = None
         self._silence_s = silence_s
         self._rerun = rerun
         self._deadlines = Deadlines(self.tasks)
@@ -148,7 +150,7 @@ class PoolMachine:
         if state or task_id in self.completed.taken:
             raise BatchError(
                 f"task id {task_id!r} is {state or 'part of a batch'} already",
-                hint="task ids are unique over a whole training; a task that failed or was cleared may be submitted again",
+                hint="task ids are unique over a training; one that failed, or that pool.clear() cleared, may be submitted again",
             )
         self._counts["submitted"] += 1
         self.completed.ended.pop(task_id, None)
@@ -308,8 +310,7 @@ class PoolMachine:
                 self._fail(ref.task_id, PeerLost(f"task {ref.task_id!r}: {text}{more}", hint=_AGAIN))
         for task_id in self.completed.of_worker(worker.name):
             self._counts["lost"] += 1
-            self._have_cleared(task_id)
-            self._actions.append(Drop(task_id, PeerLost(f"the rows of task {task_id!r} are lost: {text}", hint=_AGAIN)))
+            self._drop(task_id, PeerLost(f"the rows of task {task_id!r} are lost: {text}", hint=_AGAIN))
         worker.asker, worker.silent = None, True
         # The last one lost is the last one listed, so that the first ones are forgotten first.
         del self.workers[worker.name]
@@ -344,8 +345,7 @@ class PoolMachine:
                 return
             for task_id, stale in self.completed.stale(self.version, waiter.max_staleness):
                 self._counts["stale"] += 1
-                self._have_cleared(task_id)
-                self._actions.append(Drop(task_id, stale))
+                self._drop(task_id, stale)
             if len(self.completed.ready) < waiter.count:
                 return
             del self.waiters[waiter.waiter]
@@ -353,7 +353,14 @@ class PoolMachine:
 
     def _fail(self, task_id: str, error: WeightwireError) -> None:
         self._counts["failed"] += 1
+        self.last_failure = error
         self._end(task_id, error)
+
+    def _drop(self, task_id: str, error: WeightwireError) -> None:
+        """Drops a completed rollout."""
+        self.last_failure = error
+        self._have_cleared(task_id)
+        self._actions.append(Drop(task_id, error))
 
     def _end(self, task_id: str, outcome: Rollout | WeightwireError | None) -> None:
         """The one place where a task's future ends."""
