@@ -309,6 +309,18 @@ def test_entries_are_aligned_by_task_or_refused(owner: MemoryOwner) -> None:
         )
 
 
+def test_keys_that_share_some_tasks_have_each_at_the_same_rows_or_are_refused(owner: MemoryOwner) -> None:
+    x = [*owner.put("a", {"x": [1]}), *owner.put("b", {"x": [2]})]
+    y, other = owner.put("b", {"y": [20]})[0], owner.put("c", {"y": [0]})[0]
+    with pytest.raises(BatchError, match="task 'b' begins at row 1 of one key, and at row 0 of key 'y'"):
+        DistributedBatch.of_entries([*x, y, other], [owner.owner])
+    batch = DistributedBatch.of_entries([*x, other, y], [owner.owner]).fetch()
+    assert (batch["x"], batch["y"]) == ([1, 2], [0, 20])
+    like_y = [*owner.put("b", {"w": [200]}), *owner.put("c", {"w": [100]})]
+    batch = DistributedBatch.of_entries([*x, other, y, *like_y], [owner.owner]).fetch()
+    assert (batch["y"], batch["w"]) == ([0, 20], [100, 200])
+
+
 def test_mixed_inputs_of_one_column_become_one_ragged_column(owner: MemoryOwner) -> None:
     entries = owner.put("a", {"x": torch.ones(2, 3)}) + owner.put("b", {"x": jagged([1.0], [2.0, 3.0])})
     entries += owner.put("c", {"x": torch.zeros(1, 2)})

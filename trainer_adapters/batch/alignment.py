@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -65,11 +66,12 @@ def check_aligned(mine: PartRows[Entry | None] | None, theirs: PartRows[Entry | 
 
 
 def aligned_entries(entries: Iterable[Entry], owners: Mapping[str, Owner]) -> dict[str, list[Entry]]:
-    """Entries by key, in the order of the first key's tasks where all keys have the same tasks, else as given."""
+    """Entries by key. Keys of the same tasks have them in the order of the first of these keys; others are as given, and a task
+    has the same rows of the batch under each of its keys."""
     by_key: dict[str, list[Entry]] = {}
     for entry in entries:
         by_key.setdefault(entry.shard.key, []).append(entry)
-    order: list[str] = []
+    orders: list[tuple[list[str], dict[str, int]]] = []
     rows: dict[str, int] = {}
     for key, listed in by_key.items():
         if not owners.keys() >= {entry.owner for entry in listed}:
@@ -85,11 +87,30 @@ def aligned_entries(entries: Iterable[Entry], owners: Mapping[str, Owner]) -> di
         if counts != (known := list(map(rows.setdefault, tasks, counts))):
             i = next(i for i, count in enumerate(counts) if count != known[i])
             raise BatchError(f"task {tasks[i]!r} has {known[i]} rows of one key and {counts[i]} of key {key!r}")
-        order = order or tasks
-        if tasks != order and set(tasks) == set(order):
-            positions = {task: i for i, task in enumerate(order)}
-            listed.sort(key=lambda entry: positions[entry.shard.task_id])
+        if all(tasks != order for order, _ in orders):
+            first_rows = _first_rows(orders, key, tasks, rows)
+            listed.sort(key=lambda entry: first_rows[entry.shard.task_id])
     return by_key
+
+
+def _first_rows(
+    orders: list[tuple[list[str], dict[str, int]]], key: str, tasks: list[str], rows: Mapping[str, int]
+) -> dict[str, int]:
+    """The row at which each of `tasks`, those of `key`, begins. `orders`: tasks of other keys, each with its first row; another
+    order is added to it."""
+    *begins, end = itertools.accumulate((rows[task] for task in tasks), initial=0)
+    starts = dict(zip(tasks, begins, strict=True))
+    if (same := next((known for _, known in orders if known.keys() == starts.keys()), None)) is not None:
+        return same
+    for order, known in orders:
+        wrong = next((task for task in tasks if known.get(task, starts[task]) != starts[task]), None)
+        if wrong is not None and end == sum(rows[task] for task in order):  # other sums are refused as such
+            raise BatchError(
+                f"task {wrong!r} begins at row {known[wrong]} of one key, and at row {starts[wrong]} of key {key!r}",
+                hint="give the entries of each key in one order of tasks",
+            )
+    orders.append((tasks, starts))
+    return starts
 
 
 def owners_by_id(owners: Iterable[Owner]) -> dict[str, Owner]:

@@ -73,8 +73,8 @@ class DistributedBatch(BatchMetadata):
     ) -> DistributedBatch:
         """The REMOTE batch of all rows of `entries`, in the given order; `tags` by task id.
 
-        If all keys have the same tasks, rows are aligned by task, in the order of the first key; otherwise each key keeps the
-        order of its entries. Raises `BatchError` if keys differ in rows.
+        Keys of the same tasks are aligned by task, in the order of the first of them; otherwise each key keeps the order of its
+        entries. Raises `BatchError` if keys differ in rows, or if rows of one task would lie beside those of another.
         """
         known = owners_by_id(owners)
         indices: dict[tuple[int, ...], RowIndex] = {}
