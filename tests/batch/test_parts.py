@@ -79,6 +79,7 @@ def test_a_part_of_aligned_bytes_is_a_view_of_them() -> None:
         torch.ones(2, 3, requires_grad=True),
         np.arange(6, dtype=np.int64).reshape(2, 3),
         np.arange(6, dtype=">i4").reshape(2, 3)[::-1],
+        np.array([(1, 7), (2, 8)], dtype=[("a", "i1"), ("b", "<i4")])["b"],  # 5 bytes from one to the next
         [torch.arange(3), torch.arange(3, 6)],
         [torch.tensor(1.5), torch.tensor(2.5)],
     ],
@@ -139,6 +140,8 @@ def test_plain_values_come_back_as_messages_carry_them() -> None:
         (torch.eye(3).to_sparse(), "layout"),
         (torch.zeros(2, dtype=torch.uint16), "can't travel"),
         (torch.zeros(2, device="meta"), "no values"),
+        (np.ma.masked_array([1, 2], mask=[0, 1]), "the mask of a masked numpy array"),
+        ([np.ma.masked_array([1, 2], mask=[0, 1])], "the mask of a masked numpy array"),
         ([torch.zeros(2), torch.zeros(3, dtype=torch.int64)], "different dtypes"),
         ([torch.zeros(2, 3), torch.zeros(2, 4)], "don't make one column"),
         ([torch.zeros(2), torch.zeros(2, 4)], "don't make one column"),

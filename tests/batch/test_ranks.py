@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from inference_plugin.wire.errors import BatchError
 from tests.support.engines import eventually, free_port
@@ -91,6 +93,13 @@ def test_rows_of_the_ranks_themselves_that_are_lost_are_an_error(stores: tuple[S
     mine.clear(mine._tasks)
     with pytest.raises(BatchError, match="rows that the ranks computed are lost"):
         batch.fetch()
+
+
+def test_a_dtensor_is_refused_and_the_error_says_what_to_give_instead(stores: tuple[Store, Store]) -> None:
+    spread = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+    for rows in (spread, [spread, spread]):
+        with pytest.raises(BatchError, match=r"a DTensor lies on several ranks.*to_local\(\)"):
+            stores[0].put("t", {"x": rows})
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,11 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         raise _nested_row()
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise BatchError(f"a tensor of layout {tensor.layout} on {tensor.device} can't be held", hint="make it dense")
+    if hasattr(tensor, "full_tensor"):
+        raise BatchError(
+            "a DTensor lies on several ranks",
+            hint="give this rank's rows, tensor.to_local(), or all of them, tensor.full_tensor()",
+        )
     checked_dtype(tensor.dtype)
 
 
@@ -179,9 +184,15 @@ def _nested_row() -> BatchError:
 
 
 def _of_numpy(array: npt.NDArray[Any]) -> torch.Tensor | list[Any]:
+    if isinstance(array, np.ma.MaskedArray):
+        raise BatchError(
+            "the mask of a masked numpy array would be lost",
+            hint="give array.filled(value), and the mask under a key of its own",
+        )
     if array.dtype.kind not in "biufc":
         return list(array.tolist()) if array.ndim else [array.item()]
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
+    has_odd_strides = any(stride < 0 or stride % array.itemsize for stride in array.strides)
+    if not array.flags.writeable or has_odd_strides or not array.dtype.isnative:  # torch takes none of these
         array = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
     try:
         return torch.from_numpy(array)
