@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -227,3 +228,22 @@ def test_what_no_row_needs_is_not_fetched(client: MemoryClient) -> None:
     assert {(shard.key, shard.task_id) for shard in client.asked[0]} == {
         (key, f"{key}/{i}") for key in ("ids", "tags") for i in (5, 3, 30)
     }
+
+
+def test_batches_that_share_columns_give_their_rows_to_threads_of_their_own() -> None:
+    """Rows that lie scattered are put together by the one thread while the other reads them."""
+    some = [DistributedBatch({"n": [torch.full((i % 3 + 1,), i), torch.full((2,), i)]}) for i in range(100)]
+    expected = [value for i in range(100) for value in ([i] * (i % 3 + 1), [i, i])]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            for _ in range(200):
+                batch = DistributedBatch.concat(some)
+                together = threads.submit(batch.select(["n"]).__getitem__, "n")
+                rows = threads.submit(batch.rows, "n").result()
+                assert (
+                    [row.tolist() for row in rows] == [row.tolist() for row in together.result().unbind()] == expected
+                )
+    finally:
+        sys.setswitchinterval(before)

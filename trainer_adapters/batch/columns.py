@@ -1,6 +1,7 @@
 """Columns: the rows of one key, over parts that are in memory or entries that are elsewhere.
 
 A column is immutable but for one thing: rows that lie scattered are put together the first time they are read, and stay so.
+Batches share columns, and each may have a thread of its own: whoever reads rows takes `data` once.
 """
 
 from __future__ import annotations
@@ -103,10 +104,11 @@ class Column:
 
     def take(self, take: Callable[[RowIndex], Taken]) -> Column:
         """Some rows, as `take` chooses them from an index; it is called with the index of the data and of the entries."""
+        data = self.data
         return Column(
             self.key,
             self.schema,
-            data=None if self.data is None else self.data.take(take(self.data.index)),
+            data=None if data is None else data.take(take(data.index)),
             entries=None if self.entries is None else self.entries.take(take(self.entries.index)),
             device=self.device,
         )
@@ -172,13 +174,12 @@ class Column:
 
     def rows(self) -> list[Any]:
         """Each row by itself: tensors that view the parts in memory, or plain values. Raises `NotFetched`."""
-        if self.data is None:
-            raise NotFetched(f"the rows of key {self.key!r} are not in this process")
-        if (leased := self._leased_rows()) is not None:
+        data = self._data_here()
+        if (leased := self._leased_rows(data)) is not None:
             return leased
         rows: list[Any] = []
-        for number, start, stop in self.index.runs():
-            part = self.data[number]
+        for number, start, stop in data.index.runs():
+            part = data[number]
             if self.schema.kind is Kind.VALUES:
                 rows += part.values[start:stop]
             elif part.kind is Kind.JAGGED:
@@ -196,14 +197,13 @@ class Column:
                 rows += part.tensor[start:stop].unbind()
         return rows
 
-    def _leased_rows(self) -> list[torch.Tensor] | None:
+    def _leased_rows(self, data: PartRows[LocalPart]) -> list[torch.Tensor] | None:
         """The rows, together, where they are those of whole leased parts. None where they are not."""
-        assert self.data is not None
         shape = self.schema.item_shape if self.schema.kind is Kind.JAGGED else self.schema.item_shape[1:]
         if not len(self) or (self.schema.kind is Kind.DENSE and not self.schema.item_shape):
             return None
-        runs = list(self.index.runs())
-        parts = self.data.parts[[number for number, _, _ in runs]].tolist()
+        runs = list(data.index.runs())
+        parts = data.parts[[number for number, _, _ in runs]].tolist()
         if set(map(type, parts)) != {LeasedPart}:
             return None
         if any(stop - start != part.rows for part, (_, start, stop) in zip(parts, runs, strict=True)):
@@ -216,10 +216,11 @@ class Column:
             raise BatchError(f"key {self.key!r} has rows without length: {self.schema}")
         if self.schema.kind is Kind.DENSE:
             return np.full(len(self), self.schema.item_shape[0], dtype=np.int64)
-        per_part = [_lengths(part) for part in self.parts]
+        rows = self._rows
+        per_part = [_lengths(part) for part in rows]
         starts = np.cumsum([0, *map(len, per_part)])[:-1]
         flat = np.concatenate(per_part) if per_part else np.zeros(0, dtype=np.int64)
-        return flat[starts[self.index.part] + self.index.row] if len(self) else flat
+        return flat[starts[rows.index.part] + rows.index.row] if len(rows.index) else flat
 
     @property
     def _rows(self) -> PartRows[Any]:
@@ -227,14 +228,13 @@ class Column:
 
     def _together(self) -> torch.Tensor | list[PlainValue]:
         """All rows in one piece, which replaces the parts if it had to be copied."""
-        if self.data is None:
-            raise NotFetched(f"the rows of key {self.key!r} are not in this process")
+        data = self._data_here()
         if self.schema.kind is Kind.VALUES:
-            return [value for part, start, stop in self.index.runs() for value in self.data[part].values[start:stop]]
-        runs = list(self.index.runs())
+            return [value for part, start, stop in data.index.runs() for value in data[part].values[start:stop]]
+        runs = list(data.index.runs())
         if len(runs) == 1:
-            return self._run(*runs[0])
-        flat = self._gathered(runs)
+            return self._run(data, *runs[0])
+        flat = self._gathered(data, runs)
         jagged = self.schema.kind is Kind.JAGGED
         offsets = _starts(self.lengths()) if jagged else None
         part = LocalPart(self.schema.kind, len(self), [flat], offsets=offsets)
@@ -242,22 +242,25 @@ class Column:
         self.data = PartRows.of([part] if runs else [], whole)
         return flat
 
-    def _gathered(self, runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        assert self.data is not None
+    def _data_here(self) -> PartRows[LocalPart]:
+        if (data := self.data) is None:
+            raise NotFetched(f"the rows of key {self.key!r} are not in this process")
+        return data
+
+    def _gathered(self, data: PartRows[LocalPart], runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         if not runs:
             shape = (0, *self.schema.item_shape)
             return torch.empty(shape, dtype=torch_dtype(self.schema.dtype), device=self.device)
-        if self.schema.kind is Kind.DENSE and len(runs) > 2 * self.index.parts:
-            tensors = [part.tensor for part in self.data]
+        if self.schema.kind is Kind.DENSE and len(runs) > 2 * data.index.parts:
+            tensors = [part.tensor for part in data]
             starts = np.cumsum([0, *map(len, tensors)])[:-1]
-            rows = torch.from_numpy(starts[self.index.part] + self.index.row).to(self.device)
+            rows = torch.from_numpy(starts[data.index.part] + data.index.row).to(self.device)
             return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)).index_select(0, rows)
-        return torch.cat([self._run(*run) for run in runs])
+        return torch.cat([self._run(data, *run) for run in runs])
 
-    def _run(self, number: int, start: int, stop: int) -> torch.Tensor:
+    def _run(self, data: PartRows[LocalPart], number: int, start: int, stop: int) -> torch.Tensor:
         """Rows of one part, in the column's layout."""
-        assert self.data is not None
-        part = self.data[number]
+        part = data[number]
         if (offsets := part.offsets) is not None:
             return part.tensor[int(offsets[start]) : int(offsets[stop])]
         rows = part.tensor if (start, stop) == (0, part.rows) else part.tensor[start:stop]

@@ -109,11 +109,12 @@ class LocalPart:
     def tensor(self) -> torch.Tensor:
         """Dense: `[rows, *item_shape]`. Jagged: `[offsets[-1], *item_shape]`. Built once where it was given in pieces."""
         if self._values is None:
-            first = self._pieces[0]
+            pieces = self._pieces  # once: another thread may be putting them together too
+            first = pieces[0]
             if self.kind is Kind.DENSE and first.dim() == len(self.item_shape):  # each piece is a row
-                self._values = first.unsqueeze(0) if self.rows == 1 else torch.stack(self._pieces)
+                self._values = first.unsqueeze(0) if self.rows == 1 else torch.stack(pieces)
             else:
-                self._values = first if len(self._pieces) == 1 else torch.cat(self._pieces)
+                self._values = first if len(pieces) == 1 else torch.cat(pieces)
             self._pieces = (self._values,)
         assert isinstance(self._values, torch.Tensor)
         return self._values
