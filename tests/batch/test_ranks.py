@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,6 +81,17 @@ def test_rows_that_arrive_wrong_are_an_error_and_not_left_out(stores: tuple[Stor
     owner._tasks["t1"]["ids"].block.memory[0] ^= 1
     batch = RankBatch(whole, mine, by="ids")
     with pytest.raises(BatchError, match=r"rank 0: .*digest"):
+        batch.fetch()
+    assert batch.lost == set()
+
+
+def test_rows_that_a_rank_has_no_means_to_fetch_are_an_error_and_not_left_out(stores: tuple[Store, Store]) -> None:
+    """Their owner lives: a rank that has not joined Ray, say, would leave all rows out on all ranks."""
+    made, mine = stores
+    whole = drawn(made, 2)
+    elsewhere = msgspec.structs.replace(made.owner, address="ray://nobody-joined")
+    batch = RankBatch(DistributedBatch.of_entries(whole.entries(), [elsewhere]), mine, by="ids", timeout_s=5)
+    with pytest.raises(BatchError, match=r"rank 0: .*TransportUnavailable: .*Ray"):
         batch.fetch()
     assert batch.lost == set()
 

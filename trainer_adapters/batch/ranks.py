@@ -32,6 +32,7 @@ from inference_plugin.wire.errors import (
     DigestMismatch,
     ErrorInfo,
     FetchFailed,
+    TransportUnavailable,
     WeightwireError,
 )
 from trainer_adapters.batch.batch import DistributedBatch
@@ -80,7 +81,8 @@ class RankBatch:
         """This rank's rows, LOCAL; None, on all ranks, where fewer rows than ranks are left.
 
         The rows of tasks whose owner has died, has cleared them or does not answer are left out, on all ranks. Raises
-        `BatchError`, on all ranks, where rows arrived wrong or where rows that a rank computed are lost.
+        `BatchError`, on all ranks, where rows arrived wrong, where a rank has no means to fetch them (no descriptors, no Ray), or
+        where rows that a rank computed are lost.
         """
         lost: set[str] = set()
         self._own_rows = 0
@@ -198,12 +200,16 @@ class _Fetched(msgspec.Struct, array_like=True):
     wrong: str = ""
 
 
+_WRONG = DigestMismatch, AuthError, BatchError, TransportUnavailable
+"""Errors that don't say that rows are lost: they arrived wrong, or this rank can't or may not fetch them."""
+
+
 def _fetched(rows: DistributedBatch, timeout_s: float) -> _Fetched:
-    """Fetches rows. What is lost with its owner is no error; rows that arrived wrong, or that may not be fetched, are."""
+    """Fetches rows. What is lost with its owner is no error, unlike `_WRONG`."""
     try:
         rows.fetch(timeout_s=timeout_s)
     except FetchFailed as error:
-        if any(isinstance(failure.error, DigestMismatch | AuthError | BatchError) for failure in error.failures):
+        if any(isinstance(failure.error, _WRONG) for failure in error.failures):
             return _Fetched(wrong=str(error))
         logger.warning("weightwire: tasks are left out of the batch: %s", error)
         return _Fetched(tuple(dict.fromkeys(failure.task_id for failure in error.failures)))
