@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_plugin.wire.errors import AuthError, FetchFailed, StoreFull
+from inference_plugin.wire.errors import AuthError, BatchError, FetchFailed, StoreFull
 from tests.batch.owners import MIB, descriptors, elsewhere, fetched, mappings, memfd_bytes, owners, segment_descriptors
 from tests.batch.store_promises import SMALL, StorePromises
 from tests.support.rig import eventually, runtime
@@ -57,6 +57,30 @@ def test_a_shard_that_is_replaced_lives_on_for_its_readers(store: Store) -> None
     assert not have[first.shard].tensor.any() and fetched([second], store.owner)[second.shard].tensor.all()
     have.clear()
     eventually(lambda: store.stats().leased_bytes == 0, "the end of the lease")
+
+
+def test_a_forked_child_can_neither_write_over_its_parents_rows_nor_close_its_parents_store(store: Store) -> None:
+    entries = store.put("t", {"k": torch.ones(1, 1000)})
+    child = os.fork()
+    if not child:
+        refused = 0
+        for use in (
+            lambda: store.put("child", {"k": torch.zeros(1, 1000)}),
+            lambda: store.empty((3,), dtype=torch.int8),
+            lambda: store.get(entries[0].shard),
+            lambda: store.clear(["t"]),
+        ):
+            with contextlib.suppress(BatchError):
+                use()
+                break
+            refused += 1
+        store.close()
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    more = store.put("u", {"k": torch.full((1, 1000), 2.0)})
+    assert Path(store.owner.address.removeprefix("ipc://")).exists()
+    have = fetched([*entries, *more], store.owner)
+    assert [have[entry.shard].tensor.mean().item() for entry in (*entries, *more)] == [1.0, 2.0]
 
 
 # --- budget ------------------------------------------------------------------------------------------------------------

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from inference_plugin.net.processes import ProcessId
-from inference_plugin.wire.errors import ProtocolError
+from inference_plugin.wire.errors import BatchError, ProtocolError
 from inference_plugin.wire.messages.batch import LeaseEnd, RefusedShard
 from inference_plugin.wire.messages.common import Sender
 from trainer_adapters.batch.memory import Block
 from trainer_adapters.batch.records import Entry
 
-__all__ = ["Holding", "Lease", "Leases"]
+__all__ = ["Holding", "Lease", "Leases", "check_rows"]
 
 MAX_CONSUMERS = 4096
 """Largest number of consumers with leases."""
@@ -146,3 +146,14 @@ def _without(holdings: Iterable[Holding | None]) -> list[Holding]:
     for holding in fewer:
         holding.readers -= 1
     return fewer
+
+
+def check_rows(task_id: str, held: Mapping[str, Holding] | None, entries: Sequence[Entry]) -> None:
+    """The shards of a task that a put replaces none of have as many rows as those that were put. Raises `BatchError`."""
+    keys = {entry.shard.key for entry in entries} if held else ()
+    for key, holding in (held or {}).items():
+        if key not in keys and holding.entry.rows != entries[0].rows:
+            raise BatchError(
+                f"task {task_id!r} has {holding.entry.rows} rows of {key!r}, but was put {entries[0].rows} rows of "
+                f"{entries[0].shard.key!r}"
+            )

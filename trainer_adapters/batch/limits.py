@@ -1,13 +1,15 @@
-"""Checks of numbers that a user gives: times, counts, and bytes beside a budget."""
+"""Checks of what a user gives: times, counts, bytes beside a budget; and of the process that uses a store."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
-from inference_plugin.wire.errors import ConfigError, StoreFull
+from inference_plugin.wire.errors import BatchError, ConfigError, StoreFull
+from trainer_adapters.batch.records import Owner
 
-__all__ = ["asker", "check_budget", "checked_count", "checked_seconds"]
+__all__ = ["asker", "check_budget", "check_process", "checked_count", "checked_seconds"]
 
 LONGEST_S = 365 * 86_400.0
 """Longest time limit, in seconds: every wait ends."""
@@ -42,4 +44,14 @@ def check_budget(task_id: str | None, needed: int, budget_bytes: int) -> None:
         raise StoreFull(
             f"{asker(task_id)} has {needed} bytes, the whole budget is {budget_bytes}",
             hint="give the store a larger budget_bytes, or put smaller tasks",
+        )
+
+
+def check_process(owner: Owner) -> None:
+    """Raises `BatchError` in a forked child of a store's process: it has the store's memory, and books of its own, and would
+    write over rows of its parent."""
+    if os.getpid() != owner.pid:
+        raise BatchError(
+            f"the store {owner.id} is of process {owner.pid}; this is one that was forked from it",
+            hint="make a Store in each process that puts rows",
         )

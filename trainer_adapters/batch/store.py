@@ -24,14 +24,14 @@ import torch
 from inference_plugin.net.addresses import boot_id, listen_address, new_replica_id
 from inference_plugin.net.processes import ProcessId, start_ticks
 from inference_plugin.wire.closing import Closing
-from inference_plugin.wire.errors import BatchError, ProtocolError, StoreFull
+from inference_plugin.wire.errors import ProtocolError, StoreFull
 from inference_plugin.wire.messages.batch import Cut, LeaseEnd, RefusedShard, WantedShard
 from inference_plugin.wire.messages.common import Sender
 from trainer_adapters.batch.drafts import Draft, Drafts
 from trainer_adapters.batch.filling import back, fill
 from trainer_adapters.batch.inputs import checked_dtype, parts_of_task
-from trainer_adapters.batch.leases import Holding, Leases
-from trainer_adapters.batch.limits import asker, check_budget, checked_count, checked_seconds
+from trainer_adapters.batch.leases import Holding, Leases, check_rows
+from trainer_adapters.batch.limits import asker, check_budget, check_process, checked_count, checked_seconds
 from trainer_adapters.batch.memory import Block, BlockMemory, GivenBack
 from trainer_adapters.batch.parts import LocalPart, entry_of, part_of, sources_of
 from trainer_adapters.batch.records import ClearReport, Entry, Owner, ShardId, StoreStats, VersionSpan, listed_tasks
@@ -53,7 +53,8 @@ class Store(Closing):
     """Keeps rows of this process in shared memory, and serves them. All methods may be called on any thread.
 
     `address` is where it listens (`ipc://PATH`, `tcp://HOST:PORT`); by default what `WEIGHTWIRE_LISTEN` says, else a socket
-    in the runtime directory. `name`, of lower-case letters, begins the owner's id. Close it, or use it as a context manager.
+    in the runtime directory. `name`, of lower-case letters, begins the owner's id. Close it, or use it as a context manager. A
+    process that is forked from this one needs a store of its own: this one refuses it.
     """
 
     def __init__(self, *, budget_bytes: int, address: str | None = None, name: str = "store") -> None:
@@ -85,6 +86,7 @@ class Store(Closing):
         this process alone. Rows that fill only a part of it are copied. Its bytes count against the budget until it is gone
         and its shard is cleared. Waits and raises as `put`. A process that is forked from this one must not touch it.
         """
+        check_process(self.owner)
         sizes = [checked_count("shape", size, 0) for size in shape]
         nbytes = math.prod(sizes) * checked_dtype(dtype).itemsize
         if not nbytes:
@@ -119,6 +121,7 @@ class Store(Closing):
         is stored or nothing. While the budget has no room, the call waits up to `timeout_s`, in the order of the calls; then it
         raises `StoreFull`. Raises `BatchError` for values that are not rows, `ConfigError` for a `timeout_s` that is no time.
         """
+        check_process(self.owner)
         timeout_s = checked_seconds("timeout_s", timeout_s)
         given = parts_of_task(task_id, data)
         sizes = [one.nbytes for one in given.values()]
@@ -142,7 +145,8 @@ class Store(Closing):
                 [entry_of(shard, one.part, owner, digest, versions, one.nbytes) for (shard, one), digest in stored]
             )
             with _Changing(self) as freed:
-                self._check_rows(task_id, entries)
+                self._check_open()
+                check_rows(task_id, self._tasks.get(task_id), entries)
                 held = self._tasks.setdefault(task_id, {})
                 self._cleared.pop(task_id, None)
                 for i, (entry, block) in enumerate(zip(entries, blocks, strict=True)):
@@ -163,6 +167,7 @@ class Store(Closing):
 
     def get(self, shard: ShardId) -> LocalPart:
         """The rows of a shard, copied. Raises `ProtocolError` for a shard that the store doesn't hold."""
+        check_process(self.owner)
         with self._lock:
             held = self._tasks.get(shard.task_id, {}).get(shard.key)
             if held is None:
@@ -184,6 +189,7 @@ class Store(Closing):
 
     def clear(self, task_ids: Iterable[str]) -> ClearReport:
         """Drops all shards of tasks; those that are leased live on for their readers. Unknown ids are counted."""
+        check_process(self.owner)
         asked = listed_tasks(task_ids)
         unknown = self.drop(asked)
         return ClearReport(cleared=len(asked) - len(unknown), unknown=len(unknown))
@@ -196,6 +202,8 @@ class Store(Closing):
 
     def close(self) -> None:
         """Stops serving and drops everything; may be called twice. Readers on this host keep what they have mapped."""
+        if os.getpid() != self.owner.pid:
+            return  # a forked child: all of it is its parent's
         with self._lock:
             if self._is_closed:
                 return
@@ -353,17 +361,6 @@ class Store(Closing):
     def _free(self, block: Block, freed: list[GivenBack]) -> None:
         self._taken_bytes -= block.nbytes
         freed += self._memory.free(block)
-
-    def _check_rows(self, task_id: str, entries: Sequence[Entry]) -> None:
-        self._check_open()
-        held = self._tasks.get(task_id) or {}
-        keys = {entry.shard.key for entry in entries} if held else ()
-        for key, holding in held.items():
-            if key not in keys and holding.entry.rows != entries[0].rows:
-                raise BatchError(
-                    f"task {task_id!r} has {holding.entry.rows} rows of {key!r}, but was put {entries[0].rows} rows of "
-                    f"{entries[0].shard.key!r}"
-                )
 
     def _check_open(self) -> None:
         if self._is_closed:
