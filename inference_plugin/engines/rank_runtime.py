@@ -112,14 +112,14 @@ class RankRuntime:
         return bool(self._asleep)
 
     def note_sleep(self, lost: str) -> dict[str, str]:
-        """A command of the engine's own has released the memory of the weights. `lost`: why the contents are lost; "" if they
-        are kept. Returns what `note_load` returns."""
+        """A command of the engine's own is about to release the memory of the weights: waits for the threads that read it.
+        `lost`: why the contents will be lost; "" if they are kept. Returns what `note_load` returns."""
         self._asleep_by_engine = True
-        self._table.fell_asleep()
+        self._table.falls_asleep()
         return self.note_load(lost) if lost else {}
 
     def note_wake_up(self) -> None:
-        """A command of the engine's own has taken the memory of the weights back."""
+        """A command of the engine's own has taken the memory of the weights back, or could not release it."""
         if self._asleep_by_engine:
             self._asleep_by_engine = False
             self._table.awake()

@@ -132,7 +132,7 @@ class MaySleep(Struct, frozen=True):
 
 
 class FellAsleep(Struct, frozen=True):
-    """A command of the engine's own has released the memory of the weights."""
+    """A command of the engine's own releases the memory of the weights."""
 
 
 class Awake(Struct, frozen=True):

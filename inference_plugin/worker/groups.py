@@ -120,12 +120,19 @@ class GroupTable:
         way, `EngineUnsupported` if it is to `discard` weights that no open group could bring back."""
         self._ask(MaySleep, discard)
 
-    def fell_asleep(self) -> None:
-        """A command of the engine's own has released the memory of the weights: no update begins before `awake`."""
+    def falls_asleep(self) -> None:
+        """A command of the engine's own is about to release the memory of the weights: no update begins before `awake`. Waits
+        for the threads that read that memory."""
         self._post(FellAsleep())
+        limit_s = self._where.config.rank_timeout_s / 2
+        if not self._where.live_memory.release(limit_s):
+            logger.warning(
+                "weightwire: weights are released that an update has been reading for more than %g s", limit_s
+            )
 
     def awake(self) -> None:
         """The memory of the weights is there."""
+        self._where.live_memory.take_back()
         self._post(Awake())
 
     def tear(self, group: str, txn: str, reason: str) -> None:

@@ -52,6 +52,7 @@ from inference_plugin.worker.actions import (
 )
 from inference_plugin.worker.events import WorkEnded
 from inference_plugin.worker.lane import Lane
+from inference_plugin.worker.live_memory import LiveMemory
 from inference_plugin.worker.throttle import DecodingThrottle, TeamTime
 
 __all__ = ["GroupWork", "Update", "Where"]
@@ -74,6 +75,7 @@ class Where:
     config: Config
     decoding: Callable[[], bool]
     beside: int = 1
+    live_memory: LiveMemory = field(default_factory=LiveMemory)
 
 
 @dataclass(eq=False)
@@ -213,13 +215,14 @@ class GroupWork:
         receiver = transport.receiver()
         try:
             receiver.check_probe(request.probe)
-            terms = self._installer.open(
-                request.manifest,
-                request.install,
-                partial=request.partial,
-                zone=transport.lands_in_zone,
-                sharing=request.sharing,
-            )
+            with self._where.live_memory.read():
+                terms = self._installer.open(
+                    request.manifest,
+                    request.install,
+                    partial=request.partial,
+                    zone=transport.lands_in_zone,
+                    sharing=request.sharing,
+                )
             if transport.streams != (terms.install == "streaming"):
                 raise TransportUnavailable(
                     f"{transport.name} and install={terms.install!r} do not go together",
@@ -274,7 +277,8 @@ class GroupWork:
             candidate.receiver.close()
         if (old := work.request) is not None:
             zone = transport_named(old.transport).lands_in_zone
-            self.installer.open(old.manifest, old.install, partial=old.partial, zone=zone)
+            with self._where.live_memory.read():
+                self.installer.open(old.manifest, old.install, partial=old.partial, zone=zone)
 
     def _map(self, work: MapStaging) -> Mapped:
         assert self._in_force is not None
@@ -318,7 +322,7 @@ class GroupWork:
                 throttle = self._throttle(update, threads, time.thread_time)
                 end_check = staging.start_check(manifest, update.wanted, throttle, threads)
             prepares_s = time.perf_counter()
-            with under(update.trace), span("prepare"):
+            with under(update.trace), span("prepare"), self._where.live_memory.read():
                 extra_bytes = self.installer.prepare(staging.segment, self._throttle(update, 1, TeamTime()))
             prepared_s = time.perf_counter()
             with under(update.trace), span("end check"):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import Driver
+from inference_plugin.wire.errors import ReplicaAsleep
+from tests.support.engines import Driver, eventually
 from tests.support.families import FAMILIES, make_versions
 from tests.support.quantised import that_start
 from tests.support.reachable import differences
@@ -70,3 +71,27 @@ def test_after_each_level_of_sleep_weights_are_those_of_a_fresh_engine_at_their_
         manager.update(whole(model_a), 2)
         manager.wake_up()
         check(model_a)
+
+
+@pytest.mark.parametrize("name", that_start(["llama", "qwen3_moe"]))
+def test_the_user_s_own_sleep_waits_for_a_group_that_is_being_opened_and_reads_the_weights(
+    driver: Driver, tmp_path: Path, name: str
+) -> None:
+    """On a GPU reading released memory ends the engine, and so it does here."""
+    family, held = FAMILIES[name], tmp_path / "held"
+    model_a, model_b = make_versions(family, tmp_path)
+    driver.call("close")
+    driver.open(model_a, plain=True, dtype=family.dtype, **family.vllm)
+    driver.rpc("ext_give_pool")
+    driver.rpc("ext_hold_an_opening", str(held))
+    with SyncManager(timeout_s=60) as manager:
+        update = manager.update_async(whole(model_b), 1)
+        eventually(held.exists, what="the opening to begin")
+        driver.call("own_sleep", level=1)
+        with pytest.raises(ReplicaAsleep, match="a command of the engine's own has released"):
+            update.result(60)
+        with pytest.raises(ReplicaAsleep):
+            manager.update(whole(model_b), 2)
+        driver.call("own_wake_up")
+        manager.update(whole(model_b), 3)
+        assert manager.verify(whole(model_b)).ok

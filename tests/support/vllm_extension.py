@@ -27,6 +27,7 @@ import vllm.model_executor.layers.utils as layer_utils
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from tests.support import async_scheduling, poison, reference_kernels, vllm_cpu_experts
+from tests.support.memory_pool import MemoryPool
 from tests.support.reachable import reachable, reachable_tensors
 from tests.support.rig import eventually
 
@@ -232,3 +233,58 @@ class Extension:
 
     def ext_get_steps(self) -> str:
         return json.dumps(self.ext_steps)
+
+    def ext_give_pool(self) -> str:
+        """As `ext_give_allocator`, of everything; who touches what is released ends the process, as on a GPU."""
+        tensors = reachable_tensors(self.model_runner.get_model())  # type: ignore[attr-defined]
+        pool = MemoryPool(tensor for name, tensor in tensors.items() if not name.endswith("_cpu"))
+        self.vllm_config.model_config.enable_sleep_mode = True  # type: ignore[attr-defined]
+        self._weightwire_runtime.model.fixed_addresses = True  # type: ignore[attr-defined]
+        self.sleep, self.wake_up = (lambda level=1: pool.release()), (lambda tags=None: pool.take_back())
+        return "{}"
+
+    def ext_hold_an_opening(self, held: str) -> str:
+        """The next group that is opened stands in a load of its trial until the engine's thread is called to sleep. Then there is
+        the file `held`."""
+        model, called = self.model_runner.get_model(), threading.Event()  # type: ignore[attr-defined]
+        kind, load = type(model), type(model).load_weights
+
+        def holding(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module is not model:
+                kind.load_weights = load
+                Path(held).touch()
+                assert called.wait(60), "nobody called the engine's thread"
+            return load(module, *args, **kwargs)
+
+        def telling(call: Any) -> Any:
+            @functools.wraps(call)
+            def told(*args: Any, **kwargs: Any) -> Any:
+                if Path(held).exists():
+                    called.set()
+                return call(*args, **kwargs)
+
+            return told
+
+        def slept(sleep: Any, level: int = 1) -> None:
+            sleep(level)
+            if Path(held).exists():
+                called.set()
+
+        kind.load_weights = holding
+        self.weightwire_call, self.sleep = telling(self.weightwire_call), functools.partial(slept, self.sleep)  # type: ignore[attr-defined]
+        return "{}"
+
+    def ext_hold_a_load(self, go: str) -> str:
+        """The live model's next load begins once the file `go` is there. Meanwhile there is a file of this rank beside it."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        kind, load = type(model), type(model).load_weights
+
+        def holding(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module is model:
+                kind.load_weights = load
+                Path(f"{go}.{self.rank}").touch()  # type: ignore[attr-defined]
+                eventually(Path(go).exists, "the word to load")
+            return load(module, *args, **kwargs)
+
+        kind.load_weights = holding
+        return "{}"

@@ -120,7 +120,8 @@ def hook_own_commands() -> None:
     def release_memory(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
         if _rank is None:
             return original(self, recv_req)
-        return _rank.note_memory(lambda: original(self, recv_req), self.offload_tags)
+        releases = not recv_req.tags or "weights" in recv_req.tags
+        return _rank.note_memory(lambda: original(self, recv_req), self.offload_tags, releases=releases)
 
     @wrap(SchedulerWeightUpdaterManager, "resume_memory_occupation")
     def resume_memory(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
@@ -131,7 +132,7 @@ def hook_own_commands() -> None:
                 "weightwire: not woken: a manager put this replica to sleep, and its trainer may use the memory"
             )
             return ResumeMemoryOccupationReqOutput()
-        return _rank.note_memory(lambda: original(self, recv_req), self.offload_tags)
+        return _rank.note_memory(lambda: original(self, recv_req), self.offload_tags, releases=False)
 
     @wrap(Scheduler, "pause_generation")
     def pause_generation(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:

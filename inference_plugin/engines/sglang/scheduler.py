@@ -181,20 +181,20 @@ class SchedulerRank:
             self._stamp(UNKNOWN_VERSION)
             self.tell_unknown(unknown)
 
-    def note_memory(self, move: Callable[[], Any], offloaded: set[str]) -> Any:
-        """Around SGLang's own release of memory, or its end; `offloaded` is what is released. Returns its answer."""
+    def note_memory(self, move: Callable[[], Any], offloaded: set[str], *, releases: bool) -> Any:
+        """Around SGLang's own release of memory, or its end; `offloaded` is what is released so far, and the weights are among
+        what it `releases`. Returns its answer."""
         if self.runtime.moves_memory:
             return move()
-        slept = "weights" in offloaded
-        result = move()
-        sleeps = "weights" in offloaded
-        if sleeps and not slept:
+        if releases and "weights" not in offloaded:
             keeps = self.model.why_no_sleep(1) is None
             lost = "" if keeps else "SGLang's own release_memory_occupation gave the weights up"
             self._lost_versions(self.runtime.note_sleep(lost))
-        elif slept and not sleeps:
-            self.runtime.note_wake_up()
-        return result
+        try:
+            return move()
+        finally:
+            if "weights" not in offloaded:
+                self.runtime.note_wake_up()
 
     def note_pause(self, paused: bool) -> bool:
         """SGLang's own pause, or its end, is about to begin. Returns whether it may: while we have the scheduler stand it goes on

@@ -57,14 +57,13 @@ def ask_of_loads_here(control: CoreControl) -> None:
 def note_memory(control: CoreControl, move: Callable[[], Any], level: int | None) -> Any:
     """Around vLLM's own sleep at that level, or its wake-up (None), on the core's own thread."""
     executor = control.core.model_executor
-    slept = "weights" in executor.sleeping_tags
-    result = move()
-    sleeps = "weights" in executor.sleeping_tags
-    if sleeps and not slept:
+    if level is not None and "weights" not in executor.sleeping_tags:
         _tell(control, "note_sleep", "vLLM's own sleep of level 2 discarded the weights" if level == 2 else "")
-    elif slept and not sleeps:
-        _tell(control, "note_wake_up", "")
-    return result
+    try:
+        return move()
+    finally:
+        if "weights" not in executor.sleeping_tags:
+            _tell(control, "note_wake_up", "")
 
 
 def _forget(control: CoreControl, reason: str) -> None:
