@@ -8,13 +8,14 @@ import torch
 
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.install.storages import flat, keys_by_name, named_tensors, storage_id, storage_views
-from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.errors import EngineUnsupported, VersionConflict
 
 __all__ = ["LiveStorages", "live_ties"]
 
 
 class LiveStorages:
-    """The live tensor of each storage of the skeleton, by key. `ties`: what `live_ties` returned."""
+    """The live tensor of each storage of the skeleton, by key. `ties`: what `live_ties` returned. Raises `VersionConflict` while
+    the engine's own load has taken the weights out of the live model."""
 
     def __init__(self, model: EngineModel, ties: Mapping[str, str]) -> None:
         self.model = model
@@ -29,6 +30,7 @@ class LiveStorages:
         self._key_of_live: dict[int, str] = {}
         self._live_ids: set[int] = set()
         for name, tensor, _ in named_tensors(model.live):
+            _check_has_values(name, tensor)
             self._live_ids.add(id(tensor))
             if (key := self.key_of.get(name)) is not None:
                 self.tensors.setdefault(key, tensor)
@@ -72,13 +74,14 @@ def live_ties(model: EngineModel) -> dict[str, str]:
     """Storages that the live model ties and the skeleton keeps apart: the second storage's key -> the first one's.
 
     An engine may tie a head to its embedding after the load, if both turned out equal. Raises `EngineUnsupported` for
-    the reverse, a tie of the skeleton that the live model doesn't have.
+    the reverse, a tie of the skeleton that the live model doesn't have; `VersionConflict` as `LiveStorages` does.
     """
     keys = keys_by_name(model.skeleton)
     ties: dict[str, str] = {}
     key_of_storage: dict[int, str] = {}
     storage_of_key: dict[str, tuple[int, str]] = {}
     for name, tensor, _ in named_tensors(model.live):
+        _check_has_values(name, tensor)
         if not tensor.numel() or (key := keys.get(name)) is None:
             continue
         first = key_of_storage.setdefault(storage_id(tensor), key)
@@ -92,3 +95,13 @@ def live_ties(model: EngineModel) -> dict[str, str]:
                 phase="open",
             )
     return ties
+
+
+def _check_has_values(name: str, live: torch.Tensor) -> None:
+    """vLLM's `reload_weights` puts parameters on meta, and the ones of before back once each layer is loaded."""
+    if live.is_meta and live.numel():
+        raise VersionConflict(
+            f"a command of the engine's own is loading weights: {name} has no values at the moment",
+            hint="update again once that command has ended",
+            phase="open",
+        )

@@ -6,6 +6,7 @@ What is said of the weights is so, whoever wrote them. The engine steps once nob
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -374,3 +375,26 @@ def test_of_two_trainers_of_one_group_the_earlier_is_told_and_nothing_of_its_upd
                 halted.go_on()
             assert engine.serves() == ("C", {stamp})
             assert set(first.versions().values()) == set(second.versions().values()) == {engine.version}
+
+
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_a_group_that_is_opened_while_the_user_s_reload_is_half_done_is_refused_and_opened_by_the_next_update(
+    engine: Both, tmp_path: Path
+) -> None:
+    """vLLM has no values in the parameters meanwhile: terms that were agreed on those failed every later update."""
+    go = tmp_path / "go"
+    with SyncManager(timeout_s=180) as manager, ThreadPoolExecutor(1) as user:
+        engine.update(manager, "A")
+        manager.close_group()
+        engine.driver.rpc("ext_hold_a_load", str(go))
+        load = user.submit(engine.load, "C")
+        eventually(lambda: all(go.with_name(f"go.{rank}").exists() for rank in (0, 1)), what="the loads of both ranks")
+        with pytest.raises(VersionConflict, match="has no values at the moment"):
+            manager.update(source(engine.models["B"]), engine.version + 1)
+        go.touch()
+        load.result(120)
+        assert engine.serves()[0] == "C"
+        engine.version += 1
+        stamp = engine.update(manager, "B")
+        assert engine.serves() == ("B", {stamp})
+        assert engine.verified(manager, "B") == (True, [engine.version])
