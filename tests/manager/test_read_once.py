@@ -16,3 +16,13 @@ def test_an_update_over_two_transports_reads_a_generator_once(start: Start) -> N
         for version in (1, 2, 3):
             updates.update(iter(checkpoint(version).items()), version)
             assert holds(rig, version)
+
+
+def test_an_update_that_a_second_transport_joins_succeeds_at_once(start: Start) -> None:
+    rig = start()
+    with SyncManager(transport="zmq", timeout_s=60) as manager:
+        updates = GeneratorUpdates(manager, None)
+        for version, policy in enumerate(("never", "never", "always", "never", "always"), 1):
+            manager.settings.catch_up = policy  # "always" keeps each version over shm too, for hosts that join
+            updates.update(iter(checkpoint(version).items()), version)
+            assert holds(rig, version)

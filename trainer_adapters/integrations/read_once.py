@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
+from inference_plugin.wire.errors import ArgumentError
 from inference_plugin.wire.reports import UpdateReport
 from trainer_adapters.manager import SyncManager
 from trainer_adapters.sources.export import ExportAdapter
@@ -30,7 +30,7 @@ class GeneratorUpdates:
         self._once.give(weights)
         try:
             if self._source is None:
-                self._source = ExportAdapter(self._once, dtype_rules=self._dtype)
+                self._source = OnceAdapter(self._once, self._dtype)
             return self._manager.update(self._source, version)
         except BaseException:
             self._once, self._source = ReadOnce(is_sender=self._manager.rank == 0), None
@@ -39,21 +39,32 @@ class GeneratorUpdates:
             self._once.forget()
 
 
+class OnceAdapter(ExportAdapter):
+    """Tells `once` how often the next update reads it."""
+
+    def __init__(self, once: ReadOnce, dtype: torch.dtype | str | None) -> None:
+        self._once = once
+        super().__init__(once, dtype_rules=dtype)
+
+    def expect_reads(self, times: int) -> None:
+        self._once.reads = times
+
+
 class ReadOnce:
     """Makes an export of generators that can be read only once, one for each update.
 
     An `ExportAdapter` reads its first export twice, and an update over several transports reads each export once for each of
     them: then the sender, rank 0, keeps what it reads (the whole model) in host memory until the update is over. Else it passes
     tensors on directly. The other ranks run theirs only for its collectives, and send nothing.
+
+    `reads`: how often the update reads its export. The first export is read once more before, for its names.
     """
 
     def __init__(self, *, is_sender: bool) -> None:
         self._given: Iterable[tuple[str, torch.Tensor]] | None = None
         self._is_sender = is_sender
         self._kept: list[tuple[str, torch.Tensor]] | None = None
-        self._looked = False
-        self._passes = 0
-        self._keeps = False
+        self.reads = 2
 
     def give(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What the next update reads. Raises `ArgumentError` for what cannot be read."""
@@ -63,29 +74,20 @@ class ReadOnce:
                 hint="a generator of pairs (name, tensor) is taken",
                 side="trainer",
             )
-        self._given, self._passes = weights, 0
+        self._given = weights
 
     def forget(self) -> None:
         """The update is over: frees what was kept for it."""
         self._kept = None
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        is_pass, self._looked = self._looked, True
-        self._passes += is_pass
-        self._keeps = self._keeps or self._passes > 1
         given, self._given = self._given, None
         if given is None:
-            if self._is_sender and self._kept is None:
-                raise ManifestMismatch(
-                    "the generator of this update has already been read, and the update goes over more transports than the last",
-                    hint="update again, with a new generator: what is read is kept from now on",
-                    side="trainer",
-                )
             yield from self._kept or ()
         elif not self._is_sender:
             for _ in given:
                 pass
-        elif is_pass and not self._keeps:
+        elif self.reads == 1:
             yield from given
         else:
             self._kept = [copied(pair) for pair in given]

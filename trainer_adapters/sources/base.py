@@ -58,6 +58,9 @@ class WeightSource(ABC):
         """The manager calls this before each operation with its settings, which sources that gather need; without a manager, the
         environment's settings apply. A source that wraps another one passes them on."""
 
+    def expect_reads(self, times: int) -> None:  # noqa: B027 -- only sources that can be read once need it
+        """Before an update reads `slices()`, `times` times: once for each of its transports."""
+
     @abstractmethod
     def manifest(self) -> Manifest:
         """Names, shapes, dtypes and ties of the whole model. Raises `ManifestMismatch`, which names the tensors, if some can't be
@@ -137,6 +140,9 @@ class WrappingSource(WeightSource):
     def configure(self, config: Config) -> None:
         if self._source is not None:
             self._source.configure(config)
+
+    def expect_reads(self, times: int) -> None:
+        self._ready().expect_reads(times)
 
     def manifest(self) -> Manifest:
         return self._ready().manifest()

@@ -90,6 +90,7 @@ class Writer:
                 self._cut = _Cut(cuts, edges_of(cuts))
             edges = self._cut.edges
             piece_bytes = _piece_bytes(go)
+            source.expect_reads(len(go.transports))
             for passes, way in enumerate(go.transports, 1):
                 with self._taken(source, together, deadline_s) as slices:
                     cut = cut_slices(_arrived(slices), edges, self._cut.parts)
