@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from inference_plugin.net.held import hold, is_held
 from inference_plugin.net.listening import is_abandoned, lacks_room, listens_on, make_private
 from inference_plugin.net.processes import ancestors_of, has_ended, parent_of, start_ticks
 from inference_plugin.wire.codec import decode_as
@@ -238,6 +239,8 @@ def note_problem(engine: str, text: str) -> None:
     except OSError:
         path.touch()  # on a full disk the file alone still says that there is a problem
         raise
+    finally:
+        hold(path)
 
 
 def problems(job: str | None = None) -> list[str]:
@@ -251,9 +254,10 @@ def note_start(engine: str, about: str) -> Path:
     Whoever called removes the file when the replica is there; the next reader does so when the process has ended."""
     path = runtime_dir() / f"{new_replica_id(engine)}.starting"
     replace_file(path, about.encode())
-    ancestors = set(ancestors_of(os.getpid()))
+    hold(path)
+    ancestors = {(pid, start_ticks(pid)) for pid in ancestors_of(os.getpid())}
     for other in path.parent.glob(f"{engine}-*.starting"):
-        if (owner := _owner(other)) is not None and owner[0] in ancestors:
+        if _owner(other) in ancestors:
             other.unlink(missing_ok=True)
     return path
 
@@ -328,15 +332,16 @@ def _remove_orphans(replicas: set[str], job: str | None) -> None:
         found = _OWNER.match(path.name)
         if found is None or found[1] in replicas or not has_ended(int(found["pid"]), int(found["started"])):
             continue
+        # Its process may be of another pid namespace.
         is_note = path.suffix in _LEFTOVERS or path.name.startswith("collective-")
-        if is_note or (path.is_socket() and is_abandoned(path)):  # its process may be of another pid namespace
+        if (is_note and not is_held(path)) or (path.is_socket() and is_abandoned(path)):
             path.unlink(missing_ok=True)
 
 
 def _notes(suffix: str, job: str | None) -> Iterator[tuple[str, str]]:
     """Living processes that left a file with this suffix, in words, each with its text."""
     for path in sorted(runtime_dir(job).glob(f"*{suffix}")):
-        if (owner := _owner(path)) and not has_ended(*owner):
+        if (owner := _owner(path)) and (not has_ended(*owner) or is_held(path)):
             with contextlib.suppress(FileNotFoundError):
                 yield f"{path.name.partition('-')[0]} process {owner[0]}", path.read_text()
 

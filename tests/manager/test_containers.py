@@ -55,6 +55,26 @@ def test_a_container_that_is_killed_and_started_again_costs_the_next_updates_not
             again.process.wait()
 
 
+def test_what_an_engine_of_another_container_says_of_its_start_is_seen_while_it_lives(directory: Path) -> None:
+    noting = (
+        "import time; from inference_plugin.net import addresses; addresses.note_start('vllm', 'model m'); "
+        "addresses.note_problem('vllm', 'a reason'); print(flush=True); time.sleep(600)"
+    )
+    engine = Container().start(noting, {"WEIGHTWIRE_RUNTIME_DIR": str(directory)})
+    assert engine.stdout is not None and engine.stdout.readline() == "\n"
+    for _ in range(2):
+        assert addresses.discover() == []
+        assert [text.partition(": ")[2] for text in addresses.starting() + addresses.problems()] == [
+            "model m",
+            "a reason",
+        ]
+    engine.kill()
+    engine.wait()
+    eventually(lambda: not addresses.starting() + addresses.problems(), "the notes to be of a process that has ended")
+    addresses.discover()
+    assert list(addresses.runtime_dir().iterdir()) == []
+
+
 def test_what_looks_for_replicas_in_one_container_leaves_the_sockets_of_the_others(
     engine: HostedReplica, directory: Path
 ) -> None:
