@@ -178,6 +178,18 @@ def export_goes_on_when_nobody_takes() -> Result:
     return {"taken": len(taken), "all": len(source.claims()), "next": len(list(source.slices()))}
 
 
+def a_rank_fails_before_its_adapter() -> Result:
+    """Rank 1 never makes its adapter; then all ranks make one."""
+    group = dist.new_group(timeout=timedelta(seconds=10))
+
+    def made() -> None:
+        ExportAdapter(lambda: [("a", torch.ones(4))], process_group=group)
+
+    alone = refused(made) if dist.get_rank() != 1 else {}
+    dist.barrier()
+    return {"alone": alone, "together": refused(made)}
+
+
 def gathering_goes_on_when_nobody_takes() -> Result:
     source = FSDPAdapter(shard_layers(tiny_qwen3()))
     group = dist.new_group(timeout=timedelta(seconds=20))
@@ -302,6 +314,7 @@ CASES = [
     exported_in_the_engines_dtypes,
     export_is_wrong,
     export_goes_on_when_nobody_takes,
+    a_rank_fails_before_its_adapter,
     gathering_goes_on_when_nobody_takes,
     *(fails(fault) for fault in FAULTS),
     no_memory,

@@ -75,6 +75,14 @@ def test_a_rank_that_stops_taking_leaves_no_other_waiting_in_an_export(ranks: Ra
     assert [rank["next"] for rank in seen] == [rank["all"] for rank in seen]
 
 
+def test_a_rank_that_never_makes_its_adapter_is_named_and_the_next_adapter_is_made(ranks: Ranks) -> None:
+    seen = of(ranks, "a_rank_fails_before_its_adapter")
+    for alone in (rank["alone"] for i, rank in enumerate(seen) if i != 1):
+        assert alone["error"] == "SyncTimeout"
+        assert "trainer ranks [1] have not made their source of a model within 10 s" in alone["text"]
+    assert [rank["together"]["error"] for rank in seen] == [None] * len(seen)
+
+
 def test_a_rank_that_closes_what_it_gathers_leaves_no_other_waiting(ranks: Ranks) -> None:
     seen = of(ranks, "gathering_goes_on_when_nobody_takes")
     assert [rank["taken"] for rank in seen] == [1 if i == 1 else rank["next"] for i, rank in enumerate(seen)]

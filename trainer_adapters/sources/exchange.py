@@ -15,7 +15,7 @@ import torch.distributed as dist
 from inference_plugin.wire.codec import decode_as
 from inference_plugin.wire.errors import ErrorInfo, PeerLost, SyncTimeout, WeightwireError
 
-__all__ = ["exchange_bytes", "exchange_device", "exchange_tensors", "in_buckets", "meet"]
+__all__ = ["exchange_bytes", "exchange_device", "exchange_tensors", "in_buckets", "meet", "meet_for_collectives"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,15 @@ def meet(mine: bytes, group: dist.ProcessGroup | None, *, timeout_s: float, maki
     if met.error is not None:
         raise WeightwireError.of(met.error)
     return list(met.records)
+
+
+def meet_for_collectives(group: dist.ProcessGroup | None, *, making: str) -> None:
+    """`meet` before collectives, for as long as the group would wait in them: a collective that a rank never joins ends with the
+    backend's error, and the group is of no use from then on."""
+    whole = group or dist.distributed_c10d._get_default_group()
+    backend: Any = whole._get_backend(exchange_device(group))
+    limit = getattr(getattr(backend, "options", None), "_timeout", dist.distributed_c10d.default_pg_timeout)
+    meet(b"", group, timeout_s=limit.total_seconds(), making=making)
 
 
 def _lead(store: Any, mine: bytes, size: int, deadline_s: float, timeout_s: float, making: str) -> list[bytes]:

@@ -23,7 +23,7 @@ from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest, TensorSpec
 from inference_plugin.wire.tensors import dtype_name, torch_dtype
 from trainer_adapters.sources.base import WeightSource
-from trainer_adapters.sources.exchange import exchange_bytes
+from trainer_adapters.sources.exchange import exchange_bytes, meet_for_collectives
 from trainer_adapters.sources.selection import DtypeRules, NameFilter
 from trainer_adapters.sources.sharing import share_boxes, some_of
 
@@ -111,11 +111,14 @@ class ExchangedSource(WeightSource):
 
 
 def _exchange(look: Callable[[], Inventory], group: dist.ProcessGroup | None) -> list[Inventory]:
-    """The inventory that `look` returns on each rank, in order of rank. Collective over `group`.
+    """The inventory that `look` returns on each rank, in order of rank. Collective over `group`: raises `SyncTimeout`, which
+    names the missing ranks, where some never call it.
 
     Raises the first failing rank's error on all ranks, so that no rank waits for one whose `look` failed. On its own rank, an
     error that is no `WeightwireError` is raised unchanged.
     """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        meet_for_collectives(group, making="source of a model")
     own: Exception | None = None
     try:
         mine = look()
