@@ -143,9 +143,8 @@ class OperationThread:
     def _last(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
         try:
             return self._pool.submit(work)
-        except (
-            RuntimeError
-        ):  # the program ends: Python has ended the thread, or does after the operations that were queued
+        except RuntimeError:
+            # The program ends: Python has ended the thread, or does after the operations that were queued.
             closed: concurrent.futures.Future[None] = concurrent.futures.Future()
             if self._thread is not None and not self.is_this_thread:  # there, all ends with the process
                 self._thread.join(max(self.last_deadline_s - time.monotonic(), 0.0) + GRACE_S)
