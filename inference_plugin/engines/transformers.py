@@ -35,7 +35,7 @@ from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
 from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.net import addresses
 from inference_plugin.wire.closing import Closing
-from inference_plugin.wire.errors import TornReplica
+from inference_plugin.wire.errors import TornReplica, WeightwireError
 from inference_plugin.wire.messages import InFlight, MemoryTag
 
 __all__ = ["Completion", "TransformersEngine"]
@@ -83,10 +83,16 @@ class TransformersEngine(Closing):
         return self._loop.version
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Future[Completion]:
-        """Continues `prompt` (token ids) by `max_new_tokens` tokens. The future raises `TornReplica` from a torn engine.
+        """Continues `prompt` (token ids) by `max_new_tokens` tokens. The future raises `TornReplica` from a torn engine, and what
+        the model raises for a prompt that it can't take, an unknown token id for instance.
 
-        Raises `ValueError` where both together are more than `captured_length`.
+        Raises `ValueError` for a prompt without tokens, and where both together are more than `captured_length`;
+        `WeightwireError` once the engine is closed.
         """
+        if not len(prompt):
+            raise ValueError("a prompt has at least one token")
+        if not self._loop.thread.is_alive():
+            raise WeightwireError("the engine is closed and takes no request")
         self._loop.check_length(len(prompt) + max_new_tokens)
         request = _Request(list(prompt), max_new_tokens)
         self._loop.submit(lambda: self._loop.admit(request))
@@ -110,6 +116,7 @@ class _Request:
     future: Future[Completion] = field(default_factory=Future)
 
     def end(self, why: Literal["length", "abort"]) -> None:
+        """Of an admitted request: nobody can have cancelled its future."""
         self.future.set_result(Completion(self.tokens, self.versions, why))
 
 
@@ -159,10 +166,16 @@ class _Loop(EngineControl):
     @torch.inference_mode()
     def _step(self) -> None:
         with self._model.step():
-            for request in self._running:
+            for request in list(self._running):
                 known = [*request.prompt, *request.tokens]
                 compute = self._compute if self._captured is None else self._compute_captured
-                request.tokens.append(compute(request, known))
+                try:
+                    request.tokens.append(compute(request, known))
+                except Exception as error:  # noqa: BLE001 -- it fails this request; the others and the engine go on
+                    self._running.remove(request)
+                    self._drop_cache(request)
+                    request.future.set_exception(error)
+                    continue
                 request.versions.append(self.version)
         for request in [r for r in self._running if len(r.tokens) >= r.max_new_tokens]:
             self._running.remove(request)
@@ -195,6 +208,8 @@ class _Loop(EngineControl):
             )
 
     def admit(self, request: _Request) -> None:
+        if not request.future.set_running_or_notify_cancel():
+            return
         if self._refusal is not None:
             request.future.set_exception(TornReplica(self._refusal))
         elif request.max_new_tokens < 1:
@@ -263,7 +278,7 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
     with TransformersEngine(arguments.checkpoint) as engine:
-        for line in sys.stdin:
+        for line in filter(str.strip, sys.stdin):
             done = engine.generate(tokenizer(line.strip())["input_ids"], arguments.max_new_tokens).result()
             print(
                 f"[version {', '.join(map(str, sorted(set(done.versions))))}] {tokenizer.decode(done.tokens)}",

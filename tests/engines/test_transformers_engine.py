@@ -17,7 +17,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from inference_plugin.engines.transformers import Completion, TransformersEngine
 from inference_plugin.net import addresses
 from inference_plugin.plugins import plugin_manager
-from inference_plugin.wire.errors import EngineUnsupported, TornReplica
+from inference_plugin.wire.errors import EngineUnsupported, TornReplica, WeightwireError
 from inference_plugin.wire.messages import ReplicaCard
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here once more
@@ -172,6 +172,24 @@ def test_a_torn_engine_refuses_with_the_reason_until_a_full_update_heals_it(live
     live.version += 1
     live.update("B")
     live.assert_serves("B")
+
+
+def test_a_request_that_fails_or_is_cancelled_ends_alone_and_the_engine_goes_on(
+    directory: Path, checkpoint: Checkpoint
+) -> None:
+    with TransformersEngine(checkpoint("llama", tied=False, seed=1)) as engine:
+        long = engine.generate([1, 5, 9], 64)
+        with pytest.raises(IndexError, match="out of range"):
+            engine.generate([1, 10**6], 4).result(60)
+        cancelled = engine.generate([1, 5], 64)
+        cancelled.cancel()  # before it has begun, or too late
+        with pytest.raises(ValueError, match="at least one token"):
+            engine.generate([], 4)
+        assert len(long.result(60).tokens) == 64
+        assert cancelled.cancelled() or len(cancelled.result(60).tokens) == 64
+        assert len(engine.generate([1, 5], 3).result(60).tokens) == 3
+    with pytest.raises(WeightwireError, match="closed"):
+        engine.generate([1, 5], 3)
 
 
 def test_a_user_without_an_engine_can_play_with_it(tmp_path: Path) -> None:
