@@ -99,6 +99,7 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
     if not group.foreign or not group.partial:
         group.unknown = ""
     group.shared.torn.heal(group.claims, whole=not group.partial)
+    group.shared.closed.replace(group.claims, whole=not group.partial)
     group.enter("idle")
     done = RankCommit(
         group.shared.rank,
@@ -107,7 +108,7 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
         releases_segment=not event.keeps,
         partial=group.partial,
         torn=group.shared.torn.groups,
-        unknown=group.shared.unknown(),
+        unknown=tuple(group.shared.unknown()),
         checked_bytes=transaction.sealed.checked_bytes,
     )
     group.remember(event.txn, done)

@@ -55,6 +55,7 @@ from inference_plugin.worker.actions import (
     Terms,
     Warn,
 )
+from inference_plugin.worker.closed import ClosedGroups
 from inference_plugin.worker.torn import TornParameters
 from inference_plugin.worker.transaction import Installed, Job, Opening, Transaction
 
@@ -72,13 +73,15 @@ WARN_EVERY_S = 30.0
 @dataclass(eq=False)
 class Shared:
     """What all groups of one worker share. `accept` registers a group's terms, and raises if they conflict with another
-    group's. `left` hears of a group that has just lost an opening. `unknown`: the groups whose version is unknown."""
+    group's. `left` hears of a group that has just lost an opening. `unknown`: the groups whose version is unknown, closed ones too, and
+    why."""
 
     rank: int
     accept: Callable[[WeightUpdateGroup, Terms], None]
     left: Callable[[WeightUpdateGroup], None]
-    unknown: Callable[[], tuple[str, ...]]
+    unknown: Callable[[], dict[str, str]]
     torn: TornParameters = field(default_factory=TornParameters)
+    closed: ClosedGroups = field(default_factory=ClosedGroups)
     actions: list[Action] = field(default_factory=list)
     under_way: dict[int, tuple[WeightUpdateGroup, Job]] = field(default_factory=dict)
     last_number: int = 0

@@ -204,8 +204,9 @@ class WorkerGroups:
         if self.unopened.get(group.name) is group and not group.busy:
             self._close(None, group.name)
 
-    def _unknown(self) -> tuple[str, ...]:
-        return tuple(group.name for group in self.groups.values() if group.unknown)
+    def _unknown(self) -> dict[str, str]:
+        of_open = {group.name: group.unknown for group in self.groups.values() if group.unknown}
+        return self._shared.closed.unknown | of_open
 
     def _close(self, asker: Any, name: str) -> None:
         group = self.groups.get(name) or self.unopened.get(name)
@@ -217,6 +218,8 @@ class WorkerGroups:
         self.groups.pop(name, None)
         self.unopened.pop(name, None)
         self.closing.append(group)
+        if (group.installed is not None or group.unknown) and not is_apart(name):
+            self._shared.closed.add(name, group.foreign or group.written, group.unknown)
         group.close(asker)
 
     def _close_all(self) -> None:
@@ -233,10 +236,12 @@ class WorkerGroups:
             commit.tear(group, reason)
 
     def _forget_versions(self, asker: Any, reason: str) -> None:
-        served = [group for group in self.groups.values() if not is_apart(group.name)]
-        for group in served if reason else ():
-            commit.forget_version(group, reason)
-        self._shared.actions.append(Reply(asker, {group.name: group.unknown for group in served if group.unknown}))
+        if reason:
+            self._shared.closed.forget(reason)
+            for group in self.groups.values():
+                if not is_apart(group.name):
+                    commit.forget_version(group, reason)
+        self._shared.actions.append(Reply(asker, self._unknown()))
 
     def _may_sleep(self, asker: Any, discard: bool) -> None:
         """From now on no update begins, because the memory of the weights goes. Raises `VersionConflict` if one is on its

@@ -178,6 +178,18 @@ def test_an_update_that_is_on_its_way_replaces_what_somebody_else_loaded_meanwhi
             assert engine.serves() == ("B", {str(engine.version)})
 
 
+def test_a_closed_group_s_version_is_unknown_too_once_somebody_else_loaded_over_it(engine: Both) -> None:
+    with SyncManager(timeout_s=180) as manager:
+        stamp = engine.update(manager, "B")
+        manager.close_group()
+        assert engine.serves() == ("B", {stamp}), "they are its weights still"
+        engine.load("C")
+        assert engine.serves() == ("C", {"unknown"})
+        stamp = engine.update(manager, "A")
+        assert engine.serves() == ("A", {stamp})
+        assert engine.driver.cards[0].unknown == {}
+
+
 def test_a_part_that_is_sent_again_does_not_make_known_what_else_somebody_else_loaded(engine: Both) -> None:
     """Two groups are the model; and a group's last update may have been of a smaller part than the one before."""
     with SyncManager(timeout_s=180) as manager:

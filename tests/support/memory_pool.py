@@ -10,6 +10,7 @@ import torch
 
 __all__ = ["MemoryPool"]
 
+PROT_NONE = 0  # mmap has no name for it
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -36,7 +37,7 @@ class MemoryPool:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(own_storage, *where)
 
     def release(self) -> None:
-        self._protect(mmap.PROT_READ & 0)
+        self._protect(PROT_NONE)
 
     def take_back(self) -> None:
         self._protect(mmap.PROT_READ | mmap.PROT_WRITE)

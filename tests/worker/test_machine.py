@@ -216,6 +216,8 @@ class Walk:
         """Transactions of which all pieces were checked."""
         self.installing: dict[str, str] = {}
         self.torn: dict[str, frozenset[str] | None] = {}
+        self.closed: dict[str, frozenset[str]] = {}
+        """What groups that were closed have written, and no group has since."""
         self.served: dict[int, str] = {}
         self.refusing: set[int] = set()
         """Members that tore, and had no commit since."""
@@ -305,7 +307,11 @@ class Walk:
         self.shell.request(Release(self._group()))
 
     def close(self) -> None:
-        self.shell.request(CloseGroup(self._group()))
+        name = self._group()
+        held = self.machine.groups.get(name)
+        self.shell.request(CloseGroup(name))
+        if held is not None and held.closed and (held.installed is not None or held.unknown):
+            self.closed[name] = self.closed.get(name, frozenset()) | (held.foreign or held.written)
 
     # --- work and time ---
 
@@ -369,6 +375,7 @@ class Walk:
             self.torn = {name: torn for name, torn in left.items() if torn is None or torn}
         else:
             self.torn = {}
+        self.closed = {name: left for name, old in self.closed.items() if held.partial and (left := old - held.claims)}
         done = self._ask(Finished, group, txn, 0.0, self.random.random() < 0.5)
         assert isinstance(done, RankCommit) and set(done.torn) == set(self.torn)
         assert held.state == "idle" and self._ask(CheckSealed, group, txn, done.version) == done
@@ -426,6 +433,7 @@ class Walk:
     def forget(self) -> None:
         """Somebody else writes the weights, in the middle of whatever is on its way."""
         known = any(group.installed is not None or group.unknown for group in self.machine.groups.values())
+        known = known or bool(self.closed)
         assert bool(self._ask(ForgetVersions, "the test says so")) is known
         self.served.clear()
         self.counted["forgotten"] += known
@@ -603,6 +611,22 @@ def test_a_version_that_somebody_else_wrote_over_is_no_way_back_and_may_come_aga
     assert shell.engine(ForgetVersions, "") == {}, "it only asks"
     (status,) = shell.machine.statuses()
     assert (status.version, status.detail) == (1, "")
+
+
+def test_what_a_closed_group_wrote_is_of_unknown_version_once_somebody_else_wrote_over_it() -> None:
+    shell = Shell()
+    for terms in ("a", "b"):
+        shell.opened(terms=terms)
+        shell.committed(f"t-{terms}", 1 + (terms == "b"))
+    shell.request(CloseGroup("policy"))
+    shell.end_all()
+    assert shell.engine(ForgetVersions, "") == {}, "it only asks"
+    assert shell.engine(ForgetVersions, "the engine loaded others") == {"policy": "the engine loaded others"}
+    shell.opened(terms="b")
+    assert shell.committed("t2", 3).unknown == ("policy",), "what it sent before is still the others'"
+    shell.opened(terms="a")
+    assert shell.committed("t3", 4).unknown == ()
+    assert shell.engine(ForgetVersions, "") == {}
 
 
 def test_a_version_that_somebody_else_wrote_over_is_known_again_once_all_that_the_group_wrote_was_sent_again() -> None:
