@@ -73,8 +73,8 @@ WARN_EVERY_S = 30.0
 @dataclass(eq=False)
 class Shared:
     """What all groups of one worker share. `accept` registers a group's terms, and raises if they conflict with another
-    group's. `left` hears of a group that has just lost an opening. `unknown`: the groups whose version is unknown, closed ones too, and
-    why."""
+    group's. `left` hears of a group that has just lost an opening. `unknown`: the groups whose version is unknown, closed ones
+    too, and why."""
 
     rank: int
     accept: Callable[[WeightUpdateGroup, Terms], None]

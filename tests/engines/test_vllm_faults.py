@@ -157,15 +157,26 @@ def survivor(survivor_engine: Faulty) -> Faulty:
     return survivor_engine
 
 
-@pytest.fixture(scope="module")
-def tp2_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
+@contextlib.contextmanager
+def engine_with_faults(
+    runtime: Path, checkpoint: Checkpoint, name: str, *, in_process: bool = False, **arguments: Any
+) -> Iterator[Faulty]:
+    """An engine of its own with the fault plug-in, by vLLM's arguments. It leaves nothing behind."""
     model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
-    faults = runtime / "faults-tp2"
+    faults = runtime / f"faults-{name}"
     faults.write_text("[]")
-    with Driver(runtime, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as driver:
-        driver.open(model_a, tensor_parallel_size=2, max_model_len=1024)
+    with Driver(
+        runtime, in_process=in_process, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)
+    ) as driver:
+        driver.open(model_a, max_model_len=1024, **arguments)
         yield Faulty(driver, faults, model_a, model_b)
     assert driver.leftovers() == []
+
+
+@pytest.fixture(scope="module")
+def tp2_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
+    with engine_with_faults(runtime, checkpoint, "tp2", tensor_parallel_size=2) as engine:
+        yield engine
 
 
 class Trainer:
@@ -708,13 +719,8 @@ def test_a_worker_that_stands_still_in_its_installation_leaves_a_torn_replica_th
 
 @pytest.fixture(scope="module")
 def survivor_engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
-    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
-    faults = runtime / "faults-survivor"
-    faults.write_text("[]")
-    with Driver(runtime, in_process=True, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as driver:
-        driver.open(model_a, max_model_len=1024)
-        yield Faulty(driver, faults, model_a, model_b)
-    assert driver.leftovers() == []
+    with engine_with_faults(runtime, checkpoint, "survivor", in_process=True) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize(("victim", "point"), [("worker", "staging"), ("worker", "sealed"), ("coordinator", "sealed")])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.conftest import Checkpoint
-from tests.engines.test_vllm_faults import PLUGIN, Faulty
+from tests.engines.test_vllm_faults import Faulty, engine_with_faults
 from tests.engines.test_vllm_tokens import PROMPTS
 from tests.support.engines import Driver
 from trainer_adapters import SyncManager
@@ -18,12 +18,8 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def engine(runtime: Path, checkpoint: Checkpoint) -> Iterator[Faulty]:
-    model_a, model_b = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
-    faults = runtime / "faults-in-process"
-    faults.write_text("[]")
-    with Driver(runtime, in_process=True, WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as driver:
-        driver.open(model_a, max_model_len=1024)
-        yield Faulty(driver, faults, model_a, model_b)
+    with engine_with_faults(runtime, checkpoint, "in-process", in_process=True) as engine:
+        yield engine
 
 
 def update_while(engine: Faulty, requests: int) -> list[str]:

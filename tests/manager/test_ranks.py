@@ -241,7 +241,7 @@ def test_a_manager_that_only_one_rank_makes_is_a_typed_error_and_the_next_one_wo
     seen = ranks.note(f"rank{alone}.alone")
     assert seen["rank"] == 1 - alone and seen["seconds"] < FAR_FROM_THE_DEADLINE_S
     assert f"trainer ranks [{1 - alone}] have not made their SyncManager within 1 s" in seen["text"]
-    assert "make a SyncManager on every rank" in seen["text"]
+    assert "make one on every rank" in seen["text"]
     assert all("ok" in ranks.step(rank, 0) for rank in (0, 1))
     assert holds(rig, 1)
 
@@ -334,7 +334,7 @@ def test_a_rank_that_fails_before_an_adapter_is_made_together_leaves_no_other_wa
     ranks = trainer(2, [V[1], V[2] | {"vllm's": [healthy], "timeout_s": 8}, V[3]])
     seen = [ranks.step(rank, 1) for rank in (0, 1)]
     own = {
-        healthy: f"trainer ranks [{1 - healthy}] have not made their source of a vllm model within 4 s",
+        healthy: f"trainer ranks [{1 - healthy}] have not made their adapter of a vllm model within 4 s",
         1 - healthy: "an object of type NoneType cannot be sent",
     }
     for result in seen:

@@ -120,7 +120,7 @@ def _wait(
         raise PeerLost(f"the store of torch.distributed is gone: {error}", side="trainer", phase="start") from error
     raise SyncTimeout(
         f"trainer ranks {missing} have not made their {making} within {timeout_s:g} s",
-        hint=f"make a {making} on every rank of the process group, in the same order on each; if only some ranks are the "
+        hint="make one on every rank of the process group, in the same order on each; if only some ranks are the "
         "trainer, name them with process_group=",
         side="trainer",
         rank=missing[0],

@@ -118,7 +118,7 @@ def _exchange(look: Callable[[], Inventory], group: dist.ProcessGroup | None) ->
     error that is no `WeightwireError` is raised unchanged.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        meet_for_collectives(group, making="source of a model")
+        meet_for_collectives(group, making="adapter")
     own: Exception | None = None
     try:
         mine = look()

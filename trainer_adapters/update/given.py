@@ -78,7 +78,7 @@ class GivenModels:
         """Waits until all ranks make such a source. A rank that failed before never does, and without a deadline of ours the
         source's collectives would wait for it until the process group's. Raises `SyncTimeout`, which names the missing ranks."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(self._process_group) > 1:
-            meet(b"", self._process_group, timeout_s=timeout_s, making=f"source of a {kind} model")
+            meet(b"", self._process_group, timeout_s=timeout_s, making=f"adapter of a {kind} model")
 
 
 class FailingSource(WeightSource):
