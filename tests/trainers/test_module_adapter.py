@@ -8,7 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -575,6 +575,51 @@ def test_the_manifest_follows_parameters_that_come_go_or_change() -> None:
         assert part in str(caught.value)
     assert "third.weight" in received(source)
     assert "second.weight" not in names(source)
+
+
+def _outcome(source: WeightSource) -> tuple[Any, ...]:
+    """The manifest and the bytes that arrive, or why the model can't be sent."""
+    try:
+        return source.manifest().fingerprint, {name: values.tolist() for name, values in received(source).items()}
+    except ManifestMismatch as error:
+        return type(error), str(error)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "memory moves": lambda net: setattr(net.first.weight, "data", net.first.weight.data + 1),
+    "another shape in the same memory": lambda net: setattr(net.first.weight, "data", net.first.weight.data.view(2, 8)),
+    "another order in the same memory": lambda net: setattr(net.first.weight, "data", net.first.weight.data.t()),
+    "another dtype in the same memory": lambda net: setattr(net.kept, "data", net.kept.data.view(torch.float64)),
+    "tied": lambda net: setattr(net.first.weight, "data", net.other.weight.data),
+    "tied as a parameter": lambda net: setattr(net.first, "weight", net.other.weight),
+    "freed": lambda net: net.first.weight.untyped_storage().resize_(0),
+    "on the meta device": lambda net: net.first.to("meta"),
+    "replaced": lambda net: setattr(net.first, "weight", nn.Parameter(torch.full((4, 4), 7.0))),
+    "sparse": lambda net: net.register_buffer("kept", torch.ones(2, 2).to_sparse()),
+    "a buffer of the same name": lambda net: net.register_buffer("kept", torch.arange(4.0)),
+    "swapped": lambda net: net._modules.update(first=net.other, other=net.first),
+    "negated in the same memory": lambda net: setattr(net, "kept", torch._neg_view(net.kept)),
+    "a name more": lambda net: setattr(net, "third", nn.Linear(1, 1)),
+    "the other order of names": lambda net: net._modules.update(first=net._modules.pop("first")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_adapter_that_knows_the_model_sees_each_change_as_a_new_adapter_does(
+    change: Callable[[Any], object],
+) -> None:
+    class Square(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    net = Square()
+    source = ModuleAdapter(net)
+    before = _outcome(source)
+    change(net)
+    after = _outcome(source)
+    assert after == _outcome(ModuleAdapter(net))
+    assert after != before
 
 
 # --- data parallel -----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Private parts of torch used here: a DTensor's `_spec` and `_local_tensor` (`to_l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cache
 from typing import Any, Unpack
 
@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.sources.inspection import Inspection, mark_of, why_not_plain
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Dims, Rename, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, ScanOptions, why_not_plain
+from trainer_adapters.sources.scan import LocalShards, ScannedSource, ScanOptions
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import refuse_lora_layers
 from trainer_adapters.sources.streams import Buffers, module_stream
@@ -71,6 +72,11 @@ class ShardedSource(ScannedSource):
         if not problem and spread.mesh.coordinate is not None:
             problem = why_not_plain(local)
         return Inspection(shape, thing.dtype, spread, problem, None if problem else id(thing))
+
+    def _mark(self, thing: Any) -> Hashable:
+        if not isinstance(thing, DTensor):
+            return super()._mark(thing)
+        return id(thing), thing.dtype, thing._spec, mark_of(thing._local_tensor)
 
     def _spread_of(self, thing: DTensor, local: torch.Tensor) -> tuple[Dims, Any, str]:
         """The DTensor's shape, its spread over the mesh, and why it can't be sent."""

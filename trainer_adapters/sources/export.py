@@ -22,8 +22,8 @@ from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.tensors import dtype_name, narrowed
 from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.sources.inspection import why_not_plain
 from trainer_adapters.sources.inventory import ExchangedSource, HeldBox, Inventory
-from trainer_adapters.sources.scan import why_not_plain
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
 from trainer_adapters.sources.sharing import beginnings
 

@@ -27,8 +27,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from inference_plugin.wire.errors import ManifestMismatch
 from trainer_adapters.sources.base import LocalSlice
+from trainer_adapters.sources.inspection import Inspection, why_not_plain
 from trainer_adapters.sources.plan import PlannedSlice, TensorInfo, shards_of_run, whole_shard
-from trainer_adapters.sources.scan import Inspection, LocalShards, ScannedSource, ScanOptions, why_not_plain
+from trainer_adapters.sources.scan import LocalShards, ScannedSource, ScanOptions
 from trainer_adapters.sources.streams import Buffers, Pairs, module_stream, walk
 
 __all__ = ["FlatSource"]

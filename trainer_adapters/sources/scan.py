@@ -19,15 +19,14 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
-from inference_plugin.wire.geometry import MAX_DIMS, Box
+from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.sources.experts import checkpoint_layout
+from trainer_adapters.sources.inspection import Inspection, Memory, mark_of, memory_of, why_not_plain
 from trainer_adapters.sources.plan import (
-    Dims,
     LocalShard,
     Plan,
     PlannedSlice,
@@ -37,27 +36,15 @@ from trainer_adapters.sources.plan import (
     planned_slices,
 )
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
-from trainer_adapters.sources.sharded import is_dtensor
 from trainer_adapters.sources.sharing import beginnings, share_boxes, some_of
 from trainer_adapters.sources.streams import Stream, module_ties
 
-__all__ = ["Inspection", "LocalShards", "ScanOptions", "ScannedSource", "why_not_plain"]
+__all__ = ["LocalShards", "ScanOptions", "ScannedSource"]
 
 
 MOST_READINGS = 2
 """Tensors of different shapes that may begin in the same memory: a head may be the first rows of the embedding. More of them lie
 in a buffer that was filled for one after the other."""
-
-
-class Inspection(NamedTuple):
-    """What a scan sees of one item of a stream. `memory`: equal, on all ranks alike, for items that are the same elements of the
-    same memory; None if that is unknown."""
-
-    shape: Dims
-    dtype: torch.dtype
-    spread: Hashable = None
-    problem: str = ""
-    memory: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +71,14 @@ class SlicePlan:
     copied: dict[int, list[PlannedSlice]]
     kept_equal: dict[int, list[PlannedSlice]]
     claims: tuple[Box, ...]
+
+
+class _Seen(NamedTuple):
+    """The last scan of tensors that all live at the same time, and the marks that its things had."""
+
+    names: list[str]
+    marks: list[Hashable]
+    infos: tuple[TensorInfo, ...]
 
 
 class ScanOptions(TypedDict, total=False):
@@ -122,6 +117,7 @@ class ScannedSource(WeightSource):
         self._names = NameFilter(include, exclude)
         self._plan: Plan | None = None
         self._last_slice_plan: SlicePlan | None = None
+        self._seen: _Seen | None = None
         self._kept: list[LocalSlice] = []
 
     def manifest(self) -> Manifest:
@@ -191,7 +187,12 @@ class ScannedSource(WeightSource):
         if not isinstance(thing, torch.Tensor) or is_lazy(thing):
             return Inspection((), torch.uint8, problem=f"is a {type(thing).__name__}, which has no values")
         problem = why_not_plain(thing)
-        return Inspection(tuple(thing.shape), thing.dtype, None, problem, None if problem else _memory_of(thing))
+        return Inspection(tuple(thing.shape), thing.dtype, None, problem, None if problem else memory_of(thing))
+
+    def _mark(self, thing: Any) -> Hashable:
+        """What `_inspect` looks at, at a fraction of its time: an item with the mark that it had is seen as it was. None if only
+        an inspection can tell."""
+        return mark_of(thing) if isinstance(thing, torch.Tensor) else None
 
     def _check_plan(self, plan: Plan) -> None:
         """Raises `ManifestMismatch` for problems that only the whole model shows."""
@@ -240,24 +241,41 @@ class ScannedSource(WeightSource):
 
     def _scan(self, keep: list[Any] | None = None) -> tuple[TensorInfo, ...]:
         """Scans what the stream yields now; appends the items themselves to `keep`."""
+        if not self._in_memory:
+            return self._scan_one_by_one()
+        names, things = [], [] if keep is None else keep
+        for name, thing in self._stream():
+            names.append(name)
+            things.append(thing)
+        marks = [self._mark(thing) for thing in things]
+        seen = self._seen
+        if seen is None or names != seen.names or marks != seen.marks or None in marks:
+            seen = self._seen = _Seen(names, marks, self._infos(names, things))
+        return seen.infos
+
+    def _scan_one_by_one(self) -> tuple[TensorInfo, ...]:
+        infos: list[TensorInfo] = []
+        for name, thing in self._stream():
+            seen = self._inspect(thing)
+            infos.append(TensorInfo(name, seen.shape, seen.dtype, len(infos), seen.spread, seen.problem))
+            del thing  # before the stream makes the next one
+        return tuple(infos)
+
+    def _infos(self, names: list[str], things: list[Any]) -> tuple[TensorInfo, ...]:
         infos: list[TensorInfo] = []
         first_with: dict[Hashable, int] = {}
         begin_at: dict[Hashable, dict[Hashable, str]] = {}
-        for name, thing in self._stream():
-            position = len(infos)
-            if keep is not None:
-                keep.append(thing)
+        for position, (name, thing) in enumerate(zip(names, things, strict=True)):
             seen = self._inspect(thing)
             twin, problem = position, seen.problem
-            if self._in_memory and seen.memory is not None:
+            if seen.memory is not None:
                 twin = first_with.setdefault(seen.memory, position)
-                if isinstance(seen.memory, _Memory):
+                if isinstance(seen.memory, Memory):
                     beside = begin_at.setdefault(seen.memory[:2], {})
                     beside.setdefault(seen.memory.reading, name)
                     if len(beside) > MOST_READINGS:
                         problem = _why_refilled(*list(beside.values())[:MOST_READINGS])
             infos.append(TensorInfo(name, seen.shape, seen.dtype, twin, seen.spread, problem))
-            del thing
         return tuple(infos)
 
     def _pass(self, planned: dict[int, list[PlannedSlice]]) -> Iterator[LocalSlice]:
@@ -304,43 +322,6 @@ class ScannedSource(WeightSource):
                 hint="a callable must return a fresh iterator each time; the next update scans the model again",
                 side="trainer",
             )
-
-
-def why_not_plain(tensor: torch.Tensor) -> str:
-    """Why a tensor's values can't be read where they are; "" if they can."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        if is_dtensor(tensor):
-            return "is a DTensor: ModuleAdapter takes whole tensors, use FSDPAdapter or DTensorAdapter"
-        if not tensor.is_meta and bool(is_traceable_wrapper_subclass(tensor)):
-            return f"is a {type(tensor).__name__}, which wraps other tensors: convert it to a plain one"
-    if tensor.is_meta:
-        return "is on the meta device: it has no values"
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return f"is {tensor.layout} {tensor.dtype}: convert it to a plain tensor"
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return "has no memory: it was freed, or moved away by an offloader"
-    if tensor.numel() and type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not tensor.data_ptr():
-        return f"is a {type(tensor).__name__}, which has no memory of its own: convert it to a plain tensor"
-    if tensor.dim() > MAX_DIMS:
-        return f"has {tensor.dim()} dimensions, and at most {MAX_DIMS} can travel"
-    return ""
-
-
-class _Memory(NamedTuple):
-    """Where a plain tensor's elements lie: equal, on all ranks alike, for the same elements of the same memory. `reading`: how
-    the memory from `address` on is read."""
-
-    device: torch.device
-    address: int
-    reading: Hashable
-
-
-def _memory_of(tensor: torch.Tensor) -> Hashable:
-    """The tensor's `_Memory`; a value that no other tensor has, if it has no elements."""
-    if not tensor.numel():
-        return id(tensor)
-    reading = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return _Memory(tensor.device, tensor.data_ptr(), reading)
 
 
 def _why_refilled(first: str, second: str) -> str:

@@ -9,10 +9,10 @@ import torch
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.tensors import dtype_name
+from trainer_adapters.sources.inspection import why_not_plain
 from trainer_adapters.sources.inventory import HeldBox, Inventory
 from trainer_adapters.sources.megatron.chunks import Chunk
 from trainer_adapters.sources.megatron.rules import PADDING
-from trainer_adapters.sources.scan import why_not_plain
 
 __all__ = ["ParameterBox", "ParameterKey", "boxes_of_parameters", "check_complete", "described", "inventory_of"]
 
