@@ -9,6 +9,10 @@ import pytest
 
 from tests.support.yielding import make_yielding_fair
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Before torch is imported, here and in whatever a test starts: threads of several processes on two cores mostly wait for each
+other, spinning. A reference of `transformers` took five times the CPU time."""
+
 SMOKE = (
     "tests/wire/",
     "tests/test_face.py",
