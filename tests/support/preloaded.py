@@ -19,6 +19,7 @@ import gc
 import hashlib
 import importlib
 import json
+import logging.config
 import multiprocessing.context
 import os
 import runpy
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def serve(listener: socket.socket, whose: int, modules: Sequence[str]) -> None:
             importlib.import_module(module)
         _inspect_models_here()
         _override_kernels_here()
+        _forget_levels_once()
         _freeze()
         signal.signal(signal.SIGCHLD, lambda *_: _reap())
         watch = select.poll()
@@ -204,6 +206,24 @@ def _override_kernels_here() -> None:
         if (register := getattr(platform, "register_triton_kernel_overrides", None)) is not None:  # since 0.33
             register()
             platform.register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
+def _forget_levels_once() -> None:
+    """A configuration of logging, which each process of vLLM makes, sets the level of hundreds of loggers, and each time all
+    loggers forget which levels they looked up: a third of a start's CPU time. Once they all have theirs is enough."""
+    reset: Callable[..., None] = logging.config._handle_existing_loggers  # type: ignore[attr-defined]
+    manager: Any = logging.root.manager
+
+    @functools.wraps(reset)
+    def reset_at_once(*arguments: Any) -> None:
+        manager._clear_cache = lambda: None
+        try:
+            reset(*arguments)
+        finally:
+            del manager._clear_cache
+            manager._clear_cache()
+
+    logging.config._handle_existing_loggers = reset_at_once  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
