@@ -86,6 +86,8 @@ PRELOADED = (
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.models.qwen3_moe",
     "transformers",
+    *(f"inference_plugin.engines.vllm.{module}" for module in ("hooks", "worker", "api", "lora", "weight_transfer")),
+    "tests.support.poison",
 )
 EXTENSION = "tests.support.vllm_extension.Extension"
 

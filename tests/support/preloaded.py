@@ -6,7 +6,8 @@ environment variables, log, session and command line, and runs as `__main__`. Pr
 of `multiprocessing` are forked as well: they inherit the imports, and are its children as before. Servers in tests are
 started the ordinary way, so both ways are covered.
 
-No module of Weightwire is preloaded: programs import those themselves, with their own variables set.
+Those of Weightwire's modules are preloaded that read no variable and touch no engine while they are imported; a program
+registers the plug-in itself, with its own variables set.
 """
 
 from __future__ import annotations
