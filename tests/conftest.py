@@ -79,6 +79,11 @@ FULL = (
         )
     ),
     f"{ENGINES}test_sglang_tokens.py::test_a_commit_wakes_ranks_that_sleep_on_idle[dp-attention",
+    f"{ENGINES}test_sglang_tokens.py::test_an_updated_engine_is_a_fresh_engine[llama-tied-tp1",
+    *(
+        f"{ENGINES}test_sglang_dtypes.py::test_a_trainer_in_any_dtype_sends_what_sglang_keeps_there_and_back[{case}"
+        for case in ("float32-copy", "bfloat16-standby")
+    ),
     # pipelines of SGLang: there and back, load, and faults stay
     *(
         f"{ENGINES}test_sglang_pipeline.py::{test}"
