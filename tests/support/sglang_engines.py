@@ -22,7 +22,6 @@ PRELOADED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",  # all models of SGLang
-    "sglang.srt.dllm.algorithm",
     *(f"inference_plugin.engines.sglang.{module}" for module in ("hooks", "api", "lora")),
     "tests.support.poison",
 )
