@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from inference_plugin.net.addresses import local_pools
 from inference_plugin.net.processes import has_ended
 from inference_plugin.wire.errors import (
     BatchError,
@@ -201,6 +203,35 @@ BAD: dict[str, tuple[str, Any]] = {
     "many tags": ("65 tags", Generated({"x": [1]}, None, {str(i): i for i in range(65)})),
 }
 RESULTS = {name: result for name, (_, result) in BAD.items()}
+
+
+def test_a_forked_child_can_neither_use_nor_close_its_parents_pool_and_worker(pools: Any, directory: Path) -> None:
+    """No thread of it would end a future; it gave out rollouts that its parent gave out too, and removed the pool's socket."""
+    pool = pools()
+    with LocalWorker() as local:
+        pool.submit("parent's", {}).result(LONG_S)
+        child = os.fork()
+        if not child:
+            refused = 0
+            for use in (
+                lambda: pool.submit("child's", {}),
+                lambda: pool.next_batch(1, 1),
+                lambda: pool.cancel("parent's"),
+                lambda: pool.clear(["parent's"]),
+                lambda: pool.set_version(1),
+                lambda: pool.on_complete(print),
+            ):
+                with contextlib.suppress(BatchError):
+                    use()
+                    break
+                refused += 1
+            local.worker.close()
+            pool.close()
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 6
+        assert list(local_pools()), "workers that start now find the pool"
+        assert pool.next_batch(1, LONG_S).row_tasks() == ["parent's"] * 2
+        pool.submit("another", {}).result(LONG_S)
 
 
 def test_a_killed_workers_tasks_fail_at_once_with_peer_lost(pools: Any, workers: Any, directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -20,6 +21,7 @@ from inference_plugin.wire.codec import MAX_CONTROL_BYTES, decode_as
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import (
     AuthError,
+    BatchError,
     ConfigError,
     ProtocolError,
     WeightwireError,
@@ -80,7 +82,7 @@ class RolloutPool(Closing, Service):
     context manager.
 
     A rollout belongs to the pool until `next_batch` takes it or `clear` clears it. With futures or callbacks alone, call
-    `clear` for what was used.
+    `clear` for what was used. A process that is forked from this one can't use the pool: it raises `BatchError` there.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class RolloutPool(Closing, Service):
         further = listen or listens_on()
         config = Config.from_environment().but(silence_s=silence_s)
         self.name = addresses.new_replica_id("pool")
+        self._pid = os.getpid()
         self._machine = PoolMachine(self.name, silence_s=config.silence_s, rerun=on_lost == "rerun")
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -151,6 +154,7 @@ class RolloutPool(Closing, Service):
         A rollout that is dropped after it had completed, because it is too stale for a batch or its worker is lost, is
         reported again, as a future that failed. Returns a function that removes the callback.
         """
+        self._check_process()
         key = object()
         with self._lock:
             self._listeners[key] = CallbackThread("weightwire-rollout-callback"), callback
@@ -206,8 +210,10 @@ class RolloutPool(Closing, Service):
         """Fails what is pending with `PoolClosed`, has the workers stop and clear what was not taken; may be called twice.
 
         Rows of batches that were taken stay until they are cleared or the process ends; on other hosts, until the workers have
-        not heard of the pool for their `silence_s`.
+        not heard of the pool for their `silence_s`. In a forked child it does nothing.
         """
+        if os.getpid() != self._pid:
+            return
         self._on(Closed())
         with self._changed:
             self._changed.wait_for(lambda: all(each.silent for each in self._machine.workers.values()), STOP_S)
@@ -275,6 +281,7 @@ class RolloutPool(Closing, Service):
 
     def _on(self, event: Event, now_s: float | None = None, *, future: RolloutFuture | None = None) -> Sequence[Action]:
         """Any thread: gives an event to the machine and performs the actions. `future`: that of a submitted task."""
+        self._check_process()
         with self._changed:
             actions = self._machine.on(event, time.monotonic() if now_s is None else now_s)
             if future is not None:
@@ -286,6 +293,14 @@ class RolloutPool(Closing, Service):
             self._perform(action, waiting)
         self._server.wake()
         return actions
+
+    def _check_process(self) -> None:
+        """Raises `BatchError` in a forked child: no thread serves tasks there, and it would give out rollouts a second time."""
+        if os.getpid() != self._pid:
+            raise BatchError(
+                f"the rollout pool {self.name} is of process {self._pid}; this is one that was forked from it",
+                hint="submit tasks and take batches in the process that made the pool",
+            )
 
     def _bound(self, action: Action) -> Any:
         """Under the lock: the future that an action ends."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -125,6 +126,7 @@ class RolloutWorker(Closing):
         self._attempts: dict[tuple[int, int, TaskRef], _Attempt] = {}
         self._prune_at = PRUNE_FROM
         self._closed = self._loop_ends = False
+        self._pid = os.getpid()
         self._puts = SerialExecutor("weightwire-rollout-puts")
         self._running = asyncio.Semaphore(slots)
         self._loop = asyncio.new_event_loop()
@@ -143,10 +145,11 @@ class RolloutWorker(Closing):
     def close(self, timeout_s: float = 10.0) -> None:
         """Leaves the pools, cancels what runs, clears what it put into the store, and drains `collectives`; may be called twice.
 
-        Raises `SyncTimeout` where a call on `collectives` still runs after `timeout_s`, after everything else is closed.
+        Raises `SyncTimeout` where a call on `collectives` still runs after `timeout_s`, after everything else is closed. In a
+        forked child it does nothing.
         """
         timeout_s = checked_seconds("timeout_s", timeout_s)
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         until_s = time.monotonic() + timeout_s
