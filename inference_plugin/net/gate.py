@@ -275,11 +275,10 @@ def check_threads() -> None:
 
 def no_thread(error: RuntimeError, what: str = "a socket") -> TransportUnavailable:
     """The error for something that needs a thread, which can't be started."""
-    return TransportUnavailable(
-        f"no thread can be started for {what}: {error}",
-        hint="raise the limit of processes or of memory (ulimit -u, ulimit -v, or the control group's pids.max)",
-        phase="start",
-    )
+    hint = "raise the limit of processes or of memory (ulimit -u, ulimit -v, or the control group's pids.max)"
+    if "interpreter shutdown" in str(error):  # CPython's word for it; sys.is_finalizing() says so only later
+        hint = "the program ends: do this at the end of the program's own code, not in a function that `atexit` calls"
+    return TransportUnavailable(f"no thread can be started for {what}: {error}", hint=hint, phase="start")
 
 
 def _why_no_room(count: int) -> str:

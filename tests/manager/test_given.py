@@ -125,6 +125,19 @@ def test_the_next_version_comes_after_what_the_fleet_serves(start: Start) -> Non
     assert holds(rig, 4)
 
 
+def test_after_the_last_version_there_is_no_next_one_and_the_way_out_is_told(start: Start) -> None:
+    rig = start()
+    with SyncManager(timeout_s=60) as last:
+        last.update(source(1), 2**62 - 1)
+        with pytest.raises(VersionConflict, match=r"no version comes after.*close_group\(\).*new SyncManager"):
+            last.update(source(2))
+        assert holds(rig, 1)
+        last.close_group()
+    with SyncManager(timeout_s=60) as manager:
+        assert manager.update(source(2), 0).version == 0
+    assert holds(rig, 2)
+
+
 def test_a_version_that_failed_is_not_sent_again(start: Start, manager: SyncManager) -> None:
     rig = start()
     manager.update(source(1))
@@ -232,10 +245,11 @@ def late(call):
     try:
         call()
     except Exception as error:
-        print(type(error).__name__)
+        print(type(error).__name__, "atexit" if "atexit" in error.hint else "", sep="")
 
 manager = SyncManager(timeout_s=20)
 atexit.register(print, "over")
+atexit.register(late, lambda: SyncManager(timeout_s=20))
 atexit.register(manager.close)
 for call in (manager.resume, lambda: manager.update({})):
     atexit.register(late, call)
@@ -249,5 +263,8 @@ def test_a_manager_may_be_closed_as_its_program_ends_and_says_that_nothing_else_
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     program = [sys.executable, "-c", CLOSED_AT_THE_END]
     ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
-    assert (ended.stdout.split(), ended.stderr) == (["ManagerClosed", "ManagerClosed", "over"], "")
+    assert (ended.stdout.split(), ended.stderr) == (
+        ["ManagerClosed", "ManagerClosed", "TransportUnavailableatexit", "over"],
+        "",
+    )
     assert rig.ask("state")["log"] == ["pause:keep", "hold", "resume"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import MAX_NUMBER, VersionConflict, WeightwireError
 from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
 from trainer_adapters.fleet.session import ask_workers
 
@@ -61,7 +61,8 @@ class NextVersion:
         self._asked.clear()
 
     def after(self, cards: Sequence[ReplicaCard], group: str, timeout_s: float, silence_s: float) -> int:
-        """The next version. Asks the replicas that were not asked before; those that do not answer count as serving none."""
+        """The next version. Asks the replicas that were not asked before; those that do not answer count as serving none. Raises
+        `VersionConflict` after the last one that there is."""
         fresh = [card for card in cards if card.replica not in self._asked]
         if fresh:
             try:
@@ -71,4 +72,9 @@ class NextVersion:
             else:
                 self._asked = {card.replica for card in cards}
                 self._highest = max([self._highest, *(version for version in found.values() if version is not None)])
+        if self._highest + 1 >= MAX_NUMBER:
+            raise VersionConflict(
+                f"no version comes after {self._highest}: a version is below 2**62",
+                hint="call close_group(), then number the versions of a new SyncManager from 0",
+            )
         return self._highest + 1
