@@ -15,12 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from inference_plugin.wire.errors import PeerLost, TornReplica, WeightwireError
+from inference_plugin.wire.errors import PeerLost, ReplicaAsleep, TornReplica, WeightwireError
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import PLUGIN
 from tests.engines.test_vllm_one_version import TOKENS, Loaded, Replay
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, check_life, reference, source, weights
-from tests.support.engines import ROOT, Driver, check_starts, noted_starts
+from tests.support import sglang_pool
+from tests.support.engines import ROOT, Driver, check_starts, eventually, noted_starts
 from tests.support.managers import SyncManager
 from tests.support.sglang_engines import PYTHON, SglangDriver, SglangServer
 from tests.support.visible import check_probe, check_visible_on_sglang
@@ -53,6 +54,29 @@ def test_an_engine_that_leaves_the_plug_in_out_runs_without_it(runtime: Path, pa
         assert driver.cards == []
         with SyncManager(timeout_s=60) as manager, pytest.raises(PeerLost, match="no replica"):
             manager.update(source(pair[1]), 1)
+
+
+def test_the_user_s_own_sleep_waits_for_a_group_that_is_being_opened_and_reads_the_weights(
+    runtime: Path, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """On a GPU reading released memory ends the engine, and so it does here."""
+    held = tmp_path / "held"
+    with SglangDriver(runtime, **{sglang_pool.VARIABLE: str(held)}) as driver:
+        driver.open(pair[0], enable_weights_cpu_backup=True)
+        driver.call("own_sleep", level=1)  # from now on the weights lie where nobody may touch what is released
+        driver.call("own_wake_up")
+        with SyncManager(timeout_s=180) as manager:
+            update = manager.update_async(source(pair[1]), 1)
+            eventually(held.exists, what="the opening to begin")
+            driver.call("own_sleep", level=1)
+            with pytest.raises(ReplicaAsleep, match="a command of the engine's own has released"):
+                update.result(60)
+            with pytest.raises(ReplicaAsleep):
+                manager.update(source(pair[1]), 2)
+            driver.call("own_wake_up")
+            manager.update(source(pair[1]), 3)
+            assert manager.verify(source(pair[1])).ok
+        assert driver.tokens(PROMPTS, COUNT) == reference(pair[1])
 
 
 class Stalling(ModuleAdapter):

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.support import engine_driver, held_grammars, poison
+from tests.support import engine_driver, held_grammars, poison, sglang_pool
 
 PASS_S = 0.005
 
@@ -37,6 +37,8 @@ if os.environ.get("WEIGHTWIRE_TEST_ALLOCATOR"):
 
     sglang_allocator.give()
 
+if os.environ.get(sglang_pool.VARIABLE):
+    sglang_pool.give()
 
 if os.environ.get(held_grammars.VARIABLE):
     held_grammars.give()
