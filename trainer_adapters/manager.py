@@ -39,7 +39,7 @@ from trainer_adapters.fleet.fleet import Fleet, leading
 from trainer_adapters.fleet.machine_io import ReplicaStatus
 from trainer_adapters.fleet.pauses import Pauses
 from trainer_adapters.fleet.versions import versions_of
-from trainer_adapters.settings import CatchUpPolicy, OnFailure, Settings, Stragglers
+from trainer_adapters.settings import CatchUpPolicy, OnFailure, Settings, Stragglers, check_choice
 from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.update.attempts import in_engine_dtypes, take_part
 from trainer_adapters.update.catching_up import CatchingUp
@@ -228,7 +228,7 @@ class SyncManager:
         replica; raises if none could be paused. The pause lasts while this process lives; if it is silent for `lease_s`, the
         replicas resume by themselves. Rank 0 pauses; other ranks may call it too, and return at once.
         """
-        policy = in_flight or self.settings.in_flight
+        policy = self.settings.in_flight if in_flight is None else in_flight
         return self._of_pauses("pause()", lambda pauses, deadline_s: pauses.pause(policy, 0, deadline_s))
 
     def resume(self) -> PauseReport:
@@ -259,9 +259,8 @@ class SyncManager:
         The KV cache is lost, so "keep" means "recompute" here. Raises `EngineUnsupported`, and changes nothing, if the engine
         cannot sleep. After level 2 a replica refuses to generate until a full update.
         """
-        if level not in (1, 2):
-            raise ValueError(f"sleep level {level!r} is neither 1 nor 2")
-        policy = in_flight or self.settings.in_flight
+        check_choice("level", level, (1, 2))
+        policy = self.settings.in_flight if in_flight is None else in_flight
         return self._of_pauses("sleep()", lambda pauses, deadline_s: pauses.pause(policy, level, deadline_s))
 
     def wake_up(self, tags: Sequence[MemoryTag] = ()) -> PauseReport:
@@ -321,7 +320,7 @@ class SyncManager:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None and not self._thread.is_closing:
+            if kind is None and not (self._thread.is_closing or self._thread.is_foreign):
                 with contextlib.suppress(CommitFailed):  # closed meanwhile
                     last_s = self._thread.last_deadline_s
                     self._thread.call("the end of a `with` block", lambda _: None, inside=True, deadline_s=last_s)

@@ -18,7 +18,7 @@ from inference_plugin.wire.messages.common import GROUP_NAME
 if TYPE_CHECKING:
     from inference_plugin.transports.base import Transport
 
-__all__ = ["BestEffort", "CatchUpPolicy", "OnFailure", "Quorum", "Settings", "Stragglers"]
+__all__ = ["CHOICES", "BestEffort", "CatchUpPolicy", "OnFailure", "Quorum", "Settings", "Stragglers", "check_choice"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "on_failure": get_args(OnFailure),
 }
 
+SWITCHES = {"check_finite": "True refuses NaN and infinity", "partial": "True where the group is a part of the model"}
+
 
 @dataclass
 class Settings:
@@ -95,9 +97,8 @@ class Settings:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `ConfigError`, a ValueError, for a value that the setting does not allow."""
-        if name in CHOICES and value not in CHOICES[name]:
-            allowed = ", ".join(map(repr, CHOICES[name]))
-            raise ConfigError(f"{name}={value!r} is none of {allowed}", hint=f"give {name} one of these")
+        if name in CHOICES:
+            check_choice(name, value, CHOICES[name])
         if name == "stragglers" and not isinstance(value, Quorum | BestEffort) and value not in ("report", "all"):
             words = f"stragglers={value!r} is none of 'report', 'all', Quorum(n), BestEffort(seconds)"
             raise ConfigError(words, hint="give stragglers one of these")
@@ -106,8 +107,8 @@ class Settings:
                 f"replicas={value!r} is neither the name of a model nor a function of a replica's card",
                 hint="such as replicas=lambda card: card.model.endswith('policy'); `weightwire status --json` shows the cards",
             )
-        if name == "check_finite" and not isinstance(value, bool):
-            raise ConfigError(f"check_finite={value!r} is neither True nor False", hint="True refuses NaN and infinity")
+        if name in SWITCHES and not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} is neither True nor False", hint=SWITCHES[name])
         if name == "group" and not (isinstance(value, str) and re.fullmatch(GROUP_NAME, value)):
             raise ConfigError(
                 f"group={value!r} is no name of a group: it has 1 to 64 letters, digits, '.', '_' and '-', and begins with a "
@@ -167,6 +168,13 @@ class Settings:
         """How long an operation of `timeout_s` (default: the manager's) waits for a sign of life of one process."""
         whole_s = self.timeout_s if timeout_s is None else timeout_s
         return min(self.config.control_timeout_s, SILENCE_SHARE * whole_s)
+
+
+def check_choice(name: str, value: object, allowed: Sequence[Any]) -> None:
+    """Raises `ConfigError`, a ValueError, for a value that is none of those that are `allowed`."""
+    if value not in allowed or isinstance(value, bool):
+        words = ", ".join(map(repr, allowed))
+        raise ConfigError(f"{name}={value!r} is none of {words}", hint=f"give {name} one of these")
 
 
 @functools.cache

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from inference_plugin.wire.errors import ArgumentError, ConfigError, ManagerClosed, ManifestMismatch, VersionConflict
+from inference_plugin.wire.errors import (
+    ArgumentError,
+    ConfigError,
+    ManagerClosed,
+    ManifestMismatch,
+    ProtocolError,
+    VersionConflict,
+)
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
 from tests.manager.test_ranks import Trainer, trainer
@@ -175,6 +182,35 @@ def test_rank_0_decides_the_next_version_for_all_trainer_ranks(start: Start, tra
     assert holds(rig, 2)
 
 
+WRONG: dict[str, tuple[Callable[[SyncManager], Any], str]] = {
+    "a policy": (
+        lambda manager: manager.pause("recompute_all"),
+        "in_flight='recompute_all' is none of 'keep', 'recompute'",
+    ),  # type: ignore[arg-type]
+    "no policy": (lambda manager: manager.pause(""), "in_flight='' is none of"),  # type: ignore[arg-type]
+    "a level": (lambda manager: manager.sleep(0), "level=0 is none of 1, 2"),  # type: ignore[arg-type]
+    "a level that is a switch": (lambda manager: manager.sleep(True), "level=True is none of 1, 2"),  # type: ignore[arg-type]
+    "a tag": (lambda manager: manager.wake_up(["cache"]), "tag='cache' is none of 'weights', 'kv_cache'"),  # type: ignore[list-item]
+    "a tag alone": (lambda manager: manager.wake_up("weights"), r"tags='weights' is no list.*\['weights'\]"),  # type: ignore[arg-type]
+    "a number of replicas": (lambda manager: manager.wait_for_replicas("2", timeout_s=1), "count='2' is a str"),  # type: ignore[arg-type]
+    "no limit": (
+        lambda manager: manager.wait_for_replicas(2, timeout_s=float("inf")),
+        "timeout_s=inf.*every wait has a limit",
+    ),
+    "a switch": (lambda _: SyncManager(partial="no"), "partial='no' is neither True nor False"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_call_does_not_take_is_said_in_its_callers_words(start: Start, manager: SyncManager, what: str) -> None:
+    """It went to the replicas, which answered that they can't read it; or it was taken for something else."""
+    rig = start()
+    call, words = WRONG[what]
+    with pytest.raises((ConfigError, ArgumentError), match=words.replace("'", "['\"]")):
+        call(manager)
+    assert rig.ask("state")["log"] == []
+
+
 # --- other mistakes ---------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +271,25 @@ def test_a_manager_that_is_dropped_without_close_is_warned_of(start: Start, capl
     caplog.clear()
     manager.__del__()
     assert not caplog.text
+
+
+def test_a_forked_child_leaves_its_parents_manager_alone(start: Start) -> None:
+    rig = start()
+    with SyncManager(timeout_s=60) as manager:
+        manager.update(checkpoint(1))
+        child = os.fork()
+        if not child:
+            held = 1
+            try:
+                with pytest.raises(ProtocolError, match="make a SyncManager in this process"):
+                    manager.update(checkpoint(2))
+                manager.__exit__(None, None, None)
+                held = 0
+            finally:
+                os._exit(held)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        manager.update(checkpoint(3))
+    assert holds(rig, 3)
 
 
 CLOSED_AT_THE_END = """

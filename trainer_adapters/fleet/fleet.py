@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import Outgoing, fan_out
 from inference_plugin.net.processes import has_ended
-from inference_plugin.wire.errors import PeerLost, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import ArgumentError, PeerLost, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import CloseGroup, Done, Release, ReplicaCard
 from inference_plugin.wire.reports import ReplicaPause
 from trainer_adapters.fleet.machine import FleetMachine
@@ -89,9 +92,16 @@ class Fleet:
         """The living replicas of the job that the manager is for, by id."""
         return self._settings.chosen(self.registry.cards())
 
-    def wait(self, count: int, timeout_s: float) -> list[ReplicaCard]:
-        """`cards()` once there are at least `count`. Raises `SyncTimeout`."""
-        return self.registry.wait(count, timeout_s, self.cards)
+    def wait(self, count: Any, timeout_s: Any) -> list[ReplicaCard]:
+        """`cards()` once there are at least `count`, an int. Raises `SyncTimeout`, and `ArgumentError` for another kind of
+        argument."""
+        if not hasattr(count, "__index__"):
+            raise ArgumentError(
+                f"count={count!r} is a {type(count).__name__}", hint="give the number of replicas, an int"
+            )
+        if not isinstance(timeout_s, Real) or not math.isfinite(timeout_s):
+            raise ArgumentError(f"timeout_s={timeout_s!r} is no number of seconds", hint="every wait has a limit")
+        return self.registry.wait(count, float(timeout_s), self.cards)
 
     def nobody(self, phase: str) -> PeerLost:
         """The error of an operation that finds no replica."""

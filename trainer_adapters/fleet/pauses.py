@@ -13,11 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import get_args
 
 from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel, coordinator_channel, take_ready
 from inference_plugin.net.processes import start_ticks
-from inference_plugin.wire.errors import PeerLost, SyncTimeout, VersionConflict, WeightwireError
+from inference_plugin.wire.errors import ConfigError, PeerLost, SyncTimeout, VersionConflict, WeightwireError
 from inference_plugin.wire.messages import (
     Body,
     Done,
@@ -35,7 +36,7 @@ from inference_plugin.wire.reports import PauseReport, ReplicaPause
 from trainer_adapters.fleet.asking import Ask, ask_all
 from trainer_adapters.fleet.fleet import Fleet
 from trainer_adapters.fleet.session import all_connections
-from trainer_adapters.settings import Settings
+from trainer_adapters.settings import CHOICES, Settings, check_choice
 
 __all__ = ["Pauses"]
 
@@ -59,7 +60,9 @@ class Pauses:
 
     def pause(self, in_flight: InFlight, level: SleepLevel, deadline_s: float) -> PauseReport:
         """Pauses every living replica, or puts it to sleep, all at once. The pause of a replica is renewed while the others are
-        waited for. Raises the first error if no replica stands still, `PeerLost` if there is no replica."""
+        waited for. Raises the first error if no replica stands still, `PeerLost` if there is none, `ConfigError` for an unknown
+        policy."""
+        check_choice("in_flight", in_flight, CHOICES["in_flight"])
         cards = self._fleet.cards()
         if not cards:
             raise self._fleet.nobody("pause")
@@ -82,7 +85,11 @@ class Pauses:
 
     def resume(self, tags: Sequence[MemoryTag], deadline_s: float) -> PauseReport:
         """Wakes every living replica, or only `tags` of its memory, and lets it generate once all memory is there. Raises the
-        first error if no replica could."""
+        first error if no replica could, `ConfigError` for unknown tags."""
+        if not isinstance(tags, list | tuple):  # the letters of "weights" are no tags either
+            raise ConfigError(f"tags={tags!r} is no list", hint='such as ["weights"]; leave it out for all memory')
+        for tag in tags:
+            check_choice("tag", tag, get_args(MemoryTag))
         cards = self._fleet.cards()
         left_s = self._left_s(deadline_s)
         request = Resume(self._trainer, tuple(tags), timeout_s=0.9 * left_s)
