@@ -181,6 +181,7 @@ class StorePromises(RowPromises):
         assert "t" not in store
         store.put("t", {"a": [1]})
         assert "t" in store
+        assert store.held(["u", "t"]) == store.held({"t"}) == {"t"}
         store.clear(["t"])
         assert "t" not in store
 

@@ -614,7 +614,9 @@ def test_a_worker_that_closes_tells_the_pool_at_once_and_takes_its_rows_along(po
     assert pool.stats().workers == pool.stats().ready == 0 and pool.stats().lost == 2
 
 
-def test_the_worker_forgets_tasks_that_their_consumers_cleared(pools: Any, directory: Path) -> None:
+def test_the_worker_forgets_tasks_that_their_consumers_cleared(
+    pools: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = pools()
     with LocalWorker() as local:
         local.worker._prune_at = 8
@@ -623,9 +625,13 @@ def test_the_worker_forgets_tasks_that_their_consumers_cleared(pools: Any, direc
             pool.next_batch(1, timeout_s=LONG_S).clear(timeout_s=LONG_S)
         (link,) = (one.link for one in local.worker._connections._pools.values())
         eventually(lambda: "t39" in link.held, "the pool's answer to the last announcement")
+        asked: list[set[str]] = []
+        held = local.store.held
+        monkeypatch.setattr(local.store, "held", lambda task_ids: asked.append(set(task_ids)) or held(task_ids))
         local.worker._prune_at = 0
         assert pool.submit("last", {}).result(LONG_S)
         eventually(lambda: link.held == {"last"}, "a short list")
+        assert len(asked) == 1 and len(asked[0]) > 1, "one question about all: it is a round trip in a store on Ray"
 
 
 def test_attempts_at_one_task_take_turns_so_that_one_never_clears_the_rows_of_another(

@@ -144,8 +144,8 @@ class RowDirectory:
         await self._notify()
         return unknown
 
-    async def holds(self, task_id: str) -> bool:
-        return task_id in self._tasks
+    async def held(self, task_ids: Sequence[str]) -> list[str]:
+        return [task_id for task_id in task_ids if task_id in self._tasks]
 
     async def numbers(self) -> Numbers:
         return self._numbers()

@@ -131,7 +131,11 @@ class RayStore(Closing):
 
     def __contains__(self, task_id: str) -> bool:
         """Whether it holds rows of a task."""
-        return bool(self._ask("holds", task_id))
+        return bool(self.held((task_id,)))
+
+    def held(self, task_ids: Iterable[str]) -> set[str]:
+        """Those of `task_ids` of which it holds rows. One question to the directory, however many there are."""
+        return set(self._ask("held", list(task_ids)))
 
     def clear(self, task_ids: Iterable[str]) -> ClearReport:
         """Drops all shards of tasks; their readers keep what they have. Unknown ids are counted."""

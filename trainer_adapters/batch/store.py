@@ -184,8 +184,12 @@ class Store(Closing):
 
     def __contains__(self, task_id: str) -> bool:
         """Whether it holds rows of a task."""
+        return bool(self.held((task_id,)))
+
+    def held(self, task_ids: Iterable[str]) -> set[str]:
+        """Those of `task_ids` of which it holds rows."""
         with self._lock:
-            return task_id in self._tasks
+            return self._tasks.keys() & task_ids
 
     def clear(self, task_ids: Iterable[str]) -> ClearReport:
         """Drops all shards of tasks; those that are leased live on for their readers. Unknown ids are counted."""

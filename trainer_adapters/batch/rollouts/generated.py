@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from inference_plugin.wire.errors import BatchError
@@ -48,7 +48,7 @@ class RowStore(Protocol):
 
     def clear(self, task_ids: Any) -> ClearReport: ...
 
-    def __contains__(self, task_id: str) -> bool: ...
+    def held(self, task_ids: Iterable[str]) -> set[str]: ...
 
 
 def checked_tags(made: Generated) -> dict[str, TagValue]:

@@ -195,9 +195,13 @@ class RolloutWorker(Closing):
 
     def _prune(self, link: PoolLink) -> None:
         """Forgets tasks that their consumers have cleared, so that the list does not grow for ever."""
-        if len(link.held) >= self._prune_at:
-            link.held = {task_id for task_id in link.held if task_id in self.store}
-            self._prune_at = max(PRUNE_FROM, 2 * len(link.held))
+        if len(link.held) < self._prune_at:
+            return
+        try:
+            link.held &= self.store.held(link.held)
+        except Exception:  # it was closed, say: no reason to give up the pool
+            logger.exception("weightwire: the store of rollout worker %s did not say what it holds", self.name)
+        self._prune_at = max(PRUNE_FROM, 2 * len(link.held))
 
     def _to_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every attempt
