@@ -34,7 +34,8 @@ def run_rank(rank: int, port: int, what: str, told: str) -> None:
         except WeightwireError as error:
             said = {"kind": type(error).__name__, "text": error.message, "rank": error.rank}
         Path(told).write_text(json.dumps(said | {"tasks": own.stats().tasks}))
-        dist.barrier()
+        if what != "read":
+            dist.barrier()
     dist.destroy_process_group()
 
 
@@ -51,4 +52,8 @@ def _fail(batch: RankBatch, own: Store, what: str, *, fails: bool) -> None:
     batch.add({"sums": sums})
     if fails:
         own.clear(own._tasks)
+    if what == "read":
+        dist.barrier()
+        if not fails:
+            batch.read(["sums"])
     batch.fetch()

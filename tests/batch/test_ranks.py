@@ -139,6 +139,15 @@ def test_rows_that_one_rank_adds_too_many_and_another_too_few_are_refused(monkey
     assert [each["tasks"] for each in said] == [0, 0]
 
 
+def test_where_rank_0_ends_of_an_error_of_its_own_the_others_are_told_at_once_that_a_rank_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`read` is for rank 0 alone; the other one waits in `fetch`."""
+    said = run_ranks(monkeypatch, "read")
+    assert [each["kind"] for each in said] == ["BatchError", "PeerLost"], said
+    assert "rows that the ranks computed are lost" in said[0]["text"] and "a rank ended" in said[1]["text"], said
+
+
 def run_ranks(monkeypatch: pytest.MonkeyPatch, what: str) -> list[dict[str, Any]]:
     """What the two ranks of `failing_ranks` were told."""
     with runtime(monkeypatch) as directory:

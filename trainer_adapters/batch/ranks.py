@@ -19,7 +19,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import torch
@@ -32,6 +32,8 @@ from inference_plugin.wire.errors import (
     DigestMismatch,
     ErrorInfo,
     FetchFailed,
+    PeerLost,
+    SyncTimeout,
     TransportUnavailable,
     WeightwireError,
 )
@@ -43,6 +45,7 @@ __all__ = ["RankBatch"]
 
 logger = logging.getLogger(__name__)
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -50,7 +53,9 @@ class RankBatch:
     """The rows of `batch`, a REMOTE batch of rank 0, on the ranks of `group`, which takes tensors of the CPU (gloo).
 
     `store` is this rank's own. `fetch` and `add` are collective: every rank calls them, in the same order, and the group's own
-    time limit applies. Where one rank fails in them, all ranks raise its error. `whole` is the batch as it is by now, on rank 0.
+    time limit applies. Where one rank fails in them, all ranks raise its error. Where rank 0 fails in `read` or `add_whole`, let it
+    end: a rank that waits for it raises `PeerLost` at once. If a rank lives on and never comes, the others raise `SyncTimeout` at
+    the group's limit. `whole` is the batch as it is by now, on rank 0.
     `lost`: tasks that were left out of it, because their rows are lost.
     """
 
@@ -225,6 +230,31 @@ def _raise_wrong(fetched: Sequence[_Fetched]) -> None:
         )
 
 
+def _typed(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A collective call whose errors say what became of the other ranks. Gloo's are RuntimeErrors, told apart by their text."""
+
+    @functools.wraps(call)
+    def typed(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        try:
+            return call(*arguments, **named)
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                raise SyncTimeout(
+                    f"not all ranks came to this call within the limit of their process group: {error}",
+                    hint="a rank that failed elsewhere, such as rank 0 in read() or add_whole(), must end or come here too",
+                    side="trainer",
+                ) from error
+            if "onnection" in str(error) or "roken pipe" in str(error):
+                raise PeerLost(
+                    f"a rank ended, and this one waited for it: {error}",
+                    hint="its own error is in its log; restart the ranks",
+                    side="trainer",
+                ) from error
+            raise
+
+    return typed
+
+
 class _Ranks:
     """Bytes between the ranks of a group, as tensors of equal length that begin with the number of bytes. Collective."""
 
@@ -250,6 +280,7 @@ class _Ranks:
             raise WeightwireError.of(decode_as(each, ErrorInfo))
         return result
 
+    @_typed
     def from_first(self, shares: Sequence[bytes]) -> bytes:
         """This rank's share of what rank 0 has for each rank."""
         longest = self._longest(max(map(len, shares)) if self.is_first else 0)
@@ -263,6 +294,7 @@ class _Ranks:
         self.moved_bytes += len(mine) * (self.count - 1 if self.is_first else 1)
         return _content(mine)
 
+    @_typed
     def at_first(self, mine: bytes) -> list[bytes]:
         """What each rank has, on rank 0; nothing on others."""
         longest = self._longest(len(mine))
@@ -272,6 +304,7 @@ class _Ranks:
         self.moved_bytes += len(framed) * (self.count - 1 if self.is_first else 1)
         return [_content(part) for part in parts or ()]
 
+    @_typed
     def everyones(self, mine: bytes) -> list[bytes]:
         """What each rank has, on all ranks."""
         if not (longest := self._longest(len(mine))):
