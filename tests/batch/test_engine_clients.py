@@ -92,6 +92,8 @@ def test_answers_of_a_vllm_before_0_32_have_rows_and_no_versions() -> None:
     old = SimpleNamespace(request_id="r-1", prompt_token_ids=[1], outputs=[output], finished=True)
     made = from_vllm(old)
     assert rows(made.data, "token_ids") == [[7, 8]] and made.versions is None
+    with torch.device("meta"):  # of the trainer's tensors; rows lie on the host
+        assert from_vllm(old).data["token_ids"].device.type == "cpu"
 
 
 @vllm_only

@@ -60,6 +60,25 @@ def test_what_a_rank_and_what_rank_0_computes_belongs_to_the_rows_and_is_cleared
     assert (owner.stats().tasks, mine.stats().tasks, batch.lost) == (0, 0, set())
 
 
+def test_rows_lie_on_the_host_whatever_the_trainers_default_device_is(stores: tuple[Store, Store]) -> None:
+    """Such as `torch.set_default_device("cuda")`; a tensor of ours that was made there has no bytes on the host."""
+    owner, mine = stores
+    drawn_rows = drawn(owner, 4)
+    with torch.device("meta"):
+        batch = RankBatch(drawn_rows, mine, by="ids")
+        rows = batch.fetch()
+        assert rows is not None
+        batch.add({"sums": [int(row.sum()) for row in rows.rows("ids")]})
+        rewards = batch.read(["rewards"]).dense("rewards")
+        batch.add_whole({"advantages": rewards})
+        rows = batch.fetch()
+        assert rows is not None and sorted(rows["advantages"].tolist()) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+        assert rows.padded(0)["ids"].shape == (8, 4)
+        read = owner.get(drawn_rows.entries()[0].shard)
+        draft = owner.empty((0, 3), dtype=torch.float32)
+    assert (read.rows, draft.device.type) == (2, "cpu")
+
+
 def test_tasks_whose_rows_are_gone_are_left_out_and_named_until_no_rows_are_left(stores: tuple[Store, Store]) -> None:
     owner, mine = stores
     batch = RankBatch(drawn(owner, 3), mine, by="ids")

@@ -204,7 +204,7 @@ def _chosen(name: str, step: Any, token: int) -> float:
 
 def _jagged(rows: Sequence[Sequence[int] | Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
     """Jagged even where all rows are equally long: a column has one layout, whatever the lengths of its tasks."""
-    offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
-    offsets[1:] = torch.tensor([len(row) for row in rows], dtype=torch.int64).cumsum(0)
-    values = torch.tensor([value for row in rows for value in row], dtype=dtype)
+    offsets = torch.zeros(len(rows) + 1, dtype=torch.int64, device="cpu")
+    offsets[1:] = torch.tensor([len(row) for row in rows], dtype=torch.int64, device="cpu").cumsum(0)
+    values = torch.tensor([value for row in rows for value in row], dtype=dtype, device="cpu")
     return torch.nested.nested_tensor_from_jagged(values, offsets)

@@ -97,10 +97,13 @@ class Arrivals:
         if entry.shard in self.failed or entry.shard in self._have:
             return
         if len(data) == entry.nbytes:
-            buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
+            buffer = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
             self.keep(entry, buffer, _copy(data, buffer))
             return
-        buffer, arrived = self._buffers.get(entry.shard) or (torch.empty(entry.nbytes, dtype=torch.uint8), 0)
+        buffer, arrived = self._buffers.get(entry.shard) or (
+            torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu"),
+            0,
+        )
         buffer.numpy()[start : start + len(data)] = data
         if (arrived := arrived + len(data)) < entry.nbytes:
             self._buffers[entry.shard] = (buffer, arrived)
@@ -163,7 +166,7 @@ class LeaseExchange(Exchange):
                 )
         self._is_handed_over = True
         for index in empty:
-            arrivals.keep(leased[index], torch.empty(0, dtype=torch.uint8), digest_bytes(b""))
+            arrivals.keep(leased[index], torch.empty(0, dtype=torch.uint8, device="cpu"), digest_bytes(b""))
             self._consumer.end(self._owner, self._number, index)
         for segment, indexes in zip(segments, in_segment, strict=True):
             for some in _in_groups(indexes, leased):

@@ -86,7 +86,7 @@ def _scalar(key: str, pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(pad, (bool, int, float)):
         raise BatchError(f"the pad {pad!r} of key {key!r} is not a number")
     try:
-        scalar = torch.tensor(pad, dtype=dtype)
+        scalar = torch.tensor(pad, dtype=dtype, device="cpu")
         holds = dtype.is_floating_point or dtype.is_complex or scalar.item() == pad
     except (RuntimeError, OverflowError, ValueError) as error:
         raise BatchError(f"{dtype} can't hold the pad {pad!r} of key {key!r}: {error}") from None

@@ -53,9 +53,9 @@ class RankBatch:
     """The rows of `batch`, a REMOTE batch of rank 0, on the ranks of `group`, which takes tensors of the CPU (gloo).
 
     `store` is this rank's own. `fetch` and `add` are collective: every rank calls them, in the same order, and the group's own
-    time limit applies. Where one rank fails in them, all ranks raise its error. Where rank 0 fails in `read` or `add_whole`, let it
-    end: a rank that waits for it raises `PeerLost` at once. If a rank lives on and never comes, the others raise `SyncTimeout` at
-    the group's limit. `whole` is the batch as it is by now, on rank 0.
+    time limit applies. Where one rank fails in them, all ranks raise its error. Where rank 0 fails in `read` or `add_whole`, let
+    it end: a rank that waits for it raises `PeerLost` at once. If a rank lives on and never comes, the others raise `SyncTimeout`
+    at the group's limit. `whole` is the batch as it is by now, on rank 0.
     `lost`: tasks that were left out of it, because their rows are lost.
     """
 
@@ -315,13 +315,13 @@ class _Ranks:
         return [_content(part) for part in parts]
 
     def _longest(self, nbytes: int) -> int:
-        most = torch.tensor([nbytes])
+        most = torch.tensor([nbytes], device="cpu")
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         return int(most)
 
 
 def _framed(data: bytes, most: int) -> torch.Tensor:
-    framed = torch.zeros(_HEAD_BYTES + most, dtype=torch.uint8)
+    framed = torch.zeros(_HEAD_BYTES + most, dtype=torch.uint8, device="cpu")
     framed[:_HEAD_BYTES].view(torch.int64).fill_(len(data))
     framed.numpy()[_HEAD_BYTES : _HEAD_BYTES + len(data)] = memoryview(data)
     return framed

@@ -157,7 +157,7 @@ def _found(
         if why:
             arrivals.refuse(entry, why)
         elif reference is None:
-            arrivals.keep(entry, torch.empty(0, dtype=torch.uint8), digest_bytes(b""))
+            arrivals.keep(entry, torch.empty(0, dtype=torch.uint8, device="cpu"), digest_bytes(b""))
         else:
             objects[reference] = owner, entry
     return objects

@@ -123,7 +123,7 @@ class RayStore(Closing):
                 f"shard {shard} {'was cleared' if why == 'cleared' else 'is unknown'} at {self.owner.id}"
             )
         entry = decode_as(encoded, Entry)
-        copied = torch.empty(entry.nbytes, dtype=torch.uint8)
+        copied = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         if reference is not None:
             with ray_errors(self.owner):
                 copied.numpy()[:] = bytes_of(self._ray.get(reference, timeout=CALL_S), entry)

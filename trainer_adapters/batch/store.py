@@ -90,7 +90,7 @@ class Store(Closing):
         sizes = [checked_count("shape", size, 0) for size in shape]
         nbytes = math.prod(sizes) * checked_dtype(dtype).itemsize
         if not nbytes:
-            return torch.empty(sizes, dtype=dtype)
+            return torch.empty(sizes, dtype=dtype, device="cpu")
         check_budget(None, nbytes, self._budget_bytes)
         draft = Draft(self._drafts)
         (block,) = self._reserve(None, [nbytes], checked_seconds("timeout_s", timeout_s))
@@ -175,7 +175,7 @@ class Store(Closing):
                 raise ProtocolError(f"shard {shard} {why} at {self.owner.id}")
             held.readers += 1
         try:
-            copied = torch.empty(held.block.nbytes, dtype=torch.uint8)
+            copied = torch.empty(held.block.nbytes, dtype=torch.uint8, device="cpu")
             copied.numpy()[:] = held.block.memory
         finally:
             with _Changing(self) as freed:

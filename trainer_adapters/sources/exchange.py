@@ -130,7 +130,11 @@ def _wait(
 
 def exchange_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Every rank's `data`, in order of rank. Collective over `group` (None: the default group)."""
-    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    mine = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return [one.numpy().tobytes() for one in exchange_tensors(mine, group)]
 
 
