@@ -136,17 +136,17 @@ class ReplicaMachine:
             return
         if not isinstance(body, Commit | Pause | Resume | Verify):
             raise ProtocolError(f"a coordinator takes no {type(body).__name__}")
-        if isinstance(body, Commit) and not self.standing.torn:
-            txn, committed = self._committed.get(body.group, ("", None))
-            if committed is not None and txn == body.txn:
-                self._reply(asked.asker, committed)
-                return
         queue, limit = self._commands, MAX_COMMANDS
         if isinstance(body, Verify):
             queue, limit = self._verifications, MAX_VERIFICATIONS
         for known in queue:
             if known.is_asked_again(body, asked.peer):
                 known.asker = asked.asker
+                return
+        if isinstance(body, Commit) and not self.standing.torn:
+            txn, committed = self._committed.get(body.group, ("", None))
+            if committed is not None and txn == body.txn:
+                self._reply(asked.asker, committed)
                 return
         if len(queue) >= limit:
             raise ProtocolError(

@@ -30,7 +30,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
 
     replica: str
     engine: str
-    status: Literal["committed", "already", "failed"]
+    status: Literal["committed", "failed"]
     version: int | None
     transport: str = ""
     install: str = ""

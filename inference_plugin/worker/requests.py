@@ -26,7 +26,7 @@ from inference_plugin.wire.messages import (
 )
 from inference_plugin.worker.actions import AgreeOnTerms, CheckPieces, MapStaging, PassOn, ReceiveBucket
 from inference_plugin.worker.group import WeightUpdateGroup
-from inference_plugin.worker.transaction import Job, Opening, Transaction
+from inference_plugin.worker.transaction import Job, Opening, Transaction, served_already
 
 __all__ = ["bucket", "handlers", "open_group", "still_committing"]
 
@@ -97,11 +97,17 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
     must_equal = ""
     if (installed := group.installed) is not None and not group.unknown and group.state != "torn":
         if request.version == installed.version:
-            # The same number of another trainer, or from before this one was restarted: it has to send its weights
-            # again, and the digests tell whether they are the same.
-            if request.sender.session == installed.sender.session or request.digest == installed.digest:
+            # The number may stand for other weights: of another trainer, of one before it was restarted, of a loop that counts
+            # something else than updates. They are sent again, and the digests tell whether they are the same.
+            if isinstance(finished, RankCommit) or request.digest == installed.digest:
                 group.reply(asker, Begun(already=True))
                 return
+            if (
+                group.terms is not None and group.terms.opened.install == "streaming"
+            ):  # written before they can be compared
+                raise served_already(
+                    request.version, "already, and streaming would write weights before they are compared"
+                )
             must_equal = installed.digest
         if request.version < installed.version:
             raise VersionConflict(

@@ -27,7 +27,7 @@ from inference_plugin.worker.actions import (
     Work,
 )
 from inference_plugin.worker.group import WeightUpdateGroup
-from inference_plugin.worker.transaction import Job
+from inference_plugin.worker.transaction import Job, served_already
 
 __all__ = ["work_ended"]
 
@@ -112,10 +112,7 @@ def _checked_pieces(group: WeightUpdateGroup, job: Job, _result: None, error: We
         return  # it was dropped
     digest = job.work.digest
     if error is None and transaction.must_equal not in ("", digest):
-        error = VersionConflict(
-            f"version {transaction.version} is served with other weights, or was sent in other pieces",
-            hint="another trainer installed it, or this one before it was restarted: go on with a higher version",
-        )
+        error = served_already(transaction.version, "with other weights, or was sent in other pieces")
     if error is not None:  # another list may follow
         transaction.sealing = ""
         for asker, _ in transaction.seal_askers:

@@ -6,11 +6,20 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.errors import VersionConflict, WeightwireError
 from inference_plugin.wire.messages import OpenGroup, Sealed, Sender
 from inference_plugin.worker.actions import Mapped, Work
 
-__all__ = ["Installed", "Job", "Opening", "Transaction"]
+__all__ = ["Installed", "Job", "Opening", "Transaction", "served_already"]
+
+
+def served_already(version: int, how: str) -> VersionConflict:
+    """The error of an update whose number is served, unless its weights are known to be the same."""
+    return VersionConflict(
+        f"version {version} is served {how}",
+        hint="every update needs a number of its own: leave `version` out, or go on with a higher one. This trainer has used the "
+        "number before, another trainer has, or this one has before it was restarted",
+    )
 
 
 @dataclass(slots=True)

@@ -25,8 +25,8 @@ from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here onc
     test_a_cached_prefix_of_the_old_weights_is_not_used_after_an_idle_update,
     test_a_conversation_that_keeps_its_cache_finds_it_after_an_update_and_nobody_else_does,
     test_a_manifest_that_does_not_fit_is_refused_with_names_before_anything_changes,
+    test_a_number_that_is_served_is_taken_again_with_its_weights_alone,
     test_an_older_version_is_refused_and_changes_nothing,
-    test_the_same_version_again_changes_nothing,
     weights,
 )
 from tests.support.rig import eventually

@@ -30,8 +30,8 @@ from tests.engines.test_vllm_tokens import (  # noqa: F401 -- collected here onc
     reference,
     source,
     test_a_manifest_that_does_not_fit_is_refused_with_names_before_anything_changes,
+    test_a_number_that_is_served_is_taken_again_with_its_weights_alone,
     test_an_older_version_is_refused_and_changes_nothing,
-    test_the_same_version_again_changes_nothing,
 )
 from tests.support.models import make_llama
 from tests.support.pages import blocks

@@ -150,12 +150,17 @@ def test_control_messages_do_not_depend_on_the_number_of_tensors(
     assert messages[302][1:] == [5, 5]
 
 
-def test_the_same_version_again_changes_nothing_and_an_older_one_is_refused(start: Start, manager: SyncManager) -> None:
+def test_a_number_that_is_served_is_taken_again_with_its_weights_alone_and_an_older_one_is_refused(
+    start: Start, manager: SyncManager
+) -> None:
+    """A loop that counts epochs, say, and updates more often: the engines would serve the first weights of each."""
     rig = start(tp=2)
     manager.update(source(5), 5)
-    report = manager.update(source(6), 5)
-    assert [r.status for r in report.replicas] == ["already"]
-    assert (report.copies_per_byte, holds(rig, 5)) == (0.0, True)
+    with pytest.raises(VersionConflict, match=r"version 5 is served with other weights.*leave `version` out") as raised:
+        manager.update(source(6), 5)
+    assert raised.value.replica == rig.replica and holds(rig, 5)
+    assert [(r.status, r.version) for r in manager.update(source(5), 5).replicas] == [("committed", 5)]
+    assert holds(rig, 5)
     with pytest.raises(VersionConflict, match="version 4 is not newer than the installed 5") as raised:
         manager.update(source(4), 4)
     assert (raised.value.replica, raised.value.group, raised.value.phase) == (rig.replica, "policy", "agree")

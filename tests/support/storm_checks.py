@@ -147,7 +147,7 @@ class StormChecks(Generic[R]):
                 self.late.pop(replica.replica, None)
             elif said and replica.replica in self.late:
                 self.late[replica.replica] -= 1
-            took = said.get(replica.replica) in ("committed", "already")
+            took = said.get(replica.replica) == "committed"
             if said.get(replica.replica) == "?":
                 self.returning.discard(replica.replica)
             if took or self.rivals or replica.replica in self.hurt or self.late[replica.replica] > 0:
@@ -195,7 +195,7 @@ class StormChecks(Generic[R]):
                 self.violated(f"{replica.replica} is torn and says that it serves v{served}")
             elif was_streamed and len(self.others) > 1:
                 pass  # one manager's version was committed, and then another one's was streamed over it
-            elif any(said.get(replica.replica) in ("committed", "already") for _, said, _ in self.others):
+            elif any(said.get(replica.replica) == "committed" for _, said, _ in self.others):
                 self.violated(f"{replica.replica} is torn and was reported as committed: {self.others}")
 
     def _verify(self, seed: int) -> None:
@@ -229,7 +229,7 @@ class StormChecks(Generic[R]):
         took = [
             (self.versions[seed] or 0, seed)
             for seed, said, _ in self.others
-            if said.get(replica.replica) in ("committed", "already")
+            if said.get(replica.replica) == "committed"
         ]
         if took and len({seed for number, seed in took if number == max(took)[0]}) > 1:
             self.violated(f"{replica.replica} is said to serve two sets of weights of v{max(took)[0]}")

@@ -70,9 +70,8 @@ class Driver:
         self.segment = self.shm.allocate(self.manifest, busy)
         sender = Sender("session", self.pid, addresses.boot_id())
         fingerprint = other.pop("fingerprint", self.manifest.fingerprint)
-        begun: Begun = self.ask(
-            Begin(self.group, txn, version, sender, lease_s, fingerprint, other.pop("segment", self.segment)), Begun
-        )
+        segment, digest = other.pop("segment", self.segment), other.pop("digest", "")
+        begun: Begun = self.ask(Begin(self.group, txn, version, sender, lease_s, fingerprint, segment, digest), Begun)
         return begun
 
     def write(self, tensors: dict[str, torch.Tensor]) -> tuple[Piece, ...]:

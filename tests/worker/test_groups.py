@@ -129,11 +129,19 @@ def test_a_begin_that_comes_after_its_abort_does_not_come_back_to_life(worker: W
 # --- versions ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_older_version_is_refused_and_an_equal_one_is_done_already(worker: Worker, trainer: Driver) -> None:
+def test_an_older_version_is_refused_and_an_equal_one_is_taken_with_its_weights_alone(
+    worker: Worker, trainer: Driver
+) -> None:
     trainer.open()
     trainer.update("t1", 5, weights(1))
     worker.commit("t1", 5)
-    assert trainer.begin("t2", 5) == Begun(already=True)
+    assert trainer.begin("t2", 5, digest=worker.status().digest) == Begun(already=True)
+    assert trainer.begin("t2", 5) == Begun(already=False)
+    trainer.write(weights(2))
+    with pytest.raises(VersionConflict, match=r"version 5 is served with other weights.*leave `version` out"):
+        trainer.seal_fully("t2")
+    assert worker.installer.calls.count("install") == 1
+    trainer.abort("t2")
     with pytest.raises(VersionConflict, match="version 4 is not newer than the installed 5"):
         trainer.begin("t3", 4)
     assert (worker.status().state, worker.status().version) == ("idle", 5)

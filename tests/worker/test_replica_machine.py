@@ -17,6 +17,7 @@ from inference_plugin.engines.actions import (
     Refuse,
     ResumeSteps,
     StopSteps,
+    TellListeners,
 )
 from inference_plugin.engines.events import (
     AllRead,
@@ -227,6 +228,22 @@ def test_a_commit_that_comes_during_another_of_its_group_may_come_again_later() 
     one.boundary()
     one.on(Performed(one.waiting.command, one.waiting.action, True))
     assert isinstance(one.answered["b again"], Committed)
+
+
+def test_a_repeated_commit_is_answered_once_it_is_over_so_that_the_next_one_finds_it_over() -> None:
+    """Its result is known before its listeners are told: answered then, the trainer's next commit came during this one."""
+    one = Simulated(lambda action: "wait" if isinstance(action, TellListeners) else agreeing(action))
+    one.ask("a", COMMIT)
+    one.boundary()
+    one.ask("a again", COMMIT)
+    assert one.answered == {}
+    assert one.waiting is not None
+    one.on(Performed(one.waiting.command, one.waiting.action))
+    assert isinstance(one.answered["a again"], Committed)
+    one.ask("a once more", COMMIT)
+    assert one.answered["a once more"] == one.answered["a again"]
+    one.ask("b", Commit("policy", "t2", 2))
+    assert "b" not in one.answered
 
 
 def test_late_commands_are_answered_once_and_the_engine_is_not_stopped_for_them() -> None:

@@ -20,8 +20,8 @@ def replica_report(card: ReplicaCard, one: Participant, manifest: Manifest, vers
     """The report of one replica. Details that cannot be read don't change its outcome."""
     report = ReplicaReport(replica=card.replica, engine=card.engine, status="failed", version=None, lacks=card.lacks)
     found: dict[str, Any] = {}
-    if one.state in ("committed", "already"):
-        found |= {"status": one.state, "version": version}
+    if one.state == "committed":
+        found |= {"status": "committed", "version": version}
     elif one.error is not None:
         found["error"] = one.error.info()
     with harmless("reading a replica's terms"):
