@@ -18,7 +18,14 @@ from inference_plugin.net.channel import Channel
 from inference_plugin.transports.segment import SegmentAddress
 from inference_plugin.transports.stream import StreamSender
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import ConfigError, ManifestMismatch, NotFinite, TornReplica, WeightwireError
+from inference_plugin.wire.errors import (
+    ConfigError,
+    ManifestMismatch,
+    NotFinite,
+    TornReplica,
+    VersionConflict,
+    WeightwireError,
+)
 from inference_plugin.wire.messages import (
     AskStands,
     Begin,
@@ -91,6 +98,18 @@ def test_nothing_is_sent_in_messages_on_one_host(start: Start) -> None:
     with SyncManager(install="streaming", timeout_s=60) as manager:
         assert manager.update(source(1), 1).egress_bytes == 0
     assert holds(rig, 1)
+
+
+def test_a_number_that_is_served_is_refused_before_a_byte_of_it_is_written(start: Start) -> None:
+    """What is streamed can't be compared with what it writes over."""
+    rig = start(tp=2)
+    with SyncManager(install="streaming", timeout_s=60) as manager:
+        manager.update(source(1), 1)
+        with pytest.raises(VersionConflict, match="version 1 is served already, and streaming would write"):
+            manager.update(source(2), 1)
+        assert holds(rig, 1) and {status.state for status in statuses(rig)} == {"idle"}
+        manager.update(source(2), 2)
+    assert holds(rig, 2)
 
 
 @pytest.mark.parametrize(
