@@ -6,7 +6,7 @@ import pytest
 
 from inference_plugin.net.channel import Channel
 from inference_plugin.plugins import hookimpl
-from inference_plugin.wire.errors import CommitFailed
+from inference_plugin.wire.errors import VersionConflict
 from inference_plugin.wire.messages import CloseGroup, Done
 from tests.manager.conftest import Start
 from tests.manager.test_manager import holds, source
@@ -48,13 +48,18 @@ def test_a_source_that_raises_once_its_version_is_installed_changes_no_answer(st
     assert holds(rig, 1)
 
 
-def test_a_replica_whose_ranks_are_of_different_versions_is_no_success_until_the_next_version(start: Start) -> None:
+def test_a_replica_of_which_one_rank_lost_the_version_takes_its_number_again_with_the_same_weights_alone(
+    start: Start,
+) -> None:
     rig = start(tp=2)
     with SyncManager(timeout_s=60) as manager:
         manager.update(source(1), 1)
         with Channel(rig.card.workers[1].address) as one_rank:
             one_rank.request(CloseGroup("policy"), Done, timeout_s=60)  # from here on it knows of no version
-        with pytest.raises(CommitFailed, match="its ranks serve different versions"):
-            manager.update(source(1), 1)
+        with pytest.raises(VersionConflict, match="version 1 is served with other weights"):
+            manager.update(source(2), 1)
+        assert holds(rig, 1)
+        assert manager.update(source(1), 1).failed == ()
+        assert holds(rig, 1) and manager.versions() == {rig.replica: 1}
         assert manager.update(source(2), 2).failed == ()
     assert holds(rig, 2)
