@@ -236,6 +236,26 @@ def refuse_a_shard_of_another_shape() -> Result:
     return refused(DTensorAdapter(model).manifest)
 
 
+class Marked(torch.Tensor):
+    """A shard of a class of its own."""
+
+
+def refuse_shards_that_were_freed_since_the_last_update() -> Result:
+    """Of a plain class in one model and of a class of its own in the other."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    for kind in (torch.Tensor, Marked):
+        model = nn.Module()
+        local = torch.ones(2, 3).as_subclass(kind)
+        model.register_buffer("w", DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        source = DTensorAdapter(model)
+        source.manifest()
+        local.untyped_storage().resize_(0)
+        found.append(refused(source.manifest))
+    (error,) = {seen["error"] for seen in found}
+    return {"error": error, "text": " and ".join(seen["text"] for seen in found)}
+
+
 def refuse_the_first_fsdp() -> Result:
     return refused(lambda: DTensorAdapter(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))))
 
@@ -270,6 +290,7 @@ ANY_WORLD = [
     refuse_pending_sums,
     refuse_a_model_on_the_meta_device,
     refuse_a_shard_of_another_shape,
+    refuse_shards_that_were_freed_since_the_last_update,
     refuse_the_first_fsdp,
 ]
 FOUR_RANKS = [

@@ -114,6 +114,11 @@ def test_a_process_group_makes_another_model_of_the_second_half(four: Ranks) -> 
         ("refuse_the_first_fsdp", "ArgumentError", ["use FSDPAdapter"]),
         ("refuse_a_shard_of_another_shape", "ManifestMismatch", ["w holds a shard of shape [2, 3] where [23, 3]"]),
         (
+            "refuse_shards_that_were_freed_since_the_last_update",
+            "ManifestMismatch",
+            ["w has no memory: it was freed"],
+        ),
+        (
             "refuse_while_a_layer_is_unsharded",
             "ManifestMismatch",
             ["unsharded at the moment in model.layers.1 (1 in all)"],

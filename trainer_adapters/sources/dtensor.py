@@ -76,7 +76,8 @@ class ShardedSource(ScannedSource):
     def _mark(self, thing: Any) -> Hashable:
         if not isinstance(thing, DTensor):
             return super()._mark(thing)
-        return id(thing), thing.dtype, thing._spec, mark_of(thing._local_tensor)
+        local = mark_of(thing._local_tensor)
+        return None if local is None else (id(thing), thing.dtype, thing._spec, local)
 
     def _spread_of(self, thing: DTensor, local: torch.Tensor) -> tuple[Dims, Any, str]:
         """The DTensor's shape, its spread over the mesh, and why it can't be sent."""
