@@ -174,6 +174,7 @@ class SyncManager:
         DTensors, PEFT), Megatron's chunks with `hf_config`, a mapping of tensors. The adapter is kept for as long as the same
         model is given; making it is collective for Megatron and PEFT. `dtype`: in which all tensors travel ("engine": each in the
         engine's own). `version`: by default one more than the highest that was sent or that a replica serves, as rank 0 decides.
+        A number that is served already is taken again with the same weights alone, and is a `VersionConflict` with others.
 
         Raises if no replica took it, and if a replica that lives did not take it although others did: the error's `report` says
         what became of each. Replicas that took it keep it; the others serve what they served before, and are caught up, as

@@ -102,12 +102,9 @@ def begin(group: WeightUpdateGroup, asker: Any, request: Begin) -> None:
             if isinstance(finished, RankCommit) or request.digest == installed.digest:
                 group.reply(asker, Begun(already=True))
                 return
-            if (
-                group.terms is not None and group.terms.opened.install == "streaming"
-            ):  # written before they can be compared
-                raise served_already(
-                    request.version, "already, and streaming would write weights before they are compared"
-                )
+            if group.terms is not None and group.terms.opened.install == "streaming":
+                how = "already, and streaming would write weights before they are compared"
+                raise served_already(request.version, how)
             must_equal = installed.digest
         if request.version < installed.version:
             raise VersionConflict(

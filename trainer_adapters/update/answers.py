@@ -96,7 +96,7 @@ def _take_begun(state: TransactionState, one: Participant, worker: int, answer: 
     elif all(each.already for each in begun):
         one.state = "already"
     elif any(each.already for each in begun):
-        state.fail(one, CommitFailed("its ranks serve different versions", hint="restart the engine"))
+        state.fail(one, CommitFailed("its ranks serve different versions", hint="the next version brings it up"))
     else:
         one.state, one.landings = "begun", tuple(each.landing for each in begun)
         if one.streams:
