@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.5
 def start_ticks(pid: int | None = None) -> int:
     """When a process started, by default this one, in clock ticks since boot; 0 if that can't be read."""
     try:
-        return _state_and_start(os.getpid() if pid is None else pid)[1]
+        return int(_fields(os.getpid() if pid is None else pid)[19])
     except OSError:
         return 0
 
@@ -47,14 +47,16 @@ def ancestors_of(pid: int) -> Iterator[int]:
 
 def has_ended(pid: int, started: int = 0) -> bool:
     """Whether the process that has had `pid` since `started` is gone or a zombie. A process that can't be inspected (no
-    permission, no free descriptor, no /proc) counts as alive."""
+    permission, no free descriptor, no /proc) counts as alive, and so does one whose main thread alone has ended: the others
+    still hold its memory and its sockets, as a pidfd says too."""
     if not 0 < pid < 1 << 31:
         return True
     try:
-        state, since = _state_and_start(pid)
+        fields = _fields(pid)
     except OSError:
         return not _takes_signals(pid)
-    return state in "ZX" or (started != 0 and since != started)
+    state, threads, since = fields[0], int(fields[17]), int(fields[19])
+    return (state in (b"Z", b"X") and threads <= 1) or (started != 0 and since != started)
 
 
 class ProcessWatch:
@@ -100,12 +102,6 @@ class ProcessWatch:
     def _end(self) -> None:
         self._ended = True
         self.close()
-
-
-def _state_and_start(pid: int) -> tuple[str, int]:
-    """State and start of a process. Raises OSError."""
-    fields = _fields(pid)
-    return fields[0].decode(), int(fields[19])
 
 
 def _fields(pid: int) -> list[bytes]:

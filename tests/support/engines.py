@@ -548,6 +548,8 @@ def _takes(number: int, pid: int) -> bool:
 
 def _alive(process: psutil.Process) -> bool:
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        # The main thread of a killed process may be a zombie while others still hold its memory and sockets.
+        ended = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+        return bool(process.is_running() and not ended)
     except psutil.NoSuchProcess:
         return False

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
 import os
+import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
-from inference_plugin.net import addresses, processes
+from inference_plugin.net import addresses
 from inference_plugin.net.channel import Channel
 from inference_plugin.net.processes import ProcessWatch, has_ended, start_ticks
 from inference_plugin.wire.errors import PeerLost, SyncTimeout
 from inference_plugin.wire.messages import Describe, Done, Hop, Sender
-from tests.support.rig import fork, kill
+from tests.support.rig import eventually, fork, kill
+
+SYS_EXIT = {"x86_64": 60, "aarch64": 93}
+"""The system call that ends the calling thread alone."""
 
 
 @pytest.fixture
@@ -59,6 +67,21 @@ def test_a_process_is_alive_until_it_ends_whether_or_not_there_is_a_descriptor(p
     watch.close()
 
 
+def end_the_main_thread_alone() -> None:
+    """As a killed process is for some time where the cores are busy, with the threads in another order."""
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    ctypes.CDLL(None).syscall(SYS_EXIT[platform.machine()], 0)
+
+
+def test_a_process_lives_while_any_thread_of_it_does_whether_or_not_there_is_a_descriptor(kernel: str) -> None:
+    pid = fork("tests.wire.test_processes:end_the_main_thread_alone")
+    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the end of its main thread")
+    watch = ProcessWatch(pid, start_ticks(pid))
+    assert not has_ended(pid) and not watch.ended()
+    kill(pid)
+    assert has_ended(pid) and ends(watch)
+
+
 def test_a_pid_that_is_another_processs_now_has_ended(pid: int, kernel: str) -> None:
     assert ProcessWatch(pid, start_ticks(pid) - 1).ended() and has_ended(pid, start_ticks(pid) - 1)
     unknown = ProcessWatch(pid)
@@ -86,11 +109,11 @@ def test_every_process_reads_the_same_start(pid: int) -> None:
 def test_a_process_whose_state_cannot_be_read_is_alive_until_it_is_gone(
     pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: int) -> tuple[str, int]:
+    def refuse(_: Path) -> bytes:
         raise OSError(errno.EMFILE, "the test refuses")
 
     since = start_ticks(pid)
-    monkeypatch.setattr(processes, "_state_and_start", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     assert not has_ended(pid, since)
     kill_without_reading(pid)
     assert has_ended(pid, since)
