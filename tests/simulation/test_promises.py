@@ -43,6 +43,7 @@ def first_violation(seeds: int, kinds: Sequence[FaultKind] = FAULTS) -> Result |
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # 15 minutes of computing on two slow and busy cores; a schedule that hangs is a violation
 def test_every_promise_holds_in_each_schedule() -> None:
     outcome = run_many(range(SCHEDULES), len(os.sched_getaffinity(0)), most_violations=1)
     if outcome.violations:
