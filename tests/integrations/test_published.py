@@ -45,13 +45,14 @@ PAGES = {
             "_pull_model_state_dict": f"{TITAN}.actors.generator:VLLMGenerator",
         },
         {
-            f"{TITAN}.actors.trainer:PolicyTrainer": ("model", "policy_version"),
+            f"{TITAN}.actors.trainer:PolicyTrainer": ("model", "policy_version", "sd_adapter"),
             f"{TITAN}.actors.generator:VLLMGenerator": ("policy_version",),
         },
         (
             PatchPoint(f"{TITAN}.components.weight_sync:WeightSyncManager.start_async_push_pull", ("version",)),
             PatchPoint(f"{TITAN}.components.weight_sync:WeightSyncManager.wait_prev_push"),
             PatchPoint(f"{TITAN}.components.weight_sync:WeightSyncManager.wait_prev_pull"),
+            PatchPoint("torchtitan.protocols.state_dict_adapter:BaseStateDictAdapter.to_hf", ("state_dict",)),
         ),
     ),
     "skyrl": Lines(

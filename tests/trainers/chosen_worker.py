@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weightwire
-from tests.trainers.observing import Result, main, observe, refused, state, tiny_qwen3
+from tests.trainers.observing import Result, main, nudge, observe, refused, state, tiny_qwen3
 from trainer_adapters.sources.chosen import source_for
 
 PLAN = {"model.layers.*.self_attn.q_proj": ColwiseParallel(), "model.layers.*.self_attn.o_proj": RowwiseParallel()}
@@ -55,6 +55,20 @@ def data_parallel() -> Result:
 def mapping() -> Result:
     tensors = state(tiny_qwen3(tied=False))
     return chosen(tensors, tensors, dtype="float64")
+
+
+def state_dict() -> Result:
+    model, gold = shard(tiny_qwen3()), tiny_qwen3()
+    nudge(model)
+    nudge(gold)
+    return chosen(model.state_dict(), state(gold))
+
+
+def state_dict_of_a_plan() -> Result:
+    """Pairs, of which a tensor-parallel plan has sharded two in each layer."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = parallelize_module(tiny_qwen3(key_heads=2), mesh, PLAN)
+    return chosen(list(model.state_dict().items()), state(tiny_qwen3(key_heads=2)))
 
 
 def adapters() -> Result:
@@ -124,6 +138,8 @@ if __name__ == "__main__":
             tensor_parallel,
             data_parallel,
             mapping,
+            state_dict,
+            state_dict_of_a_plan,
             adapters,
             adapters_alone,
             in_engine_dtypes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.trainers.observing import Result, main, nudge, observe, refused, state, tiny_qwen3, train
-from trainer_adapters import DTensorAdapter
+from trainer_adapters import DTensorAdapter, ExportAdapter
 
 PLAN: dict[str, Any] = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -205,7 +206,68 @@ def one_model_on_each_half() -> Result:
     return {**result, "slices": [], "claims": [], "second": len(result["slices"])}
 
 
+def an_export_of_shards() -> Result:
+    """DTensors of every layout from a function, whole tensors among them, and one that the first rank alone has."""
+    size = dist.get_world_size()
+    mesh, two = init_device_mesh("cpu", (size,)), two_dimensions()
+    layouts: dict[str, Any] = {
+        "rows": ((7, 5), mesh, [Shard(0)]),
+        "columns": ((3, 9), mesh, [Shard(1)]),
+        "everywhere": ((700, 800), mesh, [Replicate()]),
+        "number": ((), mesh, [Replicate()]),
+        "nothing": ((0, 3), mesh, [Shard(0)]),
+        "rows twice": ((11, 6), two, [Shard(0), Shard(0)]),
+        "both": ((6, 11), two, [Shard(1), Shard(0)]),
+        "whole": ((5, 4), None, []),
+        "first": ((4,), None, []),
+    }
+    torch.manual_seed(12)
+    gold = {name: torch.randn(shape) for name, (shape, _, _) in layouts.items()}
+    shards = {
+        name: gold[name].clone() if on is None else distribute_tensor(gold[name].clone(), on, placements)
+        for name, (_, on, placements) in layouts.items()
+        if name != "first" or dist.get_rank() == 0
+    }
+    return observe(ExportAdapter(lambda: shards.items()), gold)
+
+
+def an_export_of_trained_shards() -> Result:
+    """Names and values as another format has them: a projection's heads in another order, all else as it is sharded."""
+
+    def converted(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in model.state_dict().items():
+            if "q_proj" in name:
+                whole = tensor.redistribute(placements=[Replicate()]) if isinstance(tensor, DTensor) else tensor
+                tensor = whole.view(2, -1, 36).flip(0).reshape(-1, 36)
+            yield name.replace("model.", "policy."), tensor
+
+    model = tiny_qwen3(tied=False)
+    for layer in model.model.layers:  # type: ignore[union-attr, operator]
+        fully_shard(layer)
+    nudge(fully_shard(model))
+    gold = tiny_qwen3(tied=False)
+    nudge(gold)
+    return observe(ExportAdapter(lambda: converted(model)), {n: t.detach() for n, t in converted(gold)})
+
+
 # --- cases that must be refused -----------------------------------------------
+
+
+def refuse_an_export_of_pending_sums() -> Result:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    pairs = [("sum", DTensor.from_local(torch.ones(3), mesh, [Partial()]))]
+    return refused(lambda: ExportAdapter(lambda: pairs))
+
+
+def refuse_an_export_that_shards_otherwise_the_second_time() -> Result:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = iter([Shard(0), Shard(1)])
+    source = ExportAdapter(lambda: [("w", distribute_tensor(torch.ones(8, 8), mesh, [next(placements)]))])
+    return refused(lambda: list(source.slices()))
+
+
+def refuse_a_function() -> Result:
+    return refused(lambda: DTensorAdapter(dict))  # type: ignore[arg-type]
 
 
 def refuse_pending_sums() -> Result:
@@ -287,6 +349,11 @@ ANY_WORLD = [
     a_shard_of_several_boxes,
     a_tensor_on_some_of_the_ranks,
     a_local_tensor_that_is_not_contiguous,
+    an_export_of_shards,
+    an_export_of_trained_shards,
+    refuse_an_export_of_pending_sums,
+    refuse_an_export_that_shards_otherwise_the_second_time,
+    refuse_a_function,
     refuse_pending_sums,
     refuse_a_model_on_the_meta_device,
     refuse_a_shard_of_another_shape,

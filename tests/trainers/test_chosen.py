@@ -32,6 +32,8 @@ def ranks(request: pytest.FixtureRequest, launched: Callable[[int], Ranks]) -> R
         ("tensor_parallel", "DTensorAdapter"),
         ("data_parallel", "ModuleAdapter"),
         ("mapping", "ModuleAdapter"),
+        ("state_dict", "DTensorAdapter"),
+        ("state_dict_of_a_plan", "DTensorAdapter"),
     ],
     four=[("hybrid", "FSDPAdapter"), ("fsdp2_over_tensor_parallel", "DTensorAdapter")],
 )

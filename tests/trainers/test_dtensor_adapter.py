@@ -39,6 +39,7 @@ ANY_WORLD = [
     "a_shard_of_several_boxes",
     "a_tensor_on_some_of_the_ranks",
     "a_local_tensor_that_is_not_contiguous",
+    "an_export_of_shards",
 ]
 FOUR_RANKS = [
     "fsdp_over_tensor_parallel",
@@ -62,6 +63,12 @@ def test_shards_on_two_ranks_equal_the_unsharded_gold_bit_for_bit(two: Ranks, ca
 def test_shards_on_four_ranks_equal_the_unsharded_gold_bit_for_bit(four: Ranks, case: str) -> None:
     seen = of(four, case)
     manifest, values, _ = written(seen)
+    assert_is_gold(values, seen[0]["gold"], manifest.tied)
+
+
+def test_what_an_export_makes_of_trained_shards_arrives_bit_for_bit(four: Ranks) -> None:
+    seen = of(four, "an_export_of_trained_shards")
+    manifest, values, _ = written(seen, seen[0]["collectives"])
     assert_is_gold(values, seen[0]["gold"], manifest.tied)
 
 
@@ -118,6 +125,13 @@ def test_a_process_group_makes_another_model_of_the_second_half(four: Ranks) -> 
             "ManifestMismatch",
             ["w has no memory: it was freed"],
         ),
+        ("refuse_an_export_of_pending_sums", "ManifestMismatch", ["sum has placements (Partial"]),
+        (
+            "refuse_an_export_that_shards_otherwise_the_second_time",
+            "ManifestMismatch",
+            ["tensor 0, w: torch.float32 [8, 8], lies in other shards than the first time"],
+        ),
+        ("refuse_a_function", "ArgumentError", ["ExportAdapter takes functions"]),
         (
             "refuse_while_a_layer_is_unsharded",
             "ManifestMismatch",

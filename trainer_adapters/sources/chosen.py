@@ -40,8 +40,8 @@ MADE_TOGETHER: frozenset[Kind] = frozenset(["megatron", "vllm"])
 
 TAKEN = (
     "a WeightSource, ours or vLLM's; a torch.nn.Module (plain, DistributedDataParallel, FSDP1, FSDP2, DTensors, a PEFT model); "
-    "Megatron-Core's GPTModel or the list of its chunks; a mapping of names to tensors, a list of (name, tensor), or a callable "
-    "that returns fresh pairs of them"
+    "Megatron-Core's GPTModel or the list of its chunks; a mapping of names to tensors, a list of (name, tensor), DTensors too, "
+    "or a callable that returns fresh pairs of them"
 )
 
 LORA_GROUP = "lora."
@@ -111,12 +111,11 @@ def kind_of(model: object) -> Kind:
         if all(_is_megatron(one) for one in model):
             return "megatron"
         raise _unknown(f"a list of {len(model)} modules that are not all Megatron-Core's", "send one model at a time")
-    if isinstance(model, Mapping):
-        _check_pairs(model.items() if holds_its_tensors(model) else ())
-        return "tensors"
-    if isinstance(model, list | tuple):
-        _check_pairs(model if holds_its_tensors(model) else ())
-        return "tensors"
+    if isinstance(model, Mapping | list | tuple):
+        if not holds_its_tensors(model):
+            return "tensors"
+        _check_pairs(_pairs(model))
+        return "dtensor" if any(is_dtensor(tensor) for _, tensor in _pairs(model)) else "tensors"
     if isinstance(model, Iterator):
         raise _unknown(
             f"a {type(model).__name__}, which can be read only once, while every update reads it again",
@@ -189,6 +188,11 @@ def _rules(dtype: object) -> DtypeRules:
             hint="a dtype is torch.bfloat16 or its name, 'bfloat16'; for several, give the adapter dtype_rules",
         )
     return DtypeRules(dtype)
+
+
+def _pairs(model: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    pairs: Iterable[tuple[str, torch.Tensor]] = model.items() if isinstance(model, Mapping) else model
+    return pairs
 
 
 def _check_pairs(pairs: Iterable[Any]) -> None:

@@ -6,9 +6,9 @@ Private parts of torch used here: a DTensor's `_spec` and `_local_tensor` (`to_l
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,18 @@ from torch.distributed.tensor import DTensor
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
 from trainer_adapters.sources.base import LocalSlice
-from trainer_adapters.sources.inspection import Inspection, mark_of, why_not_plain
+from trainer_adapters.sources.inspection import Inspection, Memory, mark_of, why_not_plain
 from trainer_adapters.sources.placements import Mesh, Spread
 from trainer_adapters.sources.plan import Dims, Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards, ScannedSource, ScanOptions
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import refuse_lora_layers
-from trainer_adapters.sources.streams import Buffers, module_stream
+from trainer_adapters.sources.streams import Buffers, holds_its_tensors, module_stream, stream_of
 
 __all__ = ["DTensorAdapter", "ShardedSource"]
+
+Named: TypeAlias = Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]]
+"""Tensors by name, as a state dict has them."""
 
 FREED_HINT = (
     "call reshard() on the modules named here (the root's covers only parameters of its own), or update "
@@ -36,15 +39,21 @@ FREED_HINT = (
 class ShardedSource(ScannedSource):
     """The common base of sources of DTensors: inspects them, and finds the boxes of this rank's shards."""
 
-    _module: torch.nn.Module
-
     def __init__(
-        self, model: torch.nn.Module, *, include_buffers: Buffers = "persistent", **options: Unpack[ScanOptions]
+        self, model: torch.nn.Module | Named, *, include_buffers: Buffers = "persistent", **options: Unpack[ScanOptions]
     ) -> None:
-        if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
-            raise ArgumentError("parts of this model are sharded by FullyShardedDataParallel: use FSDPAdapter")
-        refuse_lora_layers(model, options.get("rename"))
-        super().__init__(module_stream(model, include_buffers), module=model, in_memory=True, **options)
+        module = model if isinstance(model, torch.nn.Module) else None
+        if module is not None:
+            if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+                raise ArgumentError("parts of this model are sharded by FullyShardedDataParallel: use FSDPAdapter")
+            refuse_lora_layers(module, options.get("rename"))
+        elif not holds_its_tensors(model):
+            raise ArgumentError(
+                f"a {type(model).__name__} may make its tensors anew each time it is read",
+                hint="give a module, a dict or a list of pairs; ExportAdapter takes functions that return DTensors",
+            )
+        stream = stream_of(model) if module is None else module_stream(module, include_buffers)
+        super().__init__(stream, module=module, in_memory=True, **options)
         self._mesh = cache(Mesh)  # queries of a mesh are slow
         self._spread = cache(Spread.of)  # models repeat their shapes
         self._known: dict[int, tuple[Any, Dims, Dims, Any, str]] = {}
@@ -54,7 +63,8 @@ class ShardedSource(ScannedSource):
         if len(self._known) > 2 * len(infos):  # mostly of parameters that no longer exist
             self._known.clear()
         # The planned parameters lay in shards: only a different model may have unsharded ones at the moment.
-        if (self._plan is None or infos != self._plan.infos) and (unsharded := _unsharded(self._module)):
+        is_new = self._plan is None or infos != self._plan.infos
+        if is_new and self._module is not None and (unsharded := _unsharded(self._module)):
             raise ManifestMismatch(
                 f"parameters are unsharded at the moment in {first_few(unsharded)}", hint=FREED_HINT, side="trainer"
             )
@@ -71,7 +81,14 @@ class ShardedSource(ScannedSource):
         _, _, shape, spread, problem = known
         if not problem and spread.mesh.coordinate is not None:
             problem = why_not_plain(local)
-        return Inspection(shape, thing.dtype, spread, problem, None if problem else id(thing))
+        return Inspection(shape, thing.dtype, spread, problem, None if problem else self._memory_of(thing))
+
+    def _memory_of(self, thing: DTensor) -> Hashable:
+        """Equal for tied DTensors: in a module the same one, in a state dict two that share their shard's memory."""
+        local = thing._local_tensor
+        if self._module is not None or not local.numel():
+            return id(thing)
+        return Memory(local.device, local.data_ptr(), (thing.shape, thing.placements, local.dtype, local.stride()))
 
     def _mark(self, thing: Any) -> Hashable:
         if not isinstance(thing, DTensor):
@@ -100,7 +117,8 @@ class ShardedSource(ScannedSource):
 
 
 class DTensorAdapter(ShardedSource):
-    """A source for a model of DTensors: tensor-parallel plans, `fully_shard` over them, expert-parallel meshes.
+    """A source for a model of DTensors: tensor-parallel plans, `fully_shard` over them, expert-parallel meshes. It takes the
+    module, or its tensors by name (a state dict, or a list of pairs), which have the same names on all ranks.
 
     Every rank makes one and sends its own shards, which are views of the parameters' memory. Meshes and placements may
     differ from parameter to parameter; `_StridedShard` and uneven shards are supported. The ranks that hold the same copy
@@ -119,7 +137,7 @@ class DTensorAdapter(ShardedSource):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | Named,
         *,
         dtype_rules: Rules = None,
         include_buffers: Buffers = "persistent",

@@ -1,8 +1,8 @@
 """Exports of another library's converter: any iterable of checkpoint names and tensors that the ranks make together.
 
 Converters gather: they run on all ranks, in step, and yield each tensor on all ranks, on rank 0, or on those of the
-stage that has it. So a rank that stops iterating leaves the others waiting in a collective, and a rank that sees no tensors
-doesn't know the model. Therefore:
+stage that has it; or they rename and reshape, and yield DTensors. So a rank that stops iterating leaves the others waiting in
+a collective, and a rank that sees no tensors doesn't know the model. Therefore:
 1. at construction all ranks run through one export and exchange names, shapes and dtypes (`inventory`); from these each rank
    derives by itself the manifest and which rank sends what. A converter that knows them beforehand saves that run;
 2. `slices()` runs through an export again, holding one tensor at a time;
@@ -11,9 +11,10 @@ doesn't know the model. Therefore:
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,13 @@ from inference_plugin.wire.tensors import dtype_name, narrowed
 from trainer_adapters.sources.base import LocalSlice
 from trainer_adapters.sources.inspection import why_not_plain
 from trainer_adapters.sources.inventory import ExchangedSource, HeldBox, Inventory
+from trainer_adapters.sources.plan import Dims, LocalShard, whole_shard
 from trainer_adapters.sources.selection import DtypeRules, NameFilter, Rules
+from trainer_adapters.sources.sharded import is_dtensor
 from trainer_adapters.sources.sharing import beginnings
+
+if TYPE_CHECKING:
+    from trainer_adapters.sources.placements import Spread
 
 __all__ = ["ExportAdapter", "TensorMetadata"]
 
@@ -47,15 +53,28 @@ class TensorMetadata(NamedTuple):
     shape: tuple[int, ...]
 
 
+class _Item(NamedTuple):
+    """A tensor that an export yields, and this rank's shards of it: all of it, if it is no DTensor."""
+
+    name: str
+    dtype: str
+    shape: Dims
+    shards: tuple[LocalShard, ...]
+
+    def boxes(self) -> list[HeldBox]:
+        return [HeldBox(self.name, self.dtype, self.shape, shard.offsets, shard.sizes, 0) for shard in self.shards]
+
+
 class ExportAdapter(ExchangedSource):
     """A source for `export`, a function that the ranks call together and that returns a fresh iterable of `(name,
     tensor)`, for example Megatron-Bridge's `lambda: bridge.export_hf_weights(model, cpu=True)`.
 
-    Names are the checkpoint's; tensors are whole and on any device. A rank may yield all of them, some or none: of a tensor
-    that several ranks yield, each sends a share. The manifest lists the ranks' exports one after the other. `metadata`:
-    returns `(name, TensorMetadata)` of each tensor that this rank's export yields, in its order; without it, the export itself
-    runs once to find out. `tied` maps names that don't travel to those that travel in their place (an iterable doesn't show
-    shared memory). `dtype_rules`, `include` and `exclude` as in `ModuleAdapter`.
+    Names are the checkpoint's; tensors are on any device, and whole or DTensors, of which each rank sends its shards. A rank may
+    yield all of them, some or none: of a tensor or shard that several ranks yield, each sends a share. The manifest lists the
+    ranks' exports one after the other. `metadata`: returns `(name, TensorMetadata)` of each tensor that this rank's export
+    yields, in its order, all of them whole; without it, the export itself runs once to find out. `tied` maps names that don't
+    travel to those that travel in their place (an iterable doesn't show shared memory). `dtype_rules`, `include` and `exclude`
+    as in `ModuleAdapter`.
 
     Collective over `process_group` (default: all of torch.distributed), and so is every run of the export, in the
     manager's thread: while an `update_async` runs, no other thread may use the export's process groups. An export that fails
@@ -79,12 +98,16 @@ class ExportAdapter(ExchangedSource):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._export = export
-        self._first: list[HeldBox] = []
+        self._first: list[_Item] = []
+        self._shards: list[tuple[int, LocalShard]] = []
+        """Of each box of this rank's inventory, the position of its tensor in the export, and where it lies."""
         self._kept: list[LocalSlice] = []
+        self._spread = functools.cache(_spread)  # meshes are slow to ask, and models repeat their shapes
 
         def look() -> Inventory:
-            self._first = _look(export() if metadata is None else metadata())
-            return Inventory(self._first)
+            self._first = self._look(export() if metadata is None else metadata())
+            self._shards = [(position, shard) for position, item in enumerate(self._first) for shard in item.shards]
+            return Inventory([box for item in self._first for box in item.boxes()])
 
         super().__init__(look, process_group)
         self._settle(tied or {}, DtypeRules(dtype_rules), NameFilter(include, exclude), in_natural_order=False)
@@ -98,23 +121,19 @@ class ExportAdapter(ExchangedSource):
         return iter(kept)
 
     def slices(self) -> Iterator[LocalSlice]:
-        boxes: dict[int, list[Box]] = {}
-        for assignment in self._sent:
-            boxes.setdefault(assignment.held, []).append(assignment.box)
+        sent = self._by_position((one.held, one.box) for one in self._sent)
         others = {assignment.held: assignment.box for assignment in self._equal}
-        equal, self._kept = beginnings(self._manifest, others), []
+        equal, self._kept = self._by_position(beginnings(self._manifest, others).items()), []
         pairs = iter(self._export())
         try:
             # Counted by hand, and deleted: `enumerate` and the loop's variable would keep the last tensor alive.
             position = 0
             for name, tensor in pairs:
                 self._check(position, name, tensor)
-                for box in boxes.get(position, ()):
-                    yield LocalSlice(box, narrowed(tensor.detach(), box.offsets, box.sizes))
-                if position in equal:
-                    box = equal[position]
-                    copied = narrowed(tensor.detach(), box.offsets, box.sizes).to("cpu", copy=True)
-                    self._kept.append(LocalSlice(box, copied))
+                for shard, box in sent.get(position, ()):
+                    yield LocalSlice(box, _part(tensor, shard, box))
+                for shard, box in equal.get(position, ()):
+                    self._kept.append(LocalSlice(box, _part(tensor, shard, box).to("cpu", copy=True)))
                 del tensor
                 position += 1
             if position != len(self._first):
@@ -126,51 +145,99 @@ class ExportAdapter(ExchangedSource):
             except Exception as error:  # noqa: BLE001 -- whatever ended the slices is the error to raise; this one follows from it
                 logger.warning("weightwire: the rest of an export, made for the other ranks, failed: %s", error)
 
+    def _by_position(self, boxes: Iterable[tuple[int, Box]]) -> dict[int, list[tuple[LocalShard, Box]]]:
+        """These boxes, given by position in the inventory, by the position of their tensor in the export."""
+        found: dict[int, list[tuple[LocalShard, Box]]] = {}
+        for held, box in boxes:
+            position, shard = self._shards[held]
+            found.setdefault(position, []).append((shard, box))
+        return found
+
     def _check(self, position: int, name: str, tensor: Any) -> None:
         first = self._first[position] if position < len(self._first) else None
-        if first is None or not isinstance(tensor, torch.Tensor) or _whole(name, tensor) != first:
+        now = self._item(name, tensor) if isinstance(tensor, torch.Tensor) else None
+        if first is None or now != first:
             found = f"{name}: {getattr(tensor, 'dtype', type(tensor))} {list(getattr(tensor, 'shape', ()))}"
             before = f"{first.name}: torch.{first.dtype} {list(first.shape)}" if first else "nothing more"
+            if found == before:
+                raise _changed(f"tensor {position}, {found}, lies in other shards than the first time")
             raise _changed(f"tensor {position} is {found}, the first time it was {before}")
 
-
-def _look(pairs: Iterable[Any]) -> list[HeldBox]:
-    """Runs through an export, or its metadata, to its end even if something is wrong with it. Raises `ManifestMismatch` for
-    tensors that can't be sent."""
-    items: dict[str, HeldBox] = {}
-    problems = []
-    for pair in pairs:
-        try:
-            name, tensor = pair
-        except (TypeError, ValueError):
-            problems.append(f"{pair!r:.60} is no pair of a name and a tensor")
-            continue
-        if not isinstance(name, str):
-            problems.append(f"the name {name!r:.60} is a {type(name).__name__}")
-        elif name in items:
-            problems.append(f"{name} occurs twice")
-        elif not isinstance(tensor, torch.Tensor | TensorMetadata):
-            problems.append(f"{name} is a {type(tensor).__name__}")
-        elif isinstance(tensor, torch.Tensor) and (problem := why_not_plain(tensor)):
-            problems.append(f"{name} {problem}")
-        else:
+    def _look(self, pairs: Iterable[Any]) -> list[_Item]:
+        """Runs through an export, or its metadata, to its end even if something is wrong with it. Raises `ManifestMismatch` for
+        tensors that can't be sent."""
+        items: dict[str, _Item] = {}
+        problems = []
+        for pair in pairs:
             try:
-                items[name] = _whole(name, tensor)
-            except ManifestMismatch as error:
-                problems.append(f"{name}: {error.message}")
-        del tensor
-    if problems:
-        raise ManifestMismatch(
-            f"this export can't be sent: {first_few(problems)}",
-            hint="correct these tensors, or let the export leave them out",
-            side="trainer",
+                name, tensor = pair
+            except (TypeError, ValueError):
+                problems.append(f"{pair!r:.60} is no pair of a name and a tensor")
+                continue
+            if not isinstance(name, str):
+                problems.append(f"the name {name!r:.60} is a {type(name).__name__}")
+            elif name in items:
+                problems.append(f"{name} occurs twice")
+            elif not isinstance(tensor, torch.Tensor | TensorMetadata):
+                problems.append(f"{name} is a {type(tensor).__name__}")
+            elif isinstance(tensor, torch.Tensor) and (problem := self._problem(tensor)):
+                problems.append(f"{name} {problem}")
+            else:
+                try:
+                    items[name] = self._item(name, tensor)
+                except ManifestMismatch as error:
+                    problems.append(f"{name}: {error.message}")
+            del tensor
+        if problems:
+            raise ManifestMismatch(
+                f"this export can't be sent: {first_few(problems)}",
+                hint="correct these tensors, or let the export leave them out",
+                side="trainer",
+            )
+        return list(items.values())
+
+    def _problem(self, tensor: torch.Tensor) -> str:
+        """Why a tensor can't be sent; "" if it can."""
+        if not is_dtensor(tensor):
+            return why_not_plain(tensor)
+        spread = self._spread_of(tensor)
+        return spread.problem or (why_not_plain(_local(tensor)) if spread.shards else "")
+
+    def _item(self, name: str, tensor: torch.Tensor | TensorMetadata) -> _Item:
+        shape = tuple(tensor.shape)
+        sharded = isinstance(tensor, torch.Tensor) and is_dtensor(tensor) and tensor.numel()
+        return _Item(
+            name,
+            dtype_name(tensor.dtype),
+            shape,
+            self._spread_of(tensor).shards if sharded else (whole_shard(shape),),
         )
-    return list(items.values())
+
+    def _spread_of(self, tensor: Any) -> Spread:
+        return self._spread(
+            tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), tuple(_local(tensor).shape)
+        )
 
 
-def _whole(name: str, tensor: torch.Tensor | TensorMetadata) -> HeldBox:
-    shape = tuple(tensor.shape)
-    return HeldBox(name, dtype_name(tensor.dtype), shape, (0,) * len(shape), shape, 0)
+def _spread(mesh: Any, placements: tuple[Any, ...], shape: Dims, local: Dims) -> Spread:
+    from trainer_adapters.sources.placements import Mesh, Spread  # imports torch's DTensors
+
+    known = Mesh(mesh, placements)
+    return Spread(known, (), known.problem) if known.problem else Spread.of(known, shape, local)
+
+
+@torch.no_grad()
+def _local(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor, which a collective may still be making."""
+    local: Any = tensor.to_local() if is_dtensor(tensor) else tensor
+    made: torch.Tensor = local.wait() if hasattr(local, "wait") else local
+    return made
+
+
+def _part(tensor: torch.Tensor, shard: LocalShard, box: Box) -> torch.Tensor:
+    """The values of `box`, which lies in `shard`."""
+    at = (place + first - offset for place, first, offset in zip(shard.at, box.offsets, shard.offsets, strict=True))
+    return narrowed(_local(tensor).detach(), tuple(at), box.sizes)
 
 
 def _changed(how: str) -> ManifestMismatch:

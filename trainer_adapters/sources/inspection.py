@@ -33,7 +33,7 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     """Why a tensor's values can't be read where they are; "" if they can."""
     if type(tensor) not in _PLAIN:
         if is_dtensor(tensor):
-            return "is a DTensor: ModuleAdapter takes whole tensors, use FSDPAdapter or DTensorAdapter"
+            return "is a DTensor: use FSDPAdapter or DTensorAdapter for a model, ExportAdapter for tensors by name"
         if not tensor.is_meta and bool(is_traceable_wrapper_subclass(tensor)):
             return f"is a {type(tensor).__name__}, which wraps other tensors: convert it to a plain one"
     if tensor.is_meta:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from trainer_adapters.sources.plan import Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards, ScannedSource
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.sharded import is_fully_sharded, is_wrapped_by_fsdp1, refuse_lora_layers
-from trainer_adapters.sources.streams import Buffers, Pairs, Stream, holds_its_tensors, module_stream
+from trainer_adapters.sources.streams import Buffers, Stream, holds_its_tensors, module_stream, stream_of
 
 __all__ = ["ModuleAdapter"]
 
@@ -69,7 +68,7 @@ class ModuleAdapter(ScannedSource):
             refuse_lora_layers(module, rename)
         in_memory = module is not None or holds_its_tensors(model)
         super().__init__(
-            module_stream(module, include_buffers) if module is not None else _stream_of(model),
+            module_stream(module, include_buffers) if module is not None else stream_of(model),
             module=module,
             in_memory=in_memory,
             dtype_rules=dtype_rules,
@@ -102,23 +101,3 @@ def _refuse_sharded(module: torch.nn.Module) -> None:
             raise ArgumentError("this module is sharded by fully_shard: use FSDPAdapter")
         if is_wrapped_by_fsdp1(part):
             raise ArgumentError("this module is sharded by FullyShardedDataParallel: use FSDPAdapter")
-
-
-def _stream_of(model: Any) -> Stream:
-    if isinstance(model, Mapping):
-        return lambda: model.items()
-    if isinstance(model, Iterator):
-        raise ArgumentError(
-            f"a {type(model).__name__} can be read only once, while every update reads it again: pass a "
-            "callable that returns a fresh one, e.g. `lambda: model.named_parameters()`"
-        )
-    if isinstance(model, Iterable):
-        return lambda: model
-    if callable(model):
-        return lambda: _pairs(model())
-    raise ArgumentError(f"expected a module, a mapping, a callable or an iterable of pairs, not {type(model).__name__}")
-
-
-def _pairs(produced: Any) -> Pairs:
-    pairs: Pairs = produced.items() if isinstance(produced, Mapping) else produced
-    return pairs

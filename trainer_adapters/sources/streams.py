@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from trainer_adapters.sources.sharded import is_wrapped_by_fsdp1
 
-__all__ = ["Buffers", "Pairs", "Stream", "holds_its_tensors", "module_stream", "module_ties", "walk"]
+__all__ = ["Buffers", "Pairs", "Stream", "holds_its_tensors", "module_stream", "module_ties", "stream_of", "walk"]
 
 Pairs: TypeAlias = Iterable[tuple[str, Any]]
 Stream: TypeAlias = Callable[[], Pairs]
@@ -52,6 +52,28 @@ def module_stream(module: torch.nn.Module, include_buffers: Buffers = "persisten
                 yield prefix + name, buffer
 
     return stream
+
+
+def stream_of(model: Any) -> Stream:
+    """The stream of a mapping, of an iterable of pairs, or of a function that returns either. Raises `ArgumentError` for
+    anything else."""
+    if isinstance(model, Mapping):
+        return lambda: model.items()
+    if isinstance(model, Iterator):
+        raise ArgumentError(
+            f"a {type(model).__name__} can be read only once, while every update reads it again: pass a "
+            "callable that returns a fresh one, e.g. `lambda: model.named_parameters()`"
+        )
+    if isinstance(model, Iterable):
+        return lambda: model
+    if callable(model):
+        return lambda: _pairs(model())
+    raise ArgumentError(f"expected a module, a mapping, a callable or an iterable of pairs, not {type(model).__name__}")
+
+
+def _pairs(produced: Any) -> Pairs:
+    pairs: Pairs = produced.items() if isinstance(produced, Mapping) else produced
+    return pairs
 
 
 def module_ties(module: torch.nn.Module) -> dict[str, str]:
