@@ -250,6 +250,15 @@ def an_export_of_trained_shards() -> Result:
     return observe(ExportAdapter(lambda: converted(model)), {n: t.detach() for n, t in converted(gold)})
 
 
+def an_export_of_copies_that_come_apart() -> Result:
+    """Each tensor-parallel rank has the router on its own data-parallel submesh, and nothing keeps them equal."""
+    mesh = two_dimensions()
+    whole = torch.arange(700 * 800.0).view(700, 800)
+    own = whole + mesh["tp"].get_local_rank()
+    router = distribute_tensor(own, mesh["dp"], [Shard(0)], src_data_rank=None)
+    return observe(ExportAdapter(lambda: [("router", router)]), {"router": whole})
+
+
 # --- cases that must be refused -----------------------------------------------
 
 
@@ -368,6 +377,7 @@ FOUR_RANKS = [
     experts_divided_twice,
     replicas_of_tensor_parallel_groups,
     one_model_on_each_half,
+    an_export_of_copies_that_come_apart,
     refuse_while_a_layer_is_unsharded,
     parameters_that_come_and_go,
 ]

@@ -49,6 +49,7 @@ FOUR_RANKS = [
     "experts_divided_twice",
     "replicas_of_tensor_parallel_groups",
     "one_model_on_each_half",
+    "an_export_of_copies_that_come_apart",
 ]
 
 

@@ -54,15 +54,17 @@ class TensorMetadata(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A tensor that an export yields, and this rank's shards of it: all of it, if it is no DTensor."""
+    """A tensor that an export yields, and this rank's shards of it: all of it, if it is no DTensor. `turn`: the lowest rank of
+    a DTensor's mesh; of copies on several meshes, the ranks of the first send theirs."""
 
     name: str
     dtype: str
     shape: Dims
     shards: tuple[LocalShard, ...]
+    turn: int = 0
 
     def boxes(self) -> list[HeldBox]:
-        return [HeldBox(self.name, self.dtype, self.shape, shard.offsets, shard.sizes, 0) for shard in self.shards]
+        return [HeldBox(self.name, self.dtype, self.shape, one.offsets, one.sizes, self.turn) for one in self.shards]
 
 
 class ExportAdapter(ExchangedSource):
@@ -70,7 +72,8 @@ class ExportAdapter(ExchangedSource):
     tensor)`, for example Megatron-Bridge's `lambda: bridge.export_hf_weights(model, cpu=True)`.
 
     Names are the checkpoint's; tensors are on any device, and whole or DTensors, of which each rank sends its shards. A rank may
-    yield all of them, some or none: of a tensor or shard that several ranks yield, each sends a share. The manifest lists the
+    yield all of them, some or none: of a tensor or shard that several ranks yield, each sends a share; of DTensors on several
+    meshes, which nothing keeps equal, only the ranks of the mesh with the lowest rank. The manifest lists the
     ranks' exports one after the other. `metadata`: returns `(name, TensorMetadata)` of each tensor that this rank's export
     yields, in its order, all of them whole; without it, the export itself runs once to find out. `tied` maps names that don't
     travel to those that travel in their place (an iterable doesn't show shared memory). `dtype_rules`, `include` and `exclude`
@@ -205,13 +208,10 @@ class ExportAdapter(ExchangedSource):
 
     def _item(self, name: str, tensor: torch.Tensor | TensorMetadata) -> _Item:
         shape = tuple(tensor.shape)
-        sharded = isinstance(tensor, torch.Tensor) and is_dtensor(tensor) and tensor.numel()
-        return _Item(
-            name,
-            dtype_name(tensor.dtype),
-            shape,
-            self._spread_of(tensor).shards if sharded else (whole_shard(shape),),
-        )
+        if isinstance(tensor, torch.Tensor) and is_dtensor(tensor) and tensor.numel():
+            spread = self._spread_of(tensor)
+            return _Item(name, dtype_name(tensor.dtype), shape, spread.shards, spread.mesh.ranks[0])
+        return _Item(name, dtype_name(tensor.dtype), shape, (whole_shard(shape),))
 
     def _spread_of(self, tensor: Any) -> Spread:
         return self._spread(
