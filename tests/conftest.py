@@ -224,7 +224,7 @@ FULL = (
     # programs that start several interpreters: each kind of trainer once more, examples
     *(
         f"{ENGINES}test_trainers.py::test_the_engines_say_what_the_trained_checkpoint_says[{trainer}"
-        for trainer in ("fsdp1", "hsdp", "fsdp2-2-x-tp-2", "megatron-ep")
+        for trainer in ("fsdp1", "hsdp", "fsdp2-2-x-tp-2", "megatron-ep", "zero3")
     ),
     f"{ENGINES}test_pause.py::test_the_colocated_example_pauses_where_the_engine_cannot_sleep",
     "tests/batch/test_transferqueue.py::test_a_hook_of_ray_registers_the_backend_in_processes_that_know_nothing_of_it",

@@ -3,7 +3,7 @@
     python3.11 tools/envs.py vllm     # vLLM on CPU, the development tools, and Weightwire itself (editable)
     python3.11 tools/envs.py sglang   # SGLang on CPU and Weightwire itself, for engines in processes of their own
     python3.11 tools/envs.py vllm-old # an older vLLM and what it needs beside the packages of .venvs/vllm, for engines
-    python3.11 tools/envs.py megatron # Megatron-Core and Megatron-Bridge on CPU, for trainers in processes of their own
+    python3.11 tools/envs.py megatron # Megatron-Core, its Bridge and DeepSpeed on CPU, for trainers in processes of their own
     python3.11 tools/envs.py trl      # TRL's trainers on CPU, without an engine beside them
     python3.11 tools/envs.py verl     # verl's trainers and Ray on CPU, without an engine beside them
     python3.11 tools/envs.py docs     # what builds the documentation's site; without Weightwire, torch or an engine
@@ -82,7 +82,9 @@ ENVIRONMENTS = {
     "vllm-old": Environment(
         "an older vLLM on CPU, for tests", free_gb=1, provides="vllm", lock="versions/vllm-0.27.1.txt", over="vllm"
     ),
-    "megatron": Environment("Megatron-Core and Megatron-Bridge on CPU, for tests", free_gb=3, provides="megatron.core"),
+    "megatron": Environment(
+        "Megatron-Core and DeepSpeed on CPU, for tests", free_gb=3, provides="megatron.core, deepspeed"
+    ),
     "trl": Environment("TRL's trainers on CPU, for tests", free_gb=3, provides="trl"),
     "verl": Environment("verl's trainers and Ray on CPU, for tests", free_gb=3, provides="verl.workers.engine_workers"),
     "docs": Environment("the documentation's site", free_gb=0.2, provides="mkdocs_autorefs", package=False),

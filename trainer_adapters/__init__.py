@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     from trainer_adapters.sources.megatron.source import MegatronAdapter
     from trainer_adapters.sources.module import ModuleAdapter
     from trainer_adapters.sources.selection import DtypeRules
+    from trainer_adapters.sources.zero import DeepSpeedAdapter
     from trainer_adapters.update.handle import PendingUpdate
 
 __all__ = [
-    "BatchStatus", "BestEffort", "ClearReport", "Config", "DTensorAdapter", "DistributedBatch", "DtypeRules",
+    "BatchStatus", "BestEffort", "ClearReport", "Config", "DTensorAdapter", "DeepSpeedAdapter", "DistributedBatch", "DtypeRules",
     "ExportAdapter", "FSDPAdapter", "Generated", "LoRAAdapter", "LocalSlice", "MegatronAdapter", "MegatronLoRAAdapter",
     "MergedLoRAAdapter", "ModuleAdapter", "PendingUpdate", "Quorum", "ReplicaStatus", "Rollout", "RolloutPool",
     "RolloutWorker", "RankBatch", "Store", "SyncManager", "VersionSpan", "WeightSource", "alocalize", "localize",
@@ -47,7 +48,8 @@ __all__ = [
 
 _HOMES = {
     "BatchStatus": "batch.status", "BestEffort": "settings", "ClearReport": "batch.records", "Config": "manager",
-    "DTensorAdapter": "sources.dtensor", "DistributedBatch": "batch.batch", "DtypeRules": "sources.selection",
+    "DTensorAdapter": "sources.dtensor", "DeepSpeedAdapter": "sources.zero", "DistributedBatch": "batch.batch",
+    "DtypeRules": "sources.selection",
     "ExportAdapter": "sources.export", "FSDPAdapter": "sources.fsdp", "Generated": "batch.rollouts.generated",
     "LoRAAdapter": "sources.lora.adapter", "LocalSlice": "sources.base", "MegatronAdapter": "sources.megatron.source",
     "MegatronLoRAAdapter": "sources.megatron.lora_adapter", "MergedLoRAAdapter": "sources.lora.merged",

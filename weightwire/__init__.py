@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         BestEffort,
         ClearReport,
         Config,
+        DeepSpeedAdapter,
         DistributedBatch,
         DTensorAdapter,
         DtypeRules,
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArgumentError", "AuthError", "BatchError", "BatchStatus", "BestEffort", "ClearReport", "CommitFailed", "Config",
-    "ConfigError", "DTensorAdapter", "DigestMismatch", "DistributedBatch", "DtypeRules", "EngineUnsupported",
+    "ConfigError", "DTensorAdapter", "DeepSpeedAdapter", "DigestMismatch", "DistributedBatch", "DtypeRules", "EngineUnsupported",
     "ExportAdapter", "FSDPAdapter", "FetchFailed", "Generated", "LoRAAdapter", "LocalSlice", "ManagerClosed",
     "ManifestMismatch", "MegatronAdapter", "MegatronLoRAAdapter", "MergedLoRAAdapter", "ModuleAdapter", "NotFetched",
     "NotFinite", "PauseReport", "PeerLost", "PendingUpdate", "PoolClosed", "ProtocolError", "Quorum", "ReplicaAsleep",

@@ -6,6 +6,7 @@ and the engines' parameters are compared with it byte for byte. Megatron-Bridge 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ class Trainer:
         script = EXAMPLES / self.script
         if self.script == "megatron.py":
             return run_ranks(ON_CPU, self.ranks, out, str(script), *arguments, *self.arguments, python=str(MEGATRON))
-        return run_ranks(script, self.ranks, out, *arguments, *self.arguments)
+        python = str(MEGATRON) if self.script == "zero3.py" else sys.executable  # where DeepSpeed is
+        return run_ranks(script, self.ranks, out, *arguments, *self.arguments, python=python)
 
 
 TRAINERS = {
@@ -51,6 +53,7 @@ TRAINERS = {
     "fsdp2-4-ranks": Trainer("fsdp2.py", 4),
     "hsdp-2-x-2": Trainer("hsdp.py", 4),
     "fsdp2-2-x-tp-2": Trainer("fsdp2_tp.py", 4),
+    "zero3-2-ranks": Trainer("zero3.py", 2),
     "lora-2-ranks": Trainer("lora.py", 2),
     "megatron-tp-2-x-pp-2": Trainer("megatron.py", 4, "qwen3", ("--tp", "2", "--pp", "2")),
     "megatron-ep-2": Trainer("megatron.py", 2, "qwen3_moe", ("--ep", "2")),

@@ -42,8 +42,13 @@ Ranks = dict[str, list[dict[str, Any]]]
 def launch(worker: str, ranks: int, out: Path, *arguments: Path, python: str = sys.executable) -> Ranks:
     """What each rank saw in each case of a worker."""
     torchrun(worker, ranks, out, *arguments, python=python)
-    results = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
-    return {case: [result[case] for result in results] for case in results[0]}
+    return results(out, ranks)
+
+
+def results(out: Path, ranks: int) -> Ranks:
+    """What the ranks of a worker left."""
+    left = [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return {case: [result[case] for result in left] for case in left[0]}
 
 
 def torchrun(worker: str, ranks: int, out: Path, *arguments: Path, python: str = sys.executable) -> None:
@@ -55,9 +60,14 @@ def run_ranks(program: Path, ranks: int, out: Path, *arguments: str, python: str
     """What `torchrun --standalone --nproc-per-node=RANKS PROGRAM ARGUMENTS` prints, if all ranks end well."""
     ran = start_ranks(program, ranks, out, *arguments, python=python)
     try:
-        ran.wait(END_S)
+        return ended_well(ran, out)
     finally:
         ran.terminate()  # the agent ends its ranks
+
+
+def ended_well(ran: ForkedProgram, out: Path) -> str:
+    """What a program that `start_ranks` started printed, when all its ranks have ended well."""
+    ran.wait(END_S)
     printed = (out / LOG).read_text(errors="replace")
     assert (out / WELL).exists(), printed[-8000:]
     return printed
@@ -65,7 +75,8 @@ def run_ranks(program: Path, ranks: int, out: Path, *arguments: str, python: str
 
 def start_ranks(program: Path, ranks: int, out: Path, *arguments: str, python: str = sys.executable) -> ForkedProgram:
     """Starts that. What it prints goes into `out / LOG`."""
-    modules = PRELOADED if python == sys.executable else (*PRELOADED, "tests.support.megatron_loaded")
+    more = () if python == sys.executable else ("tests.support.megatron_loaded", "tests.support.deepspeed_loaded")
+    modules = (*PRELOADED, *more)
     return nursery(python, modules, tuple(ENVIRONMENT.items())).start(
         "tests.trainers.forked",
         [str(ranks), str(out), str(program), *arguments],

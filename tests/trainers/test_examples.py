@@ -69,6 +69,6 @@ def test_an_example_has_joined_the_threads_of_its_process_groups_when_the_interp
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("script", ["fsdp1", "fsdp2", "fsdp2_tp", "hsdp", "lora", "megatron"])
+@pytest.mark.parametrize("script", ["fsdp1", "fsdp2", "fsdp2_tp", "hsdp", "lora", "megatron", "zero3"])
 def test_each_example_leaves_its_process_groups(script: str) -> None:
     assert (ROOT / "examples" / "trainers" / f"{script}.py").read_text().endswith("    leave()\n")

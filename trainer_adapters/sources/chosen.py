@@ -13,6 +13,7 @@ from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.sources.selection import DtypeRules, Rules
 from trainer_adapters.sources.sharded import (
     has_lora_layers,
+    has_partitions,
     is_dtensor,
     is_fsdp_alone,
     is_fully_sharded,
@@ -33,15 +34,15 @@ Sendable: TypeAlias = (
 )
 """A source, a model (for Megatron also the list of its chunks), or checkpoint tensors by name."""
 
-Kind: TypeAlias = Literal["source", "vllm", "fsdp", "dtensor", "megatron", "lora", "module", "tensors"]
+Kind: TypeAlias = Literal["source", "vllm", "fsdp", "dtensor", "deepspeed", "megatron", "lora", "module", "tensors"]
 
 MADE_TOGETHER: frozenset[Kind] = frozenset(["megatron", "vllm"])
 """Kinds whose sources the ranks make by a collective of the trainer's process group."""
 
 TAKEN = (
-    "a WeightSource, ours or vLLM's; a torch.nn.Module (plain, DistributedDataParallel, FSDP1, FSDP2, DTensors, a PEFT model); "
-    "Megatron-Core's GPTModel or the list of its chunks; a mapping of names to tensors, a list of (name, tensor), DTensors too, "
-    "or a callable that returns fresh pairs of them"
+    "a WeightSource, ours or vLLM's; a torch.nn.Module (plain, DistributedDataParallel, FSDP1, FSDP2, DTensors, DeepSpeed, a "
+    "PEFT model); Megatron-Core's GPTModel or the list of its chunks; a mapping of names to tensors, a list of (name, tensor), "
+    "DTensors too, or a callable that returns fresh pairs of them"
 )
 
 LORA_GROUP = "lora."
@@ -56,8 +57,8 @@ def source_for(
     group: str = "policy",
     process_group: dist.ProcessGroup | None = None,
 ) -> WeightSource:
-    """The adapter for `model`: `FSDPAdapter`, `DTensorAdapter`, `MegatronAdapter`, `MergedLoRAAdapter` (`LoRAAdapter` in a group
-    named "lora.NAME"), `VllmSourceAdapter` or `ModuleAdapter`. A `WeightSource` is returned as it is.
+    """The adapter for `model`: `FSDPAdapter`, `DTensorAdapter`, `DeepSpeedAdapter`, `MegatronAdapter`, `MergedLoRAAdapter`
+    (`LoRAAdapter` in a group named "lora.NAME"), `VllmSourceAdapter` or `ModuleAdapter`. A `WeightSource` is returned as it is.
 
     `dtype`: the dtype in which every tensor travels, as with `dtype_rules={"*": dtype}`; "engine" stands for the engine's own
     dtypes; default: the trainer's own. `hf_config`: for Megatron, the checkpoint's config. `process_group`: the trainer's ranks.
@@ -90,6 +91,10 @@ def source_for(
         from trainer_adapters.sources.dtensor import DTensorAdapter
 
         return DTensorAdapter(sendable, dtype_rules=rules, process_group=process_group)
+    if kind == "deepspeed":
+        from trainer_adapters.sources.zero import DeepSpeedAdapter
+
+        return DeepSpeedAdapter(sendable, dtype_rules=rules)
     from trainer_adapters.sources.module import ModuleAdapter
 
     place: dict[str, int] = {}
@@ -142,6 +147,8 @@ def _kind_of_module(model: torch.nn.Module) -> Kind:
         return "fsdp"
     if is_fsdp_alone(model):
         return "fsdp"
+    if has_partitions(model):
+        return "deepspeed"
     spread = any(is_fully_sharded(part) for part in parts) or any(map(is_dtensor, model.parameters()))
     return "dtensor" if spread else "module"
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from inference_plugin.wire.geometry import MAX_DIMS
 from trainer_adapters.sources.plan import Dims
-from trainer_adapters.sources.sharded import is_dtensor
+from trainer_adapters.sources.sharded import is_dtensor, is_partitioned, shape_of
 
 __all__ = ["Inspection", "Memory", "mark_of", "memory_of", "why_not_plain"]
 
@@ -36,6 +36,8 @@ def why_not_plain(tensor: torch.Tensor) -> str:
             return "is a DTensor: use FSDPAdapter or DTensorAdapter for a model, ExportAdapter for tensors by name"
         if not tensor.is_meta and bool(is_traceable_wrapper_subclass(tensor)):
             return f"is a {type(tensor).__name__}, which wraps other tensors: convert it to a plain one"
+    if is_partitioned(tensor) and shape_of(tensor) != tensor.shape:
+        return "is partitioned by DeepSpeed's ZeRO-3: use DeepSpeedAdapter"
     if tensor.is_meta:
         return "is on the meta device: it has no values"
     if tensor.layout != torch.strided or tensor.is_quantized:

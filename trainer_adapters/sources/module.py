@@ -11,7 +11,7 @@ from inference_plugin.wire.errors import ArgumentError
 from trainer_adapters.sources.plan import Rename, TensorInfo, whole_shard
 from trainer_adapters.sources.scan import LocalShards, ScannedSource
 from trainer_adapters.sources.selection import Rules
-from trainer_adapters.sources.sharded import is_fully_sharded, is_wrapped_by_fsdp1, refuse_lora_layers
+from trainer_adapters.sources.sharded import has_partitions, refuse_fsdp, refuse_lora_layers
 from trainer_adapters.sources.streams import Buffers, Stream, holds_its_tensors, module_stream, stream_of
 
 __all__ = ["ModuleAdapter"]
@@ -64,7 +64,8 @@ class ModuleAdapter(ScannedSource):
             raise ValueError(f"rank must be in 0..{world_size - 1}, not {rank}")
         module = model if isinstance(model, torch.nn.Module) else None
         if module is not None:
-            _refuse_sharded(module)
+            refuse_fsdp(module)
+            _refuse_partitions(module)
             refuse_lora_layers(module, rename)
         in_memory = module is not None or holds_its_tensors(model)
         super().__init__(
@@ -95,9 +96,6 @@ class ModuleAdapter(ScannedSource):
         return 0, 1
 
 
-def _refuse_sharded(module: torch.nn.Module) -> None:
-    for part in module.modules():
-        if is_fully_sharded(part):
-            raise ArgumentError("this module is sharded by fully_shard: use FSDPAdapter")
-        if is_wrapped_by_fsdp1(part):
-            raise ArgumentError("this module is sharded by FullyShardedDataParallel: use FSDPAdapter")
+def _refuse_partitions(module: torch.nn.Module) -> None:
+    if has_partitions(module):
+        raise ArgumentError("this module is partitioned by DeepSpeed's ZeRO-3: use DeepSpeedAdapter")

@@ -1,5 +1,5 @@
-"""Tests whether torch has sharded a module or a tensor, and whether a module has PEFT's adapters, without importing torch's
-sharding modules or PEFT.
+"""Tests whether torch or DeepSpeed has sharded a module or a tensor, and whether a module has PEFT's adapters, without importing
+torch's sharding modules, DeepSpeed or PEFT.
 
 That takes seconds, and a trainer that uses them has already done it: no object exists of a class that nobody imported.
 """
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "has_lora_layers", "is_dtensor", "is_fsdp_alone", "is_fully_sharded", "is_wrapped_by_fsdp1", "refuse_lora_layers",
+    "has_lora_layers", "has_partitions", "is_deepspeed_engine", "is_dtensor", "is_fsdp_alone", "is_fully_sharded",
+    "is_partitioned", "is_wrapped_by_fsdp1", "refuse_fsdp", "refuse_lora_layers", "shape_of",
 ]  # fmt: skip
 
 
@@ -48,6 +49,34 @@ def is_fsdp_alone(model: torch.nn.Module) -> bool:
 def is_wrapped_by_fsdp1(module: object) -> bool:
     """Whether this is a FullyShardedDataParallel, which holds the module that it wraps."""
     return _is("torch.distributed.fsdp", "FullyShardedDataParallel", module)
+
+
+def is_deepspeed_engine(module: object) -> bool:
+    """Whether `deepspeed.initialize` returned this, which holds the model that it was given."""
+    return _is("deepspeed.runtime.engine", "DeepSpeedEngine", module)
+
+
+def is_partitioned(value: object) -> bool:
+    """Whether it is a parameter that DeepSpeed's ZeRO-3 has partitioned: the tensor itself is empty or, for a while, gathered."""
+    return hasattr(value, "ds_tensor")
+
+
+def has_partitions(model: torch.nn.Module) -> bool:
+    return any(map(is_partitioned, model.parameters()))
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor, also where ZeRO-3 has partitioned it."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def refuse_fsdp(model: torch.nn.Module) -> None:
+    """Raises `ArgumentError` for a model with a part that FSDP shards."""
+    for part in model.modules():
+        if is_fully_sharded(part):
+            raise ArgumentError("this module is sharded by fully_shard: use FSDPAdapter")
+        if is_wrapped_by_fsdp1(part):
+            raise ArgumentError("this module is sharded by FullyShardedDataParallel: use FSDPAdapter")
 
 
 def has_lora_layers(model: torch.nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
-from trainer_adapters.sources.sharded import is_wrapped_by_fsdp1
+from trainer_adapters.sources.sharded import is_deepspeed_engine, is_wrapped_by_fsdp1
 
 __all__ = ["Buffers", "Pairs", "Stream", "holds_its_tensors", "module_stream", "module_ties", "stream_of", "walk"]
 
@@ -116,6 +116,6 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def _wrapped(part: torch.nn.Module) -> str:
     """The attribute in which a wrapper holds the wrapped module; names in a checkpoint don't contain it. "" for no wrapper."""
-    if isinstance(part, _WRAPPERS):
+    if isinstance(part, _WRAPPERS) or is_deepspeed_engine(part):
         return "module"
     return "_fsdp_wrapped_module" if is_wrapped_by_fsdp1(part) else ""

@@ -26,7 +26,8 @@ __all__ = ["LoRAAdapter"]
 
 
 class LoRAAdapter(WrappingSource):
-    """A source for adapter `adapter` of a PEFT model, sharded by `fully_shard`, of DTensors, or unsharded, active or not.
+    """A source for adapter `adapter` of a PEFT model, sharded by `fully_shard`, of DTensors, under DeepSpeed, or unsharded,
+    active or not.
 
     Send it as the group `lora.NAME`, where NAME is the engine's name of the adapter: `SyncManager(group="lora.policy")`.
     The base model must be the one that the engine serves; if it is trained too, it is sent as a group of its own.

@@ -16,7 +16,8 @@ from trainer_adapters.sources.fsdp import FSDPAdapter
 from trainer_adapters.sources.gather import gathered
 from trainer_adapters.sources.module import ModuleAdapter
 from trainer_adapters.sources.plan import Rename
-from trainer_adapters.sources.sharded import is_dtensor, is_fsdp_alone, is_wrapped_by_fsdp1
+from trainer_adapters.sources.sharded import has_partitions, is_dtensor, is_fsdp_alone, is_wrapped_by_fsdp1
+from trainer_adapters.sources.zero import DeepSpeedAdapter
 
 __all__ = ["PeftFactors", "check_kind", "source_of"]
 
@@ -32,7 +33,7 @@ def check_kind(model: torch.nn.Module) -> None:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    return any(is_dtensor(parameter) for parameter in model.parameters())
+    return has_partitions(model) or any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def source_of(
@@ -41,6 +42,8 @@ def source_of(
     """A source that fits the model's sharding, with the names that `rename` returns."""
     if is_fsdp_alone(model):
         return FSDPAdapter(model, rename=rename, **options)
+    if has_partitions(model):
+        return DeepSpeedAdapter(model, rename=rename, **options)
     if is_sharded(model):
         return DTensorAdapter(model, rename=rename, process_group=process_group, **options)
     return ModuleAdapter(model, rename=rename, **options)

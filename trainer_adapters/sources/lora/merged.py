@@ -42,8 +42,8 @@ class _AdaptedTensor:
 
 
 class MergedLoRAAdapter(WrappingSource):
-    """A source for a PEFT model with LoRA adapters, sharded by `fully_shard`, of DTensors, or unsharded: the base model
-    with its active adapters merged in.
+    """A source for a PEFT model with LoRA adapters, sharded by `fully_shard`, of DTensors, under DeepSpeed, or unsharded: the
+    base model with its active adapters merged in.
 
     The names are the base model's, without PEFT's additions. Several active adapters are added in their order.
     `modules_to_save` replace the originals. Biases that PEFT trains in place (`bias="lora_only"`, `"all"`) are sent unchanged;
@@ -51,8 +51,8 @@ class MergedLoRAAdapter(WrappingSource):
     (`target_parameters`) and DoRA of linear layers are merged; DoRA only if shards hold whole rows.
 
     Make it on every rank, in the same order as other process groups: it makes a process group of its own, so that gathering
-    doesn't mix with the collectives of a running training. The options are those of `DTensorAdapter` (`ModuleAdapter` for an
-    unsharded model); patterns and `rename` apply to the base model's names.
+    doesn't mix with the collectives of a running training. The options are those of `DTensorAdapter` (`DeepSpeedAdapter`,
+    `ModuleAdapter`); patterns and `rename` apply to the base model's names.
 
     Raises TypeError for a model without LoRA layers or wrapped by FSDP1. `manifest()` raises `ManifestMismatch`, which
     names them, for adapters that are merged in place or disabled at the moment, for variants and layers without a rule, for

@@ -18,6 +18,7 @@ import torch
 
 from inference_plugin.wire.errors import ManifestMismatch, first_few
 from trainer_adapters.sources.plan import unwrapped
+from trainer_adapters.sources.sharded import shape_of
 from trainer_adapters.sources.streams import module_ties, walk
 
 __all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "structure_of"]
@@ -106,7 +107,7 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
             continue
         for name, weight, added in _additions_of(prefix, layer, active):
             additions[base + name] = additions.get(base + name, ()) + added
-            shapes[base + name] = tuple(weight.shape)
+            shapes[base + name] = shape_of(weight)
     if problems:
         raise ManifestMismatch(
             f"adapters that can't be sent: {first_few(problems)}",
