@@ -241,16 +241,15 @@ def test_no_wait_for_a_server_is_without_an_end(seconds: Any) -> None:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ({"is_zero3": True}, "ZeRO-3 .*FSDP2"),
         ({"tensor_parallel_size": 2}, "several engines.*vllm_tensor_parallel_size=1"),
         ({"enable_sleep_mode": True}, "loses its weights.*vllm_enable_sleep_mode=False"),
         ({"num_processes": 2}, "torch.distributed has 1 ranks and accelerate 2"),
     ],
 )
 def test_what_would_end_in_wrong_weights_is_refused_before_an_engine_starts(what: dict[str, Any], why: str) -> None:
-    said = {"is_zero3": False, "tensor_parallel_size": 1, "enable_sleep_mode": False, "num_processes": 1} | what
+    said = {"tensor_parallel_size": 1, "enable_sleep_mode": False, "num_processes": 1} | what
     everything = SimpleNamespace(mode="colocate", **said)
-    everything._dist = everything.accelerator = everything
+    everything.accelerator = everything
     with pytest.raises(ArgumentError, match=why):
         refuse(everything)
 

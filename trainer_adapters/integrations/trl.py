@@ -222,15 +222,13 @@ def replicas_behind(url: str) -> set[str]:
 
 
 def refuse(generation: Any) -> None:
-    """Raises `ArgumentError`, before anything starts, for what would end in wrong weights: ZeRO-3, colocated engines that are
-    sharded or sleep, ranks of torch.distributed that accelerate doesn't know of."""
+    """Raises `ArgumentError`, before anything starts, for what would end in wrong weights: colocated engines that are sharded
+    or sleep, ranks of torch.distributed that accelerate doesn't know of."""
     colocated, ours = generation.mode == "colocate", generation.accelerator.num_processes
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ours != ranks:  # several trainings, each of a model of its own: the engine would get parts of each
         what = f"torch.distributed has {ranks} ranks and accelerate {ours}: each would train a model of its own"
         hint = "on CPUs give the trainer's config use_cpu=True"
-    elif generation._dist.is_zero3:
-        what, hint = "DeepSpeed's ZeRO-3 keeps parameters where no source finds them", "use FSDP2, or ZeRO-2"
     elif colocated and generation.tensor_parallel_size > 1:
         what = "a colocated engine of several ranks is several engines, and each would commit for itself"
         hint = 'use vllm_tensor_parallel_size=1, or vllm_mode="server"'
