@@ -91,7 +91,8 @@ class SyncManager:
     - `check_finite`: NaN or infinity in any rank's weights makes an update raise `NotFinite`, and nothing is applied.
     - `process_group`: the trainer's ranks, default all of torch.distributed, or this process alone.
 
-    Raises typed errors, the same on every rank; made on some of the ranks only, `SyncTimeout` after `timeout_s`.
+    Make several managers in the same order on every rank. Raises typed errors, the same on every rank: `ConfigError` where the
+    ranks' arguments differ, `SyncTimeout` after `timeout_s` where only some ranks make one.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class SyncManager:
         self._catching_up: CatchingUp | None = None
         self._models, self._under_way = GivenModels(group, process_group), False
         with contextlib.ExitStack() as undo:
-            ranks = TrainerRanks(process_group, settings.config.silence_s, timeout_s=settings.timeout_s)
+            ranks = TrainerRanks(process_group, settings)
             undo.callback(ranks.close)
             if catch_up == "always" and not ranks.on_one_host:
                 raise TransportUnavailable(

@@ -129,6 +129,12 @@ class Settings:
     def lease_s(self) -> float:
         return self.config.lease_s
 
+    def alike(self) -> dict[str, str]:
+        """The settings that must be the same on every trainer rank, in words. Functions are not compared."""
+        names = ("group", "replicas", "partial", "stragglers", "on_failure", "check_finite")
+        values = {name: getattr(self, name) for name in names}
+        return {name: "a function" if callable(value) else repr(value) for name, value in values.items()}
+
     def chosen(self, cards: Sequence[ReplicaCard]) -> list[ReplicaCard]:
         """The replicas among `cards` that the manager is for. Raises `ConfigError` if the user's function does."""
         chosen = self.replicas

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.net import channel
-from inference_plugin.wire.errors import SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import ConfigError, SyncTimeout, WeightwireError
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from tests.support.plain_engine import TIED, ShardSource, checkpoint
@@ -101,6 +101,10 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
         (out / f"rank{rank}.alone").write_text(json.dumps(seen))
     elif alone is not None:
         eventually(lambda: (out / f"rank{alone}.alone").exists(), "the other rank's attempt")
+    if apart := options.pop("apart", None):
+        with pytest.raises(ConfigError) as refused:
+            SyncManager(**apart[rank])
+        (out / f"rank{rank}.apart").write_text(json.dumps({"text": str(refused.value)}))
     if ranks := options.pop("ranks", None):
         group = dist.new_group(ranks)
         # gloo does not wait until every rank is connected: a rank that is left out could end before the others have met it.

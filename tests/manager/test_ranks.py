@@ -246,6 +246,26 @@ def test_a_manager_that_only_one_rank_makes_is_a_typed_error_and_the_next_one_wo
     assert holds(rig, 1)
 
 
+@pytest.mark.parametrize(
+    ("apart", "named"),
+    {
+        "two groups, crosswise": ([{"group": "actor"}, {"group": "opponent"}], "group='actor' and 'opponent'"),
+        "for other replicas": ([{"replicas": "a"}, {"replicas": "b"}], "replicas='a' and 'b'"),
+        "one rank looks for NaN": ([{}, {"check_finite": True}], "check_finite=False and True"),
+    }.values(),
+)
+def test_managers_of_two_groups_that_met_crosswise_are_refused_on_all_ranks_and_the_next_one_works(
+    start: Start, trainer: Callable[..., Trainer], apart: list[dict[str, Any]], named: str
+) -> None:
+    rig = start()
+    ranks = trainer(2, [V[1]], apart=apart)
+    for rank in (0, 1):
+        text = ranks.note(f"rank{rank}.apart")["text"]
+        assert f"ranks 0 and 1 made this SyncManager with different settings: {named}" in text and "same order" in text
+        assert "ok" in ranks.step(rank, 0)
+    assert holds(rig, 1)
+
+
 def test_the_ranks_of_a_sub_group_are_a_trainer(start: Start, trainer: Callable[..., Trainer]) -> None:
     rig = start()
     ranks = trainer(3, [V[1], V[2]], ranks=[2, 1])

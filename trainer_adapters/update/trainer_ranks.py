@@ -25,8 +25,9 @@ from inference_plugin.net.channel import Channel
 from inference_plugin.net.listening import Listener, listens_on, remove_socket
 from inference_plugin.net.processes import ProcessWatch, start_ticks
 from inference_plugin.wire import codec
-from inference_plugin.wire.errors import ProtocolError, SyncTimeout, WeightwireError
+from inference_plugin.wire.errors import ConfigError, ProtocolError, SyncTimeout, WeightwireError
 from inference_plugin.wire.messages import Body, Failed, Go, Outcome, Ready, Wrote
+from trainer_adapters.settings import Settings
 from trainer_adapters.sources.exchange import meet
 from trainer_adapters.update.ranks_machine import (
     EnterOperation,
@@ -56,7 +57,8 @@ Answer = TypeVar("Answer", Go, Outcome)
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One trainer rank and its process; of rank 0 also its address, and the secret that the other ranks show there."""
+    """One trainer rank and its process; of rank 0 also its address, and the secret that the other ranks show there. `alike`: the
+    settings of the rank's manager that must be those of the other ranks' managers."""
 
     rank: int
     pid: int
@@ -64,21 +66,17 @@ class Member(msgspec.Struct, frozen=True):
     address: str
     secret: str = ""
     start_ticks: int = 0
+    alike: dict[str, str] = {}
 
 
 class TrainerRanks:
     """This rank's end, for one thread. Made on every rank of `process_group` (None: torch.distributed's default group; without
-    torch.distributed this process is the only rank). Raises `SyncTimeout` unless all ranks make theirs within `timeout_s`,
-    `TransportUnavailable` where descriptors or threads are lacking.
+    torch.distributed this process is the only rank). Raises `SyncTimeout` unless all ranks make theirs within
+    `settings.timeout_s`, `ConfigError` on all ranks where their settings differ, `TransportUnavailable` where descriptors or
+    threads are lacking.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        silence_s: float,
-        *,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None, settings: Settings) -> None:
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(process_group) if together else 0
         self.size = dist.get_world_size(process_group) if together else 1
@@ -101,16 +99,17 @@ class TrainerRanks:
             self._listener = Listener(zmq.ROUTER, listen, max_bytes=codec.MAX_CONTROL_BYTES)
             self._router, address = self._listener.socket, self._listener.address
         secret = secrets.token_hex(16) if self.rank == 0 else ""
-        me = Member(self.rank, os.getpid(), boot_id(), address, secret, start_ticks())
+        me = Member(self.rank, os.getpid(), boot_id(), address, secret, start_ticks(), settings.alike())
         self.members = [me]
         try:
             if self.size > 1:  # through the group's store: a collective would wait without a time limit of ours
-                records = meet(msgspec.msgpack.encode(me), process_group, timeout_s=timeout_s)
+                records = meet(msgspec.msgpack.encode(me), process_group, timeout_s=settings.timeout_s)
                 self.members = [codec.decode_as(record, Member) for record in records]
+                _check_alike(self.members)
             if self.rank == 0:
                 self._await_ranks()
             else:
-                self._to_manager = self._connect(silence_s)
+                self._to_manager = self._connect(settings.config.silence_s)
         except BaseException:
             self.close()
             raise
@@ -315,3 +314,18 @@ class TrainerRanks:
                 "this message comes from none of this trainer's ranks", hint="ranks make a SyncManager together"
             )
         return said
+
+
+def _check_alike(members: Sequence[Member]) -> None:
+    """Raises `ConfigError`, the same on every rank, where ranks met whose managers are not one. Managers meet in the order in
+    which each rank makes them: those of two groups may have met crosswise, and each update would send parts of two models."""
+    first = members[0]
+    for member in members[1:]:
+        if names := [name for name in first.alike if member.alike.get(name) != first.alike[name]]:
+            differ = ", ".join(f"{name}={first.alike[name]} and {member.alike.get(name)}" for name in names)
+            raise ConfigError(
+                f"trainer ranks 0 and {member.rank} made this SyncManager with different settings: {differ}",
+                hint="make the same managers on every rank, in the same order; that of a set differs between processes",
+                side="trainer",
+                rank=member.rank,
+            )
