@@ -49,7 +49,7 @@ def readiness(cards: Sequence[ReplicaCard], min_version: int | None, group: str)
         if card.state != "serving":
             why.append(f"{card.replica} is {card.state}")
         elif min_version is not None and versions.get(group, -1) < min_version:
-            served = "an unknown version" if group in card.unknown else "no version yet"
+            served = "an unknown version" if group in card.unknown else "no version"
             served = f"version {versions[group]}" if group in versions else served
             why.append(f"{card.replica} serves {served} of {group}, not {min_version}")
     if not cards:

@@ -90,6 +90,7 @@ class CommitRecorder:
                 logger.exception("weightwire: the counters of %s can't be written; trying on", self._replica)
 
     def _count_commit(self, group: str, committed: Committed) -> None:
+        self._forget_versions(tuple({closed for rank in committed.ranks for closed in rank.replaced}))
         install_s = max((rank.install_s for rank in committed.ranks), default=0.0)
         installed_bytes = sum(rank.checked_bytes for rank in committed.ranks)
         before = self._groups.get(group, GroupRecord())

@@ -27,7 +27,10 @@ class ClosedGroups:
         """Somebody else wrote the served model. The first who did so is named."""
         self._left = {group: (parameters, why or reason) for group, (parameters, why) in self._left.items()}
 
-    def replace(self, parameters: frozenset[str], *, whole: bool) -> None:
-        """An update has written these parameters; with `whole`, every parameter of the served model that a checkpoint fills."""
+    def replace(self, parameters: frozenset[str], *, whole: bool) -> tuple[str, ...]:
+        """An update has written these parameters; with `whole`, every parameter of the served model that a checkpoint fills.
+        Returns the closed groups that have lost some."""
+        replaced = tuple(group for group, (old, _) in self._left.items() if whole or old & parameters)
         left = {} if whole else {group: (old - parameters, why) for group, (old, why) in self._left.items()}
         self._left = {group: (old, why) for group, (old, why) in left.items() if old}
+        return replaced

@@ -99,7 +99,7 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
     if not group.foreign or not group.partial:
         group.unknown = ""
     group.shared.torn.heal(group.claims, whole=not group.partial)
-    group.shared.closed.replace(group.claims, whole=not group.partial)
+    replaced = group.shared.closed.replace(group.claims, whole=not group.partial)
     group.enter("idle")
     done = RankCommit(
         group.shared.rank,
@@ -110,6 +110,7 @@ def finished(group: WeightUpdateGroup, event: Finished) -> None:
         torn=group.shared.torn.groups,
         unknown=tuple(group.shared.unknown()),
         checked_bytes=transaction.sealed.checked_bytes,
+        replaced=replaced,
     )
     group.remember(event.txn, done)
     group.queue(Job(SettleStaging(event.txn) if event.keeps else DropStaging(event.txn)))

@@ -144,7 +144,7 @@ def test_ready_says_whether_all_replicas_of_the_server_serve_a_version(rig: Rig)
     adopt(rig)
     assert Server().get("/ready")[0] == 200
     status, body, _ = Server().get("/ready", "min_version=0")
-    assert status == 503 and "serves no version yet of policy, not 0" in body
+    assert status == 503 and "serves no version of policy, not 0" in body
     with SyncManager(timeout_s=60) as manager:
         manager.update(ShardSource(checkpoint(1)), 7)
     eventually(lambda: Server().get("/ready", "min_version=7")[0] == 200, "version 7")
@@ -156,6 +156,29 @@ def test_ready_says_whether_all_replicas_of_the_server_serve_a_version(rig: Rig)
     adopt(rig, state="torn", detail="because")
     status, body, _ = Server().get("/ready")
     assert status == 503 and f"{rig.replica} is torn" in body
+
+
+def test_a_closed_group_s_version_is_served_until_another_group_writes_over_it(rig: Rig) -> None:
+    def shown() -> str:
+        return Server().get("/metrics")[1]
+
+    adopt(rig)
+    with SyncManager(timeout_s=60) as policy:
+        policy.update(ShardSource(checkpoint(1)), 7)
+        policy.close_group()
+    eventually(lambda: Server().get("/ready", "min_version=7")[0] == 200, "its weights are still there")
+    with SyncManager("head", partial=True, timeout_s=60) as head:
+        head.update({"norm.weight": checkpoint(2)["norm.weight"]}, 1)
+        eventually(lambda: Server().get("/ready", "min_version=1&group=head")[0] == 200, "the other group's version")
+        status, body, _ = Server().get("/ready", "min_version=7")
+        assert status == 503 and "serves no version of policy, not 7" in json.loads(body)["why"][0]
+        assert 'weightwire_engine_version{group="policy"' not in shown()
+        assert 'weightwire_engine_commits_total{group="policy"' in shown()
+        head.close_group()
+    with SyncManager(timeout_s=60) as policy:
+        policy.update(ShardSource(checkpoint(3)), 8)
+    eventually(lambda: Server().get("/ready", "min_version=8")[0] == 200, "the group that is open again")
+    assert 'weightwire_engine_version{group="head"' not in shown()
 
 
 def test_every_metric_of_the_dashboard_exists_and_every_metric_is_on_it(rig: Rig) -> None:

@@ -37,7 +37,8 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
 
 class RankCommit(msgspec.Struct, frozen=True):
     """Result of a commit on one rank. `torn`: its groups that are still torn. `checked_bytes`: what it checked and installed.
-    `unknown`: its groups whose parameters somebody else has written since their last update."""
+    `unknown`: its groups whose parameters somebody else has written since their last update. `replaced`: closed groups of which
+    it wrote over parameters."""
 
     rank: int
     version: int
@@ -47,6 +48,7 @@ class RankCommit(msgspec.Struct, frozen=True):
     torn: tuple[str, ...] = ()
     checked_bytes: int = 0
     unknown: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
