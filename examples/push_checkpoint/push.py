@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +25,13 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
-from safetensors import safe_open
 
+from inference_plugin.cli.checkpoints import Checkpoint
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from weightwire import LocalSlice, ModuleAdapter, SyncManager, WeightSource
 
 console = Console()
-
-
-class Checkpoint(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint directory, read when they are asked for."""
-
-    def __init__(self, directory: Path) -> None:
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise SystemExit(f"{directory} has no *.safetensors file")
-        handles: list[Any] = [safe_open(file, framework="pt") for file in files]
-        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 -- not a dict
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
 
 
 class WithProgress(WeightSource):

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from inference_plugin.cli.output import stop
 
 if TYPE_CHECKING:
@@ -13,12 +15,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "dtype_named"]
 
+INDEX = "model.safetensors.index.json"
+
+
+class _Index(msgspec.Struct):
+    """By name of a tensor, the file that holds it."""
+
+    weight_map: dict[str, str]
+
 
 class Checkpoint(Mapping[str, "torch.Tensor"]):
-    """Whole tensors by name, each read when it is asked for. Ends the command where `path` is no checkpoint."""
+    """Whole tensors by name, each read when it is asked for. Ends the command where `path` is no checkpoint, or where it is not
+    clear which of two files holds a tensor."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: a directory with *.safetensors, or one such file."""
+        """`path`: a directory with *.safetensors, or one such file. A directory's index says which file holds a tensor, as for
+        engines and transformers: other files there may be of an earlier save, or hold the weights under other names."""
         try:
             from safetensors import safe_open
         except ImportError:
@@ -27,14 +39,30 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
             ) from None
         if not path.exists():
             raise stop(f"{path} does not exist")
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        named = _named_by_the_index(path)
+        files = [path / file for file in sorted(set(named.values()))] or [path]
+        if path.is_dir() and not named:
+            files = sorted(path.glob("*.safetensors"))
         if not files or not all(file.is_file() for file in files):
             raise stop(f"{path} is no safetensors file and holds none")
-        try:
-            handles: list[Any] = [safe_open(file, framework="pt") for file in files]
-        except Exception as error:  # noqa: BLE001 -- safetensors' own, or the file system's
-            raise stop(f"{path} can't be read as safetensors: {error}") from None
-        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 -- not a dict
+        self._where: dict[str, Any] = {}
+        first: dict[str, Path] = {}
+        for file in files:
+            try:
+                handle: Any = safe_open(file, framework="pt")
+            except Exception as error:  # noqa: BLE001 -- safetensors' own, or the file system's
+                raise stop(f"{path} can't be read as safetensors: {error}") from None
+            for name in handle.keys():  # noqa: SIM118 -- not a dict
+                if named and path / named.get(name, "") != file:
+                    continue
+                if name in first:
+                    raise stop(
+                        f"{first[name].name} and {file.name} both hold {name}, and no {INDEX} says which is meant: "
+                        "remove one of them, or name the file"
+                    )
+                first[name], self._where[name] = file, handle
+        if lacking := sorted(set(named) - set(self._where)):
+            raise stop(f"{path / INDEX} names {lacking[0]}, which {named[lacking[0]]} does not hold")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._where[name].get_tensor(name)
@@ -45,6 +73,18 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     def __len__(self) -> int:
         return len(self._where)
+
+
+def _named_by_the_index(path: Path) -> dict[str, str]:
+    """By name of a tensor, the file that holds it; empty where there is no index."""
+    index = path / INDEX
+    try:
+        named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map if index.is_file() else {}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise stop(f"{index} can't be read: {error}") from None
+    if missing := sorted(file for file in set(named.values()) if not (path / file).is_file()):
+        raise stop(f"{index} names {missing[0]}, which is not there")
+    return named
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:

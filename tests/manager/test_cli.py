@@ -23,7 +23,7 @@ from inference_plugin.wire.config import OTHER_VARIABLES, Config
 from inference_plugin.wire.errors import ManifestMismatch
 from tests.manager.test_relatives import tear
 from tests.support.commands import weightwire
-from tests.support.plain_engine import ShardSource, checkpoint
+from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
 from tests.support.rig import Rig, eventually, fork, kill
 from trainer_adapters import SyncManager
 
@@ -244,6 +244,39 @@ def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(dire
         code, _, _ = shown("push", str(tmp_path))
         assert code == 1
         assert shown("push", str(tmp_path / "nowhere"))[0] == 2
+    finally:
+        rig.end()
+
+
+def test_a_checkpoint_s_index_says_which_file_holds_a_tensor(directory: Path, tmp_path: Path) -> None:
+    rig = Rig(directory)
+    tensors = {name: tensor.contiguous() for name, tensor in checkpoint(1).items()}
+    parts = {
+        "model-00001-of-00002.safetensors": {n: t for n, t in tensors.items() if "layers.0" in n},
+        "model-00002-of-00002.safetensors": {n: t for n, t in tensors.items() if "layers.0" not in n},
+        "model-00003-of-00003.safetensors": {n: t.contiguous() for n, t in checkpoint(2).items()},
+    }
+    try:
+        for file, held in parts.items():
+            save_file(held, tmp_path / file)
+        code, _, told = shown("push", str(tmp_path))
+        assert code == 2 and "both hold" in told and "00003-of-00003" in told, "which of the two is meant?"
+        index = tmp_path / "model.safetensors.index.json"
+        of_the_save = [file for file in parts if file.endswith("of-00002.safetensors")]
+        index.write_text(json.dumps({"weight_map": {name: file for file in of_the_save for name in parts[file]}}))
+        assert run("push", str(tmp_path), "--verify")[0] == 0
+        assert rig.peek() == digests_expected(checkpoint(1)), (
+            "the file of an earlier save is passed over, as by engines"
+        )
+        assert shown("verify", "--checkpoint", str(tmp_path))[0] == 0
+        for wrong, words in (
+            ('{"weight_map": {"a": "gone.safetensors"}}', "names gone.safetensors, which is not there"),
+            (json.dumps({"weight_map": {"lacking": of_the_save[0]}}), "names lacking, which model-00001"),
+            ("{", "can't be read"),
+        ):
+            index.write_text(wrong)
+            code, _, told = shown("push", str(tmp_path))
+            assert code == 2 and words in told
     finally:
         rig.end()
 
