@@ -39,7 +39,7 @@ from trainer_adapters.fleet.fleet import Fleet, leading
 from trainer_adapters.fleet.machine_io import ReplicaStatus
 from trainer_adapters.fleet.pauses import Pauses
 from trainer_adapters.fleet.versions import versions_of
-from trainer_adapters.settings import CatchUpPolicy, OnFailure, Settings, Stragglers, check_choice
+from trainer_adapters.settings import CatchUpPolicy, OnFailure, Settings, Stragglers, check_choice, config_of
 from trainer_adapters.sources.base import WeightSource
 from trainer_adapters.update.attempts import in_engine_dtypes, take_part
 from trainer_adapters.update.catching_up import CatchingUp
@@ -117,7 +117,7 @@ class SyncManager:
         self.settings = settings = Settings(
             group,
             available_transports() if transport == Transport.AUTO else [transport_named(transport)],
-            (config or Config.from_environment()).but(timeout_s=timeout_s, lease_s=lease_s),
+            config_of(config).but(timeout_s=timeout_s, lease_s=lease_s),
             install=install,
             in_flight=in_flight,
             partial=partial,
@@ -302,7 +302,6 @@ class SyncManager:
     def close(self) -> None:
         """Closes sockets and frees segments; may be called twice. An update under way ends first; updates behind it fail with
         `CommitFailed`. (The end of a `with` block that raised nothing waits for them.)
-
         Called from a callback or a listener it returns at once, and the manager is closed after the operation under way. Raises
         `SyncTimeout` if that does not end by its deadline.
         """

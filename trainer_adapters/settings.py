@@ -176,6 +176,15 @@ class Settings:
         return min(self.config.control_timeout_s, SILENCE_SHARE * whole_s)
 
 
+def config_of(config: Config | None) -> Config:
+    """Raises `ConfigError` for anything but a `Config`, or None."""
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(
+            f"config={config!r} is a {type(config).__name__}", hint="config=weightwire.Config(timeout_s=300)"
+        )
+    return Config.from_environment() if config is None else config
+
+
 def check_choice(name: str, value: object, allowed: Sequence[Any]) -> None:
     """Raises `ConfigError`, a ValueError, for a value that is none of those that are `allowed`."""
     if value not in allowed or isinstance(value, bool):

@@ -197,6 +197,12 @@ WRONG: dict[str, tuple[Callable[[SyncManager], Any], str]] = {
         lambda manager: manager.wait_for_replicas(2, timeout_s=float("inf")),
         "timeout_s=inf.*every wait has a limit",
     ),
+    "settings": (lambda _: SyncManager(config={"timeout_s": 1}), "config={'timeout_s': 1} is a dict"),  # type: ignore[arg-type]
+    "no settings": (lambda _: SyncManager(config=""), "config='' is a str"),  # type: ignore[arg-type]
+    "a group without ranks": (
+        lambda _: SyncManager(process_group="x"),  # type: ignore[arg-type]
+        "process_group= was given, and torch.distributed is not initialised",
+    ),
     "a switch": (lambda _: SyncManager(partial="no"), "partial='no' is neither True nor False"),  # type: ignore[arg-type]
 }
 

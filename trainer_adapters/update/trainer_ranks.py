@@ -78,6 +78,7 @@ class TrainerRanks:
 
     def __init__(self, process_group: dist.ProcessGroup | None, settings: Settings) -> None:
         together = dist.is_available() and dist.is_initialized()
+        _check_group(process_group, together)
         self.rank = dist.get_rank(process_group) if together else 0
         self.size = dist.get_world_size(process_group) if together else 1
         if self.rank < 0:
@@ -314,6 +315,22 @@ class TrainerRanks:
                 "this message comes from none of this trainer's ranks", hint="ranks make a SyncManager together"
             )
         return said
+
+
+def _check_group(process_group: object, together: bool) -> None:
+    """Raises `ConfigError` for a group that torch.distributed doesn't know: this process would be taken for the only rank."""
+    if process_group is None:
+        return
+    if not together:
+        raise ConfigError(
+            "process_group= was given, and torch.distributed is not initialised, or not any more",
+            hint="make the SyncManager after dist.init_process_group, or leave process_group out where there is one process",
+        )
+    if not isinstance(process_group, dist.ProcessGroup) and process_group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            f"process_group={process_group!r} is a {type(process_group).__name__}",
+            hint="give what dist.new_group or DeviceMesh.get_group returns",
+        )
 
 
 def _check_alike(members: Sequence[Member]) -> None:
