@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
@@ -81,7 +82,7 @@ class ReplicaMiddleware:
         asked = parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
         group = asked.get("group", ["policy"])[-1]
         text = asked.get("min_version", [None])[-1]
-        if text is not None and not (text.isascii() and text.isdigit()):
+        if text is not None and not re.fullmatch("[0-9]{1,19}", text):
             why = f"min_version={text!r} is no version: use a whole number from 0 on"
             status, body = 400, {"ready": False, "why": [why]}
         else:
