@@ -152,6 +152,22 @@ def test_a_removed_runtime_directory_is_made_again_and_replicas_and_managers_fin
     )
 
 
+def test_an_update_right_after_the_runtime_directory_was_removed_waits_for_the_replicas_to_make_it_again(
+    start: Start, directory: Path
+) -> None:
+    rig = start()
+    job = addresses.runtime_dir()
+    with SyncManager(timeout_s=60) as manager:
+        for version in range(1, 6):
+            manager.update(ShardSource(checkpoint(version)), version)
+            eventually(lambda: _removed(job), "the end of the directory")
+        assert manager.verify(ShardSource(checkpoint(5))).ok
+        assert holds(rig, 5)
+        kill(rig.pid)
+        with pytest.raises(PeerLost, match="no replica of job 'default' runs"):
+            manager.update(ShardSource(checkpoint(6)), 6)
+
+
 def _removed(directory: Path) -> bool:
     shutil.rmtree(directory, ignore_errors=True)  # the replica may be writing into it
     return not directory.exists()

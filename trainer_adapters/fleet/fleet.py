@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 RELEASE_TIMEOUT_S = 2.0
 
+CARDS_AGAIN_S = 5.0
+"""Replicas whose runtime directory somebody removed are there again within two seconds (`net.listening.MEND_EVERY_S`)."""
+
 
 @dataclass(frozen=True)
 class TakingPart:
@@ -154,7 +157,8 @@ class Fleet:
         """Connects to all living replicas; sessions from before are kept. Replicas that are being caught up are left out, or
         waited for if fewer than `needed` are left. Raises `PeerLost` if there is no replica, and the first error if none
         could be connected to."""
-        cards = {card.replica: card for card in self.cards()}
+        self.adopt()
+        cards = {card.replica: card for card in self.cards() or self._cards_again(timeout_s)}
         free = self._wait_for_free(cards, needed, timeout_s)
         self.adopt()
         for gone in set(self._sessions) - set(cards):
@@ -177,6 +181,16 @@ class Fleet:
         if not part.sessions:
             raise part.unreached[0][1]
         return part
+
+    def _cards_again(self, timeout_s: float) -> list[ReplicaCard]:
+        """Waits for a card where there is none, while a replica of this host that took part lives: somebody removed the runtime
+        directory, and replicas make it again."""
+        cards = [session.card for session in self._sessions.values()]
+        if all(card.boot_id != addresses.boot_id() or has_ended(card.pid, card.start_ticks) for card in cards):
+            return []
+        with contextlib.suppress(SyncTimeout):
+            return self.registry.wait(1, min(timeout_s, CARDS_AGAIN_S), self.cards)
+        return []
 
     def settle(self, version: int, errors: Mapping[str, WeightwireError | None]) -> None:
         """Notes how an update ended for each replica: its error, or None if it serves `version`."""
