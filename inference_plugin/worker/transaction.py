@@ -18,7 +18,8 @@ def served_already(version: int, how: str) -> VersionConflict:
     return VersionConflict(
         f"version {version} is served {how}",
         hint="every update needs a number of its own: leave `version` out, or go on with a higher one. This trainer has used the "
-        "number before, another trainer has, or this one has before it was restarted",
+        "number before, another manager has, or this one has before it was restarted; if `version` was left out, call update "
+        "again: it goes on above the other manager's",
     )
 
 

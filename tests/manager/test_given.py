@@ -129,6 +129,11 @@ def test_the_next_version_comes_after_what_the_fleet_serves(start: Start) -> Non
         with pytest.raises(VersionConflict):
             manager.update(source(4))
         assert manager.update(source(4)).version == 51
+        with SyncManager(timeout_s=60) as rival:
+            rival.update(source(5))
+        with pytest.raises(VersionConflict, match="if `version` was left out, call update again"):
+            manager.update(source(4))
+        assert manager.update(source(4)).version == 53
     assert holds(rig, 4)
 
 
