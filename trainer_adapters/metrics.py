@@ -111,8 +111,14 @@ class UpdateMetrics:
         self.replica_torn.labels(status.replica, group).set(status.state == "torn")
         if status.version is not None:
             self.replica_version.labels(status.replica, group).set(status.version)
+        else:  # torn, or somebody else wrote the weights, or the group is closed
+            _remove(self.replica_version, status.replica, group)
 
     def _lost(self, group: str, replica: str, reason: str) -> None:
         for gauge in (self.replica_version, self.replica_torn):
-            with contextlib.suppress(KeyError):  # it was never set
-                gauge.remove(replica, group)
+            _remove(gauge, replica, group)
+
+
+def _remove(gauge: Gauge, replica: str, group: str) -> None:
+    with contextlib.suppress(KeyError):  # it was never set
+        gauge.remove(replica, group)

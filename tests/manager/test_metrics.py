@@ -21,6 +21,7 @@ from inference_plugin.engines.metrics import ENGINE_METRICS
 from inference_plugin.net import addresses
 from inference_plugin.net.records import ReplicaRecord, record_of, save_record
 from inference_plugin.wire.errors import WeightwireError
+from tests.manager.test_relatives import tear
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import ROOT, Rig, eventually
 from tests.support.visible import samples, value
@@ -94,6 +95,24 @@ def test_the_trainer_counts_updates_phases_bytes_and_failures(rig: Rig) -> None:
         metrics.close()
         assert samples(generate_latest(registry).decode()) == {}
         UpdateMetrics(manager, registry=registry)  # the names are free again
+
+
+def test_a_replica_that_serves_no_known_version_has_none_in_the_trainers_metrics(rig: Rig) -> None:
+    registry = CollectorRegistry()
+
+    def found(name: str) -> float | None:
+        return samples(generate_latest(registry).decode()).get((name, (("group", "policy"), ("replica", rig.replica))))
+
+    with SyncManager(timeout_s=60) as manager:
+        UpdateMetrics(manager, registry=registry)
+        tear(rig, manager)
+        eventually(lambda: found("weightwire_replica_torn") == 1, "the tear")
+        assert found("weightwire_replica_version") is None
+        manager.update(ShardSource(checkpoint(3)), 3)
+        eventually(lambda: found("weightwire_replica_version") == 3, "the version that heals it")
+        eventually(lambda: found("weightwire_replica_torn") == 0, "its end")
+        manager.close_group()
+        eventually(lambda: found("weightwire_replica_version") is None, "the end of the group")
 
 
 def test_a_server_s_metrics_are_the_engine_s_own_and_those_of_its_replicas(rig: Rig) -> None:
