@@ -278,6 +278,21 @@ def test_terms_that_another_trainer_replaced_are_agreed_anew_once() -> None:
     assert played.states() == {"a": "failed", "b": "begun"} and played.asked(Begin) == ["a", "b", "a"]
 
 
+def test_a_replica_of_which_some_ranks_serve_the_version_already_and_others_do_not_fails_alone() -> None:
+    """A catch-up may meet it: some ranks have closed the group since their commit, or lost it, and the others have not."""
+    played = Played("a", "b", workers=2)
+    for name, worker in itertools.product("ab", (0, 1)):
+        played.say(name, OPENED, worker)
+    played.on(BeginAll({"shm": b"there"}))
+    for name, worker in itertools.product("ab", (0, 1)):
+        played.say(name, Begun(already=(name, worker) == ("a", 1)), worker)
+    assert played.states() == {"a": "failed", "b": "begun"}
+    error = played.machine.participants["a"].error
+    assert isinstance(error, CommitFailed) and "different versions" in error.message and "next version" in error.hint
+    (drop,) = [each for each in played.actions if isinstance(each, Drop)]
+    assert drop.replica == "a" and drop.tells_abort, "one of its ranks has begun"
+
+
 def test_a_replica_that_was_not_ready_is_left_behind_and_asked_nothing_more() -> None:
     played = Played("ready", "slow", stragglers=Quorum(1)).begin("ready", "slow")
     played.on(SealAll((), "digest"))
