@@ -44,6 +44,7 @@ from tests.support.managers import SyncManager
 from tests.support.plain_engine import TIED, ShardSource, checkpoint, digests_expected, manifest_of
 from tests.support.rig import ROOT, Rig, eventually, fork, gone, kill
 from tests.trainers.launching import run_ranks
+from trainer_adapters.update import machine
 
 
 @pytest.fixture
@@ -135,7 +136,9 @@ def test_the_report_says_what_travelled_how_often_and_how_long(start: Start, man
 def test_control_messages_do_not_depend_on_the_number_of_tensors(
     start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "RESEND_S", 600)  # on a slow machine nothing is sent again, and no lease is renewed
+    # On a slow machine nothing is sent or asked again, and no lease is renewed.
+    monkeypatch.setattr(channel, "RESEND_S", 600)
+    monkeypatch.setattr(machine, "SEAL_WAIT_S", 600)
     messages = {}
     for layers in (1, 50):
         rig = start(tp=2, layers=layers)
