@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.trainers.observing import Result, main, nudge, observe, refused, state, tiny_qwen3, train
+from tests.trainers.observing import Result, main, nudge, observe, refused, state, tiny_qwen3, tiny_qwen3_moe, train
 from trainer_adapters import DTensorAdapter, ExportAdapter
 
 PLAN: dict[str, Any] = {
@@ -250,6 +250,21 @@ def an_export_of_trained_shards() -> Result:
     return observe(ExportAdapter(lambda: converted(model)), {n: t.detach() for n, t in converted(gold)})
 
 
+def an_export_by_transformers_own_conversion() -> Result:
+    """As docs/trainers.md shows it for models whose tensors in memory are not the checkpoint's."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model, gold = tiny_qwen3_moe(), tiny_qwen3_moe()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    nudge(fully_shard(model))
+    nudge(gold)
+    source = ExportAdapter(lambda: revert_weight_conversion(model, model.state_dict()).items())
+    return observe(
+        source, {n: t.detach().clone() for n, t in revert_weight_conversion(gold, gold.state_dict()).items()}
+    )
+
+
 def an_export_of_copies_that_come_apart() -> Result:
     """Each tensor-parallel rank has the router on its own data-parallel submesh, and nothing keeps them equal."""
     mesh = two_dimensions()
@@ -360,6 +375,7 @@ ANY_WORLD = [
     a_local_tensor_that_is_not_contiguous,
     an_export_of_shards,
     an_export_of_trained_shards,
+    an_export_by_transformers_own_conversion,
     refuse_an_export_of_pending_sums,
     refuse_an_export_that_shards_otherwise_the_second_time,
     refuse_a_function,

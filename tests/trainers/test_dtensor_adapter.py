@@ -67,8 +67,9 @@ def test_shards_on_four_ranks_equal_the_unsharded_gold_bit_for_bit(four: Ranks, 
     assert_is_gold(values, seen[0]["gold"], manifest.tied)
 
 
-def test_what_an_export_makes_of_trained_shards_arrives_bit_for_bit(four: Ranks) -> None:
-    seen = of(four, "an_export_of_trained_shards")
+@pytest.mark.parametrize("case", ["an_export_of_trained_shards", "an_export_by_transformers_own_conversion"])
+def test_what_an_export_makes_of_trained_shards_arrives_bit_for_bit(four: Ranks, case: str) -> None:
+    seen = of(four, case)
     manifest, values, _ = written(seen, seen[0]["collectives"])
     assert_is_gold(values, seen[0]["gold"], manifest.tied)
 

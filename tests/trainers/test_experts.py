@@ -41,15 +41,74 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+ALL_SPARSE = {"mlp_layer_types": ["sparse", "sparse"]}
+SECOND_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
+INDEXED = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("Afmoe", {**SHARED, "num_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1, "head_dim": 8}),
+    "axk1": ("AXK1", {**DEEP, **LATENT}),
+    "cohere2_moe": ("Cohere2Moe", {**ALL_SPARSE, **SLIDING, "intermediate_size": 10, "num_experts": 4}),
     "deepseek_v2": ("DeepseekV2", {**DEEP, **LATENT}),
     "deepseek_v3": ("DeepseekV3", {**DEEP, **LATENT}),
+    "deepseek_v32": ("DeepseekV32", {**DEEP, **LATENT, **INDEXED}),
+    "dots1": ("Dots1", DEEP),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 10, "intermediate_size": 24},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {**SHARED, **SECOND_SPARSE, **SLIDING, "num_experts": 4, "n_group": 1, "topk_group": 1},
+    ),
+    "flex_olmo": ("FlexOlmo", {"intermediate_size": 10, "num_experts": 3}),
     "glm4_moe": ("Glm4Moe", {**DEEP, "head_dim": 8}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**DEEP, **LATENT}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**DEEP, **LATENT, **INDEXED}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 10, "intermediate_size": 24, "head_dim": 8},
+    ),
+    "jamba": (
+        "Jamba",
+        {"intermediate_size": 24, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_expand": 2},
+    ),
+    "laguna": (
+        "Laguna",
+        {
+            **SHARED,
+            **SECOND_SPARSE,
+            **SLIDING,
+            "num_experts": 4,
+            "num_attention_heads_per_layer": [2, 2],
+            "head_dim": 8,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**SHARED, "num_experts": 4, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    "longcat_flash": (
+        "LongcatFlash",
+        {**LATENT, "n_routed_experts": 4, "zero_expert_num": 1, "moe_topk": 2, "expert_ffn_hidden_size": 10}
+        | {"ffn_hidden_size": 24, "num_layers": 2},
+    ),
+    "mellum": ("Mellum", {**SHARED, **ALL_SPARSE, "num_experts": 3, "head_dim": 8}),
+    "mimo_v2_flash": ("MiMoV2Flash", {**GROUPED, **SECOND_SPARSE, **SLIDING, "head_dim": 8, "v_head_dim": 8}),
+    "minimax": (
+        "MiniMax",
+        {"intermediate_size": 24, "num_local_experts": 3, "head_dim": 8, "layer_types": LINEAR["layer_types"]},
+    ),
+    "minimax_m2": ("MiniMaxM2", {"intermediate_size": 24, "num_local_experts": 3, "head_dim": 8, "rotary_dim": 4}),
     "mixtral": ("Mixtral", {"intermediate_size": 24, "num_local_experts": 3}),
     "olmoe": ("Olmoe", {"intermediate_size": 10, "num_experts": 3}),
+    "phimoe": ("Phimoe", {"intermediate_size": 24, "num_local_experts": 3}),
     "qwen2_moe": ("Qwen2Moe", {**SHARED, "num_experts": 3}),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", {**SHARED, **LINEAR, "num_experts": 3, "head_dim": 8}),
     "qwen3_moe": ("Qwen3Moe", {**SHARED, "num_experts": 3, "head_dim": 8}),
     "qwen3_next": ("Qwen3Next", {**SHARED, **LINEAR, "num_experts": 3, "head_dim": 8}),
+    "solar_open": ("SolarOpen", {**DEEP, "head_dim": 8}),
     "gpt_oss": ("GptOss", {"intermediate_size": 24, "num_local_experts": 3, "head_dim": 8}),
     "qwen3": ("Qwen3", {"intermediate_size": 24, "head_dim": 8}),
 }
@@ -59,7 +118,8 @@ def tiny(model_type: str) -> Any:
     """A model of this type with random weights; its router's bias isn't zero."""
     stem, options = MODELS[model_type]
     torch.manual_seed(13)
-    model = getattr(transformers, f"{stem}ForCausalLM")(getattr(transformers, f"{stem}Config")(**BASE, **options))
+    config: Any = getattr(transformers, f"{stem}TextConfig" if model_type.endswith("_text") else f"{stem}Config")
+    model = getattr(transformers, f"{stem}ForCausalLM")(config(**BASE, **options))
     assert model.config.model_type == model_type
     for name, tensor in model.state_dict().items():
         if name.endswith("bias"):

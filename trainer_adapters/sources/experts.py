@@ -9,7 +9,7 @@ keeps its own names: an engine that expects other names refuses them before a by
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,22 +59,42 @@ class Stacked:
 _BY_PROJECTION = Stacked(
     gate="experts.{}.gate_proj.weight", up="experts.{}.up_proj.weight", down="experts.{}.down_proj.weight"
 )
-_BY_NUMBER = Stacked(
-    gate="experts.{}.w1.weight",
-    up="experts.{}.w3.weight",
-    down="experts.{}.w2.weight",
-    spelling={".mlp.": ".block_sparse_moe."},
-)
+_BY_NUMBER = Stacked(gate="experts.{}.w1.weight", up="experts.{}.w3.weight", down="experts.{}.w2.weight")
+_SPARSE_BLOCK = replace(_BY_NUMBER, spelling={".mlp.": ".block_sparse_moe."})
 
 STACKED: dict[str, Stacked] = {
+    "afmoe": _BY_PROJECTION,
+    "axk1": replace(_BY_PROJECTION, spelling={".mlp.post_mlp_layernorm.": ".post_mlp_layernorm."}),
+    "cohere2_moe": _BY_PROJECTION,
     "deepseek_v2": _BY_PROJECTION,
     "deepseek_v3": _BY_PROJECTION,
+    "deepseek_v32": _BY_PROJECTION,
+    "dots1": _BY_PROJECTION,
+    "ernie4_5_moe": replace(_BY_PROJECTION, spelling={".gate.moe_statics.": ".moe_statics."}),
+    "exaone_moe": replace(_BY_PROJECTION, spelling={".mlp.gate.e_score": ".mlp.e_score"}),
+    "flex_olmo": _BY_PROJECTION,
     "glm4_moe": _BY_PROJECTION,
-    "mixtral": _BY_NUMBER,
+    "glm4_moe_lite": _BY_PROJECTION,
+    "glm_moe_dsa": _BY_PROJECTION,
+    "hunyuan_v1_moe": _BY_PROJECTION,
+    "jamba": _BY_PROJECTION,
+    "laguna": replace(
+        _BY_PROJECTION, spelling={".mlp.gate.e_score": ".mlp.experts.e_score", ".shared_experts.": ".shared_expert."}
+    ),
+    "lfm2_moe": _BY_NUMBER,
+    "longcat_flash": _BY_PROJECTION,
+    "mellum": _BY_PROJECTION,
+    "mimo_v2_flash": replace(_BY_PROJECTION, spelling={".self_attn.sinks": ".self_attn.attention_sink_bias"}),
+    "minimax": _SPARSE_BLOCK,
+    "minimax_m2": _SPARSE_BLOCK,
+    "mixtral": _SPARSE_BLOCK,
     "olmoe": _BY_PROJECTION,
+    "phimoe": replace(_BY_NUMBER, spelling={".mlp.router.": ".block_sparse_moe.gate.", ".mlp.": ".block_sparse_moe."}),
     "qwen2_moe": _BY_PROJECTION,
+    "qwen3_5_moe_text": _BY_PROJECTION,
     "qwen3_moe": _BY_PROJECTION,
     "qwen3_next": _BY_PROJECTION,
+    "solar_open": _BY_PROJECTION,
 }
 """By `config.model_type`. A new line needs a line in `test_experts.py`, which compares it with `save_pretrained`."""
 
