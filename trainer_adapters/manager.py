@@ -302,6 +302,7 @@ class SyncManager:
     def close(self) -> None:
         """Closes sockets and frees segments; may be called twice. An update under way ends first; updates behind it fail with
         `CommitFailed`. (The end of a `with` block that raised nothing waits for them.)
+
         Called from a callback or a listener it returns at once, and the manager is closed after the operation under way. Raises
         `SyncTimeout` if that does not end by its deadline.
         """

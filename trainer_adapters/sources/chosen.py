@@ -19,7 +19,7 @@ from trainer_adapters.sources.sharded import (
     is_fully_sharded,
     is_wrapped_by_fsdp1,
 )
-from trainer_adapters.sources.streams import holds_its_tensors
+from trainer_adapters.sources.streams import holds_its_tensors, pairs_of
 from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
 
 __all__ = ["MADE_TOGETHER", "Kind", "Sendable", "kind_of", "source_for"]
@@ -119,8 +119,8 @@ def kind_of(model: object) -> Kind:
     if isinstance(model, Mapping | list | tuple):
         if not holds_its_tensors(model):
             return "tensors"
-        _check_pairs(_pairs(model))
-        return "dtensor" if any(is_dtensor(tensor) for _, tensor in _pairs(model)) else "tensors"
+        _check_pairs(pairs_of(model))
+        return "dtensor" if any(is_dtensor(tensor) for _, tensor in pairs_of(model)) else "tensors"
     if isinstance(model, Iterator):
         raise _unknown(
             f"a {type(model).__name__}, which can be read only once, while every update reads it again",
@@ -195,11 +195,6 @@ def _rules(dtype: object) -> DtypeRules:
             hint="a dtype is torch.bfloat16 or its name, 'bfloat16'; for several, give the adapter dtype_rules",
         )
     return DtypeRules(dtype)
-
-
-def _pairs(model: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    pairs: Iterable[tuple[str, torch.Tensor]] = model.items() if isinstance(model, Mapping) else model
-    return pairs
 
 
 def _check_pairs(pairs: Iterable[Any]) -> None:

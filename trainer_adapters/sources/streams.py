@@ -13,7 +13,17 @@ from torch.optim.swa_utils import AveragedModel
 from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from trainer_adapters.sources.sharded import is_deepspeed_engine, is_wrapped_by_fsdp1
 
-__all__ = ["Buffers", "Pairs", "Stream", "holds_its_tensors", "module_stream", "module_ties", "stream_of", "walk"]
+__all__ = [
+    "Buffers",
+    "Pairs",
+    "Stream",
+    "holds_its_tensors",
+    "module_stream",
+    "module_ties",
+    "pairs_of",
+    "stream_of",
+    "walk",
+]
 
 Pairs: TypeAlias = Iterable[tuple[str, Any]]
 Stream: TypeAlias = Callable[[], Pairs]
@@ -67,12 +77,13 @@ def stream_of(model: Any) -> Stream:
     if isinstance(model, Iterable):
         return lambda: model
     if callable(model):
-        return lambda: _pairs(model())
+        return lambda: pairs_of(model())
     raise ArgumentError(f"expected a module, a mapping, a callable or an iterable of pairs, not {type(model).__name__}")
 
 
-def _pairs(produced: Any) -> Pairs:
-    pairs: Pairs = produced.items() if isinstance(produced, Mapping) else produced
+def pairs_of(tensors: Any) -> Pairs:
+    """The pairs of a mapping or of an iterable of pairs."""
+    pairs: Pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     return pairs
 
 
