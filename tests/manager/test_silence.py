@@ -235,10 +235,11 @@ def test_one_that_is_lost_in_its_commit_installs_what_it_was_sent_whatever_its_m
 ) -> None:
     """Its link is taken for dead, and it goes on: the bytes that it was told to install must still be there.
 
-    Its lease is long: one that ran out while it stood would let it drop what it was told to install.
+    Its lease is long: one that ran out while it stood would let it drop what it was told to install. So is the limit for
+    its answer: after that one it is told to abort.
     """
     doomed = start(WEIGHTWIRE_LISTEN="tcp://127.0.0.1:*")
-    config = Config(timeout_s=TIMEOUT_S, lease_s=LONG_S, control_timeout_s=SILENCE_S, silence_s=SILENCE_S)
+    config = Config(timeout_s=TIMEOUT_S, lease_s=LONG_S, control_timeout_s=TIMEOUT_S, silence_s=SILENCE_S)
     with SyncManager(config=config, transport="shm", install="copy", catch_up="never") as manager:
         manager.update(source(1), 1)
         manager.update(source(2), 2)
