@@ -24,8 +24,9 @@ def dtype_line(wanted: Mapping[str, str]) -> str:
 
 def dtype_rules(wanted: Mapping[str, str]) -> dict[str, str]:
     """Dtypes by name pattern; the first match wins. `wanted`: the dtype of each tensor, by its name in the checkpoint. The most
-    common floating dtype is the last rule; numbers in names become `*`."""
-    common = Counter(dtype for dtype in wanted.values() if "float" in dtype).most_common(1)[0][0]
+    common floating dtype is the last rule, or the most common one if none is floating; numbers in names become `*`."""
+    floating = [dtype for dtype in wanted.values() if "float" in dtype]
+    common = Counter(floating or wanted.values()).most_common(1)[0][0]
     others = {name: dtype for name, dtype in wanted.items() if dtype != common}
     rules: dict[str, str] = {}
     for name, dtype in others.items():
