@@ -101,6 +101,15 @@ def test_a_torn_replica_is_of_no_version(start: Start) -> None:
         assert (replica.state, replica.version) == ("torn", None)
 
 
+def test_a_trainer_that_starts_again_goes_on_behind_the_version_that_a_torn_replica_served(start: Start) -> None:
+    rig = start(tp=2)
+    with SyncManager(timeout_s=60) as manager:
+        tear(rig, manager)
+    with SyncManager(timeout_s=60) as again:
+        assert again.update(source(3)).version == 2
+    assert holds(rig, 3)
+
+
 # --- P2: what the trainer meant is what the engine holds --------------------------------------------------------------
 
 

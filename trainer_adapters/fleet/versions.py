@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from inference_plugin.wire.errors import MAX_NUMBER, VersionConflict, WeightwireError
-from inference_plugin.wire.messages import Describe, ReplicaCard, WorkerCard
+from inference_plugin.wire.messages import Describe, GroupStatus, ReplicaCard, WorkerCard
 from trainer_adapters.fleet.session import ask_workers
 
 __all__ = ["NextVersion", "versions_of"]
@@ -18,35 +18,38 @@ def versions_of(cards: Sequence[ReplicaCard], group: str, timeout_s: float, sile
     """Asks all replicas at once, over sockets of the calling thread. A replica that does not answer, is torn, or has not taken
     the group counts as None. Raises the first error if no replica answers."""
     torn = {card.replica for card in cards if card.state == "torn"}  # its workers may not know it
-    found = _held_versions(cards, group, timeout_s, silence_s)
-    return {replica: None if replica in torn else version for replica, version in found.items()}
+    statuses, silent = _statuses(cards, group, timeout_s, silence_s)
+    versions: dict[str, int | None] = {}
+    for replica, of_ranks in statuses.items():
+        held = {status.version if status.state != "torn" else None for status in of_ranks}
+        versions[replica] = held.pop() if len(held) == 1 and replica not in torn | silent else None
+    return versions
 
 
-def _held_versions(
+def _statuses(
     cards: Sequence[ReplicaCard], group: str, timeout_s: float, silence_s: float
-) -> dict[str, int | None]:
-    """`versions_of`, as the workers say it."""
+) -> tuple[dict[str, list[GroupStatus]], set[str]]:
+    """What the workers of each replica say of the group, and the replicas of which not all workers answered. Raises the first
+    error if those are all."""
     answers = ask_workers(cards, Describe(), WorkerCard, timeout_s=timeout_s, silence_s=silence_s)
-    found: dict[str, int | None] = {}
+    statuses: dict[str, list[GroupStatus]] = {card.replica: [] for card in cards}
     errors: dict[str, WeightwireError] = {}
     for card, answers_of_replica in zip(cards, answers, strict=True):
-        held: set[int | None] = set()
         for answer in answers_of_replica:
             if isinstance(answer, WeightwireError):
                 errors.setdefault(card.replica, answer)
             else:
-                own = [status for status in answer.groups if status.group == group]
-                held.update(status.version if status.state != "torn" else None for status in own)
-        found[card.replica] = held.pop() if len(held) == 1 and card.replica not in errors else None
-    if errors and len(errors) == len(found):
+                statuses[card.replica] += [status for status in answer.groups if status.group == group]
+    if errors and len(errors) == len(statuses):
         raise next(iter(errors.values()))
     for name, error in errors.items():
         logger.warning("weightwire: replica %s did not say which version it serves: %s", name, error)
-    return found
+    return statuses, set(errors)
 
 
 class NextVersion:
-    """The version that comes next, on rank 0: one more than the highest that this manager has sent or that a replica serves."""
+    """The version that comes next, on rank 0: one more than the highest that this manager has sent or that a replica serves, or
+    served before it was torn."""
 
     def __init__(self) -> None:
         self._highest = 0
@@ -66,12 +69,13 @@ class NextVersion:
         fresh = [card for card in cards if card.replica not in self._asked]
         if fresh:
             try:
-                found = _held_versions(fresh, group, timeout_s, silence_s)
+                statuses, _ = _statuses(fresh, group, timeout_s, silence_s)
             except WeightwireError as error:
                 logger.warning("weightwire: new replicas did not say which version they serve: %s", error)
             else:
                 self._asked = {card.replica for card in cards}
-                self._highest = max([self._highest, *(version for version in found.values() if version is not None)])
+                held = [status.version for of_ranks in statuses.values() for status in of_ranks]
+                self._highest = max([self._highest, *(version for version in held if version is not None)])
         if self._highest + 1 >= MAX_NUMBER:
             raise VersionConflict(
                 f"no version comes after {self._highest}: a version is below 2**62",
