@@ -16,10 +16,9 @@ from inference_plugin.wire.errors import CommitFailed, DigestMismatch, SyncTimeo
 from inference_plugin.wire.tensors import bytes_view
 from tests.manager.conftest import Start
 from tests.manager.test_ranks import Trainer, trainer
-from tests.manager.test_silence import stands_still
 from tests.manager.test_zones import Watched, holds, source, ways
 from tests.support.managers import SyncManager
-from tests.support.rig import Rig, eventually, kill
+from tests.support.rig import Rig, eventually, kill, stands_still
 from tests.support.shared_host import ON_SHARED_HOST, SharedHost, can_be_built, shared_allocations
 
 __all__ = ["trainer"]

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ from tests.manager.test_manager import holds, source
 from tests.support.managers import SyncManager
 from tests.support.phases import AtPhase
 from tests.support.plain_engine import ShardSource, checkpoint
-from tests.support.rig import LONG_S, Rig, eventually
+from tests.support.rig import LONG_S, Rig, eventually, stands_still
 from trainer_adapters import LocalSlice
 from trainer_adapters.fleet.asking import Ask, ask_all
 
@@ -66,12 +65,6 @@ def signal_all(pids: list[int], number: int) -> None:
             os.kill(pid, number)
     if number == signal.SIGSTOP:
         eventually(lambda: all(stands_still(pid) for pid in pids), "processes standing still")
-
-
-def stands_still(pid: int) -> bool:
-    """Whether all threads of a process are stopped."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
 
 
 @pytest.fixture

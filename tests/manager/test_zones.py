@@ -16,10 +16,9 @@ from inference_plugin.wire.errors import CommitFailed, SyncTimeout
 from inference_plugin.wire.reports import UpdateReport
 from tests.manager.conftest import Start
 from tests.manager.test_ranks import Trainer, trainer
-from tests.manager.test_silence import stands_still
 from tests.support.managers import SyncManager
 from tests.support.plain_engine import ShardSource, checkpoint, digests_expected
-from tests.support.rig import Rig, eventually
+from tests.support.rig import Rig, eventually, stands_still
 from trainer_adapters import LocalSlice
 
 __all__ = ["trainer"]

@@ -49,9 +49,3 @@ def lone_trainer(
             noted = {"error": type(error).__name__, "text": str(error)}
     Path(f"{out}.new").write_text(json.dumps(noted))
     Path(f"{out}.new").rename(out)
-
-
-def stands_still(pid: int) -> bool:
-    """Whether all threads of a process are stopped."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)

@@ -66,6 +66,15 @@ def gone(pid: int) -> bool:
     return has_ended(pid)
 
 
+def stands_still(pid: int) -> bool:
+    """Whether all threads of a process are stopped."""
+    try:
+        stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # one has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
+
+
 def kill(pid: int) -> None:
     """kill -9, and waits until the process is gone."""
     os.kill(pid, signal.SIGKILL)

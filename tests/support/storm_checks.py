@@ -172,8 +172,9 @@ class StormChecks(Generic[R]):
     def look(self, replicas: list[R]) -> None:
         for replica in replicas:
             try:
-                served = self._served(replica)
-                refusal, held = self.look_at(replica)
+                served, (refusal, held) = self._served(replica), self.look_at(replica)
+                while (later := self._served(replica)) != served:  # a commit that went on late came between
+                    served, (refusal, held) = later, self.look_at(replica)
                 self.clear_faults(replica)
             except self.no_answer as error:
                 self.violated(f"{replica.replica} does not answer: {error!r}; {processes_of(replica)}")

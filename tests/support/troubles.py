@@ -20,9 +20,8 @@ from typing import Any
 from inference_plugin.net import addresses
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.reports import VerifyReport
-from tests.support.lone_trainer import stands_still
 from tests.support.managers import SyncManager
-from tests.support.rig import LONG_S, eventually, fork, gone, kill
+from tests.support.rig import LONG_S, eventually, fork, gone, kill, stands_still
 from tests.support.sends import Sends
 from tests.support.storm_checks import CLOSE_S, Outcome, R, StormChecks, noted_in, statuses_of
 from trainer_adapters import WeightSource
@@ -38,6 +37,8 @@ OTHER_TRAINERS = frozenset({"trainer_killed", "trainer_rank_fails", "trainer_sto
 CALM = "calm after "  # the kind of an update without a trouble
 
 LONE_TRAINER = "tests.support.lone_trainer:lone_trainer"
+
+STILL_COMMITTING = "another commit of this group is still under way here"
 
 LATE_UPDATES = 3
 """In so many updates a replica that was silent may be left out."""
@@ -371,13 +372,16 @@ class Troubles(StormChecks[R]):
             seed = self.learn_next()
         version = self.versions[seed]
         assert version is not None
-        replicas, error = {}, ""
+        error = ""
         try:
             report = self.timed("update", lambda: manager.update(self.source(seed), version))
-            replicas = statuses_of(report)
         except WeightwireError as failed:
-            error = f"{type(failed).__name__}: {failed}"
-        return seed, replicas, error
+            error, report = f"{type(failed).__name__}: {failed}", failed.report
+        if report is None:
+            return seed, {}, error
+        if "hostile_messages" in self.kind:  # one of them asked for a commit of the group right before
+            self.hurt |= {r.replica for r in report.replicas if r.error and STILL_COMMITTING in r.error.message}
+        return seed, statuses_of(report), error
 
     def learn_next(self) -> int:
         self.version += 1
