@@ -26,6 +26,7 @@ from tests.trainers.observing import (
     tiny_qwen3_moe,
     train,
 )
+from tests.trainers.tiny_models import checkpoint_of, tiny
 from trainer_adapters import FSDPAdapter, ModuleAdapter
 
 CPU = torch.device("cpu")
@@ -135,6 +136,16 @@ def stacked_experts() -> Result:
     unstacked = {s.box.tensor: s.tensor.clone() for s in ModuleAdapter(gold, rank=0, world_size=1).slices()}
     names = [spec.name for spec in ModuleAdapter(gold).manifest().tensors]
     return observe(FSDPAdapter(model), {names[i]: tensor for i, tensor in unstacked.items()})
+
+
+def models_that_memory_holds_otherwise() -> Result:
+    """Fused, transposed, and of a conversion that looks at the parameters' shapes, which FSDP1 flattens."""
+    model, gold = nn.ModuleDict(), {}
+    for model_type in ("hrm_text", "ernie4_5_vl_moe", "qwen3_vl_moe"):
+        part = model[model_type] = tiny(model_type)
+        gold |= {f"{model_type}.{name}": tensor for name, tensor in checkpoint_of(part).items()}
+    wrapped = FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True)
+    return observe(FSDPAdapter(wrapped), gold)
 
 
 class Images(nn.Module):
@@ -265,6 +276,7 @@ ANY_WORLD = [
     mixed_precision,
     checkpointed_and_frozen,
     stacked_experts,
+    models_that_memory_holds_otherwise,
     not_contiguous,
     not_contiguous_flat,
     nobody_takes_all,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.trainers.observing import Result, main, nudge, observe, refused, state, tiny_qwen3, tiny_qwen3_moe, train
+from tests.trainers.tiny_models import MODELS, WITH_IMAGES, checkpoint_of, tiny
 from trainer_adapters import FSDPAdapter, ModuleAdapter
 
 
@@ -139,14 +137,22 @@ def stacked_experts(columns: bool = False) -> Result:
     """Five experts over the ranks, whole or by columns of each: shards are cut into what the checkpoint has."""
     gold = tiny_qwen3_moe()
     nudge(gold)
-    with tempfile.TemporaryDirectory() as directory:
-        gold.save_pretrained(directory)
-        # In a process group only rank 0 writes, and only its gold is compared.
-        saved = load_file(Path(directory) / "model.safetensors") if dist.get_rank() == 0 else {}
+    saved = checkpoint_of(gold)
     options = {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 3 else None} if columns else {}
     model = shard_layers(tiny_qwen3_moe(), **options)
     nudge(model)
     return observe(FSDPAdapter(model), saved)
+
+
+def models_that_memory_holds_otherwise() -> Result:
+    """Tiny models of transformers, as parts of one module; `fully_shard` changes each one's class."""
+    model, gold = nn.ModuleDict(), {}
+    few = ["gpt_neox", "hrm_text", "nemotron_h", "ernie4_5_vl_moe"]
+    for model_type in few if dist.get_world_size() > 2 else (*MODELS, *WITH_IMAGES):
+        part = model[model_type] = tiny(model_type)
+        gold |= {f"{model_type}.{name}": tensor for name, tensor in checkpoint_of(part).items()}
+        fully_shard(part)
+    return observe(FSDPAdapter(model), gold)
 
 
 def stacked_experts_by_columns() -> Result:
@@ -275,6 +281,7 @@ ANY_WORLD = [
     data_parallel_module,
     stacked_experts,
     stacked_experts_by_columns,
+    models_that_memory_holds_otherwise,
     filtered,
     several_updates,
     refuse_after_a_forward_pass_alone,

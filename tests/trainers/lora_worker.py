@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft import IA3Config, LoraConfig, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from inference_plugin.wire.config import Config
 from tests.trainers.observing import Result, main, observe, refused, state, tiny_qwen3, tiny_qwen3_moe, train
+from tests.trainers.tiny_models import checkpoint_of, tiny
 from trainer_adapters import FSDPAdapter, LoRAAdapter, MergedLoRAAdapter
 from trainer_adapters.sources.lora import factors as lora
 
@@ -148,10 +146,18 @@ def stacked_experts() -> Result:
         targets = ["experts.gate_up_proj", "experts.down_proj"]
         return push(adapted(tiny_qwen3_moe(), target_modules=["q_proj"], target_parameters=targets))
 
-    with tempfile.TemporaryDirectory() as directory:
-        make().merge_and_unload().save_pretrained(directory)
-        saved = load_file(Path(directory) / "model.safetensors") if dist.get_rank() == 0 else {}
+    saved = checkpoint_of(make().merge_and_unload())
     return observe(MergedLoRAAdapter(shard(make())), saved)
+
+
+def fused_projections() -> Result:
+    """The checkpoint has one tensor where memory has four, two of them with adapters."""
+
+    def make() -> Any:
+        return push(adapted(tiny("hrm_text"), target_modules=["q_proj", "v_proj"]))
+
+    saved = checkpoint_of(make().merge_and_unload())
+    return observe(MergedLoRAAdapter(fully_shard(make())), saved)
 
 
 def renamed_and_filtered() -> Result:
@@ -412,6 +418,7 @@ CASES = [
     adapted_embeddings,
     row_norms_of_dora,
     stacked_experts,
+    fused_projections,
     renamed_and_filtered,
     of_many_tiles,
     tensor_parallel_of_many_tiles,

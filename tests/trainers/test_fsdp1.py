@@ -48,6 +48,7 @@ def test_every_strategys_shards_equal_the_unsharded_gold_after_training(ranks: R
         "offloaded",
         "checkpointed_and_frozen",
         "stacked_experts",
+        "models_that_memory_holds_otherwise",
     ],
 )
 def test_shards_are_sent_from_where_they_are(ranks: Ranks, case: str) -> None:
@@ -133,7 +134,9 @@ def test_a_run_of_elements_is_a_few_boxes_that_hold_it_in_order(shape: tuple[int
     seen = []
     for part in parts:
         box = tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))
-        local = PlannedSlice(Box(0, part.offsets, part.sizes), part, (0,) * len(shape), part.sizes).view_of(memory)
+        local = PlannedSlice(
+            Box(0, part.offsets, part.sizes), part, (0,) * len(shape), part.sizes, tuple(range(len(shape)))
+        ).view_of(memory)
         assert torch.equal(local, whole[box])
         seen.append(local.reshape(-1))
     assert torch.equal(torch.cat(seen) if seen else memory[:0], whole.reshape(-1)[start : start + count])

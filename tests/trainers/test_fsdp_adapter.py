@@ -113,6 +113,13 @@ def test_stacked_experts_arrive_one_by_one_without_a_gather(ranks: Ranks, case: 
     assert values["model.layers.1.mlp.experts.4.up_proj.weight"].shape == (14, 20)
 
 
+def test_shards_of_any_transformers_model_arrive_as_save_pretrained_writes_it_without_a_gather(ranks: Ranks) -> None:
+    seen = of(ranks, "models_that_memory_holds_otherwise")
+    manifest, values, _ = written(seen)
+    assert_is_gold(values, seen[0]["gold"], {})
+    assert sorted(values) == sorted(seen[0]["gold"]), manifest.tied
+
+
 def test_filters_leave_tensors_out_of_manifest_and_slices(ranks: Ranks) -> None:
     seen = of(ranks, "filtered")
     _, values, _ = written(seen)

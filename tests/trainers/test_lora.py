@@ -29,6 +29,7 @@ BIT_FOR_BIT = [
     "biases_of_adapted_layers_and_of_adapters",
     "modules_to_save",
     "adapted_embeddings",
+    "fused_projections",
     "renamed_and_filtered",
 ]
 TO_THE_LAST_PLACE = ["row_norms_of_dora", "stacked_experts"]

@@ -6,7 +6,7 @@ does, and the copies that FSDP keeps equal are divided between the ranks. FSDP1'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from trainer_adapters.sources.base import WeightSource, WrappingSource
 from trainer_adapters.sources.dtensor import ShardedSource
 from trainer_adapters.sources.fsdp1 import FlatSource
 from trainer_adapters.sources.placements import Mesh, Spread
-from trainer_adapters.sources.plan import Plan, Rename, TensorInfo, whole_shard
-from trainer_adapters.sources.scan import LocalShards
+from trainer_adapters.sources.plan import Plan, Rename, Target, TensorInfo, whole_shard
+from trainer_adapters.sources.scan import LocalShards, ScannedSource
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.streams import Buffers
 
@@ -61,7 +61,7 @@ class FSDPAdapter(WrappingSource):
             raise ArgumentError("this model has parts of FSDP1 and of FSDP2: shard all of it with fully_shard")
         if not first and not second:
             raise ArgumentError("neither fully_shard nor FullyShardedDataParallel was applied here: use ModuleAdapter")
-        self._source: WeightSource = (FlatSource if first else FullyShardSource)(
+        self._source: ScannedSource = (FlatSource if first else FullyShardSource)(
             model,
             dtype_rules=dtype_rules,
             include_buffers=include_buffers,
@@ -72,6 +72,9 @@ class FSDPAdapter(WrappingSource):
 
     def slices_last(self) -> bool:
         return type(self).slices is FSDPAdapter.slices and self._source.slices_last()
+
+    def targets(self) -> Mapping[str, tuple[Target, ...]]:
+        return self._source.targets()
 
     def _ready(self) -> WeightSource:
         return self._source

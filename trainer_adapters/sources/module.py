@@ -35,8 +35,8 @@ class ModuleAdapter(ScannedSource):
     "none". `rename`: a function from a name to the name in the manifest, or a mapping of the names that differ; None as the
     new name leaves the tensor out. It receives names without `module.` of (Distributed)DataParallel and AveragedModel,
     `_orig_mod.` of torch.compile and `_checkpoint_wrapped_module.` of activation checkpointing. `include` and `exclude` leave
-    tensors out by patterns on the new names (see `NameFilter`). Experts that transformers stacks in a module are sent one by one
-    (`trainer_adapters.sources.experts`).
+    tensors out by patterns on the new names (see `NameFilter`). A model of transformers has the names and tensors that its
+    `save_pretrained` writes (`trainer_adapters.sources.conversion`); `rename` receives the names that it has in memory.
 
     If several ranks hold the same copy (data parallel), each sends about the same number of bytes: `rank` of `world_size`, by
     default those of `torch.distributed` if it is initialised, else 0 of 1. With `only_rank_0`, rank 0 sends everything.

@@ -1,8 +1,9 @@
 """Makes the manifest of a scan, and boxes of the manifest from a rank's shards. Pure functions, no tensors.
 
 A `TensorInfo` is one tensor of the trainer, as scanned. A `Target` is a checkpoint tensor that lies in it (stacked experts
-contain many). A `LocalShard` is a box of the trainer's tensor that this rank has in memory. A `PlannedSlice` is the
-intersection of a shard and a target: a box of the manifest, and the place of its values.
+contain many), or a part of a checkpoint tensor that is several tensors in memory. A `LocalShard` is a box of the trainer's tensor
+that this rank has in memory. A `PlannedSlice` is the intersection of a shard and a target: a box of the manifest, and the place
+of its values.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -23,13 +23,13 @@ from trainer_adapters.sources.selection import DtypeRules, NameFilter
 
 __all__ = [
     "Dims", "TensorInfo", "CheckpointLayout", "LocalShard", "Plan", "Target", "Rename", "PlannedSlice", "make_plan",
-    "shards_of_run", "planned_slices", "unwrapped", "whole_shard",
+    "shards_of_run", "planned_slices", "unwrapped", "whole_shard", "whole_target",
 ]  # fmt: skip
 
 Dims: TypeAlias = tuple[int, ...]
 Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None] | None
-CheckpointLayout: TypeAlias = Callable[[str, Dims], "tuple[Target, ...]"]
-"""Returns the checkpoint tensors that lie in a trainer's tensor of this name and shape."""
+CheckpointLayout: TypeAlias = "Callable[[Sequence[str | None], Sequence[TensorInfo]], list[tuple[Target, ...]]]"
+"""Returns the checkpoint tensors that lie in each of the trainer's tensors, which are given with their new names."""
 
 MAX_NAME_BYTES = 1024
 
@@ -48,23 +48,42 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A checkpoint tensor, which is a box of a trainer's tensor. The first `dropped` dimensions of the box, of size 1, are no
-    dimensions of the checkpoint tensor."""
+    """A box of a trainer's tensor that is a checkpoint tensor, or a box of one.
+
+    `offsets`, `sizes`: the box in the trainer's tensor. `dims`: for each dimension of the checkpoint tensor, the trainer's; in
+    the others the box has one element. `at`: where the box begins in the checkpoint tensor, of the shape `shape`. `problem`:
+    why that can't be sent.
+    """
 
     name: str
     offsets: Dims
     sizes: Dims
-    dropped: int = 0
+    dims: Dims
+    at: Dims
+    shape: Dims
+    problem: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the checkpoint tensor has no other parts."""
+        return self.shape == tuple(self.sizes[dim] for dim in self.dims)
+
+
+def whole_target(name: str, shape: Dims, problem: str = "") -> Target:
+    """The target that is a whole tensor of the trainer."""
+    zeros = (0,) * len(shape)
+    return Target(name, zeros, shape, tuple(range(len(shape))), zeros, shape, problem)
 
 
 @dataclass(frozen=True)
 class Plan:
     """A scan and the manifest made from it. `places[i]`: the tensors of the manifest that lie in `infos[i]`, each with its
-    target; empty if that tensor is not sent."""
+    target; empty if that tensor is not sent. `targets`: by the new name of each tensor, also of tied ones."""
 
     infos: tuple[TensorInfo, ...]
     manifest: Manifest
     places: tuple[tuple[tuple[int, Target], ...], ...]
+    targets: Mapping[str, tuple[Target, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +101,19 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """`box` of the manifest, which lies `inside` a shard; `sizes` are the box's sizes in the trainer's dimensions."""
+    """`box` of the manifest, which lies `inside` a shard. `sizes`: its sizes in the trainer's dimensions. `dims`: for each
+    dimension of the box, the trainer's."""
 
     box: Box
     shard: LocalShard
     inside: Dims
     sizes: Dims
+    dims: Dims
 
     def view_of(self, local: torch.Tensor) -> torch.Tensor:
         """The values of `box`, a view of the memory that the shard was made for."""
-        if local.shape == self.sizes == self.box.sizes:
+        straight = self.dims == tuple(range(len(self.sizes)))
+        if straight and local.shape == self.sizes:
             return local
         shard = self.shard
         if local.dim() != len(shard.sizes):
@@ -100,14 +122,18 @@ class PlannedSlice:
         else:
             at = tuple(map(sum, zip(shard.at, self.inside, strict=True)))
         local = narrowed(local, at, self.sizes)
-        return local if len(self.box.sizes) == local.dim() else local.view(self.box.sizes)
+        if straight:
+            return local
+        others = [dim for dim in range(local.dim()) if dim not in self.dims]
+        return local.permute(*others, *self.dims)[(0,) * len(others)]
 
     def narrowed(self, box: Box) -> PlannedSlice:
         """The part of this slice that is `box`, which lies within its own box."""
-        dropped = (0,) * (len(self.sizes) - len(box.sizes))
-        steps = (*dropped, *(o - first for o, first in zip(box.offsets, self.box.offsets, strict=True)))
-        inside = tuple(map(sum, zip(self.inside, steps, strict=True)))
-        return PlannedSlice(box, self.shard, inside, (1,) * len(dropped) + box.sizes)
+        inside, sizes = list(self.inside), list(self.sizes)
+        for i, dim in enumerate(self.dims):
+            inside[dim] += box.offsets[i] - self.box.offsets[i]
+            sizes[dim] = box.sizes[i]
+        return PlannedSlice(box, self.shard, tuple(inside), tuple(sizes), self.dims)
 
 
 def whole_shard(shape: Dims) -> LocalShard:
@@ -128,10 +154,12 @@ def planned_slices(plan: Plan, position: int, shards: Iterable[LocalShard]) -> l
             )
             sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
             if all(size > 0 for size in sizes):
-                offsets = tuple(start - first for start, first in zip(starts, target.offsets, strict=True))
-                box = Box(index, offsets[target.dropped :], sizes[target.dropped :])
+                offsets = (
+                    at + starts[dim] - target.offsets[dim] for dim, at in zip(target.dims, target.at, strict=True)
+                )
+                box = Box(index, tuple(offsets), tuple(sizes[dim] for dim in target.dims))
                 inside = tuple(start - first for start, first in zip(starts, shard.offsets, strict=True))
-                planned.append(PlannedSlice(box, shard, inside, sizes))
+                planned.append(PlannedSlice(box, shard, inside, sizes, target.dims))
     return planned
 
 
@@ -178,43 +206,42 @@ def make_plan(
     """The manifest of a scan. A pure function of its arguments. Raises `ManifestMismatch`.
 
     `ties`: declared ties, by the trainer's names. If several names share memory, the one travels that is not declared a copy of
-    another, else the first.
+    another, else the first. A part of a checkpoint tensor travels whatever memory it shares.
     """
     renamed = _renamed(_unwrapped([info.name for info in infos]), rename)
-    found = [_targets(name, info, layout) for name, info in zip(renamed, infos, strict=True)]
+    found = (layout or _as_in_memory)(renamed, infos)
     kept = names.keep(target.name for targets in found for target in targets)
     targets = [tuple(target for target in every if target.name in kept) for every in found]
     _check_names(targets, infos)
     _check_ties(ties, targets, infos)
+    twins = [
+        info.twin if all(t.is_whole for t in own) else i
+        for i, (own, info) in enumerate(zip(targets, infos, strict=True))
+    ]
     speakers: dict[int, int] = {}
     for i, info in enumerate(infos):
         if not targets[i]:
             continue
-        chosen = speakers.setdefault(info.twin, i)
+        chosen = speakers.setdefault(twins[i], i)
         if infos[chosen].name in ties and info.name not in ties:
-            speakers[info.twin] = i
+            speakers[twins[i]] = i
     order = sorted(speakers.values())
-    firsts = dict(zip(order, accumulate((len(targets[i]) for i in order), initial=0), strict=False))
-    tied = _tied(targets, [speakers[info.twin] if targets[i] else i for i, info in enumerate(infos)])
-    dtypes = rules.resolve({target.name: infos[i].dtype for i in order for target in targets[i]}, tied)
-    specs = tuple(
-        TensorSpec(target.name, _traveling(target.name, dtypes[target.name]), target.sizes[target.dropped :])
-        for i in order
-        for target in targets[i]
-    )
+    tied = _tied(targets, [speakers[twins[i]] if targets[i] else i for i in range(len(infos))])
+    traveling = {target.name: (infos[i].dtype, target.shape) for i in order for target in targets[i]}
+    dtypes = rules.resolve({name: dtype for name, (dtype, _) in traveling.items()}, tied)
+    specs = tuple(TensorSpec(name, _traveling(name, dtypes[name]), shape) for name, (_, shape) in traveling.items())
+    numbers = {name: number for number, name in enumerate(traveling)}
+    spoken = set(order)
     places = tuple(
-        tuple((firsts[i] + k, target) for k, target in enumerate(own)) if i in firsts else ()
-        for i, own in enumerate(targets)
+        tuple((numbers[target.name], target) for target in own) if i in spoken else () for i, own in enumerate(targets)
     )
-    return Plan(infos, Manifest(specs, tied).check(), places)
+    named = {name: own for name, own in zip(renamed, targets, strict=True) if name is not None}
+    return Plan(infos, Manifest(specs, tied).check(), places, named)
 
 
-def _targets(name: str | None, info: TensorInfo, layout: CheckpointLayout | None) -> tuple[Target, ...]:
-    if name is None:
-        return ()
-    if layout is None or info.problem:
-        return (Target(name, (0,) * len(info.shape), info.shape),)
-    return layout(name, info.shape)
+def _as_in_memory(names: Sequence[str | None], infos: Sequence[TensorInfo]) -> list[tuple[Target, ...]]:
+    """The layout of a checkpoint that has the same tensors as memory."""
+    return [() if name is None else (whole_target(name, info.shape),) for name, info in zip(names, infos, strict=True)]
 
 
 def _tied(targets: Sequence[tuple[Target, ...]], speakers: Sequence[int]) -> dict[str, str]:
@@ -255,11 +282,16 @@ def _renamed(names: list[str], rename: Rename) -> list[str | None]:
 
 
 def _check_names(targets: Sequence[tuple[Target, ...]], infos: tuple[TensorInfo, ...]) -> None:
-    origins: dict[str, list[str]] = {}
+    origins: dict[str, list[tuple[Target, str]]] = {}
     for own, info in zip(targets, infos, strict=True):
         for target in own:
-            origins.setdefault(target.name, []).append(info.name)
-    if doubled := [f"{name} (from {', '.join(raw)})" for name, raw in origins.items() if len(raw) > 1]:
+            if not target.problem:
+                origins.setdefault(target.name, []).append((target, info.name))
+    if doubled := [
+        f"{name} (from {', '.join(raw for _, raw in found)})"
+        for name, found in origins.items()
+        if len(found) > 1 and len({target.at for target, _ in found if not target.is_whole}) < len(found)
+    ]:
         raise ManifestMismatch(
             f"duplicate names: {first_few(doubled)}",
             hint="give each tensor one name; rename=... can tell them apart or leave one out",
@@ -271,6 +303,13 @@ def _check_names(targets: Sequence[tuple[Target, ...]], infos: tuple[TensorInfo,
         raise ManifestMismatch(
             f"tensors that can't be sent: {first_few(problems)}",
             hint="correct them, or leave them out with exclude=[name]",
+            side="trainer",
+        )
+    if problems := [f"{target.name} {target.problem}" for own in targets for target in own if target.problem]:
+        raise ManifestMismatch(
+            f"checkpoint tensors that can't be sent from memory: {first_few(problems)}",
+            hint="leave them out with exclude=[name], or send what transformers itself would save: docs/trainers.md has the "
+            "lines, with ExportAdapter and revert_weight_conversion",
             side="trainer",
         )
     if unusable := [repr(name) for name in origins if not name or len(name.encode()) > MAX_NAME_BYTES]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -24,13 +24,14 @@ from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from trainer_adapters.sources.base import LocalSlice, WeightSource
-from trainer_adapters.sources.experts import checkpoint_layout
+from trainer_adapters.sources.conversion import checkpoint_layout
 from trainer_adapters.sources.inspection import Inspection, Memory, mark_of, memory_of, why_not_plain
 from trainer_adapters.sources.plan import (
     LocalShard,
     Plan,
     PlannedSlice,
     Rename,
+    Target,
     TensorInfo,
     make_plan,
     planned_slices,
@@ -134,9 +135,16 @@ class ScannedSource(WeightSource):
                 )
                 self._check_plan(plan)
                 if self._plan is not None and plan.manifest == self._plan.manifest:
-                    plan = Plan(plan.infos, self._plan.manifest, plan.places)
+                    plan = replace(plan, manifest=self._plan.manifest)
                 self._plan = plan
         return self._plan.manifest
+
+    def targets(self) -> Mapping[str, tuple[Target, ...]]:
+        """By the name of each of the model's tensors, after `rename`: the checkpoint tensors in it, if they are sent or tied."""
+        if self._plan is None:
+            self.manifest()
+        assert self._plan is not None
+        return self._plan.targets
 
     def adopt_dtypes(self, rules: Mapping[str, str]) -> bool:
         if not self._rules.adopt(rules):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
-    "has_lora_layers", "has_partitions", "is_deepspeed_engine", "is_dtensor", "is_fsdp_alone", "is_fully_sharded",
-    "is_partitioned", "is_wrapped_by_fsdp1", "refuse_fsdp", "refuse_lora_layers", "shape_of",
+    "class_before_sharding", "has_lora_layers", "has_partitions", "is_deepspeed_engine", "is_dtensor", "is_fsdp_alone",
+    "is_fully_sharded", "is_partitioned", "is_wrapped_by_fsdp1", "refuse_fsdp", "refuse_lora_layers", "shape_of",
 ]  # fmt: skip
 
 
@@ -31,6 +31,16 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 def is_fully_sharded(module: object) -> bool:
     """Whether `fully_shard` (FSDP2) was called on this module itself."""
     return _is("torch.distributed.fsdp", "FSDPModule", module)
+
+
+def class_before_sharding(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The module's class, without what `fully_shard` makes of it."""
+    if not is_fully_sharded(module):
+        return type(module)
+    from torch.distributed.fsdp import FSDPModule
+
+    kinds: Any = type(module).__mro__
+    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))  # type: ignore[no-any-return]
 
 
 def is_fsdp_alone(model: torch.nn.Module) -> bool:

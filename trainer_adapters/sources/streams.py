@@ -23,6 +23,7 @@ __all__ = [
     "pairs_of",
     "stream_of",
     "walk",
+    "wrapped",
 ]
 
 Pairs: TypeAlias = Iterable[tuple[str, Any]]
@@ -115,7 +116,7 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             raise ManifestMismatch(f"{prefix}: the module contains itself", side="trainer")
         yield prefix, part
         if part._modules:
-            inner = _wrapped(part)
+            inner = wrapped(part)
             above.add(id(part))
             left.append((prefix, id(part)))
             left.extend(
@@ -125,7 +126,7 @@ def walk(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             )
 
 
-def _wrapped(part: torch.nn.Module) -> str:
+def wrapped(part: torch.nn.Module) -> str:
     """The attribute in which a wrapper holds the wrapped module; names in a checkpoint don't contain it. "" for no wrapper."""
     if isinstance(part, _WRAPPERS) or is_deepspeed_engine(part):
         return "module"

@@ -16,6 +16,7 @@ from trainer_adapters.sources.fsdp import FSDPAdapter
 from trainer_adapters.sources.gather import gathered
 from trainer_adapters.sources.module import ModuleAdapter
 from trainer_adapters.sources.plan import Rename
+from trainer_adapters.sources.scan import ScannedSource
 from trainer_adapters.sources.sharded import has_partitions, is_dtensor, is_fsdp_alone, is_wrapped_by_fsdp1
 from trainer_adapters.sources.zero import DeepSpeedAdapter
 
@@ -38,7 +39,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 def source_of(
     model: torch.nn.Module, rename: Rename, process_group: dist.ProcessGroup | None, **options: Any
-) -> WeightSource:
+) -> FSDPAdapter | ScannedSource:
     """A source that fits the model's sharding, with the names that `rename` returns."""
     if is_fsdp_alone(model):
         return FSDPAdapter(model, rename=rename, **options)

@@ -19,14 +19,16 @@ import torch.distributed as dist
 
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import ManifestMismatch, first_few
+from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import torch_dtype
 from trainer_adapters.sources.base import LocalSlice, WeightSource, WrappingSource
-from trainer_adapters.sources.experts import checkpoint_layout
+from trainer_adapters.sources.fsdp import FSDPAdapter
 from trainer_adapters.sources.lora.factors import PeftFactors, source_of
 from trainer_adapters.sources.lora.peft_model import AddedBias, AddedProduct, Addition, PeftStructure, structure_of
 from trainer_adapters.sources.lora.product import add_product, exact_copy
 from trainer_adapters.sources.plan import Dims, Rename, Target
+from trainer_adapters.sources.scan import ScannedSource
 from trainer_adapters.sources.selection import Rules
 from trainer_adapters.sources.streams import Buffers
 
@@ -35,10 +37,18 @@ __all__ = ["MergedLoRAAdapter"]
 
 @dataclass(frozen=True)
 class _AdaptedTensor:
-    """A tensor of the manifest that adapters change: the additions, and its place in the trainer's weight."""
+    """A tensor of the manifest, or a part of one, that adapters change: the additions, and its place in the trainer's weight."""
 
     additions: tuple[Addition, ...]
     target: Target
+
+    def has(self, box: Box) -> bool:
+        """Whether a box of the manifest lies in this part."""
+        target = self.target
+        return all(
+            at <= first < at + target.sizes[dim]
+            for first, at, dim in zip(box.offsets, target.at, target.dims, strict=True)
+        )
 
 
 class MergedLoRAAdapter(WrappingSource):
@@ -82,9 +92,9 @@ class MergedLoRAAdapter(WrappingSource):
         }
         self._structure = PeftStructure()
         self._seen: set[str] = set()
-        self._source: WeightSource | None = None
+        self._source: FSDPAdapter | ScannedSource | None = None
         self._manifest = Manifest(())
-        self._adapted: dict[int, _AdaptedTensor] = {}
+        self._adapted: dict[int, list[_AdaptedTensor]] = {}
 
     def configure(self, config: Config) -> None:
         self._factors.configure(config)
@@ -121,7 +131,7 @@ class MergedLoRAAdapter(WrappingSource):
     def _changed(self, slices: Iterator[LocalSlice], *, anew: bool) -> Iterator[LocalSlice]:
         factors = self._factors.whole(anew=anew)
         for item in slices:
-            if (adapted := self._adapted.get(item.box.tensor)) is None:
+            if (adapted := self._adapted_part(item.box)) is None:
                 yield item
             else:
                 dtype = torch_dtype(self._manifest.tensors[item.box.tensor].dtype)
@@ -130,6 +140,10 @@ class MergedLoRAAdapter(WrappingSource):
                 yield LocalSlice(item.box, value)
                 del value
             del item  # before the next one is made
+
+    def _adapted_part(self, box: Box) -> _AdaptedTensor | None:
+        """What adapts a box of the manifest, which lies in one weight of the trainer."""
+        return next((one for one in self._adapted.get(box.tensor, ()) if one.has(box)), None)
 
     def _final_name(self, name: str) -> str | None:
         """The base model's name of a tensor of the PEFT model; None for a tensor that doesn't travel."""
@@ -167,22 +181,19 @@ class MergedLoRAAdapter(WrappingSource):
                 side="trainer",
             )
 
-    def _places(self) -> dict[int, _AdaptedTensor]:
-        """The tensors of the manifest that adapters change, by index."""
-        layout = checkpoint_layout(self._model)
+    def _places(self) -> dict[int, list[_AdaptedTensor]]:
+        """The tensors of the manifest that adapters change, by index, each with the parts that they change."""
+        assert self._source is not None
+        targets = self._source.targets()
         spoken = set(self._manifest.tied.values())
-        places: dict[int, _AdaptedTensor] = {}
+        places: dict[int, list[_AdaptedTensor]] = {}
         tied: list[str] = []
         for base, additions in self._structure.additions.items():
-            if (name := self._renamed(base)) is None:
-                continue
-            shape = self._structure.shapes[base]
-            targets = layout(name, shape) if layout else (Target(name, (0,) * len(shape), shape),)
-            for target in targets:
+            for target in targets.get(self._renamed(base) or "", ()):
                 if target.name in self._manifest.tied or target.name in spoken:
                     tied.append(target.name)
-                elif (index := self._manifest.index.get(target.name)) is not None:
-                    places[index] = _AdaptedTensor(additions, target)
+                else:
+                    places.setdefault(self._manifest.index[target.name], []).append(_AdaptedTensor(additions, target))
         if tied:
             raise ManifestMismatch(
                 f"an adapter changes only one of two tied weights: {first_few(tied)}",
@@ -197,9 +208,9 @@ class MergedLoRAAdapter(WrappingSource):
         cut = [
             self._manifest.describe(box)
             for box in (self._source.claims() if self._source is not None else None) or ()
-            if (adapted := self._adapted.get(box.tensor)) is not None
+            if (adapted := self._adapted_part(box)) is not None
             and any(isinstance(a, AddedProduct) and a.magnitude for a in adapted.additions)
-            and box.sizes[-1] != self._manifest.tensors[box.tensor].shape[-1]
+            and box.sizes[adapted.target.dims[-1]] != adapted.target.sizes[-1]
         ]
         if cut:
             raise ManifestMismatch(
@@ -213,28 +224,31 @@ def _merge(adapted: _AdaptedTensor, item: LocalSlice, factors: Mapping[str, torc
     """The slice with all additions, in the dtype of the computation."""
     total = exact_copy(item.tensor)
     target = adapted.target
-    lead = (0,) * target.dropped
-    starts = tuple(first + offset for first, offset in zip(target.offsets, lead + item.box.offsets, strict=True))
-    view = total.view((1,) * target.dropped + item.box.sizes) if target.dropped else total
+    starts, shape = list(target.offsets), [1] * len(target.sizes)
+    for i, dim in enumerate(target.dims):
+        starts[dim] += item.box.offsets[i] - target.at[i]
+        shape[dim] = item.box.sizes[i]
+    in_order = sorted(range(total.dim()), key=target.dims.__getitem__)
+    view = total.permute(in_order).view(shape)  # as the trainer has it
 
     def factor(name: str) -> torch.Tensor:
         return factors[name].detach().to(total)
 
     for addition in adapted.additions:
         if isinstance(addition, AddedBias):
-            total += factor(addition.bias)[starts[0] : starts[0] + total.shape[0]] * addition.scaling
+            view += factor(addition.bias)[starts[0] : starts[0] + view.shape[0]] * addition.scaling
             continue
         a, b = factor(addition.a), factor(addition.b)
         rank = a.shape[0] // addition.experts
         if view.dim() == 2:
-            _add(view, starts, addition, a, b)
+            _add(view, tuple(starts), addition, a, b)
         for i in range(view.shape[0] if view.dim() == 3 else 0):
             expert = starts[0] + i
             own_a = a[expert * rank : (expert + 1) * rank]
-            _add(view[i], starts[1:], addition, own_a, b[:, expert :: addition.experts])
+            _add(view[i], tuple(starts[1:]), addition, own_a, b[:, expert :: addition.experts])
         if addition.magnitude:
-            size = factor(addition.magnitude)[starts[0] : starts[0] + total.shape[0]]
-            total *= (size / torch.linalg.norm(total, dim=1)).view(-1, 1)
+            size = factor(addition.magnitude)[starts[0] : starts[0] + view.shape[0]]
+            view *= (size / torch.linalg.norm(view, dim=1)).view(-1, 1)
     return total
 
 

@@ -1,21 +1,16 @@
-"""Experts that transformers stacks in memory: what is sent is what `save_pretrained` writes, name by name, bit by bit."""
+"""Tiny models of transformers: those that it holds in memory otherwise than checkpoints have them, and a few others."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import nn
 
-from inference_plugin.wire.errors import ManifestMismatch
-from inference_plugin.wire.tensors import bytes_view
-from tests.trainers.test_module_adapter import received
-from trainer_adapters import ModuleAdapter
-from trainer_adapters.sources.experts import STACKED
+__all__ = ["MODELS", "WITH_IMAGES", "checkpoint_of", "tiny"]
 
 BASE: dict[str, Any] = {
     "vocab_size": 40,
@@ -109,17 +104,89 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**SHARED, "num_experts": 3, "head_dim": 8}),
     "qwen3_next": ("Qwen3Next", {**SHARED, **LINEAR, "num_experts": 3, "head_dim": 8}),
     "solar_open": ("SolarOpen", {**DEEP, "head_dim": 8}),
+    "granitemoe": ("GraniteMoe", {"intermediate_size": 10, "num_local_experts": 3}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            "intermediate_size": 10,
+            "num_local_experts": 3,
+            "shared_intermediate_size": 12,
+            "layer_types": ["mamba", "attention"],
+        }
+        | {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "hybrid_override_pattern": "ME*",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "n_groups": 1,
+            "n_routed_experts": 3,
+        }
+        | {
+            "moe_intermediate_size": 10,
+            "moe_shared_expert_intermediate_size": 12,
+            "intermediate_size": 24,
+            "head_dim": 8,
+        }
+        | {"n_group": 1, "topk_group": 1, "num_hidden_layers": 3, "ssm_state_size": 8},
+    ),
+    "hrm_text": (
+        "HrmText",
+        {"intermediate_size": 24, "num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 2, "L_bp_cycles": [1]},
+    ),
+    "gpt_neox": ("GPTNeoX", {"intermediate_size": 24}),
     "gpt_oss": ("GptOss", {"intermediate_size": 24, "num_local_experts": 3, "head_dim": 8}),
     "qwen3": ("Qwen3", {"intermediate_size": 24, "head_dim": 8}),
 }
 
 
+VISION = {"depth": 1, "num_heads": 2, "patch_size": 4}
+PATCHES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2} | {
+    "image_size": 8,
+    "patch_size": 4,
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"intermediate_size": 24, "rope_parameters": SECTIONS},
+        {**VISION, "embed_dim": 16, "hidden_size": 16, "mlp_ratio": 2},
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {**SHARED, "num_experts": 3, "head_dim": 8},
+        {**VISION, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24, "deepstack_visual_indexes": [0]},
+    ),
+    "gemma3": ("Gemma3", {"intermediate_size": 24, "head_dim": 8}, PATCHES),
+    "llava": (
+        "Llava",
+        {"intermediate_size": 24, "model_type": "llama"},
+        {**PATCHES, "model_type": "clip_vision_model"},
+    ),
+    "ernie4_5_vl_moe": (
+        "Ernie4_5_VLMoe",
+        {"moe_num_experts": 2, "moe_k": 1, "moe_intermediate_size": [10, 6], "moe_num_shared_experts": 1}
+        | {"intermediate_size": 24, "rope_parameters": SECTIONS},
+        {**VISION, "hidden_size": 16, "intermediate_size": 24},
+    ),
+}
+"""Models of text and images: the options of both parts."""
+
+
 def tiny(model_type: str) -> Any:
     """A model of this type with random weights; its router's bias isn't zero."""
-    stem, options = MODELS[model_type]
     torch.manual_seed(13)
-    config: Any = getattr(transformers, f"{stem}TextConfig" if model_type.endswith("_text") else f"{stem}Config")
-    model = getattr(transformers, f"{stem}ForCausalLM")(config(**BASE, **options))
+    if model_type in WITH_IMAGES:
+        stem, text, vision = WITH_IMAGES[model_type]
+        config = getattr(transformers, f"{stem}Config")(text_config={**BASE, **text}, vision_config=vision)
+        model = getattr(transformers, f"{stem}ForConditionalGeneration")(config)
+    else:
+        stem, options = MODELS[model_type]
+        kind = f"{stem}TextConfig" if model_type.endswith("_moe_text") else f"{stem}Config"
+        model = getattr(transformers, f"{stem}ForCausalLM")(getattr(transformers, kind)(**(BASE | options)))
     assert model.config.model_type == model_type
     for name, tensor in model.state_dict().items():
         if name.endswith("bias"):
@@ -127,74 +194,9 @@ def tiny(model_type: str) -> Any:
     return model
 
 
-def test_the_tables_models_are_all_compared() -> None:
-    assert set(STACKED) < set(MODELS)
-
-
-@pytest.mark.parametrize("model_type", MODELS)
-def test_names_and_values_are_those_that_save_pretrained_writes(model_type: str, tmp_path: Path) -> None:
-    model = tiny(model_type)
-    model.save_pretrained(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    arrived = received(*(ModuleAdapter(model, rank=rank, world_size=3) for rank in range(3)))
-    assert sorted(arrived) == sorted(saved)
-    for name, tensor in saved.items():
-        assert arrived[name].dtype == tensor.dtype and arrived[name].shape == tensor.shape, name
-        assert torch.equal(bytes_view(arrived[name]), bytes_view(tensor)), name
-
-
-def test_dtype_rules_and_filters_see_each_expert() -> None:
-    model = tiny("deepseek_v3").to(torch.bfloat16)
-    source = ModuleAdapter(
-        model,
-        dtype_rules={"*.experts.0.*": torch.float32},
-        include=["*.mlp.*"],
-        exclude=["*.experts.[12].*", "*.shared_experts.*"],
-    )
-    dtypes = {spec.name: spec.dtype for spec in source.manifest().tensors}
-    assert {name.split("mlp.")[1]: dtype for name, dtype in dtypes.items() if "layers.1." in name} == {
-        "gate.weight": "bfloat16",
-        "gate.e_score_correction_bias": "bfloat16",
-        **{
-            f"experts.{i}.{p}_proj.weight": d
-            for i, d in ((0, "float32"), (3, "bfloat16"))
-            for p in ("gate", "up", "down")
-        },
-    }
-    arrived = received(source)
-    stacked = model.model.layers[1].mlp.experts.gate_up_proj
-    assert torch.equal(arrived["model.layers.1.mlp.experts.0.up_proj.weight"], stacked[0, 10:].float())
-
-
-def test_a_router_bias_that_is_kept_in_fp32_stays_so() -> None:
-    model = tiny("deepseek_v3").to(torch.bfloat16)
-    gate = model.model.layers[1].mlp.gate
-    gate.e_score_correction_bias = torch.randn(4)
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-    arrived = received(ModuleAdapter(model, dtype_rules={"*bias": torch.float32, "*": torch.bfloat16}))
-    assert arrived[bias].dtype == torch.float32
-    assert torch.equal(arrived[bias], gate.e_score_correction_bias)
-
-
-def test_a_wrapper_around_the_model_and_a_rename_change_nothing_about_its_experts() -> None:
-    wrapper = nn.Module()
-    wrapper.policy = tiny("qwen3_moe")
-    arrived = received(ModuleAdapter(wrapper, rename=lambda name: name.removeprefix("policy.")))
-    assert sorted(arrived) == sorted(received(ModuleAdapter(wrapper.policy)))
-
-
-@pytest.mark.parametrize("shape", [(3, 16, 20), (3, 21, 16), (60, 16)])
-def test_experts_stacked_in_another_way_are_refused_never_cut_wrongly(shape: tuple[int, ...]) -> None:
-    model = tiny("qwen3_moe")
-    model.model.layers[1].mlp.experts.gate_up_proj = nn.Parameter(torch.randn(shape))
-    with pytest.raises(
-        ManifestMismatch, match=r"layers.1.mlp.experts.gate_up_proj: experts of shape .* in a known way"
-    ):
-        ModuleAdapter(model).manifest()
-
-
-def test_a_model_type_that_is_not_in_the_table_keeps_its_names() -> None:
-    model = tiny("qwen3_moe")
-    model.config.model_type = "next_years_moe"
-    names = [spec.name for spec in ModuleAdapter(model).manifest().tensors]
-    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+def checkpoint_of(model: Any) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` writes. In a process group rank 0 writes, and the others get nothing."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        written = Path(directory) / "model.safetensors"
+        return load_file(written) if written.exists() else {}
