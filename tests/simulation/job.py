@@ -14,7 +14,7 @@ from tests.simulation.network import Network, SimulatedChannel
 from tests.simulation.replica import Replica
 from tests.simulation.shell import enter
 from tests.simulation.trainer import CONFIG, SHM, STREAM, Operation, Trainer
-from tests.simulation.worker import Segment
+from tests.simulation.worker import Segment, SimulatedWorker
 from tests.simulation.world import FAULTS, HOST, STARTED, Fault, FaultKind, Process, Task, Violation, World
 from trainer_adapters.settings import BestEffort, Quorum, Settings
 from trainer_adapters.update.machine_io import INSTALLING_S
@@ -99,7 +99,9 @@ def run(plan: Plan, *, traced: bool = False) -> Result:
         violation = f"raised {type(error).__name__}: {error} ({where.name}, line {where.lineno})"
         if traced:
             world.lines = [*(world.lines or ()), traceback.format_exc()]
-    return Result(plan, violation, world.events, tuple(world.lines or ()))
+    result = Result(plan, violation, world.events, tuple(world.lines or ()))
+    job.let_go()
+    return result
 
 
 def shrunk(plan: Plan) -> Plan:
@@ -140,6 +142,13 @@ class Job:
         self.calm = True
         self._update()
         self._end()
+
+    def let_go(self) -> None:
+        """Breaks the cycles of a job that has ended: its objects go at once, and little is left to the collector of garbage."""
+        serving = [handle.__self__ for _, handle in self.network.servers.values()]
+        machines = [each.machine for each in serving if isinstance(each, SimulatedWorker)]
+        for each in (*machines, *serving, *self.network.channels, self.network, self.world, self):
+            vars(each).clear()
 
     # --- what a trainer finds: `Registry` --------------------------------------------------------------------------------
 
@@ -248,20 +257,19 @@ class Job:
 
     def _watch(self, operation: Operation) -> None:
         """P3: no caller waits past the deadline and the grace, but for the time in which its own process stood still."""
-
-        def look(rank: int, process: Process, frozen_s: float) -> None:
-            if not operation.waits.get(rank, True):
-                return
-            if process.frozen_s > frozen_s:
-                self.world.at(process.frozen_s - frozen_s, process, look, rank, process, process.frozen_s)
-                return
-            waited_s = self.world.now_s - operation.began_s
-            raise Violation(f"P3: rank {rank} of {operation.trainer.name} waits in its update since {waited_s:.1f} s")
-
         for rank, process in enumerate(operation.trainer.processes):
             limit_s = operation.deadline_s + GRACE_S + (1.0 if rank else 0.0) - self.world.now_s
             stands_still_s = max(0.0, process.frozen_until_s - self.world.now_s)
-            self.world.at(limit_s, process, look, rank, process, process.frozen_s - stands_still_s)
+            self.world.at(limit_s, process, self._look, operation, rank, process, process.frozen_s - stands_still_s)
+
+    def _look(self, operation: Operation, rank: int, process: Process, frozen_s: float) -> None:
+        if not operation.waits.get(rank, True):
+            return
+        if process.frozen_s > frozen_s:
+            self.world.at(process.frozen_s - frozen_s, process, self._look, operation, rank, process, process.frozen_s)
+            return
+        waited_s = self.world.now_s - operation.began_s
+        raise Violation(f"P3: rank {rank} of {operation.trainer.name} waits in its update since {waited_s:.1f} s")
 
     def update_ended(self, operation: Operation) -> None:
         """P8, and P3: what is reported is so, and a party in trouble costs only its own replica."""

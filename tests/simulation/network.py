@@ -142,6 +142,7 @@ class SimulatedChannel:
 
     def close(self) -> None:
         self._settle(None)
+        self.task = None
         self.network.channels.pop(self, None)
 
     def _settle(self, news: Any) -> None:

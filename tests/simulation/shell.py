@@ -20,8 +20,8 @@ from trainer_adapters.update import leases, transaction
 
 __all__ = ["enter", "simulated"]
 
-JOBS_PER_COLLECTION = 5
-"""A job leaves about 500 objects of garbage, and nothing of it is garbage before its end."""
+JOBS_PER_COLLECTION = 20
+"""What a job leaves, mostly the frames of errors, is garbage only at its end (`Job.let_go`)."""
 
 
 class _Now:

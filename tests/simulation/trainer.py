@@ -123,7 +123,7 @@ class Trainer:
         try:
             yield from self._update(operation)
         except WeightwireError as error:
-            operation.error = error
+            operation.error = error.with_traceback(None)  # its frames hold the job
             self._ranks(FailAll(error))
             while self.ranks.state == "failing":
                 yield self.ranks.wakes_at_s or math.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +69,7 @@ class Staging:
     trace: None = None
     wanted: tuple[()] = ()
 
-    @functools.cached_property
+    @property
     def staging(self) -> _Bytes:
         return _Bytes(self.txn, self)
 
@@ -156,7 +155,7 @@ class SimulatedWork:
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Bytes:
     txn: str
     staging: Staging
