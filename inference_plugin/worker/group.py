@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -152,15 +151,15 @@ class WeightUpdateGroup:
     @property
     def wakes_at_s(self) -> float:
         """When a `tick` is due if nothing happens before; infinity if none is."""
-        at_s, transaction = math.inf, self.transaction
+        times_s, transaction = [math.inf], self.transaction
         if transaction is not None:
             if self.state != "committing" or self.is_streaming:
-                at_s = transaction.expires_at_s
-            for _, until_s in itertools.chain(transaction.seal_askers, transaction.stand_askers):
-                at_s = min(at_s, until_s)
-        for dropped in self.dropped:
-            at_s = min(at_s, dropped.warn_at_s)
-        return at_s
+                times_s.append(transaction.expires_at_s)
+            if transaction.seal_askers or transaction.stand_askers:
+                times_s += [until_s for _, until_s in (*transaction.seal_askers, *transaction.stand_askers)]
+        if self.dropped:
+            times_s += [dropped.warn_at_s for dropped in self.dropped]
+        return min(times_s)
 
     def status(self) -> GroupStatus:
         transaction, terms, installed = self.transaction, self.terms, self.installed

@@ -91,10 +91,7 @@ class WorkerGroups:
     @property
     def wakes_at_s(self) -> float:
         """When a `Tick` is due if nothing happens before; infinity if none is."""
-        at_s = math.inf
-        for group in self.groups.values():
-            at_s = min(at_s, group.wakes_at_s)
-        return at_s
+        return min([group.wakes_at_s for group in self.groups.values()], default=math.inf)
 
     def processes(self) -> set[Process]:
         """Processes of this host whose end `Tick` should tell of."""

@@ -30,7 +30,8 @@ def unread(manifest: Manifest, boxes: Iterable[Box], *, partial: bool) -> list[s
         whole = manifest.whole(i)
         if not partial and spec.dtype in INDICES and i not in by_tensor:
             continue
-        if box_volume(whole) and (left := subtract([whole], sorted(by_tensor.get(i, ())))):
+        taken = by_tensor.get(i, set())
+        if whole not in taken and box_volume(whole) and (left := subtract([whole], sorted(taken))):
             found.append(spec.name if left == [whole] else manifest.describe(left[0]))
     return found
 

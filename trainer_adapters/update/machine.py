@@ -62,9 +62,9 @@ class TransactionMachine(TransactionState):
     @property
     def wakes_at_s(self) -> float:
         """When a `Tick` is due if nothing happens before; infinity if none is."""
-        at_s = self.until_s if self.is_on else math.inf
-        for one in self.at_work if self.is_on else ():
-            at_s = min(at_s, self._ends_at_s(one))
+        at_s = math.inf
+        if self.is_on:
+            at_s = min([self.until_s, *map(self._ends_at_s, self.at_work)])
         for one in self.ending:
             at_s = min(at_s, one.ends_at_s)
         return at_s
@@ -202,7 +202,9 @@ class TransactionMachine(TransactionState):
         return any(each.is_in or each.state == "already" for each in self.participants.values())
 
     def _look_whether_over(self) -> None:
-        for one in [each for each in self.ending if self.now_s >= each.ends_at_s]:
+        for one in self.ending:
+            if self.now_s < one.ends_at_s:
+                continue
             self.do(Holds(one.replica, "either"))
             words = f"{one.error.message if one.error else ''}; and it did not say in time what it holds"
             one.has_answered = True
@@ -221,7 +223,8 @@ class TransactionMachine(TransactionState):
         for one in at_work:
             if self.now_s >= self._ends_at_s(one):
                 self.fail(one, self._too_late(one))
-        self.is_on = bool(self.at_work)
+                at_work = self.at_work
+        self.is_on = bool(at_work)
 
     def _too_late(self, one: Participant) -> WeightwireError:
         if one.state == "opening":

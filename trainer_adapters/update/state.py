@@ -54,6 +54,7 @@ class TransactionState:
         self.segments: dict[str, bytes] = {}
         self.list_digest = ""
         self.actions: list[Action] = []
+        self._ended_streams = False
 
     @property
     def has_committed(self) -> bool:
@@ -101,6 +102,7 @@ class TransactionState:
             self.do(StopWaiting(one.replica))
         elif one.state != "ending":
             one.state, one.error = "ending", error
+            self._ended_streams = True
             one.ends_at_s = min(
                 self.now_s + self.terms.silence_s, max(self.now_s + INSTALLING_S, self.terms.installed_by_s)
             )
@@ -109,7 +111,7 @@ class TransactionState:
     @property
     def ending(self) -> list[Participant]:
         """Replicas that have not yet said what they hold of the streamed bytes."""
-        return self.in_state("ending")
+        return self.in_state("ending") if self._ended_streams else []
 
     def in_state(self, state: State) -> list[Participant]:
         return [each for each in self.participants.values() if each.state == state]

@@ -102,6 +102,8 @@ class Transaction:
         self._segment_ids: dict[str, str] = {}
         self._opened_s = self._sealed_s = 0.0
         self._places: dict[Channel, tuple[str, int | None]] = {}
+        self._states: dict[str, State] = {}
+        """Of the participants, after the last event."""
         terms = Terms(
             group=settings.group,
             txn=self.txn,
@@ -267,12 +269,12 @@ class Transaction:
                 self._do(Tick())
 
     def _do(self, event: Event) -> None:
-        before = self._states()
+        before = self._states
         events = [event]
         aborts: list[TellAbort] = []
         while events:
             for action in self._machine.on(events.pop(0), time.monotonic()):
-                if isinstance(action, Ask | AskToOpen):
+                if isinstance(action, (Ask, AskToOpen)):
                     events += self._ask(action)
                 elif isinstance(action, TellAbort):
                     aborts.append(action)
@@ -280,16 +282,14 @@ class Transaction:
                     self._perform(action)
         if aborts:
             self._tell_abort(aborts)
-        if (states := self._states()) != before:
-            participants = self._machine.participants
+        participants = self._machine.participants
+        states = self._states = {name: one.state for name, one in participants.items()}
+        if states != before:
             begun = [name for name, one in participants.items() if one.is_in and one.state != "open"]
             self._leases.renew(self._cards[name] for name in begun)
             for name, state in states.items():
                 if state != before.get(name):
                     self._trace(participants[name])
-
-    def _states(self) -> dict[str, State]:
-        return {name: one.state for name, one in self._machine.participants.items()}
 
     def _perform(self, action: Action) -> None:
         session = self._sessions[action.replica]
