@@ -30,6 +30,7 @@ class Agreement:
     - `parts`: the parts that the loader fills one by one; empty if it has to load everything at once.
     - `passed_over`: as in `contract.InstallTerms`.
     - `ignored`: names of the tensors from which the engine's loader takes nothing.
+    - `aliases`: second names under which the loader is given tied tensors, each with the name that travels.
     - `unfilled`: parameters that neither the manifest nor the engine's own checkpoint fills.
     - `expert_places`: as in `contract.EngineModel`, at the time when the plan was traced.
     """
@@ -44,6 +45,7 @@ class Agreement:
     parts: tuple[Part, ...]
     passed_over: tuple[int, ...]
     ignored: frozenset[str]
+    aliases: Mapping[str, str]
     unfilled: tuple[str, ...]
     expert_places: str
 

@@ -55,7 +55,7 @@ class _Negotiation:
         self._check_modules()
         expert_places = self._model.expert_places()
         ties = live_ties(self._model)
-        traced = self._traced = trace_plan(self._model.skeleton, self._load, self._tensors).without_repeats()
+        traced = self._traced = self._trace().without_repeats()
         plan, apart = traced.tied(ties, self._manifest.sent_name)
         self._check_plan(plan)
         if apart:
@@ -92,9 +92,19 @@ class _Negotiation:
             proven.parts,
             self._passed_over(ignored),
             ignored,
+            {name: self._manifest.tied[name] for name, _, _ in self._tensors if name in self._manifest.tied},
             unfilled,
             expert_places,
         )
+
+    def _trace(self) -> PlacementPlan:
+        """Traces the load. A second name of a tied weight at which the loader raises is left out: checkpoints don't have it
+        either. If the engine needs it after all, it remains unfilled, which only the whole model shows."""
+        while True:
+            plan = trace_plan(self._model.skeleton, self._load, self._tensors)
+            if self._partial or not plan.broke or plan.broke_at not in self._manifest.tied:
+                return plan
+            self._tensors = [info for info in self._tensors if info[0] != plan.broke_at]
 
     @cached_property
     def _checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

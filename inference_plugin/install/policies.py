@@ -153,10 +153,10 @@ class PolicyInstaller(abc.ABC):
             )
 
     def _sources(self, segment: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The staged tensors, under every name that they have."""
+        """The staged tensors, under every name that the loader takes."""
         manifest = self._agreement.manifest
         sources = {spec.name: box_view(segment, manifest, manifest.whole(i)) for i, spec in enumerate(manifest.tensors)}
-        return sources | {alias: sources[name] for alias, name in manifest.tied.items()}
+        return sources | {alias: sources[name] for alias, name in self._agreement.aliases.items()}
 
     def _bind(self, placements: list[Placement], sources: Tensors, destinations: Tensors) -> Replay:
         fills = [fill for fill in self._agreement.plan.fills if fill.dest.tensor in destinations]

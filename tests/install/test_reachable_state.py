@@ -279,6 +279,21 @@ def test_a_trainer_that_holds_two_weights_where_the_engine_holds_one_is_told_of_
 
 
 @pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_a_second_name_of_a_tied_weight_that_the_loader_does_not_know_is_left_out(policy: str) -> None:
+    """A checkpoint has the weight once. What is only a part of a model is refused: nobody could say whether it lacks the name."""
+    engine = Engine()
+    installer = ModelInstaller(engine)
+    manifest = manifest_of(weights(0), {"tower.head": "embed", "tower.other_head": "head"})
+    installer.open(manifest, policy, partial=False)
+    for seed in (1, 2, 3):
+        update(installer, manifest, weights(seed))
+        assert engine.state() == cold(seed)
+    part = manifest_of({"embed": weights(0)["embed"]}, {"tower.head": "embed"})
+    with pytest.raises(ManifestMismatch, match="tower"):
+        ModelInstaller(Engine()).open(part, policy, partial=True)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
 @pytest.mark.parametrize("order", [("both", "one"), ("one", "both"), ("both", "one", "both", "one")])
 def test_what_a_part_does_not_send_keeps_its_bytes_whatever_was_sent_before(
     policy: str, order: tuple[str, ...]

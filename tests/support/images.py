@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+from transformers import AutoModelForImageTextToText
+
 from inference_plugin.wire.messages import InFlight
 from tests.engines.test_vllm_tokens import weights
 from tests.support.managers import SyncManager
-from trainer_adapters import ModuleAdapter
 
 __all__ = ["IMAGES", "check_images"]
 
@@ -25,7 +26,8 @@ def check_images(
     **options: Any,
 ) -> None:
     """An engine is updated under each policy, there and back, with a request about an image in flight; before that request ends
-    and after it, it answers about known images as a fresh engine does.
+    and after it, it answers about known images as a fresh engine does. Its checkpoint's tensors are sent, and the model that
+    transformers makes of them.
 
     `say`: its answer about each image; `agree` compares two answers. `options`: of the engine.
     """
@@ -43,7 +45,10 @@ def check_images(
             driver.wait_for_tokens(before, 3)
             if policy != "drain":
                 manager.pause(in_flight="keep")  # so that the request is in flight, however long the update takes
-            (report,) = manager.update(ModuleAdapter(weights(target)), version).replicas
+            model = (
+                weights(target) if version % 2 else AutoModelForImageTextToText.from_pretrained(target, dtype="auto")
+            )
+            (report,) = manager.update(model, version).replicas
             assert report.status == "committed", report
             manager.resume()
             assert agree(say(), fresh[target]), (policy, target)
