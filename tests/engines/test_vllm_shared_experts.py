@@ -256,7 +256,8 @@ def test_a_worker_that_hangs_in_its_installation_tears_both_ranks_in_bounded_tim
     with SyncManager(timeout_s=300) as sync:
         future = sync.update_async(source(shared.model(shared.version + 1)), shared.version + 1)
         eventually(shared.faults.with_name(f"{shared.faults.name}.1").exists, what="rank 1 to install")
-        with pytest.raises((PeerLost, TornReplica), match="engine core 1 lost a worker"):
+        # Its own core and the first core wait equally long for it.
+        with pytest.raises((PeerLost, TornReplica), match=r"engine core 1 lost a worker|rank 1 was silent"):
             future.result(240)
         assert shared.card.state == "torn"
         assert set(sync.versions().values()) == {None}, "workers that nobody reaches say the version of before"
