@@ -27,6 +27,7 @@ from tests.support.engines import Driver, eventually, segments_of
 from tests.support.greedy import greedy_batch
 from tests.support.rig import LONG_S, gone
 from tests.support.sglang_engines import SglangDriver
+from tests.support.storm_checks import STREAMED
 from tests.support.troubles import CALM, Troubles
 from trainer_adapters import ModuleAdapter
 
@@ -225,7 +226,7 @@ class EngineStorm(Troubles[EngineReplica]):
         self._compute_anew(ended)
 
     def _ended_well(self, replica: EngineReplica, request: dict[str, Any], *, may_refuse: bool) -> bool:
-        if request["finish_reason"] == "error" and may_refuse:
+        if request["finish_reason"] == "error" and (may_refuse or STREAMED in request["reason"]):
             return False
         numbers = [0 if version == "default" else int(version) for version in request["versions"]]
         whole = (request["finish_reason"], len(numbers)) == ("length", LENGTHS[self.engine])
