@@ -7,6 +7,14 @@ import os
 
 import pytest
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # an interpreter for the tests on a GPU may have only what the package needs
+    pass
+else:  # on a busy machine an example takes as long as it takes
+    settings.register_profile("any speed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")
+
 from tests.support.yielding import make_yielding_fair
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
