@@ -99,7 +99,8 @@ class _Negotiation:
 
     def _trace(self) -> PlacementPlan:
         """Traces the load. A second name of a tied weight at which the loader raises is left out: checkpoints don't have it
-        either. If the engine needs it after all, it remains unfilled, which only the whole model shows."""
+        either. If the engine needs it after all, `_check_whole` finds what it would have filled; nothing would in a part of a
+        model, which is refused."""
         while True:
             plan = trace_plan(self._model.skeleton, self._load, self._tensors)
             if self._partial or not plan.broke or plan.broke_at not in self._manifest.tied:
