@@ -290,11 +290,13 @@ def test_uv_finds_packages_where_pip_is_configured_to_and_its_own_variables_win(
     monkeypatch.setenv("PIP_INDEX_URL", "file:///first")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "file:///second file:///third")
     monkeypatch.setenv("PIP_FIND_LINKS", "/one /two")
+    monkeypatch.setenv("PIP_PROXY", "socks5://proxy:1080")
     envs.uv()
     told = envs.uv_settings()
     assert told["UV_DEFAULT_INDEX"] == "file:///first"
     assert told["UV_EXTRA_INDEX_URL"] == "file:///second file:///third"
     assert told["UV_FIND_LINKS"] == "/one,/two"
+    assert told["ALL_PROXY"] == "socks5://proxy:1080"
     monkeypatch.setenv("UV_DEFAULT_INDEX", "file:///mine")
     assert envs.uv_settings()["UV_DEFAULT_INDEX"] == "file:///mine"
 

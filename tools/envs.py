@@ -44,7 +44,13 @@ PYTHON = "3.11"
 UV = "uv==0.13.9"
 HEARTBEAT_S = 15.0
 CHATTY_LINES = 20
-OF_PIP = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_EXTRA_INDEX_URL", "cert": "SSL_CERT_FILE"}
+OF_PIP = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_EXTRA_INDEX_URL",
+    "trusted-host": "UV_INSECURE_HOST",
+    "proxy": "ALL_PROXY",
+    "cert": "SSL_CERT_FILE",
+}
 """pip's options, and uv's environment variables of the same meaning and form."""
 
 
@@ -95,7 +101,7 @@ ENVIRONMENTS = {
 
 
 def ensure(name: str) -> Path:
-    """Return the interpreter of environment ``name``, made or completed first. Raises :class:`SetupError`."""
+    """Return the interpreter of environment ``name``, made first. Raises :class:`SetupError`."""
     environment = ENVIRONMENTS[name]
     check_machine()
     if environment.over:
@@ -110,7 +116,6 @@ def ensure(name: str) -> Path:
     with _one_at_a_time(VENVS / f".{name}.lock"):
         if _read(stamp) == wanted and python.exists():
             return python
-        stamp.unlink(missing_ok=True)
         started = time.monotonic()
         fill(directory, environment, _lock(environment, name))
         stamp.write_text(wanted)
@@ -188,18 +193,8 @@ def uv() -> Path:
             python = str(directory / "bin" / "python")
             command = [sys.executable, "-m", "venv", "--clear", str(directory)]
             run(command, f"python -m venv failed (on Debian: is python{PYTHON}-venv installed?)", log)
-            pip = [
-                python,
-                "-m",
-                "pip",
-                "--disable-pip-version-check",
-                "--no-input",
-                "install",
-                "--progress-bar",
-                "off",
-                UV,
-            ]
-            run(pip, f"pip failed to install {UV}", log)
+            pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--progress-bar", "off"]
+            run([*pip, UV], f"pip failed to install {UV}", log)
             stamp.write_text(UV)
     return program
 
@@ -216,7 +211,10 @@ def uv_settings() -> dict[str, str]:
     found = {variable: settings[option] for option, variable in OF_PIP.items() if option in settings}
     if "find-links" in settings:
         found["UV_FIND_LINKS"] = ",".join(settings["find-links"].split())
-    found |= {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip takes the best of all indexes
+    found |= {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_SYSTEM_CERTS": "true",
+    }  # pip takes the best of all indexes as well
     return found | os.environ
 
 
@@ -255,17 +253,8 @@ class Installer:
     def __call__(self, what: str, *arguments: str) -> None:
         """Install ``arguments`` and nothing else."""
         say(f"installing {what}")
-        command = [
-            self._uv,
-            "pip",
-            "install",
-            "--python",
-            str(self.python),
-            "--no-deps",
-            "--no-build-isolation",
-            *arguments,
-        ]
-        run(command, f"uv failed installing {what}", self._log, self._settings)
+        install = [self._uv, "pip", "install", "--python", str(self.python), "--no-deps", "--no-build-isolation"]
+        run([*install, *arguments], f"uv failed installing {what}", self._log, self._settings)
 
 
 def run(command: list[str], failure: str, log: Path, environment: dict[str, str] | None = None) -> None:
