@@ -40,6 +40,9 @@ class Family:
     sglang: dict[str, Any] = field(default_factory=dict)
     """Arguments of an SGLang engine beside those that every engine of the tests gets."""
     engines: tuple[str, ...] = ("vllm", "sglang")
+    torchvision: bool = False
+    """Whether vLLM's module of the model imports torchvision, although the model reads text only: the module also has a class
+    that reads images."""
 
 
 def make_versions(family: Family, directory: Path) -> tuple[Path, Path]:
@@ -84,6 +87,7 @@ def _family(
     sglang: dict[str, Any] | None = None,
     engines: tuple[str, ...] = ("vllm", "sglang"),
     architecture: str = "",
+    torchvision: bool = False,
     **overrides: Any,
 ) -> Family:
     """The family of `{stem}Config` and `{stem}ForCausalLM`; `overrides` go to the configuration, on top of `SHAPE`.
@@ -95,7 +99,7 @@ def _family(
         entries={"architectures": [architecture]} if architecture else {},
         overrides=overrides,
     )
-    return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines)
+    return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines, torchvision)
 
 
 def _existing(
@@ -176,6 +180,14 @@ ENCODER: dict[str, Any] = {
     "tie_word_embeddings": REMOVED,
     "position_embedding_type": "absolute",
 }
+LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+"""Gated delta nets, every second layer."""
 TWO_KINDS: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32}
 WHOLE_PROMPTS: dict[str, Any] = {"enable_prefix_caching": False}
 """Where one scale is taken over all activations of a batch, an answer depends on what is computed with it: a prompt whose
@@ -230,6 +242,11 @@ FAMILIES: dict[str, Family] = {
         _family("arcee", "Arcee"),
         _family("nemotron", "Nemotron", **TWO_HEADS),
         _family("hyperclovax", "HyperCLOVAX"),
+        _family("mimo", "Qwen2", architecture="MiMoForCausalLM", **TWO_HEADS),
+        _family("solar", "Llama", architecture="SolarForCausalLM"),
+        _family("cwm", "Cwm", **TWO_KINDS, bos_token_id=1),
+        _family("jais2", "Jais2", **TWO_HEADS),
+        _family("vaultgemma", "VaultGemma", tie_word_embeddings=True, sliding_window=32, query_pre_attn_scalar=32),
         _family("helium", "Helium", num_attention_heads=2),
         _family("starcoder2", "Starcoder2", **TWO_HEADS),
         _family("stablelm", "StableLm", **TWO_HEADS),
@@ -406,7 +423,49 @@ FAMILIES: dict[str, Family] = {
             mlp_layer_types=["dense", "sparse"],
             num_attention_heads_per_layer=[4, 4],
         ),
+        _family(
+            "granitemoe_swa", "GraniteMoeSWA", **TWO_HEADS, **LOCAL_EXPERTS, **TWO_KINDS, layer_rope_theta=[1e4, 1e4]
+        ),
+        _family("hy_v3", "HYV3", **EXPERTS, num_shared_experts=1, mlp_layer_types=["dense", "sparse"]),
+        _family("mellum", "Mellum", **EXPERTS, **TWO_KINDS),
+        _family(
+            "mimo_v2_flash",
+            "MiMoV2Flash",
+            **ROUTED_EXPERTS,
+            **TWO_KINDS,
+            v_head_dim=32,
+            mlp_layer_types=["dense", "sparse"],
+        ),
+        _family("flex_olmo", "FlexOlmo", **TWO_HEADS, num_experts=4, num_experts_per_tok=2, pad_token_id=0),
         # latent attention
+        _family("axk1", "AXK1", vllm=PLAIN_LATENT, **LATENT, **ROUTED_EXPERTS),
+        _family(
+            "longcat_flash",
+            "LongcatFlash",
+            vllm=PLAIN_LATENT,
+            **LATENT,
+            num_hidden_layers=REMOVED,
+            intermediate_size=REMOVED,
+            num_layers=2,
+            ffn_hidden_size=128,
+            expert_ffn_hidden_size=64,
+            moe_topk=2,
+            n_routed_experts=4,
+            zero_expert_num=2,
+        ),
+        *(
+            _family(
+                name,
+                stem,
+                vllm=PLAIN_LATENT,
+                **LATENT,
+                **ROUTED_EXPERTS,
+                index_topk=64,
+                index_head_dim=128,
+                index_n_heads=4,
+            )
+            for name, stem in (("deepseek_v32", "DeepseekV32"), ("glm_moe_dsa", "GlmMoeDsa"), ("hy_v4", "HYV4"))
+        ),
         _family(
             "deepseek_v2",
             "DeepseekV2",
@@ -505,12 +564,65 @@ FAMILIES: dict[str, Family] = {
             full_attention_interval=2,
             dtype="bfloat16",
             **EXPERTS,
+            **LINEAR,
             shared_expert_intermediate_size=64,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
+        ),
+        _family(
+            "qwen3_5_text", "Qwen3_5Text", model="Qwen3_5ForCausalLM", dtype="bfloat16", torchvision=True, **LINEAR
+        ),
+        _family(
+            "qwen3_5_moe_text",
+            "Qwen3_5MoeText",
+            model="Qwen3_5MoeForCausalLM",
+            dtype="bfloat16",
+            torchvision=True,
+            **EXPERTS,
+            **LINEAR,
+            shared_expert_intermediate_size=64,
+        ),
+        _family("olmo_hybrid", "OlmoHybrid", dtype="bfloat16", **EVERY_HEAD, **LINEAR, pad_token_id=0),
+        _family(
+            "kimi_linear",
+            "KimiLinear",
+            vllm=PLAIN_LATENT,
+            **LATENT | {"q_lora_rank": None},
+            **ROUTED_EXPERTS,
+            num_local_experts=4,
+            linear_head_dim=128,
+            linear_num_heads=2,
             layer_types=["linear_attention", "full_attention"],
+            mlp_layer_types=["dense", "sparse"],
+            pad_token_id=0,
+        ),
+        _family(
+            "minimax",
+            "MiniMax",
+            **LOCAL_EXPERTS,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        _family(
+            "qwen4_exp_text",
+            "Qwen4ExpText",
+            model="Qwen4ExpForCausalLM",
+            dtype="bfloat16",
+            **EXPERTS,
+            **LINEAR | {"layer_types": ["linear_attention", "indexed_attention"]},
+            shared_expert_intermediate_size=64,
+            hc_lowrank=16,
+            indexer_n_heads=2,
+            indexer_kv_heads=1,
+            indexer_head_dim=32,
+            indexer_budget=64,
+            indexer_compress_ratio=4,
+        ),
+        _family(
+            "zaya",
+            "Zaya",
+            num_experts=4,
+            num_experts_per_tok=1,
+            moe_intermediate_size=64,
+            router_hidden_size=32,
+            pad_token_id=0,
         ),
         # vectors instead of tokens
         _family("bert-embedding", "Bert", model="BertModel", answer="embed", **ENCODER),

@@ -22,6 +22,7 @@ from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, Driver
 from tests.support.families import Family
 from tests.support.reachable import differences
 from tests.support.sglang_engines import SglangDriver
+from tests.support.torchvision_here import VARIABLE as TORCHVISION
 from tests.support.trials import COUNT, PROMPTS, UPDATES, Said
 from trainer_adapters import ModuleAdapter, SyncManager
 
@@ -106,17 +107,21 @@ class Host:
 
 
 class VllmHost(Host):
-    """In-process vLLM engines, one after another in one process."""
+    """In-process vLLM engines, one after another in one process of one kind."""
 
-    pooling = False
+    kind: tuple[type[Driver], bool] = (Driver, False)
+    """The open driver's class, and whether it has torchvision."""
 
     def open(self, family: Family, checkpoint: Path, *, plain: bool) -> None:
-        pooling = family.answer != "tokens"
+        driver_class = Driver if family.answer == "tokens" else PoolingDriver
         try:
-            if self.driver is None or pooling != self.pooling:
+            if self.driver is None or self.kind != (driver_class, family.torchvision):
                 self.close()
-                self.driver = (PoolingDriver if pooling else Driver)(self.runtime, in_process=True).__enter__()
-                self.pooling = pooling
+                variables = {TORCHVISION: "1"} if family.torchvision else {}
+                driver = driver_class(self.runtime, in_process=True, **variables)
+                if family.torchvision:
+                    driver.preloads = ()  # whose processes are without
+                self.driver, self.kind = driver.__enter__(), (driver_class, family.torchvision)
             else:
                 self.driver.call("close")
             self._open(family, checkpoint, plain=plain)
