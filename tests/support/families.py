@@ -7,6 +7,7 @@ versions of one model: every tensor differs. `make_versions` checks that.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -55,15 +56,17 @@ def make_versions(family: Family, directory: Path) -> tuple[Path, Path]:
 
 
 def _lively_model(
-    config: str, model: str, *, dtype: torch.dtype, entries: dict[str, Any], overrides: dict[str, Any]
+    config: str, model: str, *, dtype: torch.dtype, entries: dict[str, Any], without: str, overrides: dict[str, Any]
 ) -> Maker:
     """A model of transformers in which every floating tensor gets noise of its own: some start as constants. `entries` replace
-    those of the saved `config.json`."""
+    those of the saved `config.json`. The checkpoint has no tensor whose name matches `without`."""
     plain = _of(config, model, dtype=dtype, **overrides)
 
     def build(directory: Path, seed: int) -> Path:
         path = plain(directory, seed)
         tensors = {name: _with_noise(tensor, seed, i) for i, (name, tensor) in enumerate(load(path).items())}
+        if without:
+            tensors = {name: tensor for name, tensor in tensors.items() if not re.search(without, name)}
         return rewrite(path, tensors, **entries)
 
     return build
@@ -88,15 +91,18 @@ def _family(
     engines: tuple[str, ...] = ("vllm", "sglang"),
     architecture: str = "",
     torchvision: bool = False,
+    without: str = "",
     **overrides: Any,
 ) -> Family:
     """The family of `{stem}Config` and `{stem}ForCausalLM`; `overrides` go to the configuration, on top of `SHAPE`.
-    `architecture`: the name in published checkpoints, where transformers calls the class otherwise."""
+    `architecture`: the name in published checkpoints, where transformers calls the class otherwise. `without`: a pattern of the
+    tensors that published checkpoints lack, and transformers has."""
     maker = _lively_model(
         config or f"{stem}Config",
         model or f"{stem}ForCausalLM",
         dtype=getattr(torch, dtype),
         entries={"architectures": [architecture]} if architecture else {},
+        without=without,
         overrides=overrides,
     )
     return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines, torchvision)
@@ -192,6 +198,8 @@ TWO_KINDS: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attentio
 WHOLE_PROMPTS: dict[str, Any] = {"enable_prefix_caching": False}
 """Where one scale is taken over all activations of a batch, an answer depends on what is computed with it: a prompt whose
 beginning is cached is answered otherwise than before, by the same weights."""
+NO_PREFIXES: dict[str, Any] = {"enable_prefix_caching": False}
+"""With a cache of prefixes vLLM takes the intermediate states of a Mamba-2 layer, which its kernel on a CPU does not return."""
 CLASSES: dict[str, Any] = {"num_labels": 3, "pad_token_id": 0}
 
 FAMILIES: dict[str, Family] = {
@@ -243,7 +251,17 @@ FAMILIES: dict[str, Family] = {
         _family("nemotron", "Nemotron", **TWO_HEADS),
         _family("hyperclovax", "HyperCLOVAX"),
         _family("mimo", "Qwen2", architecture="MiMoForCausalLM", **TWO_HEADS),
-        _family("solar", "Llama", architecture="SolarForCausalLM"),
+        _family(
+            "solar",
+            "Llama",
+            architecture="SolarForCausalLM",
+            num_hidden_layers=3,
+            bskcn_1=[1],
+            bskcn_2=[1],
+            bskcn_3=[2],
+            bskcn_4=[2],
+            bskcn_tv=[0.9, 0.8],
+        ),
         _family("cwm", "Cwm", **TWO_KINDS, bos_token_id=1),
         _family("jais2", "Jais2", **TWO_HEADS),
         _family("vaultgemma", "VaultGemma", tie_word_embeddings=True, sliding_window=32, query_pre_attn_scalar=32),
@@ -373,6 +391,9 @@ FAMILIES: dict[str, Family] = {
         _family(
             "minimax_m2",
             "MiniMaxM2",
+            vllm={
+                "hf_overrides": {"scoring_func": "softmax"}
+            },  # the only one that it has for ungrouped experts on a CPU
             **LOCAL_EXPERTS,
             rotary_dim=16,
             scoring_func="sigmoid",
@@ -426,23 +447,48 @@ FAMILIES: dict[str, Family] = {
         _family(
             "granitemoe_swa", "GraniteMoeSWA", **TWO_HEADS, **LOCAL_EXPERTS, **TWO_KINDS, layer_rope_theta=[1e4, 1e4]
         ),
-        _family("hy_v3", "HYV3", **EXPERTS, num_shared_experts=1, mlp_layer_types=["dense", "sparse"]),
+        _family(
+            "hy_v3",
+            "HYV3",
+            **EXPERTS,
+            expert_hidden_dim=64,
+            num_shared_experts=1,
+            mlp_layer_types=["dense", "sparse"],
+            first_k_dense_replace=1,
+            qk_norm=True,
+            route_norm=True,
+        ),
         _family("mellum", "Mellum", **EXPERTS, **TWO_KINDS),
         _family(
             "mimo_v2_flash",
             "MiMoV2Flash",
+            sglang=_configured(rope_parameters=None, rope_theta=1e4, swa_rope_theta=1e4),
             **ROUTED_EXPERTS,
             **TWO_KINDS,
             v_head_dim=32,
             mlp_layer_types=["dense", "sparse"],
+            hybrid_layer_pattern=[0, 1],
+            moe_layer_freq=[0, 1],
+            layernorm_epsilon=1e-5,
+            sliding_window_size=32,
+            swa_num_attention_heads=4,
+            swa_num_key_value_heads=4,
+            swa_head_dim=32,
+            swa_v_head_dim=32,
+            add_swa_attention_sink_bias=True,
+            add_full_attention_sink_bias=False,
+            scoring_func="sigmoid",
+            topk_method="noaux_tc",
         ),
         _family("flex_olmo", "FlexOlmo", **TWO_HEADS, num_experts=4, num_experts_per_tok=2, pad_token_id=0),
         # latent attention
-        _family("axk1", "AXK1", vllm=PLAIN_LATENT, **LATENT, **ROUTED_EXPERTS),
+        _family("axk1", "AXK1", vllm=PLAIN_LATENT, **LATENT, **ROUTED_EXPERTS | {"first_k_dense_replace": 0}),
         _family(
             "longcat_flash",
             "LongcatFlash",
             vllm=PLAIN_LATENT,
+            sglang=_configured(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+            without=r"experts\.[45]\.",  # which pass their input on
             **LATENT,
             num_hidden_layers=REMOVED,
             intermediate_size=REMOVED,
@@ -452,6 +498,10 @@ FAMILIES: dict[str, Family] = {
             moe_topk=2,
             n_routed_experts=4,
             zero_expert_num=2,
+            zero_expert_type="identity",
+            mla_scale_q_lora=True,
+            mla_scale_kv_lora=True,
+            router_bias=False,
         ),
         *(
             _family(
@@ -490,7 +540,7 @@ FAMILIES: dict[str, Family] = {
         _family("mamba", "Mamba", **STATE, state_size=16, pad_token_id=0),
         _family("mamba2", "Mamba2", **STATE | {"head_dim": 32}, num_heads=4, state_size=16, n_groups=1, pad_token_id=0),
         _family("falcon_mamba", "FalconMamba", **STATE, state_size=16, pad_token_id=0),
-        _family("falcon_h1", "FalconH1", **MAMBA2, mamba_d_ssm=128),
+        _family("falcon_h1", "FalconH1", vllm=NO_PREFIXES, **MAMBA2, mamba_d_ssm=128),
         _family("bamba", "Bamba", **MAMBA2, **TWO_HEADS, attn_layer_indices=[1]),
         _family(
             "jamba",
@@ -509,6 +559,7 @@ FAMILIES: dict[str, Family] = {
         _family(
             "zamba2",
             "Zamba2",
+            vllm=NO_PREFIXES,
             **EVERY_HEAD | {"num_attention_heads": 4, "num_key_value_heads": 4},
             num_hidden_layers=3,
             layers_block_type=["mamba", "hybrid", "mamba"],
@@ -521,11 +572,13 @@ FAMILIES: dict[str, Family] = {
             attention_hidden_size=128,
             attention_head_dim=32,
             use_mem_rope=True,
+            tie_word_embeddings=True,
             pad_token_id=0,
         ),
         _family(
             "granitemoehybrid",
             "GraniteMoeHybrid",
+            vllm=NO_PREFIXES,
             **TWO_HEADS,
             **LOCAL_EXPERTS,
             **MAMBA2,
@@ -584,27 +637,26 @@ FAMILIES: dict[str, Family] = {
         _family(
             "kimi_linear",
             "KimiLinear",
-            vllm=PLAIN_LATENT,
+            vllm=PLAIN_LATENT | {"enable_prefix_caching": True},
             **LATENT | {"q_lora_rank": None},
-            **ROUTED_EXPERTS,
+            **ROUTED_EXPERTS | {"first_k_dense_replace": 0},
             num_local_experts=4,
-            linear_head_dim=128,
-            linear_num_heads=2,
-            layer_types=["linear_attention", "full_attention"],
-            mlp_layer_types=["dense", "sparse"],
+            linear_attn_config={
+                "kda_layers": [1],
+                "full_attn_layers": [2],
+                "head_dim": 128,
+                "num_heads": 2,
+                "short_conv_kernel_size": 4,
+            },
+            mlp_layer_types=["sparse", "sparse"],
             pad_token_id=0,
-        ),
-        _family(
-            "minimax",
-            "MiniMax",
-            **LOCAL_EXPERTS,
-            layer_types=["linear_attention", "full_attention"],
         ),
         _family(
             "qwen4_exp_text",
             "Qwen4ExpText",
             model="Qwen4ExpForCausalLM",
             dtype="bfloat16",
+            torchvision=True,
             **EXPERTS,
             **LINEAR | {"layer_types": ["linear_attention", "indexed_attention"]},
             shared_expert_intermediate_size=64,
@@ -614,6 +666,7 @@ FAMILIES: dict[str, Family] = {
             indexer_head_dim=32,
             indexer_budget=64,
             indexer_compress_ratio=4,
+            output_gate_type="silu",
         ),
         _family(
             "zaya",
