@@ -54,6 +54,18 @@ def test_a_family_in_vllm_is_a_fresh_engine_after_every_update(
     assert (trial.outcome, trial.updates) == ("right", 5), trial
 
 
+def test_the_text_model_of_qwen_3_5_is_a_fresh_engine_after_every_update_under_every_policy(
+    vllm: Host, tmp_path: Path
+) -> None:
+    """Its engine's process also has torchvision, which vLLM's module of the model imports."""
+    family = FAMILIES["qwen3_5_moe_text"]
+    versions = make_versions(family, tmp_path)
+    policies: list[InstallPolicy] = ["standby", "copy"]
+    for install in policies:
+        trial = run_trial(vllm, family, versions, plain=False, install=install)
+        assert (trial.outcome, trial.updates, trial.verified) == ("right", 5, "verified"), trial
+
+
 def test_the_pooler_that_an_embedding_model_passes_over_is_reported_and_a_misspelt_one_refused(
     vllm: Host, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,9 @@ from tests.support.quantised import QUANTISED
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
 
 Answer = Literal["tokens", "embed", "classify"]
+
+Tensors = dict[str, torch.Tensor]
+Publish = Callable[[Tensors], Tensors]
 
 FORM = (".weight_shape", ".g_idx", ".qzeros")
 """Tensors of quantised checkpoints that say how others are packed: the same in every version."""
@@ -56,20 +60,46 @@ def make_versions(family: Family, directory: Path) -> tuple[Path, Path]:
 
 
 def _lively_model(
-    config: str, model: str, *, dtype: torch.dtype, entries: dict[str, Any], without: str, overrides: dict[str, Any]
+    config: str, model: str, *, dtype: torch.dtype, entries: dict[str, Any], publish: Publish, overrides: dict[str, Any]
 ) -> Maker:
     """A model of transformers in which every floating tensor gets noise of its own: some start as constants. `entries` replace
-    those of the saved `config.json`. The checkpoint has no tensor whose name matches `without`."""
+    those of the saved `config.json`."""
     plain = _of(config, model, dtype=dtype, **overrides)
 
     def build(directory: Path, seed: int) -> Path:
         path = plain(directory, seed)
         tensors = {name: _with_noise(tensor, seed, i) for i, (name, tensor) in enumerate(load(path).items())}
-        if without:
-            tensors = {name: tensor for name, tensor in tensors.items() if not re.search(without, name)}
-        return rewrite(path, tensors, **entries)
+        return rewrite(path, publish(tensors), **entries)
 
     return build
+
+
+def _without_experts_that_pass_on(tensors: Tensors) -> Tensors:
+    """As LongCat-Flash is published: transformers has half of the tensors of the experts that compute nothing."""
+    return {name: tensor for name, tensor in tensors.items() if not re.search(r"experts\.[45]\.", name)}
+
+
+def _as_bailing(tensors: Tensors) -> Tensors:
+    """A model of transformers with the names of Ling and Ring: queries, keys and values are one tensor."""
+    made = {}
+    for name, tensor in tensors.items():
+        if name.endswith("q_proj.weight"):
+            parts = [tensor, *(tensors[name.replace("q_proj", part)] for part in ("k_proj", "v_proj"))]
+            made[name.replace("self_attn.q_proj", "attention.query_key_value")] = torch.cat(parts)
+        elif not name.endswith(("k_proj.weight", "v_proj.weight")):
+            for old, new in _BAILING.items():
+                name = name.replace(old, new)
+            made[name] = tensor
+    return made
+
+
+_BAILING = {
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+    "embed_tokens": "word_embeddings",
+    "e_score_correction_bias": "expert_bias",
+}
 
 
 def _with_noise(tensor: torch.Tensor, seed: int, number: int) -> torch.Tensor:
@@ -91,18 +121,18 @@ def _family(
     engines: tuple[str, ...] = ("vllm", "sglang"),
     architecture: str = "",
     torchvision: bool = False,
-    without: str = "",
+    publish: Publish = dict,
     **overrides: Any,
 ) -> Family:
     """The family of `{stem}Config` and `{stem}ForCausalLM`; `overrides` go to the configuration, on top of `SHAPE`.
-    `architecture`: the name in published checkpoints, where transformers calls the class otherwise. `without`: a pattern of the
-    tensors that published checkpoints lack, and transformers has."""
+    `architecture`: the name in published checkpoints, where transformers calls the class otherwise. `publish`: makes the
+    tensors of published checkpoints of those that transformers saves."""
     maker = _lively_model(
         config or f"{stem}Config",
         model or f"{stem}ForCausalLM",
         dtype=getattr(torch, dtype),
         entries={"architectures": [architecture]} if architecture else {},
-        without=without,
+        publish=publish,
         overrides=overrides,
     )
     return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines, torchvision)
@@ -130,6 +160,18 @@ UNGROUPED_HEADS: dict[str, Any] = {**HALF_HEADS}
 """As TWO_HEADS, where the configuration has no number of key heads either."""
 EVERY_HEAD: dict[str, Any] = {**NO_HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 2}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+BAILING: dict[str, Any] = {
+    "num_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 64,
+    "embedding_dropout": 0.0,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_rmsnorm": True,
+    "norm_head": False,
+    "router_dtype": "fp32",
+    "num_nextn_predict_layers": 0,
+}
+"""What published configurations of Ling and Ring say. transformers lacks these models, and has others with the same tensors."""
 LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4,
@@ -365,8 +407,39 @@ FAMILIES: dict[str, Family] = {
         _family("granitemoeshared", "GraniteMoeShared", **TWO_HEADS, **LOCAL_EXPERTS, shared_intermediate_size=64),
         _family("glm4_moe", "Glm4Moe", **ROUTED_EXPERTS, pad_token_id=0),
         _family("dots1", "Dots1", **ROUTED_EXPERTS),
+        _family(
+            "bailing_moe",  # Ling before 2.0
+            "Glm4Moe",
+            architecture="BailingMoeForCausalLM",
+            publish=lambda tensors: {n: t for n, t in _as_bailing(tensors).items() if "expert_bias" not in n},
+            num_experts=4,
+            pad_token_id=0,
+            **BAILING | {"norm_head": True},
+            **ROUTED_EXPERTS | {"n_group": 0, "topk_group": 0},
+        ),
+        _family(
+            "bailing_moe_v2",  # Ling and Ring 2.0
+            "Glm4Moe",
+            architecture="BailingMoeV2ForCausalLM",
+            publish=_as_bailing,
+            use_qk_norm=True,
+            score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+            num_experts=4,
+            pad_token_id=0,
+            **BAILING,
+            **ROUTED_EXPERTS,
+        ),
         _family("ernie4_5_moe", "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=64),
-        _family("hunyuan_moe", "HunYuanMoEV1", num_experts=4, moe_topk=2, moe_intermediate_size=128, use_qk_norm=True),
+        _family(
+            "hunyuan_moe",
+            "HunYuanMoEV1",
+            sglang=_configured(use_mixed_mlp_moe=True, num_shared_expert=1),
+            num_experts=4,
+            moe_topk=2,
+            moe_intermediate_size=128,
+            use_qk_norm=True,
+        ),
         _existing("gpt_oss", "gpt-oss-bfloat16", "bfloat16"),
         _family(
             "llama4",
@@ -488,7 +561,7 @@ FAMILIES: dict[str, Family] = {
             "LongcatFlash",
             vllm=PLAIN_LATENT,
             sglang=_configured(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
-            without=r"experts\.[45]\.",  # which pass their input on
+            publish=_without_experts_that_pass_on,
             **LATENT,
             num_hidden_layers=REMOVED,
             intermediate_size=REMOVED,
