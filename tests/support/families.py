@@ -160,7 +160,6 @@ UNGROUPED_HEADS: dict[str, Any] = {**HALF_HEADS}
 """As TWO_HEADS, where the configuration has no number of key heads either."""
 EVERY_HEAD: dict[str, Any] = {**NO_HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 2}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-UNGROUPED: dict[str, Any] = {"n_group": None, "topk_group": None}
 BAILING: dict[str, Any] = {
     "num_shared_experts": 1,
     "moe_shared_expert_intermediate_size": 64,
@@ -410,15 +409,13 @@ FAMILIES: dict[str, Family] = {
         _family("dots1", "Dots1", **ROUTED_EXPERTS),
         _family(
             "bailing_moe",  # Ling before 2.0
-            "Glm4Moe",
+            "Qwen3Moe",
             architecture="BailingMoeForCausalLM",
-            vllm={"hf_overrides": UNGROUPED},
-            sglang=_configured(**UNGROUPED),
-            publish=lambda tensors: {n: t for n, t in _as_bailing(tensors).items() if "expert_bias" not in n},
-            num_experts=4,
-            pad_token_id=0,
-            **BAILING | {"norm_head": True},
-            **ROUTED_EXPERTS,
+            publish=lambda tensors: {n: t for n, t in _as_bailing(tensors).items() if "y_layernorm" not in n},
+            first_k_dense_replace=0,
+            decoder_sparse_step=1,
+            **BAILING | {"norm_head": True, "num_shared_experts": 0},
+            **EXPERTS,
         ),
         _family(
             "bailing_moe_v2",  # Ling and Ring 2.0
