@@ -37,6 +37,7 @@ from inference_plugin.engines.events import (
 from inference_plugin.engines.machine import ReplicaMachine
 from inference_plugin.engines.published_card import PublishedCard, replica_card
 from inference_plugin.engines.rank_calls import RankCalls
+from inference_plugin.engines.reach import check_reached
 from inference_plugin.engines.recorder import CommitListeners, CommitRecorder
 from inference_plugin.engines.standing import Held
 from inference_plugin.net import addresses
@@ -59,9 +60,11 @@ def open_coordinator(
 ) -> ReplicaCoordinator:
     """Starts a replica's coordinator and publishes its card: from now on trainers find it.
 
-    `card`: the fields of `ReplicaCard` that the engine knows (engine, engine_version, model, tp, ...).
+    `card`: the fields of `ReplicaCard` that the engine knows (engine, engine_version, model, tp, ...). Raises `EngineUnsupported`
+    if a worker of another host can't be reached.
     """
     ordered = tuple(sorted(workers, key=lambda worker: worker.rank))
+    check_reached(ordered)
     address = addresses.listen_address(replica, "f")
     coordinator = ReplicaCoordinator(
         control,

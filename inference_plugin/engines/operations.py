@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from inference_plugin.wire.codec import decode_as
-from inference_plugin.wire.errors import ErrorInfo, TornReplica, WeightwireError
-from inference_plugin.wire.messages import MemoryTag, RankCommit, RankVerify, SleepLevel, WorkerCard
+from inference_plugin.wire.errors import EngineUnsupported, ErrorInfo, TornReplica, WeightwireError
+from inference_plugin.wire.messages import PROTOCOL_VERSION, MemoryTag, RankCommit, RankVerify, SleepLevel, WorkerCard
 
 __all__ = ["RankOperation", "RankReply", "first_error", "raise_first", "started_cards", "with_error"]
 
@@ -51,11 +51,19 @@ class RankReply(msgspec.Struct, frozen=True):
 
 
 def started_cards(answers: Iterable[bytes], replica: str) -> list[WorkerCard]:
-    """The cards of ranks that have started, from their replies. Raises the first one's error."""
+    """The cards of ranks that have started, from their replies. Raises the first one's error, and `EngineUnsupported` for ranks
+    whose releases don't understand each other."""
     replies = [decode_as(answer, RankReply) for answer in answers]
     for reply in replies:
         if reply.error is not None:
             raise WeightwireError.of(reply.error).at(side="worker", rank=reply.rank, replica=replica, phase="start")
+        if reply.card is not None and reply.card.protocol != PROTOCOL_VERSION:
+            raise EngineUnsupported(
+                f"rank {reply.rank} has a release of weightwire with protocol {reply.card.protocol}, the coordinator one with "
+                f"{PROTOCOL_VERSION}",
+                hint="install the same release on every host of the engine",
+                phase="start",
+            )
     return [reply.card for reply in replies if reply.card is not None]
 
 

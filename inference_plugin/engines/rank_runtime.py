@@ -93,6 +93,7 @@ class RankRuntime:
             device=str(self.model.device),
             free_bytes=self.model.free_bytes(),
             groups=self._table.statuses(),
+            boot_id=addresses.boot_id(),
         )
 
     def unsure(self) -> str:

@@ -13,7 +13,7 @@ from inference_plugin.net.channel import Channel, Outgoing, coordinator_channel,
 from inference_plugin.wire.config import Config
 from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.host_memory import free_host_bytes
-from inference_plugin.wire.messages import Body, ReplicaCard, Target
+from inference_plugin.wire.messages import Body, ReplicaCard, Target, WorkerCard
 from trainer_adapters.fleet.asking import Ask, Connect
 from trainer_adapters.fleet.machine_io import Agreed
 
@@ -50,7 +50,7 @@ def ask_workers(
 @dataclass(eq=False)
 class ReplicaSession:
     """Channels to one replica, for one thread. `card`: its current one. `agreed`: None until the group is open, and again once
-    the replica may have other terms. `to_take`: host memory that its workers will allocate for updates, and have not yet.
+    the replica may have other terms. `to_take`: memory of this host that its workers will allocate for updates, and have not yet.
     `held_segments`: ids of the segments that the replica has mapped as its way back."""
 
     card: ReplicaCard
@@ -73,17 +73,21 @@ class ReplicaSession:
     def agree(self, agreed: Agreed | None) -> None:
         """Takes new terms; None if the group has to be opened again."""
         self.agreed = agreed
-        self.to_take = sum(each.takes_bytes for each in agreed.opened) if agreed is not None else 0
+        opened = zip(self.card.workers, agreed.opened, strict=True) if agreed is not None else ()
+        self.to_take = sum(each.takes_bytes for worker, each in opened if self._is_here(worker))
 
     def lacks_memory(self, nbytes: int) -> bool:
-        """Whether the replica stands still and its host has less free memory than a segment, or a second set, of `nbytes` needs.
-        For another host, only what its workers reported at their start is known. A device's memory doesn't matter: `copy`
+        """Whether the replica stands still and one of its hosts has less free memory than a segment, or a second set, of `nbytes`
+        needs. Of another host, only what its workers reported at their start is known. A device's memory doesn't matter: `copy`
         needs none."""
         if self.card.state not in ("paused", "asleep"):
             return False
-        here = [free_host_bytes()] if self.card.boot_id == addresses.boot_id() else []
+        here = [free_host_bytes()] if any(map(self._is_here, self.card.workers)) else []
         said = [worker.free_bytes for worker in self.card.workers if worker.device == "cpu"]
         return min([*here, *said], default=nbytes) < nbytes
+
+    def _is_here(self, worker: WorkerCard) -> bool:
+        return self.card.host_of(worker) == addresses.boot_id()
 
     @property
     def messages(self) -> int:
@@ -110,7 +114,7 @@ class ReplicaSession:
             return ()
         card, landings = self.card, landings or [b""] * len(self.card.workers)
         return tuple(
-            Target(card.replica, w.rank, w.address, w.pid, card.boot_id, terms.needs, w.start_ticks, landing)
+            Target(card.replica, w.rank, w.address, w.pid, card.host_of(w), terms.needs, w.start_ticks, landing)
             for w, terms, landing in zip(card.workers, self.agreed.opened, landings, strict=True)
         )
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from inference_plugin.net import addresses
 from inference_plugin.net.records import save_report
 from inference_plugin.transports.base import Sender, Transport
 from inference_plugin.transports.registry import transport_named
@@ -207,8 +206,7 @@ class _Update:
 
     def _check_memory(self, transport: Transport, sender: Sender, users: Sequence[ReplicaSession]) -> None:
         """Before anything is allocated: the second sets of all replicas of this host and the segment come from one memory."""
-        here = addresses.boot_id()
-        sets = sum(user.to_take for user in users if user.card.boot_id == here)
+        sets = sum(user.to_take for user in users)
         segment = sender.takes_bytes(self.manifest, self._segments_in_use())
         if sets + segment and sets + segment > (free := free_host_bytes()):
             raise TransportUnavailable(

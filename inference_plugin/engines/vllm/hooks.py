@@ -37,6 +37,8 @@ def hook_core(lacks: tuple[str, ...]) -> None:
         except BaseException:
             end_start()
             raise
+        if getattr(vllm_config.parallel_config, "node_rank_within_dp", 0):
+            end_start()  # the engine core is on another host, and tells of the replica there
 
     @wrap(EngineCore, "_initialize_kv_caches")
     def initialize_kv_caches(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:

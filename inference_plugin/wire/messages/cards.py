@@ -47,7 +47,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
 
 
 class WorkerCard(msgspec.Struct, frozen=True, tag="worker"):
-    """One engine process that holds a model shard. Ranks are within the replica."""
+    """One engine process that holds a model shard. Ranks are within the replica. `boot_id`: of the worker's host, which may be
+    another one than its coordinator's; "" from an older release."""
 
     replica: ReplicaId
     rank: RankNumber
@@ -60,6 +61,7 @@ class WorkerCard(msgspec.Struct, frozen=True, tag="worker"):
     groups: Annotated[tuple[GroupStatus, ...], msgspec.Meta(max_length=1024)] = ()
     protocol: ProtocolNumber = PROTOCOL_VERSION
     start_ticks: StartTicks = 0
+    boot_id: Word = ""
 
 
 class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
@@ -88,6 +90,10 @@ class ReplicaCard(msgspec.Struct, frozen=True, tag="replica"):
     lacks: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)] = ()
     dtype: Word = ""
     unknown: Annotated[dict[Word, Text], msgspec.Meta(max_length=1024)] = {}
+
+    def host_of(self, worker: WorkerCard) -> str:
+        """The boot id of the host that a worker of this replica runs on: only there does its pid mean its process."""
+        return worker.boot_id or self.boot_id
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
