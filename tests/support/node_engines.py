@@ -15,10 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, Driver, Engine
-from tests.support.hosts import Host
+from safetensors.torch import load_file
 
-__all__ = ["HeadNode", "HeadlessNode", "spread"]
+from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, Driver, Engine
+from tests.support.hosts import Host, HostedTrainer
+from trainer_adapters import ModuleAdapter
+
+__all__ = ["HeadNode", "HeadlessNode", "ModelTrainer", "spread"]
 
 MASTER_PORT = 29577
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x8000000, 0x20000000, 0x40000000
@@ -81,6 +84,47 @@ class HeadlessNode(_OnHost):
     def stop(self) -> None:
         assert self.process is not None
         self.process.kill()
+
+
+class ModelTrainer(HostedTrainer):
+    """A manager on a host, which sends checkpoints."""
+
+    def __init__(self, host: Host, directory: Path, environment: dict[str, str]) -> None:
+        directory.mkdir(exist_ok=True)
+        code = f"from {__name__} import serve_models; serve_models()"
+        self.process = host.start(code, {"WEIGHTWIRE_RUNTIME_DIR": str(directory)} | environment)
+
+    def update(self, model: Path, version: int, **settings: Any) -> list[Any]:
+        """Status, transport and error of the one replica, or the error that was raised."""
+        answer: list[Any] = self.ask("update", model=str(model), version=version, settings=settings)
+        return answer
+
+
+def serve_models() -> None:
+    """The trainer's process: one JSON line each way."""
+    from inference_plugin.wire.errors import WeightwireError
+    from tests.support.managers import SyncManager
+
+    manager: SyncManager | None = None
+    made_with: dict[str, Any] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        settings = request.get("settings", made_with)
+        try:
+            if manager is None or settings != made_with:
+                if manager is not None:
+                    manager.close()
+                manager, made_with = SyncManager(**({"timeout_s": 60} | settings)), settings
+                manager.wait_for_replicas(1, timeout_s=60)
+            weights = ModuleAdapter(load_file(Path(request["model"], "model.safetensors")))
+            if request["do"] == "verify":
+                answer: list[Any] = [manager.verify(weights).ok]
+            else:
+                (replica,) = manager.update(weights, request["version"]).replicas
+                answer = [replica.status, replica.transport, str(replica.error or "")]
+        except WeightwireError as error:
+            answer = [type(error).__name__, "", str(error)]
+        print(json.dumps(answer), flush=True)
 
 
 def _network_of(host: Host) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""`vllm serve --headless` on a host without an engine core, given its arguments as JSON. (The command `vllm` does not start in the
-wheel for CPUs.)"""
+"""`vllm serve --headless` on a host without an engine core, given its arguments as JSON. (The command `vllm` does not start in
+the wheel for CPUs.)"""
 
 from __future__ import annotations
 
