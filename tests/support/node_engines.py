@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, Driver, Engine
+from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, Driver, Engine, eventually
 from tests.support.hosts import Host, HostedTrainer
 from trainer_adapters import ModuleAdapter
 
@@ -82,8 +82,14 @@ class HeadlessNode(_OnHost):
         self.process = self._run(f"{__name__}_headless", [json.dumps(self.arguments)])
 
     def stop(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends all processes of this host at once."""
+        self.family()
         assert self.process is not None
         self.process.kill()
+        eventually(lambda: not self.family(), what="the end of the host")
 
 
 class ModelTrainer(HostedTrainer):
