@@ -162,6 +162,8 @@ class Driver:
             prompt: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
             if (seed := request.get("image")) is not None:
                 prompt["multi_modal_data"] = {"image": image(seed)}
+            if (seed := request.get("sound")) is not None:
+                prompt["multi_modal_data"] = {"audio": (sound(seed), 16_000)}
             if request.get("salt"):
                 prompt["cache_salt"] = request["salt"]
             self.llm.llm_engine.add_request(name, prompt, params, **adapter)
@@ -242,6 +244,13 @@ def image(seed: int) -> Any:
 
     pixels = np.random.default_rng(seed).integers(0, 256, (28, 28, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def sound(seed: int) -> Any:
+    """Half a second of noise at 16 kHz, the same for the same seed."""
+    import numpy as np
+
+    return np.random.default_rng(seed).uniform(-1, 1, 8000).astype(np.float32)
 
 
 def begun(name: str) -> dict[str, Any]:

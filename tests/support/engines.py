@@ -371,14 +371,15 @@ class Driver(Engine):
         lora: tuple[str, int, str] | None = None,
         logprobs: int | None = None,
         image: int | None = None,
+        sound: int | None = None,
         salt: str | None = None,
         regex: str | None = None,
     ) -> list[str]:
         """Starts requests and returns their names. `lora`: name, number and path of an adapter. `logprobs`: how many of each
-        token's are noted (vLLM). `image`: the seed of an image in each prompt. `salt`: of their prefix cache.
+        token's are noted (vLLM). `image`, `sound`: the seed of one in each prompt. `salt`: of their prefix cache.
         `regex`: what the answers must match (SGLang)."""
         names = [f"r{next(self._names)}" for _ in prompts]
-        more = {"lora": lora, "logprobs": logprobs, "image": image, "salt": salt, "regex": regex}
+        more = {"lora": lora, "logprobs": logprobs, "image": image, "sound": sound, "salt": salt, "regex": regex}
         requests = [
             {"name": name, "prompt": list(prompt), "max_tokens": max_tokens, **more}
             for name, prompt in zip(names, prompts, strict=True)

@@ -34,8 +34,11 @@ NOT_WEIGHTS = (
     "prefix",
     "layer_name",
     "online_quantization_time",
+    "_hits",
+    "_total",
 )
-"""Attributes that hold an address, what was cached of requests, or how the engine was started and how long that took."""
+"""Attributes that hold an address, what was cached of requests and how often it was found, or how the engine was started and
+how long that took."""
 
 ADDRESS = 1 << 32
 """Integers from here on are addresses."""
