@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 
 from tests.engines.test_vllm_tokens import weights
-from tests.support.engines import Driver
+from tests.support.engines import PRELOADED, Driver
 from tests.support.images import IMAGES, check_images
 from tests.support.managers import SyncManager
 from tests.support.models import make_gemma3_vision, make_llava, make_paligemma, make_qwen_vl
+from tests.support.multimodal import FAMILIES
 from tests.support.torchvision_here import VARIABLE
 from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+TEXT = [1, 7, 5, 9, 42, 100]
 Kind = tuple[Callable[..., Path], list[int]]
 """What makes a checkpoint, and a prompt with the place of an image."""
 
@@ -40,7 +42,8 @@ BY_TORCHVISION: dict[str, Kind] = {
 
 
 class WithTorchvision(Driver):
-    preloads = ()  # which are without
+    preloads = ("tests.support.torchvision_here", *PRELOADED)
+    constants = (*Driver.constants, VARIABLE)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +53,11 @@ def driver(runtime: Path) -> Iterator[Driver]:
     assert one.leftovers() == [] and one.family() == []
 
 
-def say(driver: Driver, prompt: list[int]) -> list[Any]:
-    """The tokens and the likeliest alternatives of an answer about each image."""
-    names = [name for image in IMAGES for name in driver.submit([prompt], 8, logprobs=3, image=image)]
-    done = driver.wait(names)
-    assert [one["finish_reason"] for one in done] == ["length"] * len(IMAGES), done
+def say(driver: Driver, prompt: list[int], medium: str = "image") -> list[Any]:
+    """The tokens and the likeliest alternatives of an answer about each image, and of one about none."""
+    names = [name for seed in IMAGES for name in driver.submit([prompt], 8, logprobs=3, **{medium: seed})]
+    done = driver.wait([*names, *driver.submit([TEXT], 8, logprobs=3)])
+    assert [one["finish_reason"] for one in done] == ["length"] * len(done), done
     return [(one["tokens"], one["logprobs"]) for one in done]
 
 
@@ -77,6 +80,27 @@ def test_under_every_policy_models_whose_images_torchvision_prepares_answer_as_f
     with_torchvision: Driver, tmp_path: Path, kind: str
 ) -> None:
     check(with_torchvision, tmp_path, *BY_TORCHVISION[kind])
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_under_every_policy_the_families_that_people_train_answer_as_fresh_engines_and_reach_the_same(
+    with_torchvision: Driver, tmp_path: Path, kind: str
+) -> None:
+    family, driver = FAMILIES[kind], with_torchvision
+    models = family.make(tmp_path / "a", 1), family.make(tmp_path / "b", 2)
+    medium = "sound" if family.sound else "image"
+    check_images(
+        driver,
+        models,
+        family.prompt,
+        lambda: say(driver, family.prompt, medium),
+        operator.eq,
+        medium=medium,
+        trained=family.trained,
+        sent_as=None if family.dtype == "float32" else "engine",
+        reach=lambda: driver.rpc("ext_state"),
+        **{"dtype": family.dtype, **family.vllm},
+    )
 
 
 def check(driver: Driver, directory: Path, make: Callable[..., Path], prompt: list[int]) -> None:

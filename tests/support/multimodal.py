@@ -5,6 +5,7 @@ As in `models.py`: random weights from a seed, without the network. What prepare
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 
 from tests.support.checkpoints import _noise, load, rewrite
-from tests.support.models import SHAPE, _save, _save_tokenizer
+from tests.support.models import SHAPE, _rename, _save, _save_tokenizer
+from trainer_adapters import ModuleAdapter
 
-__all__ = ["FAMILIES", "Medium"]
+__all__ = ["FAMILIES", "Medium", "load_trained"]
 
 WORDS: int = SHAPE["vocab_size"]
 WIDTH: int = SHAPE["hidden_size"]
@@ -24,12 +26,24 @@ TEXT: dict[str, Any] = SHAPE | {"num_attention_heads": 2, "num_key_value_heads":
 """Of the part that reads text: heads of 32, the smallest that vLLM's attention on a CPU takes without another kernel."""
 TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 """Of the part that reads images, as most configurations name it."""
-BLOCKS: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "depth": 2, "num_heads": 2, "out_hidden_size": WIDTH}
+BLOCKS: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "depth": 2,
+    "num_heads": 2,
+    "out_hidden_size": WIDTH,
+}
 """The same as Qwen's and GLM's name it."""
 GRID: dict[str, Any] = {"image_size": 56, "patch_size": 14}
 NOISE = 0.2
 
 Files = Mapping[str, dict[str, Any]]
+
+
+def load_trained(path: Path) -> Any:
+    from transformers import AutoModelForMultimodalLM
+
+    return AutoModelForMultimodalLM.from_pretrained(path, dtype="auto")
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,16 @@ class Medium:
     dtype: str = "float32"
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of a vLLM engine beside those that every engine of the tests gets."""
+    trained: Callable[[Path], Any] = load_trained
+    """A checkpoint as a trainer holds it in memory."""
+
+
+def _thinker(path: Path) -> Any:
+    """The part that answers, which vLLM knows by the names that it has in the whole."""
+    from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+
+    model = Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(path, dtype="auto")
+    return ModuleAdapter(model, rename=lambda name: f"thinker.{name}")
 
 
 def family(
@@ -56,6 +80,7 @@ def family(
     dtype: str = "float32",
     sound: bool = False,
     fix: Callable[[Path], object] = lambda path: None,
+    trained: Callable[[Path], Any] = load_trained,
     **vllm: Any,
 ) -> Medium:
     """`stem`: of transformers' names. `place`: tokens that stand for an image in a prompt. `last`: of the tokenizer's vocabulary.
@@ -66,7 +91,9 @@ def family(
     def make(directory: Path, seed: int) -> Path:
         import transformers
 
-        numbers = {name: ids[value] if isinstance(value, str) and value in ids else value for name, value in config.items()}
+        numbers = {
+            name: ids[value] if isinstance(value, str) and value in ids else value for name, value in config.items()
+        }
         made = getattr(transformers, f"{stem}Config")(**numbers)
         kind = getattr(transformers, model or f"{stem}ForConditionalGeneration")
         path = _save(kind, made, directory, seed=seed, dtype=getattr(torch, dtype))
@@ -78,7 +105,7 @@ def family(
         fix(path)
         return path
 
-    return Medium(make, [1, 7, *(ids[token] for token in place), 5, 9, 42], sound, dtype, vllm)
+    return Medium(make, [1, 7, *(ids[token] for token in place), 5, 9, 42], sound, dtype, vllm, trained)
 
 
 def _lively(tensor: torch.Tensor, seed: int) -> torch.Tensor:
@@ -124,6 +151,12 @@ def _qwen(stem: str, text: dict[str, Any], vision: dict[str, Any], **more: Any) 
         special={"image_token": QWEN_TOKENS[1], "video_token": QWEN_TOKENS[3]},
         **more,
     )
+
+
+def _turn_experts(path: Path) -> None:
+    """Published checkpoints have them transposed, unlike those that transformers writes."""
+    tensors = load(path)
+    rewrite(path, {name: t.transpose(1, 2) if "mlp.experts." in name else t for name, t in tensors.items()})
 
 
 LINEAR = {
@@ -190,7 +223,11 @@ def _smol(stem: str) -> Medium:
         "image_processor_type": f"{stem}ImageProcessor", "size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 56},
         "processor_class": f"{stem}Processor",
     }  # fmt: skip
-    video = {"video_processor_type": "SmolVLMVideoProcessor", "size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 56}}
+    video = {
+        "video_processor_type": "SmolVLMVideoProcessor",
+        "size": {"longest_edge": 56},
+        "max_image_size": {"longest_edge": 56},
+    }
     return family(
         stem,
         place=["<image>"],
@@ -234,6 +271,13 @@ EARS: dict[str, Any] = {"feature_extractor_type": "WhisperFeatureExtractor", "fe
 AUDIO = {
     "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "num_mel_bins": 128,
 }  # fmt: skip
+
+
+def _published_audio_names(path: Path) -> None:
+    """transformers 5.19 writes a model that it has not loaded with `model.` twice."""
+    rewrite(path, {name.replace("model.model.model.", "model.model."): t for name, t in load(path).items()})
+
+
 OMNI_IDS = {
     "audio_token_index": "<|AUDIO|>", "audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>",
     "image_token_index": "<|IMAGE|>", "video_token_index": "<|VIDEO|>", "vision_start_token_id": "<|vision_bos|>",
@@ -246,7 +290,10 @@ FAMILIES: dict[str, Medium] = {
         "Qwen3VL", {"rope_parameters": INTERLEAVED}, QWEN_VISION | {"deepstack_visual_indexes": [0]}
     ),
     "qwen3-vl-moe": _qwen(
-        "Qwen3VLMoe", EXPERTS | {"rope_parameters": INTERLEAVED, "norm_topk_prob": True}, QWEN_VISION | {"deepstack_visual_indexes": [0]}
+        "Qwen3VLMoe",
+        EXPERTS | {"rope_parameters": INTERLEAVED, "norm_topk_prob": True, "moe_intermediate_size": 128},
+        QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        fix=_turn_experts,
     ),
     "qwen3.5": _qwen("Qwen3_5", LINEAR, QWEN_VISION, dtype="bfloat16"),
     "qwen3.5-moe": _qwen(
@@ -309,7 +356,7 @@ FAMILIES: dict[str, Medium] = {
             },
             "vision_config": TOWER | {
                 "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 3,
-                "position_embedding_size": 64,
+                "position_embedding_size": 64, "default_output_length": 70,
             },
             "boi_token_id": "<|image>", "image_token_id": "<|image|>", "eoi_token_id": "<image|>",
             "video_token_id": "<|video|>", "audio_token_id": "<|audio|>", "boa_token_id": "<|audio>",
@@ -319,6 +366,7 @@ FAMILIES: dict[str, Medium] = {
             "boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
             "boa_token": "<|audio>", "eoa_token": "<audio|>",
         },
+        max_model_len=512,
     ),
     "llama4": family(
         "Llama4",
@@ -361,13 +409,16 @@ FAMILIES: dict[str, Medium] = {
                 "conv_dim": WIDTH, "conv_dim_out": WIDTH, "block_dim": WIDTH, "block_ff_dim": 128, "block_multiple_of": 32,
                 "layer_types": ["conv", "full_attention"], "model_type": "lfm2", "tie_word_embeddings": True,
             },
-            "vision_config": TOWER | {"patch_size": 16, "num_patches": 16, "model_type": "siglip2_vision_model"},
+            "vision_config": TOWER | {
+                "patch_size": 16, "num_patches": 16, "model_type": "siglip2_vision_model", "vision_use_head": False,
+            },
             "image_token_id": "<image>", "projector_hidden_size": WIDTH, "downsample_factor": 2,
         },
         special={
             "image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>",
             "image_thumbnail_token": "<|img_thumbnail|>",
         },
+        fix=functools.partial(_rename, tower="vision_tower.", published="vision_tower.vision_model."),
         enable_prefix_caching=False,
     ),
     "qwen2-audio": family(
@@ -380,6 +431,7 @@ FAMILIES: dict[str, Medium] = {
             "audio_config": AUDIO, "audio_token_index": "<|AUDIO|>",
         },
         special={"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"},
+        fix=_published_audio_names,
         sound=True,
     ),
     "qwen2.5-omni": family(
@@ -395,7 +447,7 @@ FAMILIES: dict[str, Medium] = {
         config={
             "enable_audio_output": False,
             "thinker_config": {
-                "text_config": {k: v for k, v in TEXT.items() if k != "head_dim"} | {"rope_parameters": _rope(4, 6, 6)},
+                "text_config": {k: v for k, v in TEXT.items() if k != "head_dim"} | {"rope_parameters": _rope(4, 6, 6), "tie_word_embeddings": False},
                 "vision_config": {
                     "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": WIDTH,
                     "fullatt_block_indexes": [1], "window_size": 56,
@@ -410,5 +462,6 @@ FAMILIES: dict[str, Medium] = {
             "vision_eos_token": "<|vision_eos|>",
         },
         sound=True,
+        trained=_thinker,
     ),
 }  # fmt: skip

@@ -83,6 +83,7 @@ class Driver(engine_driver.Driver):
                 cache_salt=request.get("salt"),
                 lora_path=request["lora"][0] if request.get("lora") else None,
                 image_data=None if (seed := request.get("image")) is None else [engine_driver.image(seed)],
+                audio_data=None if (seed := request.get("sound")) is None else [_wav(engine_driver.sound(seed))],
                 return_logprob=bool(request.get("logprobs")),
             )
             async for chunk in stream:
@@ -170,6 +171,16 @@ class Driver(engine_driver.Driver):
             self.llm.shutdown()
         self.llm = None
         self.requests.clear()
+
+
+def _wav(samples: Any) -> bytes:
+    import io
+
+    import soundfile
+
+    file = io.BytesIO()
+    soundfile.write(file, samples, 16_000, format="WAV", subtype="FLOAT")
+    return file.getvalue()
 
 
 def versions_of(meta: dict[str, Any], count: int) -> list[str]:

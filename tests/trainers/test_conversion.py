@@ -40,6 +40,24 @@ def test_names_and_values_are_those_that_save_pretrained_writes(model_type: str)
     assert_is_what_save_pretrained_writes(tiny(model_type))
 
 
+@pytest.mark.parametrize("moe_intermediate_size", [10, 8, 16], ids=["oblong", "square gate and up", "square down"])
+@pytest.mark.parametrize("loaded", [False, True], ids=["made", "loaded"])
+def test_experts_that_published_checkpoints_have_transposed_are_sent_transposed(
+    tmp_path: Path, moe_intermediate_size: int, loaded: bool
+) -> None:
+    """transformers reads them either way and writes them as it holds them; vLLM and SGLang read them transposed only."""
+    model = tiny("qwen3_vl_moe", moe_intermediate_size=moe_intermediate_size)
+    if loaded:
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path)
+    arrived = received(*(ModuleAdapter(model, rank=rank, world_size=3) for rank in range(3)))
+    held = model.state_dict()
+    turned = [name for name in held if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(turned) == 4 and sorted(arrived) == sorted(held)
+    for name, tensor in held.items():
+        assert torch.equal(arrived[name], tensor.transpose(1, 2) if name in turned else tensor), name
+
+
 def test_dtype_rules_and_filters_see_each_expert() -> None:
     model = tiny("deepseek_v3").to(torch.bfloat16)
     source = ModuleAdapter(

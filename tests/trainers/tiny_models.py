@@ -176,12 +176,14 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Models of text and images: the options of both parts."""
 
 
-def tiny(model_type: str) -> Any:
-    """A model of this type with random weights; its router's bias isn't zero."""
+def tiny(model_type: str, **text_options: Any) -> Any:
+    """A model of this type with random weights; its router's bias isn't zero. `text_options`: of the text part of one with images."""
     torch.manual_seed(13)
     if model_type in WITH_IMAGES:
         stem, text, vision = WITH_IMAGES[model_type]
-        config = getattr(transformers, f"{stem}Config")(text_config={**BASE, **text}, vision_config=vision)
+        config = getattr(transformers, f"{stem}Config")(
+            text_config={**BASE, **text, **text_options}, vision_config=vision
+        )
         model = getattr(transformers, f"{stem}ForConditionalGeneration")(config)
     else:
         stem, options = MODELS[model_type]
@@ -195,8 +197,11 @@ def tiny(model_type: str) -> Any:
 
 
 def checkpoint_of(model: Any) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` writes. In a process group rank 0 writes, and the others get nothing."""
+    """What `save_pretrained` writes; of Qwen3-VL-MoE, the experts are transposed, as published checkpoints have them. In a
+    process group rank 0 writes, and the others get nothing."""
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         written = Path(directory) / "model.safetensors"
-        return load_file(written) if written.exists() else {}
+        tensors = load_file(written) if written.exists() else {}
+    turned = "mlp.experts." if model.config.model_type == "qwen3_vl_moe" else "\0"
+    return {name: tensor.transpose(1, 2) if turned in name else tensor for name, tensor in tensors.items()}

@@ -4,7 +4,8 @@ transformers 5 holds weights otherwise than checkpoints have them: experts are s
 other names. `save_pretrained` turns this back by `revert_weight_conversion`. Here that function runs once over stand-ins without
 values (`tracing`), which shows for each checkpoint tensor the boxes of memory that it consists of: shards are cut along them, and
 nothing is gathered. A checkpoint tensor that doesn't consist of boxes (its rows are permuted, say) has a problem, which is an
-error if it is sent. transformers 4, and models of other libraries, have the same tensors in memory as in checkpoints.
+error if it is sent. Some published checkpoints have their experts transposed (Qwen3-VL-MoE): transformers reads them either way and
+writes them as it holds them, but engines read only the published form, so that is sent. transformers 4, and models of other libraries, have the same tensors in memory as in checkpoints.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def _converted(
     own = {one.position: one for one in members}
     stand_ins = {one.name: trace.stand_in(i, infos[i].shape, infos[i].dtype) for i, one in own.items()}
     skeleton = _skeleton(model, "", stand_ins)
+    skeleton.__dict__["get_parameter"] = _no_parameter
     try:
         with trace:
             made = revert(skeleton, stand_ins)
@@ -124,6 +126,12 @@ def _converted(
             problem = "is in no checkpoint that transformers would write"
             found[i].append(whole_target(member.front + member.name, infos[i].shape, problem))
     return {i: tuple(sorted(targets, key=lambda target: target.offsets)) for i, targets in found.items()}
+
+
+def _no_parameter(name: str) -> torch.Tensor:
+    """A model's `get_parameter`, for `Transpose(check_dims=True)` of transformers: it leaves a tensor as it is if the model's has the
+    same shape, which none has then."""
+    return torch.empty(0, device="meta")
 
 
 def _skeleton(part: torch.nn.Module, prefix: str, stand_ins: Mapping[str, torch.Tensor]) -> torch.nn.Module:
