@@ -13,12 +13,16 @@ import pytest
 from tests.support.images import IMAGES, check_images
 from tests.support.models import make_gemma3_vision
 from tests.support.multimodal import FAMILIES
-from tests.support.sglang_engines import SglangDriver
+from tests.support.sglang_engines import PRELOADED, SglangDriver
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPT = [1, 7, 507, 5, 9, 42]
 TEXT = [1, 7, 5, 9, 42, 100]
+
+
+class WithKernels(SglangDriver):
+    preloads = ("tests.support.sglang_kernels", *PRELOADED)
 
 
 def say(driver: SglangDriver, prompt: list[int], medium: str = "image") -> list[Any]:
@@ -49,7 +53,7 @@ def test_under_every_policy_the_families_that_people_train_answer_as_fresh_engin
     family = FAMILIES[kind]
     models = family.make(tmp_path / "a", 1), family.make(tmp_path / "b", 2)
     medium = "sound" if family.sound else "image"
-    with SglangDriver(runtime) as driver:
+    with WithKernels(runtime) as driver:
         check_images(
             driver,
             models,

@@ -34,8 +34,9 @@ def check_images(
     and after it, it answers about known images as a fresh engine does. Its checkpoint's tensors are sent, and the model that
     transformers makes of them.
 
-    `trained`: a checkpoint as transformers holds it. `say`: its answer about each image first, then others; `agree` compares two answers. `medium`: "image" or "sound". `sent_as`: the
-    dtype of the updates. `reach`: what the engine computes with. `options`: of the engine.
+    `say`: its answer about each image first, then others; `agree` compares two answers. `medium`: "image" or "sound". `trained`:
+    makes a trainer's model of a checkpoint. `sent_as`: the dtype of the updates. `reach`: what the engine computes with.
+    `options`: of the engine.
     """
     a, b = models
     fresh, reached = {}, {}

@@ -1,6 +1,7 @@
 """Tiny checkpoints of models that read images or hear sounds, for the families that people train by reinforcement learning.
 
-As in `models.py`: random weights from a seed, without the network. What prepares images needs torchvision (`torchvision_here.py`).
+As in `models.py`: random weights from a seed, without the network. What prepares images needs torchvision
+(`torchvision_here.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ WORDS: int = SHAPE["vocab_size"]
 WIDTH: int = SHAPE["hidden_size"]
 TEXT: dict[str, Any] = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}
 """Of the part that reads text: heads of 32, the smallest that vLLM's attention on a CPU takes without another kernel."""
+HEADS_OF_ITS_OWN: dict[str, Any] = {name: value for name, value in TEXT.items() if name != "head_dim"}
+"""The same for a configuration that has no `head_dim`."""
 TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 """Of the part that reads images, as most configurations name it."""
 BLOCKS: dict[str, Any] = {
@@ -405,7 +408,7 @@ FAMILIES: dict[str, Medium] = {
             "processor_config.json": {"processor_class": "Lfm2VlProcessor"},
         },
         config={
-            "text_config": {k: v for k, v in TEXT.items() if k != "head_dim"} | {
+            "text_config": HEADS_OF_ITS_OWN | {
                 "conv_dim": WIDTH, "conv_dim_out": WIDTH, "block_dim": WIDTH, "block_ff_dim": 128, "block_multiple_of": 32,
                 "layer_types": ["conv", "full_attention"], "model_type": "lfm2", "tie_word_embeddings": True,
             },
@@ -427,7 +430,7 @@ FAMILIES: dict[str, Medium] = {
         last=HEARD,
         files={"preprocessor_config.json": EARS | {"processor_class": "Qwen2AudioProcessor"}},
         config={
-            "text_config": {k: v for k, v in TEXT.items() if k != "head_dim"} | {"model_type": "qwen2"},
+            "text_config": HEADS_OF_ITS_OWN | {"model_type": "qwen2"},
             "audio_config": AUDIO, "audio_token_index": "<|AUDIO|>",
         },
         special={"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"},
@@ -447,7 +450,7 @@ FAMILIES: dict[str, Medium] = {
         config={
             "enable_audio_output": False,
             "thinker_config": {
-                "text_config": {k: v for k, v in TEXT.items() if k != "head_dim"} | {"rope_parameters": _rope(4, 6, 6), "tie_word_embeddings": False},
+                "text_config": HEADS_OF_ITS_OWN | {"rope_parameters": _rope(4, 6, 6), "tie_word_embeddings": False},
                 "vision_config": {
                     "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": WIDTH,
                     "fullatt_block_indexes": [1], "window_size": 56,

@@ -177,7 +177,8 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def tiny(model_type: str, **text_options: Any) -> Any:
-    """A model of this type with random weights; its router's bias isn't zero. `text_options`: of the text part of one with images."""
+    """A model of this type with random weights; its router's bias isn't zero. `text_options`: of the text part of one that reads
+    images."""
     torch.manual_seed(13)
     if model_type in WITH_IMAGES:
         stem, text, vision = WITH_IMAGES[model_type]

@@ -4,8 +4,10 @@ transformers 5 holds weights otherwise than checkpoints have them: experts are s
 other names. `save_pretrained` turns this back by `revert_weight_conversion`. Here that function runs once over stand-ins without
 values (`tracing`), which shows for each checkpoint tensor the boxes of memory that it consists of: shards are cut along them, and
 nothing is gathered. A checkpoint tensor that doesn't consist of boxes (its rows are permuted, say) has a problem, which is an
-error if it is sent. Some published checkpoints have their experts transposed (Qwen3-VL-MoE): transformers reads them either way and
-writes them as it holds them, but engines read only the published form, so that is sent. transformers 4, and models of other libraries, have the same tensors in memory as in checkpoints.
+error if it is sent. transformers 4, and models of other libraries, have the same tensors in memory as in checkpoints.
+
+One model is sent otherwise than `save_pretrained` writes it. Published checkpoints of Qwen3-VL-MoE have the experts transposed;
+transformers reads them either way and writes them as it holds them, but engines read the published form alone.
 """
 
 from __future__ import annotations
@@ -129,8 +131,8 @@ def _converted(
 
 
 def _no_parameter(name: str) -> torch.Tensor:
-    """A model's `get_parameter`, for `Transpose(check_dims=True)` of transformers: it leaves a tensor as it is if the model's has the
-    same shape, which none has then."""
+    """A model's `get_parameter`. `Transpose(check_dims=True)` of transformers leaves a tensor as it is if the parameter has the
+    same shape: none has this one."""
     return torch.empty(0, device="meta")
 
 
