@@ -54,9 +54,10 @@ def driver(runtime: Path) -> Iterator[Driver]:
 
 
 def say(driver: Driver, prompt: list[int], medium: str = "image") -> list[Any]:
-    """The tokens and the likeliest alternatives of an answer about each image, and of one about none."""
-    names = [name for seed in IMAGES for name in driver.submit([prompt], 8, logprobs=3, **{medium: seed})]
-    done = driver.wait([*names, *driver.submit([TEXT], 8, logprobs=3)])
+    """The tokens and the likeliest alternatives of an answer about each image, and of one about none. One after another: what
+    else is in a batch may change the last bits."""
+    asked = [(prompt, {medium: seed}) for seed in IMAGES] + [(TEXT, {})]
+    done = [driver.wait(driver.submit([tokens], 8, logprobs=3, **more))[0] for tokens, more in asked]
     assert [one["finish_reason"] for one in done] == ["length"] * len(done), done
     return [(one["tokens"], one["logprobs"]) for one in done]
 
@@ -98,6 +99,7 @@ def test_under_every_policy_the_families_that_people_train_answer_as_fresh_engin
         medium=medium,
         trained=family.trained,
         sent_as=None if family.dtype == "float32" else "engine",
+        alone=family.alone,
         reach=lambda: driver.rpc("ext_state"),
         **{"dtype": family.dtype, **family.vllm},
     )

@@ -57,6 +57,8 @@ class Medium:
     prompt: list[int]
     sound: bool = False
     dtype: str = "float32"
+    alone: bool = False
+    """Whether vLLM 0.32 on a CPU repeats an answer only if no other request runs."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of a vLLM engine beside those that every engine of the tests gets."""
     trained: Callable[[Path], Any] = load_trained
@@ -82,6 +84,7 @@ def family(
     model: str = "",
     dtype: str = "float32",
     sound: bool = False,
+    alone: bool = False,
     fix: Callable[[Path], object] = lambda path: None,
     trained: Callable[[Path], Any] = load_trained,
     **vllm: Any,
@@ -108,7 +111,7 @@ def family(
         fix(path)
         return path
 
-    return Medium(make, [1, 7, *(ids[token] for token in place), 5, 9, 42], sound, dtype, vllm, trained)
+    return Medium(make, [1, 7, *(ids[token] for token in place), 5, 9, 42], sound, dtype, alone, vllm, trained)
 
 
 def _lively(tensor: torch.Tensor, seed: int) -> torch.Tensor:
@@ -422,6 +425,7 @@ FAMILIES: dict[str, Medium] = {
             "image_thumbnail_token": "<|img_thumbnail|>",
         },
         fix=functools.partial(_rename, tower="vision_tower.", published="vision_tower.vision_model."),
+        alone=True,
         enable_prefix_caching=False,
     ),
     "qwen2-audio": family(

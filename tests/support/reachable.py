@@ -34,6 +34,7 @@ NOT_WEIGHTS = (
     "prefix",
     "layer_name",
     "online_quantization_time",
+    "per_layer_embeddings",
     "_hits",
     "_total",
 )
