@@ -246,6 +246,10 @@ FULL = (
     f"{ENGINES}test_vllm_draft.py::test_two_ranks",
     f"{ENGINES}test_vllm_images.py::test_under_every_policy_the_next_answers_about_known_images_are_a_fresh_engines[llava]",
     f"{ENGINES}test_vllm_images.py::test_under_every_policy_models_whose_images_torchvision_prepares_answer_as_fresh_engines",
+    *(
+        f"{ENGINES}test_{engine}_images.py::test_under_every_policy_the_families_that_people_train"
+        for engine in ("vllm", "sglang")
+    ),
     f"{ENGINES}test_async_rl.py::test_a_batch_holds_rollouts_of_several_versions_and_none_staler_than_it_may",
     f"{ENGINES}test_async_rl.py::test_a_rollout_worker_that_is_killed_loses_its_samples_and_the_loop_goes_on",
     f"{ENGINES}test_worker_in_engine.py",
