@@ -105,6 +105,23 @@ def test_a_trainer_in_bfloat16_sends_what_this_engine_keeps_in_float32_as_float3
         assert vllm.say(family) == fresh
 
 
+def test_a_group_is_opened_in_the_middle_of_a_step_whose_shared_experts_hold_what_they_computed(
+    vllm: Host, tmp_path: Path
+) -> None:
+    family = FAMILIES["deepseek_v2"]
+    model_a, model_b = make_versions(family, tmp_path)
+    vllm.open(family, model_b, plain=True)
+    fresh = vllm.say(family)
+    vllm.open(family, model_a, plain=True)
+    assert vllm.driver is not None
+    (held,) = vllm.driver.rpc("ext_hold_shared_outputs", True)
+    assert held > 0
+    with SyncManager(install="standby", timeout_s=60) as manager:
+        manager.update(load(model_b), 1, dtype="engine")
+        vllm.driver.rpc("ext_hold_shared_outputs", False)
+        assert vllm.say(family) == fresh
+
+
 @pytest.mark.parametrize(("name", "install"), SGLANG)
 def test_a_family_in_sglang_is_a_fresh_engine_after_every_update(
     runtime: Path, tmp_path: Path, name: str, install: InstallPolicy

@@ -83,15 +83,7 @@ def test_under_every_policy_models_whose_images_torchvision_prepares_answer_as_f
     check(with_torchvision, tmp_path, *BY_TORCHVISION[kind])
 
 
-SHARED_OUTPUT = pytest.mark.xfail(
-    reason="opening a group while a request runs may find the output of shared experts, and refuses it by name",
-    strict=False,
-)
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=SHARED_OUTPUT if kind == "glm4v-moe" else ()) for kind in FAMILIES]
-)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_under_every_policy_the_families_that_people_train_answer_as_fresh_engines_and_reach_the_same(
     with_torchvision: Driver, tmp_path: Path, kind: str
 ) -> None:

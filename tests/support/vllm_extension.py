@@ -152,6 +152,13 @@ class Extension:
             held.copy_(held.roll(held.numel() // self.parallel_config.tensor_parallel_size))  # type: ignore[attr-defined]
         return self.ext_expert_maps()
 
+    def ext_hold_shared_outputs(self, on: bool) -> str:
+        """Shared experts hold what they computed, as in the middle of a step. Returns how many layers have some."""
+        shared = [m for m in self.model_runner.get_model().modules() if type(m).__name__ == "SharedExperts"]  # type: ignore[attr-defined]
+        for module in shared:
+            module._output[0] = torch.zeros(2) if on else None
+        return json.dumps(len(shared))
+
     def ext_say_that_experts_are_balanced(self, on: bool) -> str:
         """vLLM balances experts on a GPU only; the configuration says it all the same."""
         self.parallel_config.enable_eplb = on  # type: ignore[attr-defined]

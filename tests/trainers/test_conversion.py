@@ -45,7 +45,7 @@ def test_names_and_values_are_those_that_save_pretrained_writes(model_type: str)
 def test_experts_that_published_checkpoints_have_transposed_are_sent_transposed(
     tmp_path: Path, moe_intermediate_size: int, loaded: bool
 ) -> None:
-    """transformers reads them either way and writes them as it holds them; vLLM and SGLang read them transposed only."""
+    """transformers reads them either way and writes them as it holds them; vLLM reads them transposed only."""
     model = tiny("qwen3_vl_moe", moe_intermediate_size=moe_intermediate_size)
     if loaded:
         model.save_pretrained(tmp_path)

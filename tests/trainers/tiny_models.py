@@ -205,4 +205,4 @@ def checkpoint_of(model: Any) -> dict[str, torch.Tensor]:
         written = Path(directory) / "model.safetensors"
         tensors = load_file(written) if written.exists() else {}
     turned = "mlp.experts." if model.config.model_type == "qwen3_vl_moe" else "\0"
-    return {name: tensor.transpose(1, 2) if turned in name else tensor for name, tensor in tensors.items()}
+    return {name: tensor.transpose(1, 2).contiguous() if turned in name else tensor for name, tensor in tensors.items()}

@@ -7,7 +7,7 @@ nothing is gathered. A checkpoint tensor that doesn't consist of boxes (its rows
 error if it is sent. transformers 4, and models of other libraries, have the same tensors in memory as in checkpoints.
 
 One model is sent otherwise than `save_pretrained` writes it. Published checkpoints of Qwen3-VL-MoE have the experts transposed;
-transformers reads them either way and writes them as it holds them, but engines read the published form alone.
+transformers reads them either way and writes them as it holds them, but vLLM reads the published form alone.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ class VllmModel(LiveModel):
             *("_k_scale_cache", "_v_scale_cache"),  # parts of the KV cache, in Triton's attention
             "_workspace_buffer",  # of FlashInfer's attention
             *("handles", "alltoall_info"),  # of the last exchange of tokens between ranks with experts
+            "_output",  # of shared experts, within a step: a group may be opened meanwhile
         }
     )
     boundary = Boundary(
