@@ -22,7 +22,10 @@ from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.groups import ADAPTER_PREFIX, DRAFT
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
-__all__ = ["LiveModel", "with_children", "with_submodule", "without_wrappers"]
+__all__ = ["ROTARY_TABLES", "LiveModel", "with_children", "with_submodule", "without_wrappers"]
+
+ROTARY_TABLES = frozenset({"_freqs_cached", "_freqs_cis", "freqs_cache", "precomputed_freqs_cis"})
+"""Attributes in which vision towers of both engines keep the angles of positions once an image has asked for them: no weights."""
 
 DECODING_S = 0.1
 """An engine counts as decoding for this long after a step."""
@@ -49,6 +52,8 @@ class LiveModel:
 
     runtime_state: frozenset[str] = frozenset()
     """Attributes of layers that are working memory, by name."""
+    derived_caches: frozenset[str] = frozenset()
+    """Attributes of layers that are dicts of what was derived from weights while the engine computed, by name."""
     boundary = Boundary()
 
     def __init__(

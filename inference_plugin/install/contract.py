@@ -66,6 +66,11 @@ class EngineModel(Protocol):
     def runtime_state(self) -> frozenset[str]:
         """Names of attributes in which the engine keeps working memory, such as the KV cache: never weights."""
 
+    @property
+    def derived_caches(self) -> frozenset[str]:
+        """Names of attributes of modules that are dicts of what the engine derived from weights while it computed, such as a
+        table of positions for each size of an image. A commit empties them."""
+
     def for_names(self, names: Collection[str]) -> EngineModel:
         """The model that takes tensors of these names: this one, or one that also holds another model of the engine."""
 

@@ -1,6 +1,7 @@
 """Accounts for every tensor on a live module that is no registered parameter, or refuses the model.
 
-Updates follow two kinds: views of a parameter in other objects, and values that an engine computes from weights at first use.
+Updates follow three kinds: views of a parameter in other objects, values that an engine computes from weights at first use, and
+its caches of such values.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ class LiveReferences:
         """Views of live storages that are no registered parameters."""
         self._resets: list[_Reset] = []
         self._lazy_numbers: list[tuple[dict[str, Any], str]] = []
+        self._caches = [
+            cache
+            for module in post.live_modules.values()
+            for name in self._model.derived_caches
+            if isinstance(cache := vars(module).get(name), dict)
+        ]
         self._live = {key: tensor for key, tensor in post.storages.tensors.items() if tensor.numel()}
         self.unexplained: list[str] = []
         for name, module in post.live_modules.items():
@@ -50,8 +57,10 @@ class LiveReferences:
             self.unexplained += self._look_at(name, module, skeleton, trials.get(name), written)
 
     def reset(self) -> None:
-        """Engine's thread: restores the attributes that the engine replaced at first use to what a load leaves there, so that
-        the engine derives them again."""
+        """Engine's thread: restores the attributes that the engine replaced at first use to what a load leaves there, and empties
+        its caches of what it derived, so that the engine derives them again."""
+        for cache in self._caches:
+            cache.clear()
         for reset in self._resets:
             if reset.holder.get(reset.name) is not reset.value:
                 reset.holder[reset.name] = reset.value

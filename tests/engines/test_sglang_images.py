@@ -46,7 +46,7 @@ def test_under_every_policy_the_next_answers_about_known_images_are_a_fresh_engi
         check_images(driver, models, PROMPT, lambda: say(driver, PROMPT), agree, enable_multimodal=True)
 
 
-@pytest.mark.parametrize("kind", ["glm4v", "glm4v-moe"])  # others do not start on a CPU, or not with tokens
+@pytest.mark.parametrize("kind", ["glm4v", "glm4v-moe", "paddleocr-vl"])  # others do not start on a CPU
 def test_under_every_policy_the_families_that_people_train_answer_as_fresh_engines(
     runtime: Path, tmp_path: Path, kind: str
 ) -> None:

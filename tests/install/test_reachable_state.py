@@ -82,9 +82,27 @@ class Layer(nn.Module):
         self.register_buffer("weight_scale", torch.ones(()))
 
 
+class Positions(nn.Module):
+    """Keeps its table for each size of an image, and the angles of the largest one, as vision towers of engines do."""
+
+    angles: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(SIZE))
+        self.tables: dict[tuple[int, int], torch.Tensor] = {}
+
+    def forward(self, size: tuple[int, int]) -> torch.Tensor:
+        if size not in self.tables:
+            self.tables[size] = self.weight.detach().repeat(*size)
+        self.angles = torch.arange(max(size))
+        return self.tables[size]
+
+
 class Model(nn.Module):
     def __init__(self, method: type[Method]) -> None:
         super().__init__()
+        self.positions = Positions()
         self.packed = Layer(method())
         self.sinks = nn.Parameter(torch.empty(SIZE, dtype=torch.bfloat16))
         self.attention = Attention(self.sinks, self.sinks.data.view(2, -1)[1])
@@ -99,6 +117,7 @@ class Model(nn.Module):
 
 class Engine(LiveModel):
     post_processing = Method
+    runtime_state, derived_caches = frozenset({"angles"}), frozenset({"tables"})
 
     def __init__(self, method: type[Method] = Method, *, retied: bool = False) -> None:
         live = Model(method)
@@ -117,6 +136,7 @@ class Engine(LiveModel):
         return [
             kernel.packed.tolist(), kernel.run(torch.eye(SIZE)).tolist(), live.packed.scale, live.packed.weight_scale.item(),
             kernel.scaled(live.packed), live.attention.forward().tolist(), live.embed.tolist(), live.head.tolist(),
+            live.positions((2, 1)).tolist(),
         ]  # fmt: skip
 
 
@@ -127,6 +147,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
         "sinks": torch.randn(SIZE, generator=random).to(torch.bfloat16),
         "embed": torch.randn(SIZE, SIZE, generator=random),
         "head": torch.randn(SIZE, SIZE, generator=random),
+        "positions.weight": torch.randn(SIZE, generator=random),
     }
 
 

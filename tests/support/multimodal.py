@@ -268,6 +268,9 @@ LLAMA_TOKENS = (
 LFM_TOKENS = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
 
 
+PADDLE_TOKENS = ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|VIDEO_PLACEHOLDER|>")
+
+
 # --- models that hear sounds ------------------------------------------------------------------------------------------
 
 HEARD = (
@@ -427,6 +430,25 @@ FAMILIES: dict[str, Medium] = {
         fix=functools.partial(_rename, tower="vision_tower.", published="vision_tower.vision_model."),
         alone=True,
         enable_prefix_caching=False,
+    ),
+    "paddleocr-vl": family(
+        "PaddleOCRVL",
+        place=PADDLE_TOKENS[:3],
+        last=PADDLE_TOKENS,
+        files={
+            "preprocessor_config.json": {
+                "image_processor_type": "PaddleOCRVLImageProcessor", "patch_size": 14, "merge_size": 2,
+                "min_pixels": 3136, "max_pixels": 3136, "processor_class": "PaddleOCRVLProcessor",
+            },
+            "processor_config.json": {"processor_class": "PaddleOCRVLProcessor"},
+        },
+        config={
+            "text_config": TEXT | {"rope_parameters": _rope(4, 6, 6), "tie_word_embeddings": False},
+            "vision_config": TOWER | {"image_size": 84, "patch_size": 14, "tokens_per_second": 2}, "tie_word_embeddings": False,
+            "vision_start_token_id": PADDLE_TOKENS[0], "image_token_id": PADDLE_TOKENS[1],
+            "vision_end_token_id": PADDLE_TOKENS[2], "video_token_id": PADDLE_TOKENS[3],
+        },
+        special={"image_token": PADDLE_TOKENS[1]},
     ),
     "qwen2-audio": family(
         "Qwen2Audio",

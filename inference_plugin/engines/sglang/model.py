@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from inference_plugin.engines.checkpoint_headers import checkpoint_headers
-from inference_plugin.engines.live_model import LiveModel, without_wrappers
+from inference_plugin.engines.live_model import ROTARY_TABLES, LiveModel, without_wrappers
 from inference_plugin.engines.sglang.latent_attention import (
     KV_PROJECTION,
     derive_nothing,
@@ -37,6 +37,13 @@ class SglangModel(LiveModel):
     reads_finished = False
     post_processing = object
     """SGLang asks every `quant_method`: those of some kernels for MXFP4 have no class in common with the others."""
+    runtime_state = ROTARY_TABLES
+    derived_caches = frozenset(
+        {
+            "_interpolated_pos_emb_cache",  # of MoonViT: positions for each size of an image
+            *("cache_position_embedding", "cache_position_count"),  # the same, of PaddleOCR-VL
+        }
+    )
     boundary = Boundary(
         ("sglang.srt.configs", "sglang.srt.server_args", "sglang.srt.distributed", "sglang.srt.lora", "transformers")
     )

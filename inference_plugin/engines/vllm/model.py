@@ -14,7 +14,7 @@ from torch import nn
 
 from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.engines.default_dtype import default_dtype_here
-from inference_plugin.engines.live_model import LiveModel
+from inference_plugin.engines.live_model import ROTARY_TABLES, LiveModel
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.install.graph import Boundary
 from inference_plugin.wire.digest import digest_bytes
@@ -34,6 +34,7 @@ class VllmModel(LiveModel):
             "_workspace_buffer",  # of FlashInfer's attention
             *("handles", "alltoall_info"),  # of the last exchange of tokens between ranks with experts
             "_output",  # of shared experts, within a step: a group may be opened meanwhile
+            *ROTARY_TABLES,
         }
     )
     boundary = Boundary(
