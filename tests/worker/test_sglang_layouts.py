@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inference_plugin.engines.sglang.layouts import captures_graphs, lends_addresses, why_unserved
+from inference_plugin.engines.sglang.layouts import captures_graphs, lends_addresses, why_copied, why_unserved
 
 ONE_RANK = SimpleNamespace(attn_dp_enabled=False, attn_dp_size=1, pp_size=1)
 
@@ -55,6 +55,26 @@ def test_half_an_engine_is_refused(mode: str) -> None:
 
 def test_a_loop_that_computes_a_prompt_in_several_passes_is_refused() -> None:
     assert "enable_pdmux" in why_unserved(scheduler(pdmux=True), ONE_RANK)
+
+
+class Part:
+    """Of SGLang's attention on a GPU."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+Part.__module__ = "sglang.srt.layers.attention.linear.kernels"
+
+
+@pytest.mark.parametrize("copies", ["_param_flat", "_gate_cache"])
+def test_a_kernel_that_keeps_copies_of_weights_is_refused_wherever_it_is(copies: str) -> None:
+    dispatcher = Part(decode_kernel=Part(), extend_kernel=Part(**{copies: {}}))
+    backend = Part(attn_backend_list=[Part(), Part(kernel_dispatcher=dispatcher)])
+    dispatcher.backend = backend
+    assert copies in (why_copied(backend) or "")
+    dispatcher.extend_kernel = Part()
+    assert why_copied(backend) is None and why_copied(None) is None
 
 
 @pytest.fixture

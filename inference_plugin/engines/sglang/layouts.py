@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["captures_graphs", "lends_addresses", "why_unserved"]
+__all__ = ["captures_graphs", "lends_addresses", "why_copied", "why_unserved"]
 
 _ELSEWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "weight_cache_mode": (("off",), "a daemon holds the weights, and other engines compute with the same memory"),
@@ -18,6 +18,9 @@ _ELSEWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Options of SGLang by which weights lie where no update reaches them: the values that switch an option off, and what holds
 otherwise."""
+
+_COPIES = ("_param_flat", "_gate_cache")
+"""Attributes of kernels for Kimi's linear attention: copies of its decay and bias, by the address or identity of a parameter."""
 
 
 def why_unserved(scheduler: Any, parallel: Any) -> str:
@@ -45,6 +48,28 @@ def why_unserved(scheduler: Any, parallel: Any) -> str:
         if found := [what for what, there in beside.items() if there]:
             return f"pipeline parallelism with {' and '.join(found)} has no rule here"
     return ""
+
+
+def why_copied(backend: Any) -> str | None:
+    """Which kernel under an attention backend keeps copies of weights that it never makes anew; None if none does."""
+    seen, stack = {id(backend)}, [backend]
+    while stack:
+        one = stack.pop()
+        inside = list(one) if isinstance(one, (list, tuple)) else list(getattr(one, "__dict__", {}).values())
+        if not isinstance(one, (list, tuple)):
+            kind = type(one)
+            if not kind.__module__.startswith("sglang.srt.layers.attention"):
+                continue
+            if held := [name for name in _COPIES if name in vars(one)]:
+                return (
+                    f"{kind.__name__} keeps copies of weights ({held[0]}) that no update reaches; another kernel for linear "
+                    "attention, such as Triton's, keeps none"
+                )
+        for child in inside:
+            if id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
+    return None
 
 
 def captures_graphs() -> bool:

@@ -19,7 +19,7 @@ from inference_plugin.engines.sglang.latent_attention import (
     projections_kept,
     why_underivable,
 )
-from inference_plugin.engines.sglang.layouts import captures_graphs, lends_addresses
+from inference_plugin.engines.sglang.layouts import captures_graphs, lends_addresses, why_copied
 from inference_plugin.engines.sglang.lora import SglangAdapterSlots
 from inference_plugin.engines.sglang.pipeline import stages_apart
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
@@ -64,6 +64,7 @@ class SglangModel(LiveModel):
             self.leaves_out = "the draft model of speculative decoding keeps its weights: SGLang's can't be updated"
         self._config = runner.model_config
         self._updater = scheduler.weight_updater
+        self._attention = getattr(runner, "attn_backend", None)
         self._scheduler = scheduler
         self._arguments = runner.server_args
         on_gpu = self.device.type != "cpu"
@@ -110,7 +111,8 @@ class SglangModel(LiveModel):
                 return f"SGLang moves experts while it runs ({option}), in tensors that it has collected as it loaded the model"
         ask = weight_updater._unsupported_derived_weight_cache_error
         known = inspect.signature(ask).parameters  # none before 0.5.21
-        return (ask(self.live) if known else ask()) or why_underivable(self.live)
+        told: str | None = ask(self.live) if known else ask()
+        return told or why_underivable(self.live) or why_copied(self._attention)
 
     def why_stale(self) -> str | None:
         for option in (
