@@ -64,13 +64,20 @@ class Part:
         vars(self).update(attributes)
 
 
-Part.__module__ = "sglang.srt.layers.attention.linear.kernels"
+class Slotted:
+    """So are some of its tables of positions."""
+
+    __slots__ = ("rows",)
+
+
+for kind in (Part, Slotted):
+    kind.__module__ = "sglang.srt.layers.attention.linear.kernels"
 
 
 @pytest.mark.parametrize("copies", ["_param_flat", "_gate_cache"])
 def test_a_kernel_that_keeps_copies_of_weights_is_refused_wherever_it_is(copies: str) -> None:
     dispatcher = Part(decode_kernel=Part(), extend_kernel=Part(**{copies: {}}))
-    backend = Part(attn_backend_list=[Part(), Part(kernel_dispatcher=dispatcher)])
+    backend = Part(table=Slotted(), attn_backend_list=[Part(), Part(kernels={"linear": dispatcher})])
     dispatcher.backend = backend
     assert copies in (why_copied(backend) or "")
     dispatcher.extend_kernel = Part()

@@ -131,8 +131,8 @@ def _converted(
 
 
 def _no_parameter(name: str) -> torch.Tensor:
-    """A model's `get_parameter`. `Transpose(check_dims=True)` of transformers leaves a tensor as it is if the parameter has the
-    same shape: none has this one."""
+    """Stands in for a model's `get_parameter`. `Transpose(check_dims=True)` of transformers leaves a tensor as it is if the
+    parameter has the same shape. No tensor has the shape of this one, so each is transposed."""
     return torch.empty(0, device="meta")
 
 

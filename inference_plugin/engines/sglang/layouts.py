@@ -55,16 +55,18 @@ def why_copied(backend: Any) -> str | None:
     seen, stack = {id(backend)}, [backend]
     while stack:
         one = stack.pop()
-        inside = list(one) if isinstance(one, (list, tuple)) else list(getattr(one, "__dict__", {}).values())
-        if not isinstance(one, (list, tuple)):
-            kind = type(one)
-            if not kind.__module__.startswith("sglang.srt.layers.attention"):
-                continue
-            if held := [name for name in _COPIES if name in vars(one)]:
+        if isinstance(one, (list, tuple, dict)):
+            inside = list(one.values() if isinstance(one, dict) else one)
+        elif type(one).__module__.startswith("sglang.srt.layers.attention"):
+            held = getattr(one, "__dict__", {})
+            if copies := [name for name in _COPIES if name in held]:
                 return (
-                    f"{kind.__name__} keeps copies of weights ({held[0]}) that no update reaches; another kernel for linear "
-                    "attention, such as Triton's, keeps none"
+                    f"{type(one).__name__} keeps copies of weights ({copies[0]}) that no update reaches; another kernel for "
+                    "linear attention, such as Triton's, keeps none"
                 )
+            inside = list(held.values())
+        else:
+            continue
         for child in inside:
             if id(child) not in seen:
                 seen.add(id(child))
