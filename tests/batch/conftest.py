@@ -36,21 +36,19 @@ def ray() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     job = RAY_JOB | {"WEIGHTWIRE_RUNTIME_DIR": tempfile.mkdtemp(prefix="ww-ray-")}  # short: sockets lie in it
     root = str(Path(__file__).resolve().parents[2])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            "local",  # not one that runs here already
-            num_cpus=2,
-            object_store_memory=100 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"env_vars": job | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}},
-        )
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
-            shutil.rmtree(job["WEIGHTWIRE_RUNTIME_DIR"], ignore_errors=True)
+    ray.init(
+        "local",  # not one that runs here already
+        num_cpus=2,
+        object_store_memory=100 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": job | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}},
+    )
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+        shutil.rmtree(job["WEIGHTWIRE_RUNTIME_DIR"], ignore_errors=True)
 
 
 @pytest.fixture

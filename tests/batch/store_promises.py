@@ -209,8 +209,8 @@ class StorePromises(RowPromises):
             small.put("impatient", {"k": [1]})
         assert order == []
         small.clear(["old"])
-        big.join(60)
-        little.join(60)
+        big.join(600)
+        little.join(600)
         assert sorted(order) == ["big", "little"] and small.stats().tasks == 2
         assert taken_bytes(small) == small.stats().nbytes == 58_000
 
@@ -235,7 +235,7 @@ class StorePromises(RowPromises):
         eventually(lambda: waiting_puts(small) == 1, "the put waits")
         small.close()
         small.close()
-        waiting.join(60)
+        waiting.join(600)
         assert "is closed" in str(failed[0])
         with pytest.raises(ProtocolError, match="is closed"):
             small.put("later", {"k": [1]})

@@ -89,7 +89,7 @@ def test_a_rank_of_the_example_that_meets_no_other_ends_within_its_limit() -> No
         env=os.environ | alone,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert ended.returncode == 1, ended.stderr

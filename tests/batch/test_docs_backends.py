@@ -30,7 +30,7 @@ def test_a_program_of_the_page_runs_as_it_stands(word: str, tmp_path: Path, monk
     path = tmp_path / "program.py"
     path.write_text(program)
     with runtime(monkeypatch):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         ran = subprocess.run([sys.executable, path], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-6000:]
     lines = ran.stdout.splitlines()

@@ -137,7 +137,7 @@ def test_the_end_of_a_draft_makes_room_for_a_put_that_waits(full: Store, is_put:
     assert not done
     rows.clear()
     gc.collect()
-    waiting.join(300)
+    waiting.join(600)
     assert values(full, done[0][0]) == [other.tolist()] * 3
 
 

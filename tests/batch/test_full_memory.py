@@ -92,7 +92,7 @@ def in_a_small_dev_shm(code: str) -> None:
     mount = 'mount -t tmpfs -o size=24m tmpfs /dev/shm && exec "$0" -c "$1"'
     command = ["unshare", "--mount", "sh", "-c", mount, sys.executable, HEAD + code]
     ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
 

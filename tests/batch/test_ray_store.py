@@ -208,7 +208,7 @@ def test_a_rollout_actor_that_is_killed_is_restarted_by_ray_and_its_task_is_lost
     gate, began = tmp_path / "gate", tmp_path / "began"
     with RolloutPool(on_lost=on_lost) as pool:
         actor = ray.remote(RolloutActor).options(num_cpus=0, max_restarts=1).remote(pool.addresses[0])
-        before = pool.submit("before", {"number": 5}).result(120)
+        before = pool.submit("before", {"number": 5}).result(600)
         batch = DistributedBatch.of_entries(before.entries, [before.owner])
         assert batch.fetch()["ids"][0].tolist() == [5, 6, 7]
         running = pool.submit("running", {"began": str(began), "gate": str(gate)})
@@ -216,12 +216,12 @@ def test_a_rollout_actor_that_is_killed_is_restarted_by_ray_and_its_task_is_lost
         ray.kill(actor, no_restart=False)
         if on_lost == "fail":
             with pytest.raises(PeerLost):
-                running.result(120)
+                running.result(600)
         eventually(lambda: gone(before.tags["pid"]), "the end of the actor, which must not finish the task")
         gate.touch()
         if on_lost == "rerun":
-            assert running.result(120).tags["pid"] != before.tags["pid"]
-        after = pool.submit("after", {"number": 7}).result(120)
+            assert running.result(600).tags["pid"] != before.tags["pid"]
+        after = pool.submit("after", {"number": 7}).result(600)
         assert after.tags["pid"] != before.tags["pid"]
         assert DistributedBatch.of_entries(after.entries, [after.owner]).fetch()["ids"][0].tolist() == [7, 8, 9]
         assert pool.clear(["after"]).cleared == 1

@@ -115,7 +115,7 @@ class QueueRows:
         self._samples[task_id] = keys
         client = self._queue.get_client()
         asked = client.async_kv_retrieve_meta(keys, self._partition)
-        return batch_of(asyncio.run_coroutine_threadsafe(asked, client._loop).result(60))
+        return batch_of(asyncio.run_coroutine_threadsafe(asked, client._loop).result(600))
 
     def clear(self, task_ids: Iterable[str]) -> None:
         if keys := [key for task_id in task_ids for key in self._samples.get(task_id, ())]:
@@ -189,16 +189,16 @@ def test_rows_of_another_process_are_mapped_and_cleared_there(
 ) -> None:
     keys = [f"s{i}" for i in range(6)]
     tokens = torch.arange(6 * 1000).reshape(6, 1000)
-    ray.get(writer.put.remote(keys, partition, {"tokens": tokens}), timeout=120)
+    ray.get(writer.put.remote(keys, partition, {"tokens": tokens}), timeout=600)
     put(queue, keys[:3], partition, {"reward": torch.arange(3.0)})
     found = queue.kv_batch_get(keys, partition, select_fields=["tokens"])["tokens"]
     assert torch.equal(torch.stack(found.unbind()), tokens)
-    assert (ray.get(writer.shards.remote(), timeout=60), held(queue)) == (6, 3)
+    assert (ray.get(writer.shards.remote(), timeout=600), held(queue)) == (6, 3)
     # These five samples have one field in common; the other field of three of them must not be forgotten.
     queue.kv_clear(keys[:5], partition)
-    assert (ray.get(writer.shards.remote(), timeout=60), held(queue)) == (1, 0)
+    assert (ray.get(writer.shards.remote(), timeout=600), held(queue)) == (1, 0)
     queue.get_client().clear_partition(partition)
-    assert ray.get(writer.shards.remote(), timeout=60) == 0
+    assert ray.get(writer.shards.remote(), timeout=600) == 0
 
 
 def test_a_field_that_is_put_again_is_replaced_also_by_another_process(
@@ -207,8 +207,8 @@ def test_a_field_that_is_put_again_is_replaced_also_by_another_process(
     for number in range(3):
         put(queue, ["a", "b"], partition, {"k": torch.full((2, 50), number)})
     assert held(queue) == 2
-    ray.get(writer.put.remote(["b"], partition, {"k": torch.full((1, 70), 9)}), timeout=120)
-    assert (held(queue), ray.get(writer.shards.remote(), timeout=60)) == (1, 1)
+    ray.get(writer.put.remote(["b"], partition, {"k": torch.full((1, 70), 9)}), timeout=600)
+    assert (held(queue), ray.get(writer.shards.remote(), timeout=600)) == (1, 1)
     rows = rows_of(queue.kv_batch_get(["a", "b"], partition)["k"])
     assert [row.tolist() for row in rows] == [[2] * 50, [9] * 70]
 
@@ -218,7 +218,7 @@ def test_what_was_cleared_meanwhile_is_the_error_that_transferqueue_s_callers_ca
     client = queue.get_client()
     metadata = asyncio.run_coroutine_threadsafe(
         client.async_kv_retrieve_meta(["a", "b"], partition), client._loop
-    ).result(60)
+    ).result(600)
     queue.kv_clear(["a"], partition)
     with pytest.raises(tq.StorageKeyNotFoundError, match="it was cleared"):
         client.get_data(metadata)
@@ -232,7 +232,7 @@ def test_a_batch_of_metadata_is_remote_and_fetches_the_same_rows(queue: Any, par
     client = queue.get_client()
     metadata = asyncio.run_coroutine_threadsafe(
         client.async_kv_retrieve_meta(["b", "a"], partition), client._loop
-    ).result(60)
+    ).result(600)
     batch = batch_of(metadata)
     assert (batch.status, len(batch), set(batch.keys())) == (BatchStatus.REMOTE, 2, {"tokens", "reward"})
     batch.fetch()
@@ -257,7 +257,7 @@ def test_a_put_beyond_the_budget_is_refused_with_the_numbers(queue: Any, partiti
 
 def test_rows_of_a_process_that_ended_are_lost_and_can_be_cleared(ray: Any, queue: Any, partition: str) -> None:
     other = ray.remote(Writer).options(num_cpus=0).remote()
-    ray.get(other.put.remote(["a"], partition, {"k": torch.ones(1, 500)}), timeout=120)
+    ray.get(other.put.remote(["a"], partition, {"k": torch.ones(1, 500)}), timeout=600)
     put(queue, ["b"], partition, {"k": torch.ones(1, 500)})
     ray.kill(other)
 
@@ -305,13 +305,13 @@ ray.init("local", num_cpus=2, object_store_memory=100 << 20, include_dashboard=F
 backend = {"storage_backend": "weightwire", "weightwire": {"budget_bytes": 1 << 20}}
 transfer_queue.init(OmegaConf.create({"backend": backend}))
 plain = ray.remote(Plain).options(num_cpus=0).remote()
-ray.get(plain.put.remote(), timeout=200)
+ray.get(plain.put.remote(), timeout=600)
 print(transfer_queue.kv_batch_get(["a"], "p")["k"][0].tolist())
 transfer_queue.close()
 ray.shutdown()
 """
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=400
     )

@@ -85,7 +85,7 @@ def test_a_process_that_ends_while_its_threads_run_torch_keeps_its_exit_code(
     program = [sys.executable, "-c", COPIES + threads + END, model]
     with runtime(monkeypatch):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        ended = subprocess.run(program, env=environment, capture_output=True, timeout=120)
+        ended = subprocess.run(program, env=environment, capture_output=True, timeout=600)
     assert (ended.returncode, ended.stdout.decode()) == (7, ""), ended.stderr.decode()
 
 
@@ -107,5 +107,5 @@ def test_a_worker_that_is_closed_as_its_process_ends_waits_for_no_thread_that_ha
     with runtime(monkeypatch):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         program = [sys.executable, "-c", CLOSED_AT_THE_END]
-        ended = subprocess.run(program, env=environment, capture_output=True, timeout=120)
+        ended = subprocess.run(program, env=environment, capture_output=True, timeout=600)
     assert (ended.returncode, ended.stderr.decode()) == (0, "")

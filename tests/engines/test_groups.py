@@ -63,7 +63,7 @@ def test_two_groups_updated_at_the_same_time_give_the_tokens_of_the_model_that_t
                 version += 1
                 sent = part(layers, layers=True), part(rest, layers=False)
                 under_way = inner.update_async(sent[0], version), outer.update_async(sent[1], version)
-                assert [r.status for pending in under_way for r in pending.result(180).replicas] == ["committed"] * 2
+                assert [r.status for pending in under_way for r in pending.result(600).replicas] == ["committed"] * 2
                 assert inner.verify(sent[0]).ok and outer.verify(sent[1]).ok
                 assert engine.tokens(PROMPTS, COUNT) == expected, (install, transport, version)
 

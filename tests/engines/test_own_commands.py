@@ -404,7 +404,7 @@ def test_a_group_that_is_opened_while_the_user_s_reload_is_half_done_is_refused_
         with pytest.raises(VersionConflict, match="has no values at the moment"):
             manager.update(source(engine.models["B"]), engine.version + 1)
         go.touch()
-        load.result(120)
+        load.result(600)
         assert engine.serves()[0] == "C"
         engine.version += 1
         stamp = engine.update(manager, "B")

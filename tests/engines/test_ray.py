@@ -38,7 +38,7 @@ class Job:
         self.wait_for_replicas()
 
     def wait_for_replicas(self) -> None:
-        ray.get(self.trainers[0].wait_for_replicas.remote(REPLICAS, 300), timeout=360)
+        ray.get(self.trainers[0].wait_for_replicas.remote(REPLICAS, 300), timeout=600)
 
     def tokens(self) -> list[list[list[int]]]:
         """What each replica says, greedily."""
@@ -63,7 +63,6 @@ def job(runtime: Path, checkpoint: Checkpoint) -> Iterator[Job]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("WEIGHTWIRE_RUNTIME_DIR", str(runtime))
         patch.setenv("WEIGHTWIRE_JOB", f"ray-{os.getpid()}")
         patch.syspath_prepend(str(ROOT / "examples" / "ray_rl"))

@@ -70,7 +70,7 @@ def test_the_user_s_own_sleep_waits_for_a_group_that_is_being_opened_and_reads_t
             eventually(held.exists, what="the opening to begin")
             driver.call("own_sleep", level=1)
             with pytest.raises(ReplicaAsleep, match="a command of the engine's own has released"):
-                update.result(60)
+                update.result(600)
             with pytest.raises(ReplicaAsleep):
                 manager.update(source(pair[1]), 2)
             driver.call("own_wake_up")
@@ -90,7 +90,7 @@ class Stalling(ModuleAdapter):
         for i, item in enumerate(super().slices()):
             if i == 5:
                 self.stalled.set()
-                self.go_on.wait(120)
+                self.go_on.wait(600)
             yield item
 
 
@@ -104,12 +104,12 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
         stalling = Stalling(weights(pair[1]))
         with SyncManager(timeout_s=180, lease_s=180) as manager:
             future = manager.update_async(stalling, 100)
-            assert stalling.stalled.wait(120)
+            assert stalling.stalled.wait(600)
             for _ in range(3):
                 assert server.tokens(PROMPTS, COUNT) == reference(pair[0])
                 assert server.request("GET", "/health")[0] == 200
             stalling.go_on.set()
-            assert [r.status for r in future.result(180).replicas] == ["committed"]
+            assert [r.status for r in future.result(600).replicas] == ["committed"]
         assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
         assert server.generate(PROMPTS[0], COUNT)[1]["meta_info"]["weight_version"] == "100"
         with SyncManager(timeout_s=180) as manager:
@@ -223,10 +223,10 @@ def test_one_update_reaches_vllm_and_sglang_and_goes_on_without_the_one_that_is_
             (card,) = [card for card in vllm.cards if card.engine == "sglang"]
             stalling = Stalling(weights(pair[0]))
             future = manager.update_async(stalling, 2)
-            assert stalling.stalled.wait(120)
+            assert stalling.stalled.wait(600)
             os.kill(card.pid, signal.SIGKILL)
             stalling.go_on.set()
-            outcome = {r.engine: r for r in future.result(180).replicas}
+            outcome = {r.engine: r for r in future.result(600).replicas}
             assert outcome["vllm"].status == "committed" and outcome["sglang"].status == "failed"
             assert outcome["sglang"].error is not None and outcome["sglang"].error.kind == "PeerLost"
         assert vllm.tokens(PROMPTS, COUNT) == reference(pair[0])

@@ -71,7 +71,7 @@ class TransformersDriver:
         return addresses.discover()
 
     def wait(self, running: list[Future[Completion]]) -> list[dict[str, Any]]:
-        done = [future.result(120) for future in running]
+        done = [future.result(600) for future in running]
         return [
             {"tokens": d.tokens, "versions": [str(v) for v in d.versions], "finish_reason": d.finish_reason}
             for d in done
@@ -168,7 +168,7 @@ def test_a_torn_engine_refuses_with_the_reason_until_a_full_update_heals_it(live
         plugin_manager().unregister(faults)
     for future in [*running, *live.driver.submit(PROMPTS[:1], 4)]:
         with pytest.raises(TornReplica, match="the test lets 'undo' fail"):
-            future.result(60)  # type: ignore[attr-defined]
+            future.result(600)  # type: ignore[attr-defined]
     live.version += 1
     live.update("B")
     live.assert_serves("B")
@@ -180,14 +180,14 @@ def test_a_request_that_fails_or_is_cancelled_ends_alone_and_the_engine_goes_on(
     with TransformersEngine(checkpoint("llama", tied=False, seed=1)) as engine:
         long = engine.generate([1, 5, 9], 64)
         with pytest.raises(IndexError, match="out of range"):
-            engine.generate([1, 10**6], 4).result(60)
+            engine.generate([1, 10**6], 4).result(600)
         cancelled = engine.generate([1, 5], 64)
         cancelled.cancel()  # before it has begun, or too late
         with pytest.raises(ValueError, match="at least one token"):
             engine.generate([], 4)
-        assert len(long.result(60).tokens) == 64
-        assert cancelled.cancelled() or len(cancelled.result(60).tokens) == 64
-        assert len(engine.generate([1, 5], 3).result(60).tokens) == 3
+        assert len(long.result(600).tokens) == 64
+        assert cancelled.cancelled() or len(cancelled.result(600).tokens) == 64
+        assert len(engine.generate([1, 5], 3).result(600).tokens) == 3
     with pytest.raises(WeightwireError, match="closed"):
         engine.generate([1, 5], 3)
 

@@ -225,6 +225,6 @@ def test_two_ranks_take_the_served_model_and_the_draft_at_the_same_time(runtime:
         with SyncManager(timeout_s=60) as served, SyncManager("draft", timeout_s=60) as draft:
             for version, target in enumerate((b, a), 1):
                 sent = [manager.update_async(ModuleAdapter(weights(target)), version) for manager in (served, draft)]
-                assert [r.status for one in sent for r in one.result(60).replicas] == ["committed"] * 2
+                assert [r.status for one in sent for r in one.result(600).replicas] == ["committed"] * 2
                 assert accepted(ranks, reference(target)) == 1
                 assert draft.verify(ModuleAdapter(weights(target))).ok

@@ -383,7 +383,7 @@ class Halting(ModuleAdapter):
         for item in super().slices():
             yield item
             self.halted.set()
-            assert self.may_go_on.wait(120)
+            assert self.may_go_on.wait(600)
 
 
 class Halted:
@@ -399,17 +399,17 @@ class Halted:
         else:
             self.halted, self.may_go_on = self.source.halted, self.source.may_go_on
         self.future: Future[UpdateReport] = sync.update_async(self.source, version)
-        assert self.halted.wait(120), self.future
+        assert self.halted.wait(600), self.future
 
     def _halt(self) -> None:
         plugin_manager().unregister(self.plugin)
         self.halted.set()
-        assert self.may_go_on.wait(120)
+        assert self.may_go_on.wait(600)
 
     def go_on(self) -> UpdateReport:
         """What becomes of it."""
         self.may_go_on.set()
-        return self.future.result(240)
+        return self.future.result(600)
 
 
 @pytest.mark.parametrize("point", ["staging", "sealed"])
@@ -669,7 +669,7 @@ def check_a_worker_killed_while_it_installs(tp2: Faulty) -> None:
         card = tp2.card
         os.kill(card.workers[1].pid, signal.SIGKILL)
         with pytest.raises(WeightwireError) as caught:
-            future.result(180)
+            future.result(600)
         assert type(caught.value).__name__ in ("PeerLost", "TornReplica")
         assert_gone(card)
         assert tp2.engine.cards == [] and tp2.engine.leftovers() == []

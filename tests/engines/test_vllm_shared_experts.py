@@ -177,7 +177,7 @@ def test_requests_of_both_ranks_follow_the_policy(shared: Shared, in_flight: str
         eventually(lambda: len(notes_of(shared, 0)) > steps + 5, what="steps")
         before = str(shared.version or "default")
         shared.update(sync)
-        answers = [future.result(180) for future in asked]
+        answers = [future.result(600) for future in asked]
     for status, answer in answers:
         assert status == 200, answer
         choice = answer["choices"][0]
@@ -200,7 +200,7 @@ def test_no_rank_steps_while_it_is_paused_and_requests_of_then_are_answered_with
             time.sleep(0.3)
             assert [len(notes_of(shared, rank)) for rank in RANKS] == stood
         expected = reference(shared.model(shared.version))[0]
-        assert [future.result(120) for future in asked] == [expected] * 2
+        assert [future.result(600) for future in asked] == [expected] * 2
     shared.assert_serves()
 
 
@@ -215,7 +215,7 @@ def test_an_installation_that_fails_on_one_rank_is_undone_on_both(shared: Shared
             with pytest.raises(CommitFailed, match=f"planned fault: install on rank {rank}"):
                 sync.update(source(shared.model(shared.version + 1)), shared.version + 1)
             shared.order()
-            answers = [future.result(120) for future in asked]
+            answers = [future.result(600) for future in asked]
         assert [status for status, _ in answers] == [200, 200]
         assert {answer["metadata"]["weight_version"] for _, answer in answers} == {str(shared.version)}
         shared.assert_serves()
@@ -258,7 +258,7 @@ def test_a_worker_that_hangs_in_its_installation_tears_both_ranks_in_bounded_tim
         eventually(shared.faults.with_name(f"{shared.faults.name}.1").exists, what="rank 1 to install")
         # Its own core and the first core wait equally long for it.
         with pytest.raises((PeerLost, TornReplica), match=r"engine core 1 lost a worker|rank 1 was silent"):
-            future.result(240)
+            future.result(600)
         assert shared.card.state == "torn"
         assert set(sync.versions().values()) == {None}, "workers that nobody reaches say the version of before"
         assert [replica.version for replica in sync.replicas()] == [None]

@@ -89,7 +89,7 @@ def test_the_user_s_own_sleep_waits_for_a_group_that_is_being_opened_and_reads_t
         eventually(held.exists, what="the opening to begin")
         driver.call("own_sleep", level=1)
         with pytest.raises(ReplicaAsleep, match="a command of the engine's own has released"):
-            update.result(60)
+            update.result(600)
         with pytest.raises(ReplicaAsleep):
             manager.update(whole(model_b), 2)
         driver.call("own_wake_up")

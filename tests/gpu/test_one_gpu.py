@@ -323,7 +323,7 @@ def test_a_hundred_updates_of_an_engine_on_the_trainers_gpu_leave_its_tokens_and
     fresh = []
     for path in paths:
         with TransformersEngine(path, device=DEVICE, captured_length=captured_length) as engine:
-            fresh.append([engine.generate(prompt, COUNT).result(120).tokens for prompt in PROMPTS])
+            fresh.append([engine.generate(prompt, COUNT).result(600).tokens for prompt in PROMPTS])
     assert fresh[0] != fresh[1]
     models = [AutoModelForCausalLM.from_pretrained(path).to(DEVICE) for path in paths]
     with (
@@ -335,7 +335,7 @@ def test_a_hundred_updates_of_an_engine_on_the_trainers_gpu_leave_its_tokens_and
             manager.update(ModuleAdapter(models[version % 2]), version)
             held.append(taken_bytes())
             if version in (1, 2, 99, 100):
-                said = [engine.generate(prompt, COUNT).result(120).tokens for prompt in PROMPTS]
+                said = [engine.generate(prompt, COUNT).result(600).tokens for prompt in PROMPTS]
                 assert said == fresh[version % 2]
         assert manager.verify(ModuleAdapter(models[0])).ok
     assert max(held[10:]) <= max(held[:10])

@@ -97,7 +97,7 @@ def test_a_bucket_that_was_answered_is_not_read_again_even_before_the_commit(sta
         eventually(lambda: waiting(rig), "the commit at the held step boundary")
         assert [memory.fill(255) for memory in senders_memory(manager)]
         rig.ask("go on")
-        assert pending.result(60).failed == ()
+        assert pending.result(600).failed == ()
     assert holds(rig, 1)
 
 
@@ -108,7 +108,7 @@ def test_an_update_that_is_waited_for_and_one_that_is_not_are_the_same(start: St
         manager.update(source(0), 1)  # the first one agrees on the terms as well
         for version, run in (
             (2, lambda version: manager.update(source(5), version)),
-            (3, lambda version: manager.update_async(source(5), version).result(60)),
+            (3, lambda version: manager.update_async(source(5), version).result(600)),
         ):
             reports.append(run(version))
             assert holds(rig, 5)
@@ -163,7 +163,7 @@ def test_a_worker_killed_while_the_trainer_is_inside_a_broadcast_ends_it_long_be
     eventually(lambda: group._pending, "the broadcast")
     assert sending.is_alive() and not group._pending[0].is_completed()
     kill(pid)
-    sending.join(60)
+    sending.join(600)
     assert isinstance(found[0], PeerLost | RuntimeError), found
 
 
@@ -205,7 +205,7 @@ class Stalling(ShardSource):
         for i, item in enumerate(super().slices()):
             if i == 1:
                 self.stalled.set()
-                self.go_on.wait(60)
+                self.go_on.wait(600)
             yield item
 
 

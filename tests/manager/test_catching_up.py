@@ -135,7 +135,7 @@ def test_a_replica_that_registers_during_an_update_waits_for_its_end(start: Star
     eventually(lambda: seen(manager, second, "joining", None), "the newcomer")
     assert installed(second) == []
     first.ask("go on")
-    assert [r.replica for r in pending.result(60).replicas] == [first.replica]
+    assert [r.replica for r in pending.result(600).replicas] == [first.replica]
     eventually(lambda: seen(manager, second, "current", 2), "the newcomer caught up")
     assert installed(second) == ["installed:policy:2"]
 
@@ -150,7 +150,7 @@ def test_an_update_waits_for_the_only_replica_there_is(start: Start, manager: Sy
     manager.settings.in_flight = "keep"
     pending = manager.update_async(source(2), 2)
     second.ask("drained")
-    assert [(r.replica, r.status) for r in pending.result(60).replicas] == [(second.replica, "committed")]
+    assert [(r.replica, r.status) for r in pending.result(600).replicas] == [(second.replica, "committed")]
     assert installed(second) == ["installed:policy:1", "installed:policy:2"]
 
 
@@ -257,7 +257,7 @@ def test_a_replica_that_ends_while_it_is_caught_up_is_lost_and_nobody_else_is_ha
         kill(doomed.pid)
     else:
         doomed.ask("stop")
-    assert pending.result(60).failed == () and holds(first, 2)
+    assert pending.result(600).failed == () and holds(first, 2)
     eventually(lambda: states(manager)[doomed.replica][0] == "lost", "the loss")
     assert manager.update(source(3), 3).failed == ()
 

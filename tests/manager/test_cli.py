@@ -304,7 +304,7 @@ def test_close_has_all_replicas_forget_a_group_that_its_trainer_left_open(direct
             for rig in rigs:
                 rig.ask("drained")
             assert code == 1 and printed.count("NOT closed") == 2 and "being committed" in printed
-            assert pending.result(60).failed == ()
+            assert pending.result(600).failed == ()
     finally:
         for rig in rigs:
             rig.end()

@@ -328,7 +328,7 @@ def test_a_manager_may_be_closed_as_its_program_ends_and_says_that_nothing_else_
     rig = start()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     program = [sys.executable, "-c", CLOSED_AT_THE_END]
-    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=600)
     assert (ended.stdout.split(), ended.stderr) == (
         ["ManagerClosed", "ManagerClosed", "TransportUnavailableatexit", "over"],
         "",

@@ -220,8 +220,8 @@ def test_an_update_in_the_background_gives_its_report_to_future_and_callback(
     eventually(lambda: waiting(rig), "the commit at the held step boundary")
     assert not future.done() and not called.done()
     rig.ask("go on")
-    report = future.result(60)
-    thread, told = called.result(60)
+    report = future.result(600)
+    thread, told = called.result(600)
     assert report == told and report.version == 1 and thread.startswith("weightwire-manager")
     assert holds(rig, 1)
 
@@ -230,7 +230,7 @@ def test_a_failed_update_in_the_background_is_in_future_and_callback(manager: Sy
     called: concurrent.futures.Future[BaseException | None] = concurrent.futures.Future()
     future = manager.update_async(source(1), 1, lambda done: called.set_result(done.exception()))
     assert isinstance(future.exception(60), PeerLost)
-    assert called.result(60) is future.exception()
+    assert called.result(600) is future.exception()
 
 
 def test_without_a_replica_it_says_where_it_looked_and_what_to_do(manager: SyncManager, directory: Path) -> None:
@@ -457,7 +457,7 @@ def test_a_replica_killed_while_it_is_sealed_fails_alone_and_the_report_says_whi
     else:
         kill(doomed.worker_pid(1))
         doomed.ask("go on")
-    report = future.result(60)
+    report = future.result(600)
     statuses = {r.replica: (r.status, r.version) for r in report.replicas}
     assert statuses == {doomed.replica: ("failed", None), other.replica: ("committed", 2)}
     (failed,) = report.failed
@@ -505,7 +505,7 @@ def test_the_engine_is_told_the_callers_policy_for_requests_in_flight(start: Sta
             eventually(lambda: "pause:drain" in rig.ask("state")["log"], "the pause")
             assert holds(rig, 0) and not future.done()
             rig.ask("drained")
-        future.result(60)
+        future.result(600)
     expected = [f"pause:{in_flight}", "installed:policy:1", "resume"]
     eventually(lambda: rig.ask("state")["log"] == expected, f"the log {expected}")
     assert holds(rig, 1)
@@ -531,7 +531,7 @@ def test_a_commit_asked_for_again_while_it_waits_is_one_commit_and_every_asker_i
         eventually(lambda: "pause:drain" in rig.ask("state")["log"], "the pause")
         rig.ask("drained")
         assert again.receive(Committed, timeout_s=60).version == 1
-    assert [r.status for r in future.result(60).replicas] == ["committed"]
+    assert [r.status for r in future.result(600).replicas] == ["committed"]
     log = rig.ask("state")["log"]
     assert log.count("pause:drain") == 1 and log.count("installed:policy:1") == 1
     assert holds(rig, 1)

@@ -77,7 +77,7 @@ def test_closing_a_group_from_elsewhere_does_not_tear_a_commit_under_way(start: 
                 other.close_group()
         finally:
             rig.ask("drained")
-        assert pending.result(60).failed == ()
+        assert pending.result(600).failed == ()
     assert holds(rig, 2)
 
 

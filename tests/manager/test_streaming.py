@@ -148,7 +148,7 @@ def test_bytes_wait_until_the_engine_stands(start: Start) -> None:
         eventually(lambda: waiting(rig) > 0, "the commit at the held step boundary")
         assert {worker.state for worker in statuses(rig)} == {"receiving"}
         rig.ask("go on")
-        assert pending.result(60).failed == ()
+        assert pending.result(600).failed == ()
     assert holds(rig, 1)
 
 

@@ -61,7 +61,7 @@ def _hold_an_opening(model: Any, held: Path) -> None:
         if module is not model:
             kind.load_weights = load
             held.touch()
-            assert _asked.wait(60), "nobody called the engine's thread"
+            assert _asked.wait(600), "nobody called the engine's thread"
             _released.wait(TOO_EARLY_S)
             for parameter in model.parameters():
                 parameter.sum()

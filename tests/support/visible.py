@@ -93,7 +93,7 @@ def check_scraped_during_updates(
         pending = sync.update_async(source, version)
         while not pending.done():
             scraped.append(value(samples(server.text("/metrics")), "weightwire_engine_version", **labels))
-        pending.result(60)
+        pending.result(600)
     eventually(lambda: server.request("GET", f"/ready?min_version={served + 2}")[0] == 200, what="the last version")
     assert scraped == sorted(scraped) and set(scraped) <= {served, served + 1, served + 2}
     assert value(samples(server.text("/metrics")), "weightwire_engine_commits_total", **labels) == before + 2

@@ -260,7 +260,7 @@ class Extension:
             if module is not model:
                 kind.load_weights = load
                 Path(held).touch()
-                assert called.wait(60), "nobody called the engine's thread"
+                assert called.wait(600), "nobody called the engine's thread"
             return load(module, *args, **kwargs)
 
         def telling(call: Any) -> Any:

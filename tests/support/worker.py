@@ -53,7 +53,7 @@ class KeepingInstaller:
         if zone:
             raise TransportUnavailable("zone: this installer has no second set")
         self._note("open")
-        assert self.open_gate.wait(60)
+        assert self.open_gate.wait(600)
         self.manifest = manifest
         whole = tuple(manifest.whole(i) for i in range(len(manifest.tensors)))
         return InstallTerms(whole if self.needs is None else self.needs, "plan", "copy", "a test")

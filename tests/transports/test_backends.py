@@ -85,7 +85,7 @@ def pair(directory: Path, seconds: float, backend: str = "gloo") -> tuple[Group,
     """Sender and receiver, both in this process."""
     with ThreadPoolExecutor() as pool:
         ends = [pool.submit(group, directory, seconds, rank, backend) for rank in range(2)]
-        return ends[0].result(60), ends[1].result(60)
+        return ends[0].result(600), ends[1].result(600)
 
 
 @pytest.fixture(params=["gloo", "queuing"])
@@ -134,7 +134,7 @@ def test_who_waits_for_a_broadcast_of_gloos_sleeps_until_it_is_there(
         waiting = pool.submit(receiver.broadcast(held))
         sleep(0.05)  # long enough to look a hundred times; whether it does decides the test only where it would
         sender.broadcast(torch.ones(1))()
-        waiting.result(60)
+        waiting.result(600)
     assert held.item() == 1 and slept == []
 
 
@@ -150,7 +150,7 @@ def test_who_waits_for_a_broadcast_can_be_ended_from_another_thread(tmp_path: Pa
         waiting = pool.submit(receiver.broadcast(torch.zeros(1)))
         receiver.abort()
         with pytest.raises(PeerLost, match="the transaction was dropped"):
-            waiting.result(60)
+            waiting.result(600)
 
 
 @pytest.mark.parametrize("aborted", ["before it began", "after it began"])
@@ -207,7 +207,7 @@ def test_who_gives_up_a_group_while_it_is_made_ends_what_it_has_begun_on_the_dev
     monkeypatch.setitem(BACKENDS, "connected", connected)
     with pytest.raises(SyncTimeout) as kept:  # with its traceback, and so with the group
         group(tmp_path, 0.5, backend="connected", size=1)
-    assert Connected.ended.wait(60)
+    assert Connected.ended.wait(600)
     del kept
 
 

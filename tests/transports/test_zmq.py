@@ -346,7 +346,7 @@ def test_a_worker_killed_between_buckets_is_a_lost_peer_at_once(directory: Path,
     )
     eventually(Path(out + ".second").exists, "the second bucket")
     kill(pid)
-    thread.join(60)
+    thread.join(600)
     lost = results[0][1].lost["r"]
     assert isinstance(lost, PeerLost), results
     assert (lost.side, lost.replica, lost.rank, lost.phase) == ("trainer", "r", 3, "stage")

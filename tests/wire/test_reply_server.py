@@ -183,7 +183,7 @@ def test_a_socket_file_that_was_removed_is_made_again_and_the_service_is_told(
     service.mended = mended.set  # type: ignore[method-assign]
     path = Path(server.addresses[0].removeprefix("ipc://"))
     path.unlink()
-    assert mended.wait(60) and path.exists()
+    assert mended.wait(600) and path.exists()
     with Channel(server.addresses[0]) as asking:
         assert asking.request(Describe(), Done, timeout_s=60) == Done()
 

@@ -20,18 +20,18 @@ def test_one_thread_has_a_default_dtype_of_its_own_and_torch_is_as_before_when_i
                 seen["nested"] = torch.get_default_dtype()
             seen["inside"] = torch.get_default_dtype()
             inside.set()
-            over.wait(60)
+            over.wait(600)
         seen["after"] = torch.get_default_dtype()
 
     thread = threading.Thread(target=post_process)
     thread.start()
-    assert inside.wait(60)
+    assert inside.wait(600)
     with default_dtype_here(torch.float64):
         seen["other, its own"] = torch.get_default_dtype()
     seen["other"] = torch.get_default_dtype()
     assert torch.zeros(1).dtype == torch.float32
     over.set()
-    thread.join(60)
+    thread.join(600)
     assert seen == {
         "nested": torch.float16, "inside": torch.bfloat16, "after": torch.float32, "other, its own": torch.float64,
         "other": torch.float32,

@@ -190,7 +190,7 @@ def test_a_socket_is_refused_with_a_typed_error_where_no_thread_can_be_started(t
     """Memory suffices for everything but a thread's stack."""
     stack = functools.partial(resource.setrlimit, resource.RLIMIT_STACK, (64 << 20, resource.RLIM_INFINITY))
     command = [sys.executable, "-c", WITHOUT_THREADS, str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, preexec_fn=stack)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, preexec_fn=stack)
     assert (ended.returncode, ended.stdout.count("no thread can be started for a socket")) == (0, 2), ended.stderr
     assert "ulimit -u" in ended.stdout
 

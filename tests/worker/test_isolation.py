@@ -60,13 +60,13 @@ class Stubborn(KeepingInstaller):
 
     def prepare(self, segment: torch.Tensor, brake: Throttle) -> int:
         self._note("prepare")
-        assert self.gate.wait(60)
+        assert self.gate.wait(600)
         brake(0)
         return 0
 
     def discard(self) -> None:
         self._note("discard")
-        assert self.discard_gate.wait(60)
+        assert self.discard_gate.wait(600)
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_a_renewal_that_waits_to_be_read_counts(worker: Worker, trainer: Driver)
 
     def slow_card() -> WorkerCard:
         held_up.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         return card()
 
     lease_s = 8.0
@@ -241,7 +241,7 @@ def test_a_renewal_that_waits_to_be_read_counts(worker: Worker, trainer: Driver)
     worker.server._card = slow_card
     with worker.channel() as asking:
         asking.send(Describe())
-        assert held_up.wait(60)
+        assert held_up.wait(600)
         trainer.channel.send(Renew("policy", "t1"))
         time.sleep(2 * lease_s)
         go_on.set()
@@ -320,7 +320,7 @@ def test_a_listener_that_never_returns_keeps_no_update_from_being_installed(work
     class Hanging:
         @hookimpl
         def weightwire_state_changed(self) -> None:
-            release.wait(60)
+            release.wait(600)
 
     hanging = Hanging()
     plugin_manager().register(hanging)
@@ -526,7 +526,7 @@ def test_a_server_is_closed_in_time_whatever_hangs(
     card = worker.card
 
     def hanging_card() -> WorkerCard:
-        go_on.wait(60)
+        go_on.wait(600)
         return card()
 
     worker.server._card = hanging_card
@@ -540,7 +540,7 @@ def test_a_server_is_closed_in_time_whatever_hangs(
         assert time.monotonic() - started_s < 30
     assert "did not end within 0.2 s of closing: policy" in caplog.text
     gate.set(), go_on.set()
-    worker.server.server._thread.join(60)
+    worker.server.server._thread.join(600)
     with pytest.raises(OSError, match=r"refused|No such file"), socket.socket(socket.AF_UNIX) as probe:
         probe.connect(worker.address.removeprefix("ipc://"))
     trainer.close()

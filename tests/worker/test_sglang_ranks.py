@@ -197,7 +197,7 @@ def test_a_commit_that_waits_for_requests_lets_both_ranks_step_and_one_that_is_g
         with SyncManager(timeout_s=60) as other:
             assert other.verify(source(1)).ok, "read between the turns of the commit"
         (replica.directory / "busy").unlink()
-        assert [r.status for r in pending.result(60).replicas] == ["committed"]
+        assert [r.status for r in pending.result(600).replicas] == ["committed"]
         assert patient.verify(source(3)).ok
     replica.settle()
     assert [turn["asked"] for turn in replica.turns(0)] == [turn["asked"] for turn in replica.turns(1)]
