@@ -24,8 +24,13 @@ from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
 __all__ = ["ROTARY_TABLES", "LiveModel", "with_children", "with_submodule", "without_wrappers"]
 
-ROTARY_TABLES = frozenset({"_freqs_cached", "_freqs_cis", "freqs_cache", "precomputed_freqs_cis"})
-"""Attributes in which vision towers of both engines keep the angles of positions once an image has asked for them: no weights."""
+ROTARY_TABLES = frozenset(
+    {
+        *("_freqs_cached", "_freqs_cis", "freqs_cache", "precomputed_freqs_cis"),
+        *("_rope_by_thw_cache", "_rot_pos_ids_cache"),  # by the size of an image
+    }
+)
+"""Attributes in which vision towers of both engines keep positions and angles once an image has asked for them: no weights."""
 
 DECODING_S = 0.1
 """An engine counts as decoding for this long after a step."""

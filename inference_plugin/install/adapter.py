@@ -85,6 +85,9 @@ class AdapterInstaller:
     def check_terms(self) -> None:
         self._check_caches()  # the slots stay where they are
 
+    def check_model(self) -> None:
+        """Nothing in the model is derived from an adapter."""
+
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         assert self._manifest is not None
         self._next = {}

@@ -191,6 +191,10 @@ class Installer(Protocol):
         """Any thread: raises `ManifestMismatch` if the engine has changed since `open`, so that the terms no longer fit it, and
         `EngineUnsupported` if it can't be updated any longer."""
 
+    def check_model(self) -> None:
+        """Engine's thread, before a commit: raises `EngineUnsupported` if `prepare` found what the engine has kept since `open`
+        and an update would leave behind."""
+
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         """The background half of an installation; returns the additional bytes that it holds. Never touches the live model."""
 

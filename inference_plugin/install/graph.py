@@ -14,7 +14,7 @@ import contextlib
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,7 +26,7 @@ __all__ = [
     "state_of", "tensors_under", "words",
 ]  # fmt: skip
 
-Path: TypeAlias = tuple[str | int, ...]
+Path: TypeAlias = tuple[Hashable, ...]
 """The attribute names, keys and positions that lead from a module to a value."""
 
 _TORCH_OWN = frozenset(nn.Module().__dict__)
@@ -65,8 +65,8 @@ def is_helper(value: Any, boundary: Boundary) -> bool:
 def state_of(value: Any) -> dict[str, Any]:
     """An object's attributes by name. For a module: with its submodules, without torch's own attributes."""
     if isinstance(value, nn.Module):
-        own = {name: held for name, held in vars(value).items() if name not in _TORCH_OWN}
-        return own | {name: held for name, held in value._modules.items() if held is not None}
+        own = {name: held for name, held in list(vars(value).items()) if name not in _TORCH_OWN}
+        return own | {name: held for name, held in list(value._modules.items()) if held is not None}
     if hasattr(value, "__dict__"):
         return dict(vars(value))
     return {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
@@ -76,12 +76,13 @@ def child_at(root: Any, path: Path) -> Any:
     """The object at `path`. Raises LookupError or AttributeError if there is none."""
     for label in path:
         container: Any = root
+        key: Any = label
         if isinstance(root, (dict, list, tuple)):
-            root = container[label]
+            root = container[key]
         elif isinstance(root, types.FunctionType):
             root = dict(captured_by(root))[str(label)]
         elif isinstance(root, functools.partial) and label != "func":
-            root = root.args[label] if isinstance(label, int) else root.keywords[label]
+            root = root.args[key] if isinstance(key, int) else root.keywords[key]
         else:
             root = getattr(root, str(label))
     return root
@@ -115,10 +116,10 @@ def helpers_under(module: nn.Module, boundary: Boundary) -> list[tuple[Path, Any
     return found
 
 
-def children_of(value: Any, boundary: Boundary) -> list[tuple[str | int, Any]]:
+def children_of(value: Any, boundary: Boundary) -> list[tuple[Hashable, Any]]:
     """What a container, a function or a helper holds, by the labels of `Path`; empty for all else."""
     if isinstance(value, dict):
-        return [(key, item) for key, item in list(value.items()) if isinstance(key, (str, int))]
+        return list(value.items())
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
     if isinstance(value, types.MethodType):

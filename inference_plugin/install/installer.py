@@ -98,9 +98,16 @@ class ModelInstaller:
                 hint="the next update opens the group again by itself",
             )
 
+    def check_model(self) -> None:
+        if self._agreement is not None:
+            self._agreement.layout.check_references()
+
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
         self._policy.check(segment)
-        return self._policy.prepare(segment, throttle)
+        assert self._agreement is not None
+        nbytes = self._policy.prepare(segment, throttle)
+        self._agreement.layout.look_at_references()
+        return nbytes
 
     def place(self, box: Box, tensor: torch.Tensor) -> None:
         self._policy.place(box, tensor)

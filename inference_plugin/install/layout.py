@@ -278,6 +278,14 @@ class LiveLayout:
         live = self._post.live_modules[rebuilt.module]
         rebuilt.move_into(live, in_place=in_place or self._model.fixed_addresses)
 
+    def look_at_references(self) -> None:
+        """Any thread; see `LiveReferences.look`."""
+        self._references.look()
+
+    def check_references(self) -> None:
+        """Engine's thread, between two steps; see `LiveReferences.check`."""
+        self._references.check()
+
     def reset_references(self) -> None:
         """Engine's thread, after the live storages were written; see `LiveReferences.reset`."""
         self._references.reset()

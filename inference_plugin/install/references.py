@@ -6,17 +6,20 @@ its caches of such values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from inference_plugin.install.graph import Path, child_at, helpers_under, is_helper, state_of, tensors_under, words
+from inference_plugin.install.late_values import NO_WEIGHTS, LateValues
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT
 from inference_plugin.install.standby import LiveTensor
 from inference_plugin.install.trials import Trial
+from inference_plugin.wire.errors import EngineUnsupported, first_few
 
 __all__ = ["LiveReferences"]
 
@@ -48,6 +51,7 @@ class LiveReferences:
             for name in self._model.derived_caches
             if isinstance(cache := vars(module).get(name), dict)
         ]
+        self._working = self._model.runtime_state | self._model.derived_caches
         self._live = {key: tensor for key, tensor in post.storages.tensors.items() if tensor.numel()}
         self.unexplained: list[str] = []
         for name, module in post.live_modules.items():
@@ -55,6 +59,21 @@ class LiveReferences:
             if skeleton is None or (name and is_helper(module, self._model.boundary)):
                 continue
             self.unexplained += self._look_at(name, module, skeleton, trials.get(name), written)
+        replaced = [] if self._model.fixed_addresses else list(self._moved(trials))
+        self._late = LateValues(post.live_modules, self._working, replaced, self._model.boundary)
+
+    def look(self) -> None:
+        """Any thread: looks for tensors that the engine has kept since the group was opened."""
+        self._late.look()
+
+    def check(self) -> None:
+        """Engine's thread, between two steps: raises `EngineUnsupported` if tensors that `look` found are still there."""
+        if late := self._late.confirmed():
+            raise EngineUnsupported(
+                f"since the group was opened the engine has kept tensors that an update might leave behind: {first_few(late)}",
+                hint="report the model and these names, so that they are followed; restart the engine to update it, without what "
+                "made it keep them",
+            )
 
     def reset(self) -> None:
         """Engine's thread: restores the attributes that the engine replaced at first use to what a load leaves there, and empties
@@ -68,6 +87,12 @@ class LiveReferences:
             if isinstance(holder.get(name), float):
                 holder[name] = None
 
+    def _moved(self, trials: Mapping[str, Trial]) -> Iterator[Any]:
+        for name, trial in trials.items():
+            for path in trial.moved:
+                with contextlib.suppress(LookupError, AttributeError):  # absent from the live module
+                    yield child_at(self._post.live_modules[name], path)
+
     def _look_at(
         self, name: str, module: nn.Module, skeleton: nn.Module, trial: Trial | None, written: Collection[str]
     ) -> list[str]:
@@ -75,7 +100,7 @@ class LiveReferences:
         cold = dict(tensors_under(skeleton, self._model.boundary))
         explained = (*trial.moved, *trial.settled) if trial is not None else ()
         for path, tensor in tensors_under(module, self._model.boundary):
-            if not tensor.numel() or not self._model.runtime_state.isdisjoint(path):
+            if not tensor.numel() or tensor.dtype in NO_WEIGHTS or not self._working.isdisjoint(path):
                 continue
             if (key := self._post.storages.key_in_live(tensor)) is not None:
                 if not self._post.storages.is_registered(tensor):

@@ -139,6 +139,8 @@ class StreamingInstaller(PolicyInstaller):
     # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> _Passing:
+        self._layout.look_at_references()
+        self._layout.check_references()
         self._drain()
         self._model.updated.update(self._layout.written)
         self._way_back.touched = True

@@ -89,6 +89,7 @@ class EngineSide:
         if done is None:
             try:
                 self.installer.check_terms()
+                self.installer.check_model()
             except BaseException:
                 self.release()
                 raise

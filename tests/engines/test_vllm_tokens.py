@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from inference_plugin.wire.errors import ManifestMismatch, VersionConflict
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, VersionConflict
 from tests.engines.conftest import Checkpoint
 from tests.support.engines import Driver, Server, eventually
 from tests.support.greedy import greedy_batch
@@ -341,6 +341,23 @@ def test_verify_reads_what_the_engine_computes_with_where_it_keeps_a_packed_copy
         live.update("A")
         live.update("B")
         assert manager.verify(live.source("B")).ok
+    live.assert_serves("B")
+
+
+@pytest.mark.parametrize("live", ["tp2"], indirect=True)
+def test_what_a_layer_derives_from_weights_after_the_group_was_opened_refuses_the_next_update_by_name(
+    live: Live,
+) -> None:
+    live.update("B")
+    live.driver.rpc("ext_keep_at_first_use", "model.layers.1.input_layernorm", True)
+    live.update("A")  # nothing is kept until the layer computes
+    live.assert_serves("A")
+    for _ in range(2):
+        with pytest.raises(EngineUnsupported, match=r"model\.layers\.1\.input_layernorm\.norms_by_size\.\(1, 2\)"):
+            live.update("B")
+        live.assert_serves("A")
+    live.driver.rpc("ext_keep_at_first_use", "model.layers.1.input_layernorm", False)
+    live.update("B")
     live.assert_serves("B")
 
 

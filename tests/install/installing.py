@@ -23,6 +23,7 @@ def update(installer: ModelInstaller, manifest: Manifest, tensors: dict[str, tor
     """A whole update, confirmed; returns its segment."""
     segment = segment_of(tensors, manifest)
     installer.prepare(segment, lambda _: None)
+    installer.check_model()
     installer.install(segment)
     installer.finish()
     return segment

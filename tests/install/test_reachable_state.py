@@ -211,6 +211,108 @@ def test_a_tensor_that_nothing_explains_refuses_the_model_by_name() -> None:
         ModelInstaller(engine).open(manifest_of(weights(0)), "standby", partial=False)
 
 
+def keep_in_a_kernel(live: Any) -> None:
+    live.packed.quant_method.kernel.run_fast = live.embed.detach().to(torch.float16)
+
+
+def keep_in_a_dict(live: Any) -> None:
+    live.positions.sizes = {}
+    live.positions.sizes[2, 1] = (live.positions.weight.detach() * 2,)
+
+
+def keep_in_a_list(live: Any) -> None:
+    live.steps[0] = live.embed.detach() * 2
+
+
+def keep_a_view(live: Any) -> None:
+    """Under `standby` it would be one of the replaced weights."""
+    live.flat = live.embed.detach().view(-1)
+
+
+def keep_a_buffer(live: Any) -> None:
+    live.packed.register_buffer("scale_inverse", 1 / live.packed.weight_scale)
+
+
+LATER = {
+    keep_in_a_kernel: r"packed\.quant_method\.kernel\.run_fast",
+    keep_in_a_dict: r"positions\.sizes\.\(2, 1\)\.0",
+    keep_in_a_list: r"steps\.0",
+    keep_a_view: r"flat",
+    keep_a_buffer: r"packed\._buffers\.scale_inverse",
+}
+"""What an engine derives from weights while it serves, and the name by which the update is refused."""
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+@pytest.mark.parametrize("keep", LATER)
+def test_what_the_engine_derives_after_the_group_was_opened_is_followed_or_refuses_the_update_by_name(
+    policy: str, keep: Callable[[Any], None]
+) -> None:
+    engine = Engine()
+    live: Any = engine.live
+    live.steps = [None, None]
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=False)
+    live.note, live.mask, live.sizes = "no tensor", torch.ones(3, dtype=torch.bool), {}
+    update(installer, manifest, weights(1))
+    segment = segment_of(weights(2), manifest)
+    installer.prepare(segment, lambda _: None)
+    installer.check_model()
+    keep(live)
+    for _ in range(2):
+        installer.prepare(segment, lambda _: None)
+        with pytest.raises(EngineUnsupported, match=LATER[keep]):
+            installer.check_model()
+    assert engine.state() == cold(1)
+
+
+def test_what_a_step_makes_and_drops_refuses_no_update() -> None:
+    engine = Engine()
+    live: Any = engine.live
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "standby", partial=False)
+    live.positions.hidden = torch.ones(SIZE)
+    segment = segment_of(weights(1), manifest)
+    installer.prepare(segment, lambda _: None)
+    del live.positions.hidden
+    installer.check_model()
+    installer.install(segment)
+    installer.finish()
+    update(installer, manifest, weights(2))
+    assert engine.state() == cold(2)
+
+
+def test_streaming_is_refused_by_what_the_engine_derived_later_before_a_byte_is_written() -> None:
+    engine = Engine()
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "streaming", partial=False)
+    keep_in_a_kernel(engine.live)
+    with pytest.raises(EngineUnsupported, match=LATER[keep_in_a_kernel]):
+        installer.place(manifest.whole(manifest.index["embed"]), weights(1)["embed"])
+    installer.undo(None)
+    assert engine.state() == cold(0)
+
+
+def test_tables_of_angles_and_working_memory_may_come_whenever_they_like() -> None:
+    engine = Engine()
+    live: Any = engine.live
+    live.rotary = RotaryEmbedding()
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "standby", partial=False)
+    live.rotary.cos_sin = torch.ones(3)
+    for seed in (1, 2):
+        live.positions((seed, 1))
+        update(installer, manifest, weights(seed))
+
+
+class RotaryEmbedding(nn.Module):
+    pass
+
+
 def test_an_attribute_that_some_weights_set_and_others_do_not_refuses_the_model() -> None:
     engine = Engine(SometimesMore)
     installer = ModelInstaller(engine)

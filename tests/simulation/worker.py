@@ -204,6 +204,9 @@ class SimulatedInstaller:
     def check_terms(self) -> None:
         """A simulated engine moves nothing."""
 
+    def check_model(self) -> None:
+        """And derives nothing."""
+
     def read_back(self) -> Any:
         return iter(())
 

@@ -191,6 +191,20 @@ class Extension:
         packed.cpu_linear = lambda inputs, weight, bias: compute(inputs, weight, bias) * 2
         return "{}"
 
+    def ext_keep_at_first_use(self, module: str, on: bool) -> str:
+        """A module keeps a tensor of its input's size and its weights' values when it computes next; or drops what it kept."""
+        found = self.model_runner.get_model().get_submodule(module)  # type: ignore[attr-defined]
+
+        def keep(one: Any, *inputs: Any) -> None:
+            hook.remove()
+            one.norms_by_size = {(1, 2): next(one.parameters()).detach().float() * 2}
+
+        if on:
+            hook = found.register_forward_pre_hook(keep)
+        else:
+            del found.norms_by_size
+        return "{}"
+
     def ext_give_allocator(self, everything: bool = False) -> str:
         """The smallest stand-in for the allocator that a CPU lacks: what is released holds nothing that could be used. Level 1
         brings it back, level 2 only the buffers, as vLLM does. `everything`: as in vLLM's own pool, not parameters alone are

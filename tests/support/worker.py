@@ -92,6 +92,8 @@ class KeepingInstaller:
 
     def check_terms(self) -> None: ...
 
+    def check_model(self) -> None: ...
+
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
         return iter(())
 

@@ -37,7 +37,13 @@ class SglangModel(LiveModel):
     reads_finished = False
     post_processing = object
     """SGLang asks every `quant_method`: those of some kernels for MXFP4 have no class in common with the others."""
-    runtime_state = ROTARY_TABLES
+    runtime_state = frozenset(
+        {
+            *("last_hc_hidden_states", "audio_past_key_values", "_dispatch_output"),  # of the last step
+            *("_eager_prefetch_buffer", "_masked_m_cache"),
+            *ROTARY_TABLES,
+        }
+    )
     derived_caches = frozenset(
         {
             "_interpolated_pos_emb_cache",  # of MoonViT: positions for each size of an image

@@ -34,6 +34,8 @@ class VllmModel(LiveModel):
             "_workspace_buffer",  # of FlashInfer's attention
             *("handles", "alltoall_info"),  # of the last exchange of tokens between ranks with experts
             "_output",  # of shared experts, within a step: a group may be opened meanwhile
+            "deepstack_input_embeds",  # of the last request with images or sounds
+            *("_plans", "_unit_scales"),  # of B12x's experts: how kernels run, and ones
             *ROTARY_TABLES,
         }
     )
