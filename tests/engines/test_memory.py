@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from inference_plugin.wire.messages import InstallPolicy
-from tests.support.checkpoints import REMOVED, Maker, _of, load
+from tests.support.checkpoints import REMOVED, Maker, load, maker_of
 from tests.support.engines import Driver, eventually
 from tests.support.families import LATENT, PLAIN_LATENT, ROUTED_EXPERTS, UNGROUPED_HEADS
 from tests.support.memory import peak_of
@@ -72,7 +72,7 @@ class Case:
 
 
 def case(stem: str, dtype: str, modules: float, shape: dict[str, Any], **engine: Any) -> Case:
-    maker = _of(f"{stem}Config", f"{stem}ForCausalLM", dtype=getattr(torch, dtype), **shape)
+    maker = maker_of(f"{stem}Config", f"{stem}ForCausalLM", dtype=getattr(torch, dtype), **shape)
     return Case(maker, modules, {"dtype": dtype, **engine})
 
 

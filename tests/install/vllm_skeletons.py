@@ -38,7 +38,7 @@ from inference_plugin.install.replay import Replay, read_back
 from inference_plugin.install.storages import storage_views
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.wire.geometry import Box
-from tests.support.models import SHAPE, _save, make_llama, make_qwen3, make_qwen3_moe
+from tests.support.models import SHAPE, make_llama, make_qwen3, make_qwen3_moe, save_model
 from tests.support.rebasing import rebase
 
 
@@ -76,7 +76,7 @@ def make_qwen2(directory: str | Path, *, seed: int) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"} | {"tie_word_embeddings": False})
-    return _save(Qwen2ForCausalLM, config, directory, seed=seed, dtype=torch.bfloat16)
+    return save_model(Qwen2ForCausalLM, config, directory, seed=seed, dtype=torch.bfloat16)
 
 
 MODELS: dict[str, Callable[[str], Path]] = {

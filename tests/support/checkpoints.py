@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.models import SHAPE, _save, make_llama, make_qwen3, make_qwen3_moe
+from tests.support.models import SHAPE, make_llama, make_qwen3, make_qwen3_moe, save_model
 
 __all__ = ["MAKERS", "in_w8a8", "load", "make", "rewrite"]
 
@@ -43,7 +43,7 @@ def make(kind: str, directory: Path, seed: int) -> Path:
 # --- plain models -----------------------------------------------------------------------------------------------------
 
 
-def _of(config: str, model: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Maker:
+def maker_of(config: str, model: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Maker:
     """A model of transformers by its two classes; an override that is `REMOVED` removes an entry of `SHAPE`."""
 
     def build(directory: Path, seed: int) -> Path:
@@ -51,7 +51,7 @@ def _of(config: str, model: str, *, dtype: torch.dtype = torch.float32, **overri
 
         shape = SHAPE | {"tie_word_embeddings": False} | overrides
         made = getattr(transformers, config)(**{name: v for name, v in shape.items() if v is not REMOVED})
-        path = _save(getattr(transformers, model), made, directory, seed=seed, dtype=dtype)
+        path = save_model(getattr(transformers, model), made, directory, seed=seed, dtype=dtype)
         return rewrite(path, {name: _lively(name, tensor, seed) for name, tensor in load(path).items()})
 
     return build
@@ -65,7 +65,7 @@ HALF_HEADS = {"num_attention_heads": 2, "num_key_value_heads": REMOVED, "head_di
 
 def _lively(name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """Biases of experts start as zeros in every seed; two versions must differ there as well."""
-    return _noise(tensor, seed) if tensor.dim() > 1 and not tensor.any() else tensor
+    return noise(tensor, seed) if tensor.dim() > 1 and not tensor.any() else tensor
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -73,14 +73,14 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def gpt_oss(dtype: torch.dtype) -> Maker:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": 32}
-    return _of("GptOssConfig", "GptOssForCausalLM", dtype=dtype, **experts)
+    return maker_of("GptOssConfig", "GptOssForCausalLM", dtype=dtype, **experts)
 
 
 def dense_and_moe(directory: Path, seed: int) -> Path:
     """A Qwen3-MoE with a dense first layer and biases on queries, keys and values: every kind of part that is left out of a
     manifest, in one engine of vLLM. It has no place for a bias of the attention's output, and SGLang's no dense layer."""
     dense = {"attention_bias": True, "mlp_only_layers": [0], "decoder_sparse_step": 1}
-    path = _of("Qwen3MoeConfig", "Qwen3MoeForCausalLM", **EXPERTS, **dense)(directory, seed)
+    path = maker_of("Qwen3MoeConfig", "Qwen3MoeForCausalLM", **EXPERTS, **dense)(directory, seed)
     return rewrite(path, {n: t for n, t in load(path).items() if not n.endswith("o_proj.bias")})
 
 
@@ -95,7 +95,7 @@ def head_shipped(*, equal: bool) -> Maker:
         path = make_llama(directory, seed=seed, tied=True, dtype=torch.float32)
         tensors = load(path)
         embedding = tensors["model.embed_tokens.weight"]
-        head = embedding if equal else _noise(embedding, seed)
+        head = embedding if equal else noise(embedding, seed)
         return rewrite(path, tensors | {"lm_head.weight": head})
 
     return build
@@ -167,7 +167,7 @@ def _compressed(**fields: Any) -> dict[str, Any]:
     }
 
 
-def _noise(like: torch.Tensor, seed: int) -> torch.Tensor:
+def noise(like: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randn(like.shape, generator=generator).mul(0.2).to(like.dtype)
 
@@ -181,8 +181,8 @@ MAKERS: dict[str, Maker] = {
     "llama-padded": _existing(make_llama, vocab_size=257),
     "qwen3": _existing(make_qwen3, tied=True),
     "qwen3-moe": _existing(make_qwen3_moe),
-    "qwen2": _of("Qwen2Config", "Qwen2ForCausalLM", **NO_HEAD_DIM, num_attention_heads=2),
-    "opt": _of(
+    "qwen2": maker_of("Qwen2Config", "Qwen2ForCausalLM", **NO_HEAD_DIM, num_attention_heads=2),
+    "opt": maker_of(
         "OPTConfig",
         "OPTForCausalLM",
         **HALF_HEADS,
@@ -192,15 +192,19 @@ MAKERS: dict[str, Maker] = {
         do_layer_norm_before=True,
         intermediate_size=REMOVED,
     ),
-    "gpt2": _of("GPT2Config", "GPT2LMHeadModel", **HALF_HEADS, n_positions=1024, intermediate_size=REMOVED),
-    "bloom": _of("BloomConfig", "BloomForCausalLM", **HALF_HEADS, tie_word_embeddings=True, intermediate_size=REMOVED),
-    "apertus": _of("ApertusConfig", "ApertusForCausalLM", **NO_HEAD_DIM, num_attention_heads=2, dtype=torch.bfloat16),
-    "gemma3": _of("Gemma3TextConfig", "Gemma3ForCausalLM", sliding_window=32, tie_word_embeddings=True),
-    "mixtral": _of("MixtralConfig", "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
+    "gpt2": maker_of("GPT2Config", "GPT2LMHeadModel", **HALF_HEADS, n_positions=1024, intermediate_size=REMOVED),
+    "bloom": maker_of(
+        "BloomConfig", "BloomForCausalLM", **HALF_HEADS, tie_word_embeddings=True, intermediate_size=REMOVED
+    ),
+    "apertus": maker_of(
+        "ApertusConfig", "ApertusForCausalLM", **NO_HEAD_DIM, num_attention_heads=2, dtype=torch.bfloat16
+    ),
+    "gemma3": maker_of("Gemma3TextConfig", "Gemma3ForCausalLM", sliding_window=32, tie_word_embeddings=True),
+    "mixtral": maker_of("MixtralConfig", "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2),
     "gpt-oss-float16": gpt_oss(torch.float16),
     "gpt-oss-bfloat16": gpt_oss(torch.bfloat16),
     "dense-and-moe": dense_and_moe,
-    "qwen3-moe-biased": _of("Qwen3MoeConfig", "Qwen3MoeForCausalLM", **EXPERTS, attention_bias=True),
+    "qwen3-moe-biased": maker_of("Qwen3MoeConfig", "Qwen3MoeForCausalLM", **EXPERTS, attention_bias=True),
     "retied-head": head_shipped(equal=True),
     "shipped-head": head_shipped(equal=False),
     "w8a8-int8": w8a8_int8,

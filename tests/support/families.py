@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, Maker, _noise, _of, load, rewrite
+from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, Maker, load, maker_of, noise, rewrite
 from tests.support.quantised import QUANTISED
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
@@ -64,7 +64,7 @@ def _lively_model(
 ) -> Maker:
     """A model of transformers in which every floating tensor gets noise of its own: some start as constants. `entries` replace
     those of the saved `config.json`."""
-    plain = _of(config, model, dtype=dtype, **overrides)
+    plain = maker_of(config, model, dtype=dtype, **overrides)
 
     def build(directory: Path, seed: int) -> Path:
         path = plain(directory, seed)
@@ -105,7 +105,7 @@ _BAILING = {
 def _with_noise(tensor: torch.Tensor, seed: int, number: int) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
-    return tensor + _noise(tensor, 100 * seed + number) * NOISE
+    return tensor + noise(tensor, 100 * seed + number) * NOISE
 
 
 def _family(

@@ -50,7 +50,7 @@ def make_llama(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**(SHAPE | {"tie_word_embeddings": tied} | overrides))
-    return _save(LlamaForCausalLM, config, directory, seed=seed, dtype=dtype)
+    return save_model(LlamaForCausalLM, config, directory, seed=seed, dtype=dtype)
 
 
 def make_qwen3(
@@ -65,7 +65,7 @@ def make_qwen3(
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(**(SHAPE | {"tie_word_embeddings": tied} | overrides))
-    return _save(Qwen3ForCausalLM, config, directory, seed=seed, dtype=dtype)
+    return save_model(Qwen3ForCausalLM, config, directory, seed=seed, dtype=dtype)
 
 
 def make_qwen3_moe(
@@ -86,7 +86,7 @@ def make_qwen3_moe(
         "decoder_sparse_step": 1,
     }
     config = Qwen3MoeConfig(**(SHAPE | experts | {"tie_word_embeddings": tied} | overrides))
-    return _save(Qwen3MoeForCausalLM, config, directory, seed=seed, dtype=dtype)
+    return save_model(Qwen3MoeForCausalLM, config, directory, seed=seed, dtype=dtype)
 
 
 def make_paligemma(directory: str | Path, *, seed: int, dtype: torch.dtype = torch.float32) -> Path:
@@ -102,8 +102,8 @@ def make_paligemma(directory: str | Path, *, seed: int, dtype: torch.dtype = tor
         vision_config=vision, text_config=text, image_token_index=words - 1, vocab_size=words, projection_dim=width,
         hidden_size=width,
     )  # fmt: skip
-    path = _save(PaliGemmaForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
-    _rename(path, "vision_tower.", "vision_tower.vision_model.")
+    path = save_model(PaliGemmaForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
+    rename_tower(path, "vision_tower.", "vision_tower.vision_model.")
     tokenizer = tiny_tokenizer(words, last=("\n", "<image>"))
     tokenizer.bos_token, tokenizer.image_token = EOS, "<image>"
     tokenizer.save_pretrained(path)
@@ -125,8 +125,8 @@ def make_llava(directory: str | Path, *, seed: int, dtype: torch.dtype = torch.f
     config = LlavaConfig(
         vision_config=vision, text_config=text, image_token_index=words - 1, image_seq_length=4, tie_word_embeddings=False
     )  # fmt: skip
-    path = _save(LlavaForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
-    _rename(path, "vision_tower.", "vision_tower.vision_model.")
+    path = save_model(LlavaForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
+    rename_tower(path, "vision_tower.", "vision_tower.vision_model.")
     tokenizer = tiny_tokenizer(words, last=("<image>",))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.save_pretrained(path)
@@ -159,9 +159,11 @@ def make_qwen_vl(directory: str | Path, *, generation: str, seed: int, dtype: to
         vision_config=vision, text_config=text, tie_word_embeddings=False, vision_start_token_id=words - 4,
         vision_end_token_id=words - 2, image_token_id=words - 3, video_token_id=words - 1,
     )  # fmt: skip
-    path = _save(getattr(transformers, f"{prefix}ForConditionalGeneration"), config, directory, seed=seed, dtype=dtype)
+    path = save_model(
+        getattr(transformers, f"{prefix}ForConditionalGeneration"), config, directory, seed=seed, dtype=dtype
+    )
     last = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
-    _save_tokenizer(path, last, image_token=last[1], video_token=last[3])
+    save_tokenizer(path, last, image_token=last[1], video_token=last[3])
     sizes = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 3136, "max_pixels": 3136}
     image = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": f"{prefix}Processor", **sizes}
     (path / "preprocessor_config.json").write_text(json.dumps(image))
@@ -182,8 +184,8 @@ def make_gemma3_vision(directory: str | Path, *, seed: int, dtype: torch.dtype =
         vision_config=vision, text_config=SHAPE | {"sliding_window": 32}, tie_word_embeddings=True, mm_tokens_per_image=4,
         boi_token_index=words - 5, eoi_token_index=words - 6, image_token_index=words - 7,
     )  # fmt: skip
-    path = _save(Gemma3ForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
-    _rename(path, "vision_tower.", "vision_tower.vision_model.")
+    path = save_model(Gemma3ForConditionalGeneration, config, directory, seed=seed, dtype=dtype)
+    rename_tower(path, "vision_tower.", "vision_tower.vision_model.")
     tensors, random = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
     (zeros,) = (
         name for name, tensor in tensors.items() if tensor.dim() > 1 and not tensor.any()
@@ -191,7 +193,7 @@ def make_gemma3_vision(directory: str | Path, *, seed: int, dtype: torch.dtype =
     tensors[zeros] = 0.2 * torch.randn(tensors[zeros].shape, generator=random, dtype=dtype)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     last = ("<image_soft_token>", "<end_of_image>", "<start_of_image>", "\n", "\n\n", "\n\n\n", "\n\n\n\n")
-    _save_tokenizer(path, last, image_token=last[0], eoi_token=last[1], boi_token=last[2])
+    save_tokenizer(path, last, image_token=last[0], eoi_token=last[1], boi_token=last[2])
     image = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}}
     (path / "preprocessor_config.json").write_text(json.dumps(image | {"processor_class": "Gemma3Processor"}))
     processor = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
@@ -199,7 +201,7 @@ def make_gemma3_vision(directory: str | Path, *, seed: int, dtype: torch.dtype =
     return path
 
 
-def _save_tokenizer(path: Path, last: Sequence[str], **special: str) -> None:
+def save_tokenizer(path: Path, last: Sequence[str], **special: str) -> None:
     """A tokenizer whose vocabulary ends with `last`; `special`: which of these are its special tokens, by attribute."""
     tokenizer = tiny_tokenizer(SHAPE["vocab_size"], last=last)
     tokenizer.add_special_tokens({"extra_special_tokens": [t for t in last if t.strip()]})
@@ -208,7 +210,7 @@ def _save_tokenizer(path: Path, last: Sequence[str], **special: str) -> None:
     tokenizer.save_pretrained(path)
 
 
-def _rename(path: Path, tower: str, published: str) -> None:
+def rename_tower(path: Path, tower: str, published: str) -> None:
     """Gives a vision tower the names of published checkpoints."""
     tensors = load_file(path / "model.safetensors")
     renamed = {name if published in name else name.replace(tower, published): t for name, t in tensors.items()}
@@ -226,7 +228,7 @@ def tiny_tokenizer(vocab_size: int, last: Sequence[str] = ()) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
 
 
-def _save(
+def save_model(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     directory: str | Path,

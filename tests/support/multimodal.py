@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tests.support.checkpoints import _noise, load, rewrite
-from tests.support.models import SHAPE, _rename, _save, _save_tokenizer
+from tests.support.checkpoints import load, noise, rewrite
+from tests.support.models import SHAPE, rename_tower, save_model, save_tokenizer
 from trainer_adapters import ModuleAdapter
 
 __all__ = ["FAMILIES", "Medium", "load_trained"]
@@ -102,10 +102,10 @@ def family(
         }
         made = getattr(transformers, f"{stem}Config")(**numbers)
         kind = getattr(transformers, model or f"{stem}ForConditionalGeneration")
-        path = _save(kind, made, directory, seed=seed, dtype=getattr(torch, dtype))
+        path = save_model(kind, made, directory, seed=seed, dtype=getattr(torch, dtype))
         tensors = {name: _lively(tensor, 100 * seed + i) for i, (name, tensor) in enumerate(load(path).items())}
         rewrite(path, tensors)
-        _save_tokenizer(path, last, **(special or {}))
+        save_tokenizer(path, last, **(special or {}))
         for name, content in files.items():
             (path / name).write_text(json.dumps(content))
         fix(path)
@@ -116,7 +116,7 @@ def family(
 
 def _lively(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     """Some weights start as constants, and towers with numbers too small to show in an answer."""
-    return tensor + NOISE * _noise(tensor, seed) if tensor.is_floating_point() else tensor
+    return tensor + NOISE * noise(tensor, seed) if tensor.is_floating_point() else tensor
 
 
 # --- Qwen and GLM -----------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ FAMILIES: dict[str, Medium] = {
             "image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>",
             "image_thumbnail_token": "<|img_thumbnail|>",
         },
-        fix=functools.partial(_rename, tower="vision_tower.", published="vision_tower.vision_model."),
+        fix=functools.partial(rename_tower, tower="vision_tower.", published="vision_tower.vision_model."),
         alone=True,
         enable_prefix_caching=False,
     ),
