@@ -225,6 +225,7 @@ FULL = (
     f"{ENGINES}test_vllm_lora.py::test_requests_in_flight_follow_the_policy[tp1-recompute",
     f"{ENGINES}test_vllm_lora.py::test_adapters_of_pipeline_stages_are_those_of_one_rank",
     f"{ENGINES}test_vllm_lora.py::test_requests_in_flight_follow_the_policy[tp1-abort",
+    f"{ENGINES}test_sglang_lora.py::test_what_latent_attention_derives_from_its_weights_follows_the_updates_of_an_engine_with_slots[copy",
     *(
         f"{ENGINES}test_vllm_one_version.py::"
         f"test_every_step_and_every_token_is_of_exactly_one_version_while_updates_alternate_under_load[{kind}"

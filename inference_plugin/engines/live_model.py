@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,7 +28,7 @@ __all__ = ["ROTARY_TABLES", "LiveModel", "with_children", "with_submodule", "wit
 
 ROTARY_TABLES = frozenset(
     {
-        *("_freqs_cached", "_freqs_cis", "freqs_cache", "precomputed_freqs_cis"),
+        *("_freqs_cached", "_freqs_cis", "freqs_cache", "freqs_cis", "precomputed_freqs_cis"),
         *("_rope_by_thw_cache", "_rot_pos_ids_cache"),  # by the size of an image
     }
 )
@@ -184,11 +186,8 @@ class LiveModel:
 
 
 def without_wrappers(model: nn.Module, wrapper: type[nn.Module]) -> nn.Module:
-    """The model as it was before the engine put wrappers with a `base_layer` around some of its modules.
-
-    Parameters, buffers and the tables that hold them are the model's own; only modules with a wrapper somewhere below
-    them are shallow copies.
-    """
+    """The model as it was before the engine put wrappers with a `base_layer` around some of its modules: views of the modules
+    with a wrapper somewhere below them, and otherwise the model's own modules."""
     done: dict[int, nn.Module] = {}
 
     def visit(module: nn.Module) -> nn.Module:
@@ -204,23 +203,44 @@ def without_wrappers(model: nn.Module, wrapper: type[nn.Module]) -> nn.Module:
     return visit(model)
 
 
+def with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+    """A view of `module` with these children: what is set on one is set on the other. `module` itself where they are its own."""
+    if children == module._modules:
+        return module
+    kind: Any = type(module)
+    view = object.__new__(_class_of_views(kind))
+    view.__dict__ = module.__dict__
+    object.__setattr__(view, "_children", children)
+    return view
+
+
 def with_submodule(module: nn.Module, name: str, replacement: nn.Module) -> nn.Module:
     """A twin of `module` with another submodule under the dotted `name`. It shares all else with `module`; attributes that
     are set on the twin stay there."""
     first, _, rest = name.partition(".")
     child = module._modules[first]
     assert child is not None
-    inner = with_submodule(child, rest, replacement) if rest else replacement
-    return with_children(module, {**module._modules, first: inner})
-
-
-def with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
-    """A twin of `module` with these children; `module` itself where they are its own."""
-    if children == module._modules:
-        return module
     twin: nn.Module = object.__new__(type(module))
-    twin.__dict__ = module.__dict__ | {"_modules": children}
+    inner = with_submodule(child, rest, replacement) if rest else replacement
+    twin.__dict__ = module.__dict__ | {"_modules": {**module._modules, first: inner}}
     return twin
+
+
+@functools.cache
+def _class_of_views(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind`, but the children lie beside the attributes instead of among them."""
+
+    def child(view: Any, name: str) -> Any:
+        return view._children[name] if name in view._children else kind.__getattr__(view, name)
+
+    inside = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__slots__": ("_children",),
+        "_modules": property(lambda view: view._children),
+        "__getattr__": child,
+    }
+    return types.new_class(kind.__name__, (kind,), exec_body=lambda names: names.update(inside))
 
 
 def _finish(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from inference_plugin.wire.errors import EngineUnsupported
+from inference_plugin.wire.messages import InstallPolicy
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_lora import (  # noqa: F401 -- collected here once more
     PLUGIN,
@@ -28,6 +30,8 @@ from tests.engines.test_vllm_lora import (  # noqa: F401 -- collected here once 
     test_merged_while_streaming_an_engine_serves_what_peft_says,
     test_requests_in_flight_follow_the_policy,
 )
+from tests.support.families import FAMILIES, make_versions
+from tests.support.family_trials import SglangHost, run_trial
 from tests.support.lora_trainer import LoRATrainer
 from tests.support.sglang_engines import SglangDriver
 
@@ -81,6 +85,26 @@ def test_an_adapter_that_was_unloaded_and_read_again_is_as_the_update_made_it(tr
     assert trained.adapted() == said["tokens"], "not what a user sent"
     said = trained.train(seed=14)
     assert trained.adapted() == said["tokens"]
+
+
+@pytest.mark.parametrize("install", ["standby", "copy"])
+def test_what_latent_attention_derives_from_its_weights_follows_the_updates_of_an_engine_with_slots(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: InstallPolicy
+) -> None:
+    """SGLang wraps projections below the attention module that keeps the derived weights."""
+    faults = tmp_path / "faults"
+    faults.write_text("[]")
+    for name, value in {"PLUGINS": PLUGIN, "TEST_FAULTS": str(faults), "TEST_UNPINNED": "1"}.items():
+        monkeypatch.setenv(f"WEIGHTWIRE_{name}", value)
+    slots = SLOTS | {"lora_target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"]}
+    family = FAMILIES["minicpm3"]
+    family = dataclasses.replace(family, sglang={**family.sglang, **slots})
+    host = SglangHost(runtime)
+    try:
+        trial = run_trial(host, family, make_versions(family, tmp_path), plain=False, install=install)
+    finally:
+        host.close()
+    assert (trial.outcome, trial.updates) == ("right", 5), trial
 
 
 @engines

@@ -101,3 +101,43 @@ def test_a_cache_that_an_engine_gets_while_it_runs_ends_its_updates() -> None:
     model.cache = "a store keeps what the old adapter computed"
     with pytest.raises(EngineUnsupported, match="a store keeps"):
         adapter.check_terms()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(2, 2)
+        self.norm = nn.LayerNorm(2)
+        self.derived: torch.Tensor | None = None
+
+
+class Wrapper(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.slots = nn.Parameter(torch.ones(2))
+
+
+def test_what_is_set_on_a_model_without_its_wrappers_is_set_on_the_model_that_the_engine_runs() -> None:
+    """SGLang with LoRA went on computing with weights that had been derived for a copy of its attention."""
+    model = nn.Sequential(Attention(), nn.Linear(2, 2))
+    attention, project = model[0], model[0].project
+    attention.project = Wrapper(project)
+    seen: Any = live.without_wrappers(model, Wrapper)
+    assert seen is not model and seen[1] is model[1] and isinstance(seen[0], Attention)
+    assert seen[0].project is project and seen.get_submodule("0.project") is project
+    assert [name for name, _ in seen.named_parameters()] == [
+        *("0.project.weight", "0.project.bias", "0.norm.weight", "0.norm.bias"),
+        *("1.weight", "1.bias"),
+    ]
+    seen[0].derived = torch.ones(3)
+    assert attention.derived is seen[0].derived
+    attention.late = torch.zeros(1)
+    assert seen[0].late is attention.late
+    del seen[0].derived
+    assert not hasattr(attention, "derived")
+    seen[0].norm.weight = nn.Parameter(torch.zeros(2))
+    assert attention.norm.weight is seen[0].norm.weight
+    assert attention.project.base_layer is project, "the engine's own is untouched"
+    with pytest.raises(AttributeError, match="absent"):
+        _ = seen[0].absent

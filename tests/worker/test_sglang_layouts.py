@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from inference_plugin.engines.sglang.layouts import captures_graphs, lends_addresses, why_copied, why_unserved
 
@@ -79,9 +80,25 @@ def test_a_kernel_that_keeps_copies_of_weights_is_refused_wherever_it_is(copies:
     dispatcher = Part(decode_kernel=Part(), extend_kernel=Part(**{copies: {}}))
     backend = Part(table=Slotted(), attn_backend_list=[Part(), Part(kernels={"linear": dispatcher})])
     dispatcher.backend = backend
-    assert copies in (why_copied(backend) or "")
+    assert copies in (why_copied(backend, fixed_addresses=True) or "")
     dispatcher.extend_kernel = Part()
-    assert why_copied(backend) is None and why_copied(None) is None
+    for fixed in (True, False):
+        assert why_copied(backend, fixed_addresses=fixed) is None and why_copied(None, fixed_addresses=fixed) is None
+
+
+def test_a_kernel_that_keeps_parameters_as_it_took_them_is_served_where_these_are_views_that_stay() -> None:
+    """FlashInfer's, for Qwen3-Next and Qwen3.5."""
+    decay, bias = torch.ones(4), torch.ones(4)
+    views = {("A_log", 1, None): (decay, decay.view(-1)), ("dt_bias", 2, None): (bias, bias.view(-1))}
+    copies = {**views, ("A_log", 3, torch.float32): (decay, decay.clone())}
+
+    def why(taken: Any, *, fixed: bool = True) -> str:
+        return why_copied(Part(kernel=Part(_aligned_parameter_cache=taken)), fixed_addresses=fixed) or ""
+
+    assert why(views) == ""
+    assert "_aligned_parameter_cache" in why(copies)
+    assert "_aligned_parameter_cache" in why({}), "nothing is known yet"
+    assert "_aligned_parameter_cache" in why(views, fixed=False)
 
 
 @pytest.fixture

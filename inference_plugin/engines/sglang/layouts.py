@@ -50,8 +50,14 @@ def why_unserved(scheduler: Any, parallel: Any) -> str:
     return ""
 
 
-def why_copied(backend: Any) -> str | None:
-    """Which kernel under an attention backend keeps copies of weights that it never makes anew; None if none does."""
+_TAKEN = "_aligned_parameter_cache"
+"""Where FlashInfer's kernel for gated delta networks keeps parameters as it computes with them, by identity: views of them, or
+copies where it needs another dtype or alignment."""
+
+
+def why_copied(backend: Any, *, fixed_addresses: bool) -> str | None:
+    """Which kernel under an attention backend keeps copies of weights that it never makes anew; None if none does.
+    `fixed_addresses`: weights stay where they are, so that views of them are as good as they."""
     seen, stack = {id(backend)}, [backend]
     while stack:
         one = stack.pop()
@@ -64,6 +70,11 @@ def why_copied(backend: Any) -> str | None:
                     f"{type(one).__name__} keeps copies of weights ({copies[0]}) that no update reaches; another kernel for "
                     "linear attention, such as Triton's, keeps none"
                 )
+            if _TAKEN in held and not (fixed_addresses and _are_views(held[_TAKEN])):
+                return (
+                    f"{type(one).__name__} keeps parameters as it took them ({_TAKEN}), and no update reaches those; Triton's "
+                    "kernel for linear attention keeps none"
+                )
             inside = list(held.values())
         else:
             continue
@@ -72,6 +83,14 @@ def why_copied(backend: Any) -> str | None:
                 seen.add(id(child))
                 stack.append(child)
     return None
+
+
+def _are_views(taken: Mapping[Any, tuple[Any, Any]]) -> bool:
+    """Whether each parameter was taken as it lies in memory. Nothing is known before the first request."""
+    return bool(taken) and all(
+        made.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        for parameter, made in taken.values()
+    )
 
 
 def captures_graphs() -> bool:

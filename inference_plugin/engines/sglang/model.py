@@ -40,7 +40,8 @@ class SglangModel(LiveModel):
     runtime_state = frozenset(
         {
             *("last_hc_hidden_states", "audio_past_key_values", "_dispatch_output"),  # of the last step
-            *("_eager_prefetch_buffer", "_masked_m_cache"),
+            *("_eager_prefetch_buffer", "_masked_m_cache", "_shared_topk_ids", "intermediate_state_indices"),
+            *("local_expert_mapping", "expert_mask_gpu"),  # of the ranks' experts
             *ROTARY_TABLES,
         }
     )
@@ -118,7 +119,7 @@ class SglangModel(LiveModel):
         ask = weight_updater._unsupported_derived_weight_cache_error
         known = inspect.signature(ask).parameters  # none before 0.5.21
         told: str | None = ask(self.live) if known else ask()
-        return told or why_underivable(self.live) or why_copied(self._attention)
+        return told or why_underivable(self.live) or why_copied(self._attention, fixed_addresses=self.fixed_addresses)
 
     def why_stale(self) -> str | None:
         for option in (
