@@ -6,6 +6,7 @@ What is there when a group is opened, `references` accounts for. What comes late
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -41,7 +42,8 @@ class LateValues:
     """Remembers what the modules of a live model held when this was made. `working`: names of working memory, and of caches that
     each update empties. `replaced`: the values that each update makes anew, which are not to be kept alive.
 
-    It keeps the tables that hold values, not the values.
+    It keeps the tables that hold values, not the values. Another name for a module of the model, or for one of its parameters, is
+    nothing new.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class LateValues:
     ) -> None:
         self._working = frozenset(working)
         self._boundary = boundary
+        held = [t for module in modules.values() for t in (*module._parameters.values(), *module._buffers.values())]
+        self._registered = {id(tensor): weakref.ref(tensor) for tensor in held if tensor is not None}
         self._tables: dict[int, _Table] = {}
         self._suspected = False
         passed_over = {id(value) for value in replaced}
         for name, module in modules.items():
             if not _computes_angles(module):
-                self._note(name, module, passed_over)
+                self._note(name, module, passed_over, is_layer=True)
         self._list()
 
     def look(self) -> None:
@@ -93,7 +97,10 @@ class LateValues:
             words(name, path)
             for name, value in new
             for path, tensor in self._walk(value)
-            if isinstance(tensor, Tensor) and tensor.numel() and tensor.dtype not in NO_WEIGHTS
+            if isinstance(tensor, Tensor)
+            and tensor.numel()
+            and tensor.dtype not in NO_WEIGHTS
+            and not self._is_registered(tensor)
         ]
         if not found:  # from now on it is known, and watched
             self._tables[id(table.held)] = self._table(table.name, table.held)
@@ -101,9 +108,13 @@ class LateValues:
                 self._note(name, value)
         return found
 
-    def _note(self, name: str, root: Any, passed_over: Collection[int] = ()) -> None:
-        for path, value in self._walk(root, passed_over):
-            if (held := self._table_of(value, is_root=not path)) is not None:
+    def _is_registered(self, tensor: Tensor) -> bool:
+        """Whether this very object was a parameter or buffer of the model, whose values updates replace."""
+        return (known := self._registered.get(id(tensor))) is not None and known() is tensor
+
+    def _note(self, name: str, root: Any, passed_over: Collection[int] = (), *, is_layer: bool = False) -> None:
+        for path, value in self._walk(root, passed_over, is_layer=is_layer):
+            if (held := self._table_of(value, is_layer=is_layer and not path)) is not None:
                 self._tables.setdefault(id(held), self._table(words(name, path), held))
 
     def _table(self, name: str, held: Any) -> _Table:
@@ -111,14 +122,16 @@ class LateValues:
         empty = tuple(key for key, value in items if value is None)
         return _Table(name, held, len(held), frozenset(key for key, _ in items), empty)
 
-    def _table_of(self, value: Any, *, is_root: bool) -> Any:
+    def _table_of(self, value: Any, *, is_layer: bool) -> Any:
         if isinstance(value, (dict, list)):
             return value
-        is_own = (is_root and isinstance(value, nn.Module)) or is_helper(value, self._boundary)
-        return getattr(value, "__dict__", None) if is_own else None
+        return getattr(value, "__dict__", None) if is_layer or is_helper(value, self._boundary) else None
 
-    def _walk(self, root: Any, passed_over: Collection[int] = ()) -> Iterator[tuple[Path, Any]]:
-        """All that hangs on `root`, itself first; of a module without its submodules."""
+    def _walk(
+        self, root: Any, passed_over: Collection[int] = (), *, is_layer: bool = False
+    ) -> Iterator[tuple[Path, Any]]:
+        """All that hangs on `root`, itself first. `is_layer`: it is a module of the model, which is entered, without its
+        submodules."""
         seen: set[int] = set()
         stack: list[tuple[Path, Any]] = [((), root)]
         while stack:
@@ -132,9 +145,11 @@ class LateValues:
                 continue
             seen.add(id(value))
             yield path, value
-            is_root = value is root and isinstance(value, nn.Module)
-            inside = _items(vars(value)) if is_root else children_of(value, self._boundary)
-            stack += [((*path, key), item) for key, item in inside if not is_root or key not in _OF_TORCH]
+            if is_layer and not path:
+                inside = [(key, item) for key, item in _items(vars(value)) if key not in _OF_TORCH]
+            else:
+                inside = children_of(value, self._boundary)
+            stack += [((*path, key), item) for key, item in inside]
 
 
 def _computes_angles(module: nn.Module) -> bool:

@@ -255,6 +255,7 @@ def test_what_the_engine_derives_after_the_group_was_opened_is_followed_or_refus
     installer = ModelInstaller(engine)
     installer.open(manifest, policy, partial=False)
     live.note, live.mask, live.sizes = "no tensor", torch.ones(3, dtype=torch.bool), {}
+    live.attention.layer, live.attention.weight = live.packed, live.embed  # other names
     update(installer, manifest, weights(1))
     segment = segment_of(weights(2), manifest)
     installer.prepare(segment, lambda _: None)

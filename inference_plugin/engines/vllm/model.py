@@ -35,12 +35,8 @@ class VllmModel(LiveModel):
             *("handles", "alltoall_info"),  # of the last exchange of tokens between ranks with experts
             "_output",  # of shared experts, within a step: a group may be opened meanwhile
             "deepstack_input_embeds",  # of the last request with images or sounds
-            *(
-                "_plans",
-                "_decode_plans",
-                "_verify_plans",
-                "_unit_scales",
-            ),  # of B12x's experts: how kernels run, and ones
+            # of B12x's experts: how kernels run, and ones
+            *("_plans", "_decode_plans", "_verify_plans", "_unit_scales"),
             *("capture_fn", "routing_sink"),  # which experts tokens went to, of `--enable-return-routed-experts`
             *("_arange_cache", "_cu_2", "_cu_2_q", "_cu_2_k"),  # of attention over a KV cache in few bits,
             *("_tq_PiT", "_tq_Pi", "_tq_Pi_half", "_tq_centroids", "_tq_midpoints"),  # its rotations,
