@@ -71,8 +71,7 @@ class LiveReferences:
         if late := self._late.confirmed():
             raise EngineUnsupported(
                 f"since the group was opened the engine has kept tensors that an update might leave behind: {first_few(late)}",
-                hint="report the model and these names, so that they are followed; restart the engine to update it, without what "
-                "made it keep them",
+                hint="report the model and these names, so that updates follow them; until then restart the engine to update it",
             )
 
     def reset(self) -> None:

@@ -285,6 +285,32 @@ def test_what_a_step_makes_and_drops_refuses_no_update() -> None:
     assert engine.state() == cold(2)
 
 
+def test_a_look_that_a_step_disturbs_is_made_again_at_the_boundary() -> None:
+    engine = Engine()
+    live: Any = engine.live
+    installer = ModelInstaller(engine)
+    manifest = manifest_of(weights(0))
+    installer.open(manifest, "standby", partial=False)
+
+    class Disturbing(nn.Module):
+        """A step adds a submodule while the look is at this one."""
+
+        def parameters(self, recurse: bool = True) -> Any:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    live.positions.steps = [Disturbing()]
+    segment = segment_of(weights(1), manifest)
+    installer.prepare(segment, lambda _: None)
+    live.positions.steps = [torch.ones(SIZE)]
+    with pytest.raises(EngineUnsupported, match=r"positions\.steps\.0"):
+        installer.check_model()
+    del live.positions.steps
+    installer.check_model()
+    installer.install(segment)
+    installer.finish()
+    assert engine.state() == cold(1)
+
+
 def test_streaming_is_refused_by_what_the_engine_derived_later_before_a_byte_is_written() -> None:
     engine = Engine()
     manifest = manifest_of(weights(0))
