@@ -89,9 +89,16 @@ def child_at(root: Any, path: Path) -> Any:
 
 
 def tensors_under(module: nn.Module, boundary: Boundary) -> Iterator[tuple[Path, Tensor]]:
-    """Every tensor that a module holds, except the parameters and buffers of the module and of its submodules."""
+    """Every tensor that a module holds, also in attributes of its parameters and buffers, except the parameters and buffers of
+    the module and of its submodules."""
     seen: set[int] = set()
-    stack: list[tuple[Path, Any]] = [((name,), value) for name, value in reversed(state_of(module).items())]
+    registered = [
+        (name, held) for name, held in (*module._parameters.items(), *module._buffers.items()) if held is not None
+    ]
+    stack: list[tuple[Path, Any]] = [
+        ((name, mark), value) for name, held in registered for mark, value in vars(held).items()
+    ]
+    stack += [((name,), value) for name, value in reversed(state_of(module).items())]
     while stack:
         path, value = stack.pop()
         if isinstance(value, Tensor):

@@ -206,8 +206,10 @@ def test_the_skeleton_and_the_live_objects_stay_theirs() -> None:
 
 def test_a_tensor_that_nothing_explains_refuses_the_model_by_name() -> None:
     engine = Engine()
-    engine.live.packed.quant_method.kernel.lazily_made = torch.zeros(3)  # type: ignore[union-attr]
-    with pytest.raises(EngineUnsupported, match=r"packed\.quant_method\.kernel\.lazily_made"):
+    live: Any = engine.live
+    live.packed.quant_method.kernel.lazily_made = torch.zeros(3)
+    live.positions.weight.shuffled = torch.zeros(3)
+    with pytest.raises(EngineUnsupported, match=r"weight\.shuffled.*packed\.quant_method\.kernel\.lazily_made"):
         ModelInstaller(engine).open(manifest_of(weights(0)), "standby", partial=False)
 
 
@@ -233,12 +235,27 @@ def keep_a_buffer(live: Any) -> None:
     live.packed.register_buffer("scale_inverse", 1 / live.packed.weight_scale)
 
 
+def keep_on_a_parameter(live: Any) -> None:
+    live.embed.transposed = live.embed.detach().t().contiguous()
+
+
+def keep_in_place_of_a_flag(live: Any) -> None:
+    live.packed.quant_method.kernel.fused = live.embed.detach() * 2
+
+
+def keep_in_place_of_a_number(live: Any) -> None:
+    live.steps[2] = live.embed.detach() * 2
+
+
 LATER = {
     keep_in_a_kernel: r"packed\.quant_method\.kernel\.run_fast",
     keep_in_a_dict: r"positions\.sizes\.\(2, 1\)\.0",
     keep_in_a_list: r"steps\.0",
     keep_a_view: r"flat",
     keep_a_buffer: r"packed\._buffers\.scale_inverse",
+    keep_on_a_parameter: r"_parameters\.embed\.transposed",
+    keep_in_place_of_a_flag: r"packed\.quant_method\.kernel\.fused",
+    keep_in_place_of_a_number: r"steps\.2",
 }
 """What an engine derives from weights while it serves, and the name by which the update is refused."""
 
@@ -250,7 +267,8 @@ def test_what_the_engine_derives_after_the_group_was_opened_is_followed_or_refus
 ) -> None:
     engine = Engine()
     live: Any = engine.live
-    live.steps = [None, None]
+    live.steps = [None, None, 0]
+    live.packed.quant_method.kernel.fused = False
     manifest = manifest_of(weights(0))
     installer = ModelInstaller(engine)
     installer.open(manifest, policy, partial=False)
