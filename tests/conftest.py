@@ -112,7 +112,7 @@ FULL = (
         )
     ),
     f"{ENGINES}test_sglang_pipeline_pauses.py",
-    f"{ENGINES}test_vllm_nodes.py",
+    f"{ENGINES}test_nodes.py",
     f"{ENGINES}test_vllm_pipeline_faults.py",  # SGLang's stay
     *(
         f"{ENGINES}test_sglang_pipeline_faults.py::"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.engines.rank_sockets import START_TIMEOUT_S
+from inference_plugin.wire.errors import PeerLost
 
 __all__ = ["INLINE_BYTES", "GlooGroup"]
 
@@ -19,11 +21,12 @@ _LENGTH_BYTES = 8
 
 
 class GlooGroup:
-    """A `ProcessGroup` that nobody else uses meanwhile."""
+    """A `ProcessGroup` that nobody else uses meanwhile. Once a rank has ended or is late, each call raises `PeerLost`."""
 
     def __init__(self, group: Any) -> None:
         self.timeout_s = START_TIMEOUT_S
         self._group = group
+        self._lost: PeerLost | None = None
 
     def broadcast(self, data: bytes) -> bytes:
         """The first rank's bytes, on all ranks."""
@@ -51,12 +54,21 @@ class GlooGroup:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([tensor], options).wait(timedelta(seconds=self.timeout_s))
+        self._run(lambda: self._group.broadcast([tensor], options))
 
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        self._group.allgather([gathered], [tensor]).wait(timedelta(seconds=self.timeout_s))
+        self._run(lambda: self._group.allgather([gathered], [tensor]))
         return gathered
+
+    def _run(self, collective: Callable[[], Any]) -> None:
+        if self._lost is not None:
+            raise PeerLost(f"the ranks have lost each other: {self._lost.message}")
+        try:
+            collective().wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:  # torch has no other for it
+            self._lost = PeerLost(f"a rank has ended, or was silent for {self.timeout_s:g} s: {error}")
+            raise self._lost from error
 
 
 def _frame(data: bytes) -> torch.Tensor:

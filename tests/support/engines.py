@@ -21,7 +21,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +42,7 @@ __all__ = [
     "HttpEngine",
     "Server",
     "eventually",
+    "flags_of",
     "segments_of",
     "session_directory",
 ]
@@ -275,6 +276,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Options of Python as those of a command line."""
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        flags += [flag] if value is True else [flag, str(value)]
+    return flags
+
+
 class HttpEngine(Engine):
     """An engine behind a port of this host."""
 
@@ -283,10 +293,7 @@ class HttpEngine(Engine):
     def serve(self, module: str, arguments: Sequence[str], options: dict[str, Any]) -> None:
         """Starts a server with `options` as flags on a free port, and waits until it is healthy."""
         self.port = free_port()
-        flags = ["--host", "127.0.0.1", "--port", str(self.port)]
-        for name, value in options.items():
-            flag = "--" + name.replace("_", "-")
-            flags += [flag] if value is True else [flag, str(value)]
+        flags = flags_of({"host": "127.0.0.1", "port": self.port, **options})
         process = self.process = self._run(module, [*arguments, *flags])
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._healthy():

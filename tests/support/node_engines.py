@@ -1,4 +1,5 @@
-"""A vLLM engine whose ranks are on two hosts (`--nnodes 2`): one has the engine core, the other a headless executor.
+"""Engines whose ranks are on two hosts (`--nnodes 2`): the head has vLLM's engine core, or SGLang's first scheduler, the other
+node the other ranks.
 
 Each host has a network, pids, /proc, /dev/shm and a runtime directory of its own: only the network leads from one to the other.
 """
@@ -17,28 +18,18 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, Driver, Engine, eventually
+from tests.support import sglang_engines
+from tests.support.engines import ENGINE_ARGUMENTS, EXTENSION, Driver, Engine, eventually, flags_of
 from tests.support.hosts import Host, HostedTrainer
+from tests.support.sglang_engines import SglangDriver
 from trainer_adapters import ModuleAdapter
 
-__all__ = ["HeadNode", "HeadlessNode", "ModelTrainer", "spread"]
+__all__ = ["ModelTrainer", "SglangHead", "SglangNode", "VllmHead", "VllmNode"]
 
 MASTER_PORT = 29577
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x8000000, 0x20000000, 0x40000000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
 PR_SET_PDEATHSIG = 1
-
-
-def spread(head: Host, node: int, **sizes: Any) -> dict[str, Any]:
-    """Arguments of an engine on two hosts, for its node of this number. `sizes`: such as `tensor_parallel_size`."""
-    return {
-        "nnodes": 2,
-        "node_rank": node,
-        "master_addr": head.address,
-        "master_port": MASTER_PORT,
-        "distributed_executor_backend": "mp",
-        **sizes,
-    }
 
 
 class _OnHost(Engine):
@@ -53,33 +44,52 @@ class _OnHost(Engine):
         return super()._run(__name__, [self.host.namespace, hidden, module, *arguments], fd)
 
 
-class HeadNode(_OnHost, Driver):
+class VllmHead(_OnHost, Driver):
     """The node with the engine core."""
 
-    def __init__(self, host: Host, directory: Path, *, job: str = "", **environment: str) -> None:
+    def __init__(self, host: Host, directory: Path, *, job: str, tp: int, pp: int, **environment: str) -> None:
         directory.mkdir(exist_ok=True)
         super().__init__(directory, job=job, **_network_of(host), **environment)
         self.host = host
+        self.sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+
+    def arguments(self, node: int) -> dict[str, Any]:
+        """Of `open`, for the node of this number."""
+        master = {"master_addr": self.host.address, "master_port": MASTER_PORT}
+        return {"nnodes": 2, "node_rank": node, "distributed_executor_backend": "mp", **master, **self.sizes}
+
+    def open_here(self, model: Path) -> None:
+        self.open(model, **self.arguments(0))
 
 
-class HeadlessNode(_OnHost):
-    """The node without one: `vllm serve --headless`, started with the arguments of the head's `open`."""
+class SglangHead(_OnHost, SglangDriver):
+    """The node with the first scheduler."""
+
+    def __init__(self, host: Host, directory: Path, *, job: str, tp: int, pp: int, **environment: str) -> None:
+        directory.mkdir(exist_ok=True)
+        super().__init__(directory, tp=tp, pp=pp, job=job, ends_itself=True, **_network_of(host), **environment)
+        self.host = host
+
+    def arguments(self, node: int) -> dict[str, Any]:
+        place = {"nnodes": 2, "node_rank": node, "dist_init_addr": f"{self.host.address}:{MASTER_PORT}"}
+        return {**place, "tp_size": self.tp, "pp_size": self.pp}
+
+    def open_here(self, model: Path) -> None:
+        self.open(model, **self.arguments(0))
+
+
+class _OtherNode(_OnHost):
+    """The node that has ranks only."""
 
     hides_files = True
 
-    def __init__(
-        self, host: Host, directory: Path, model: Path, arguments: dict[str, Any], *, job: str, **environment: str
-    ) -> None:
+    def __init__(self, host: Host, directory: Path, model: Path, head: Any, *, job: str, **environment: str) -> None:
         directory.mkdir(exist_ok=True)
         super().__init__(directory, job=job, **_network_of(host), **environment)
-        self.host = host
-        self.arguments = {"model": str(model), "worker_extension_cls": EXTENSION, **ENGINE_ARGUMENTS, **arguments}
+        self.host, self.model, self.head = host, model, head
 
     def use(self) -> None:
         """Managers of this process find the head, not this node."""
-
-    def start(self) -> None:
-        self.process = self._run(f"{__name__}_headless", [json.dumps(self.arguments)])
 
     def stop(self) -> None:
         self.kill()
@@ -90,6 +100,26 @@ class HeadlessNode(_OnHost):
         assert self.process is not None
         self.process.kill()
         eventually(lambda: not self.family(), what="the end of the host")
+
+
+class VllmNode(_OtherNode):
+    """`vllm serve --headless`."""
+
+    def start(self) -> None:
+        own = {"model": str(self.model), "worker_extension_cls": EXTENSION}
+        arguments = json.dumps({**own, **ENGINE_ARGUMENTS, **self.head.arguments(1)})
+        self.process = self._run(f"{__name__}_headless", [arguments])
+
+
+class SglangNode(_OtherNode):
+    """SGLang's server, which has no API on this node."""
+
+    python, preloads, constants = SglangDriver.python, SglangDriver.preloads, SglangDriver.constants
+
+    def start(self) -> None:
+        self.environment |= sglang_engines.environment(self.head.tp * self.head.pp)
+        own = {"model_path": str(self.model), **sglang_engines.ENGINE_ARGUMENTS, **self.head.arguments(1)}
+        self.process = self._run("sglang.launch_server", flags_of(own))
 
 
 class ModelTrainer(HostedTrainer):
@@ -134,7 +164,7 @@ def serve_models() -> None:
 
 
 def _network_of(host: Host) -> dict[str, str]:
-    return {"VLLM_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": "eth0"}
+    return {"VLLM_HOST_IP": host.address, "SGLANG_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": "eth0"}
 
 
 # --- in the process of a node ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import sys
 
 import tests.support.torchvision_here  # noqa: F401 -- before vLLM looks at a model
+from tests.support.engines import flags_of
 
 
 def main() -> None:
@@ -14,10 +15,7 @@ def main() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    flags: list[str] = []
-    for name, value in json.loads(sys.argv[1]).items():
-        flag = "--" + name.replace("_", "-")
-        flags += [flag] if value is True else [flag, str(value)]
+    flags = flags_of(json.loads(sys.argv[1]))
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--headless", *flags])
     arguments.api_server_count = 0
     run_headless(arguments)

@@ -16,9 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from inference_plugin.engines.gloo_group import INLINE_BYTES
+from inference_plugin.engines.sglang import ranks as sglang_ranks
 from inference_plugin.engines.sglang.ranks import Ranks
 from inference_plugin.net import addresses
-from inference_plugin.wire.errors import CommitFailed, PeerLost, SyncTimeout, TornReplica
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, PeerLost, SyncTimeout, TornReplica
 from inference_plugin.wire.messages import ReplicaCard
 from tests.manager.test_manager import source
 from tests.support.managers import SyncManager
@@ -28,13 +29,17 @@ LONG = INLINE_BYTES + 1
 SENT = [[b"", b""], [b"", b"ipc:///b"], [b"long" * LONG, b"x"], [b"a" * INLINE_BYTES, b"b" * LONG]]
 
 
-def one_rank(rank: int, directory: str, host: str, runtime: str) -> None:
-    os.environ["WEIGHTWIRE_RUNTIME_DIR"] = runtime
+def ranks_of_two(rank: int, directory: str, host: str) -> Ranks:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     with mock.patch.object(addresses, "boot_id", return_value=host):
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-        ranks = Ranks(
+        return Ranks(
             SimpleNamespace(tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1, tp_group=SimpleNamespace(ranks=[0, 1]))
         )
+
+
+def one_rank(rank: int, directory: str, host: str, runtime: str) -> None:
+    os.environ["WEIGHTWIRE_RUNTIME_DIR"] = runtime
+    ranks = ranks_of_two(rank, directory, host)
     heard = [
         [ranks.broadcast(sent[rank]).decode(), *(data.decode() for data in ranks.gather(sent[rank]))] for sent in SENT
     ]
@@ -56,12 +61,9 @@ def test_ranks_hear_each_other_also_where_there_is_nothing_to_tell(where: str, d
     assert not [path for path in directory.iterdir() if path.is_socket()]
 
 
-def one_rank_of_two_of_which_the_second_ends(rank: int, directory: str) -> None:
+def one_rank_of_two_of_which_the_second_ends(rank: int, directory: str, host: str) -> None:
     os.environ |= {"WEIGHTWIRE_RUNTIME_DIR": directory, "WEIGHTWIRE_RANK_TIMEOUT_S": "3600"}
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-    ranks = Ranks(
-        SimpleNamespace(tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1, tp_group=SimpleNamespace(ranks=[0, 1]))
-    )
+    ranks = ranks_of_two(rank, directory, host)
     ranks.gather(b"here")
     if rank == 1:
         os._exit(0)
@@ -76,13 +78,48 @@ def one_rank_of_two_of_which_the_second_ends(rank: int, directory: str) -> None:
     found.with_suffix(".tmp").rename(found)
 
 
-def test_a_rank_that_ends_is_noticed_long_before_the_time_limit_and_is_lost_for_good(directory: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_rank_that_ends_is_noticed_long_before_the_time_limit_and_is_lost_for_good(
+    hosts: int, directory: Path
+) -> None:
     for rank in range(2):
-        fork(f"{__name__}:one_rank_of_two_of_which_the_second_ends", rank=rank, directory=str(directory))
+        host = f"host {rank % hosts}"
+        fork(f"{__name__}:one_rank_of_two_of_which_the_second_ends", rank=rank, directory=str(directory), host=host)
     found = directory / "said"
-    said = json.loads(eventually(lambda: found.exists() and found.read_text(), "what the first rank noticed"))
-    why = "rank 1 has ended, or has left the others"
-    assert said == [why, f"the ranks have lost each other: {why}"]
+    why, again = json.loads(eventually(lambda: found.exists() and found.read_text(), "what the first rank noticed"))
+    assert why.startswith("rank 1 has ended" if hosts == 1 else "a rank has ended, or was silent for 3600 s")
+    assert again == f"the ranks have lost each other: {why}"
+
+
+def one_rank_of_two_of_which_one_lacks_the_plug_in(rank: int, directory: str, lacking: int) -> None:
+    with mock.patch.object(sglang_ranks, "PRESENCE_TIMEOUT_S", 0.5):
+        said = ""
+        try:
+            if rank != lacking:
+                ranks_of_two(rank, directory, "host")
+            else:
+                dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+        except EngineUnsupported as error:
+            said = error.message
+    found = Path(directory) / f"said{rank}"
+    found.with_suffix(".tmp").write_text(said)
+    found.with_suffix(".tmp").rename(found)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_ranks_of_which_one_lacks_the_plug_in_are_told_so_and_wait_for_nobody(lacking: int, directory: Path) -> None:
+    for rank in range(2):
+        fork(
+            f"{__name__}:one_rank_of_two_of_which_one_lacks_the_plug_in",
+            rank=rank,
+            directory=str(directory),
+            lacking=lacking,
+        )
+    for rank in range(2):
+        found = directory / f"said{rank}"
+        eventually(found.exists, f"the end of rank {rank}'s start")
+        told = f"the plug-in is live in this rank, but not in every rank of the engine: {lacking} (1 in all)"
+        assert found.read_text() == ("" if rank == lacking else told)
 
 
 class Replica:

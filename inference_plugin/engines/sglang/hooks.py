@@ -17,7 +17,7 @@ from inference_plugin.engines.operations import RankReply, started_cards
 from inference_plugin.engines.sglang.control import FollowerControl, LeaderControl
 from inference_plugin.engines.sglang.layouts import why_unserved
 from inference_plugin.engines.sglang.patch_points import SGLANG
-from inference_plugin.engines.sglang.ranks import Ranks
+from inference_plugin.engines.sglang.ranks import Ranks, note_presence
 from inference_plugin.engines.sglang.scheduler import SchedulerRank
 from inference_plugin.engines.sglang.turn import Turn
 from inference_plugin.engines.starting import begin_start, end_start, ends_start
@@ -39,6 +39,8 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
     def init_model_worker(original: Callable[..., Any], self: Any) -> Any:
         if _leads():
             begin_start("sglang", self.model_config.model_path, logger)
+        with contained("noting the plug-in for the other ranks", logger):
+            note_presence()
         return original(self)  # loads the model
 
     @wrap(Scheduler, "init_request_dispatcher")
