@@ -183,8 +183,8 @@ def test_an_engine_whose_other_host_cannot_be_reached_says_so_at_its_start_and_s
     cluster: Cluster, engine: str, there: dict[str, str], why: str
 ) -> None:
     if there.get(curve.VARIABLE) == "other":
-        curve.make_key(cluster.directory / "other")
-        there = {curve.VARIABLE: str(cluster.directory / "other")}
+        curve.make_key(cluster.directory / f"other-{engine}")
+        there = {curve.VARIABLE: str(cluster.directory / f"other-{engine}")}
     with cluster.engine(engine, TP2, there) as (head, _):
         log = head.log.read_text()
         (told,) = [line for line in log.splitlines() if "weightwire: OFF in this engine" in line]
