@@ -82,6 +82,9 @@ def commit_on_all_ranks(
             raise refused
         if plan.forbidden is not None:
             raise WeightwireError.of(plan.forbidden)
+        if plan.in_flight == "keep" and any(reply.scales_cache for reply in checked):
+            # With other scales, what is cached would not be of older weights but of none.
+            plan = msgspec.structs.replace(plan, in_flight="recompute")
         stopping = True
         stepped_on = yield StopSteps(plan.in_flight)
     except Exception as error:

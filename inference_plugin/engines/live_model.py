@@ -61,6 +61,8 @@ class LiveModel:
     """Attributes of layers that are working memory, by name."""
     derived_caches: frozenset[str] = frozenset()
     """Attributes of layers that are dicts of what was derived from weights while the engine computed, by name."""
+    cache_scales: frozenset[str] = frozenset()
+    placeholders: frozenset[str] = frozenset()
     boundary = Boundary()
 
     def __init__(

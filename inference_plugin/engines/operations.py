@@ -36,7 +36,8 @@ class RankOperation(msgspec.Struct, frozen=True):
 class RankReply(msgspec.Struct, frozen=True):
     """Answer of one rank; an operation never raises across the executor. `left`: a verification has "more" to read, or the
     weights "changed" since it began; an installation waits for "more" bytes. `share`: what the other ranks' post-processing needs
-    of this one. `unknown`: by group, who wrote its weights."""
+    of this one. `scales_cache`: the update may change how cached keys and values are read. `unknown`: by group, who wrote its
+    weights."""
 
     nonce: str
     rank: int
@@ -47,6 +48,7 @@ class RankReply(msgspec.Struct, frozen=True):
     card: WorkerCard | None = None
     left: Literal["", "more", "changed"] = ""
     share: bytes = b""
+    scales_cache: bool = False
     unknown: dict[str, str] = {}
 
 

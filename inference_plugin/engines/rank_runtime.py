@@ -208,7 +208,9 @@ class RankRuntime:
         match operation.name:
             case "check":
                 commit = group.check_sealed(operation.txn, operation.version)
-                return reply(commit=commit, share=group.share() if commit is None else b"")
+                if commit is not None:
+                    return reply(commit=commit)
+                return reply(share=group.share(), scales_cache=group.installer.scales_cache)
             case "release":
                 group.release()
             case "install":

@@ -130,6 +130,10 @@ class AdapterInstaller:
         return frozenset({f"LoRA adapter {self._name}"})
 
     @property
+    def scales_cache(self) -> bool:
+        return False
+
+    @property
     def needs_previous(self) -> bool:
         return False
 

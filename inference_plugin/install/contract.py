@@ -71,6 +71,14 @@ class EngineModel(Protocol):
         """Names of attributes of modules that are dicts of what the engine derived from weights while it computed, such as a
         table of positions for each size of an image. A commit empties them."""
 
+    @property
+    def cache_scales(self) -> frozenset[str]:
+        """Names of attributes that hold numbers of the weights by which the engine scales its cached keys and values."""
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        """Names of classes of modules that keep another one and never compute with it."""
+
     def for_names(self, names: Collection[str]) -> EngineModel:
         """The model that takes tensors of these names: this one, or one that also holds another model of the engine."""
 
@@ -222,6 +230,10 @@ class Installer(Protocol):
     @property
     def claims(self) -> frozenset[str]:
         """The parameters that this installer writes. No two groups may share one."""
+
+    @property
+    def scales_cache(self) -> bool:
+        """Whether updates may change numbers by which cached keys and values are read: none may be kept then."""
 
     @property
     def needs_previous(self) -> bool:

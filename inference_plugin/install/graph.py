@@ -14,7 +14,7 @@ import contextlib
 import enum
 import functools
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "PLAIN", "Boundary", "Path", "captured_by", "child_at", "children_of", "copied", "equivalent", "helpers_under", "is_helper",
-    "state_of", "tensors_under", "words",
+    "modules_under", "state_of", "tensors_under", "words",
 ]  # fmt: skip
 
 Path: TypeAlias = tuple[Hashable, ...]
@@ -106,6 +106,24 @@ def tensors_under(module: nn.Module, boundary: Boundary) -> Iterator[tuple[Path,
         elif not isinstance(value, PLAIN) and id(value) not in seen:
             seen.add(id(value))
             stack += reversed([((*path, label), child) for label, child in children_of(value, boundary)])
+
+
+def modules_under(
+    module: nn.Module, boundary: Boundary, placeholders: Collection[str]
+) -> Iterator[tuple[Path, nn.Module]]:
+    """Every module with parameters or buffers that hangs on a module, registered in it or not, without what hangs on those, or on
+    objects of the classes `placeholders`."""
+    seen = {id(module)}
+    stack: list[tuple[Path, Any]] = [((name,), value) for name, value in state_of(module).items()]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, (Tensor, *PLAIN)) or id(value) in seen or type(value).__name__ in placeholders:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module) and not is_helper(value, boundary):
+            yield path, value
+        else:
+            stack += [((*path, label), child) for label, child in children_of(value, boundary)]
 
 
 def helpers_under(module: nn.Module, boundary: Boundary) -> list[tuple[Path, Any]]:

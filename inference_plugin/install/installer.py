@@ -149,6 +149,13 @@ class ModelInstaller:
         return frozenset(f"{self._agreement.model.prefix}{key}" for key in self._agreement.layout.written)
 
     @property
+    def scales_cache(self) -> bool:
+        if self._agreement is None or not (scales := self._agreement.model.cache_scales):
+            return False
+        layout = self._agreement.layout
+        return any(name.rpartition(".")[2] in scales for name in (*layout.derived, *layout.written))
+
+    @property
     def needs_previous(self) -> bool:
         return self._policy.install_policy == "copy"
 

@@ -23,6 +23,7 @@ from inference_plugin.install.storages import equal_bytes, held_tensors, named_t
 from inference_plugin.install.trial_load import poison
 from inference_plugin.install.trials import makes_default, run_trials
 from inference_plugin.install.unpacking import Unpacking
+from inference_plugin.wire.errors import EngineUnsupported, first_few
 
 __all__ = ["LiveLayout"]
 
@@ -128,6 +129,15 @@ class LiveLayout:
         held = named_tensors(self._model.live)
         strangers = [n for n, t, _ in held if t.numel() and n not in self._key_of and id(t) not in made]
         return [*strangers, *self._references.unexplained]
+
+    def check_apart(self) -> None:
+        """Raises `EngineUnsupported` if the engine computes with parameters that are not registered in its model."""
+        if apart := self._references.apart:
+            raise EngineUnsupported(
+                f"the engine keeps parameters outside its model, where no update reaches them: {first_few(apart)}",
+                hint="if the trainer leaves these as they are, send the others as a part of the model (partial=True)",
+                phase="open",
+            )
 
     def is_default(self, parameter: str) -> bool:
         """Whether the engine's own checkpoint did not fill this parameter, so that it has the constructor's value."""

@@ -371,6 +371,8 @@ class _Negotiation:
                 hint="report the model and these names, so that they are moved; until then serve it without updates",
                 phase="open",
             )
+        if not self._partial:
+            layout.check_apart()
         if self._partial and (halved := layout.halved()):
             raise ManifestMismatch(
                 f"the engine packs each of these modules as a whole, and the group holds only a part of it: {first_few(halved)}",

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from inference_plugin.install.graph import Path, child_at, helpers_under, is_helper, state_of, tensors_under, words
+from inference_plugin.install.graph import (
+    Path,
+    child_at,
+    helpers_under,
+    is_helper,
+    modules_under,
+    state_of,
+    tensors_under,
+    words,
+)
 from inference_plugin.install.late_values import NO_WEIGHTS, LateValues
 from inference_plugin.install.post_processing import PostProcessing
 from inference_plugin.install.stand_in import ABSENT
@@ -36,6 +45,7 @@ class LiveReferences:
     """`written`: the storages that updates write, by key.
 
     `unexplained`: tensors that no update writes or derives, that the constructor didn't make, and that are no working memory.
+    `apart`: parameters of modules that hang on the model and are not registered in it.
     """
 
     def __init__(self, post: PostProcessing, trials: Mapping[str, Trial], written: Collection[str]) -> None:
@@ -59,6 +69,7 @@ class LiveReferences:
             if skeleton is None or (name and is_helper(module, self._model.boundary)):
                 continue
             self.unexplained += self._look_at(name, module, skeleton, trials.get(name), written)
+        self.apart = list(self._apart())
         replaced = [] if self._model.fixed_addresses else list(self._moved(trials))
         self._late = LateValues(post.live_modules, self._working, replaced, self._model.boundary)
 
@@ -85,6 +96,19 @@ class LiveReferences:
         for holder, name in self._lazy_numbers:
             if isinstance(holder.get(name), float):
                 holder[name] = None
+
+    def _apart(self) -> Iterator[str]:
+        known = {id(module) for module in self._post.live_modules.values()}
+        for name, module in self._post.live_modules.items():
+            if name and is_helper(module, self._model.boundary):
+                continue
+            for path, other in modules_under(module, self._model.boundary, self._model.placeholders):
+                if id(other) in known:
+                    continue
+                known.add(id(other))
+                for parameter, held in other.named_parameters():
+                    if held.numel() and self._post.storages.key_in_live(held) is None:
+                        yield words(name, (*path, *parameter.split(".")))
 
     def _moved(self, trials: Mapping[str, Trial]) -> Iterator[Any]:
         for name, trial in trials.items():

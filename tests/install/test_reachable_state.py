@@ -116,7 +116,7 @@ class Model(nn.Module):
 
 
 class Engine(LiveModel):
-    post_processing = Method
+    post_processing, placeholders = Method, frozenset({"Missing"})
     runtime_state, derived_caches = frozenset({"angles"}), frozenset({"tables"})
 
     def __init__(self, method: type[Method] = Method, *, retied: bool = False) -> None:
@@ -211,6 +211,39 @@ def test_a_tensor_that_nothing_explains_refuses_the_model_by_name() -> None:
     live.positions.weight.shuffled = torch.zeros(3)
     with pytest.raises(EngineUnsupported, match=r"weight\.shuffled.*packed\.quant_method\.kernel\.lazily_made"):
         ModelInstaller(engine).open(manifest_of(weights(0)), "standby", partial=False)
+
+
+class Poolers:
+    """Chooses a head by its task, as an engine's pooler does. Its modules are not registered in the model."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.by_task = {"embed": [head]}
+
+
+class Missing(nn.Module):
+    """Stands for a module that the engine doesn't need."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["module"] = module
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_parameters_outside_the_model_refuse_the_whole_of_it_by_name_and_no_part(policy: str) -> None:
+    engine = Engine()
+    live: Any = engine.live
+    live.pooler = Poolers(nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()))
+    live.attention.layer = live.packed  # a registered one
+    live.output = Missing(nn.Linear(SIZE, SIZE))
+    installer = ModelInstaller(engine)
+    with pytest.raises(
+        EngineUnsupported, match=r"pooler\.by_task\.embed\.0\.0\.weight, [^ ]+ \(2 in all\).*partial=True"
+    ):
+        installer.open(manifest_of(weights(0)), policy, partial=False)
+    manifest = manifest_of(weights(0))
+    installer.open(manifest, policy, partial=True)
+    update(installer, manifest, weights(1))
+    assert engine.state() == cold(1)
 
 
 def keep_in_a_kernel(live: Any) -> None:
@@ -402,6 +435,19 @@ def test_weights_on_several_devices_are_refused_when_the_group_is_opened() -> No
         engine.live.head = nn.Parameter(torch.empty(SIZE, SIZE, device="cuda"))
     with pytest.raises(EngineUnsupported, match=r"several devices: cpu, cuda"):
         ModelInstaller(engine).open(manifest_of(weights(0)), "copy", partial=False)
+
+
+def test_what_scales_cached_keys_and_values_is_told() -> None:
+    """Then requests in flight can't keep theirs: an update may change the numbers by which they are read."""
+    engine = Engine()
+    installer = ModelInstaller(engine)
+    installer.open(manifest_of(weights(0)), "standby", partial=False)
+    assert not installer.scales_cache
+    engine.cache_scales = frozenset({"scale", "scale_of_values"})
+    assert installer.scales_cache
+    part = {name: tensor for name, tensor in weights(0).items() if name != "packed.weight"}
+    installer.open(manifest_of(part), "standby", partial=True)
+    assert not installer.scales_cache
 
 
 class Marks(Method):

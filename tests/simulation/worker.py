@@ -189,6 +189,10 @@ class SimulatedInstaller:
         """`standby`: what the second set holds after the swap."""
 
     @property
+    def scales_cache(self) -> bool:
+        return False
+
+    @property
     def needs_previous(self) -> bool:
         return self.policy == "copy"
 

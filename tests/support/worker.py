@@ -87,6 +87,10 @@ class KeepingInstaller:
         self._note("discard")
 
     @property
+    def scales_cache(self) -> bool:
+        return False
+
+    @property
     def needs_previous(self) -> bool:
         return self.keeps_previous
 

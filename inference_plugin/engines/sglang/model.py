@@ -74,6 +74,8 @@ class SglangModel(LiveModel):
         self._attention = getattr(runner, "attn_backend", None)
         self._scheduler = scheduler
         self._arguments = runner.server_args
+        if getattr(runner.kv_cache_dtype, "itemsize", 2) == 1:
+            self.cache_scales = frozenset({"k_scale", "v_scale", "k_scale_float", "v_scale_float"})
         on_gpu = self.device.type != "cpu"
         self.captures_graphs = on_gpu and captures_graphs()
         sleeps = self._updater.memory_saver_adapter.enabled  # only memory of its own sleeps

@@ -44,6 +44,7 @@ class VllmModel(LiveModel):
             *ROTARY_TABLES,
         }
     )
+    placeholders = frozenset({"StageMissingLayer"})
     boundary = Boundary(
         ("vllm.config", "vllm.distributed", "vllm.platforms", "vllm.forward_context", "vllm.lora", "transformers")
     )
@@ -59,6 +60,10 @@ class VllmModel(LiveModel):
         self.post_processing, self.padded = QuantizeMethodBase, VocabParallelEmbedding
         super().__init__(live, device, *skeleton)
         self.note_graphs(config)
+        if config.cache_config.cache_dtype.startswith("fp8"):
+            self.cache_scales = frozenset(
+                f"_{name}{kind}" for name in ("k_scale", "v_scale") for kind in ("", "_float")
+            )
         held = _expert_maps(live)
         self._experts = list(held.values())
         for name, places in held.items():
