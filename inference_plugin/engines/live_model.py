@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import threading
 import time
 import types
@@ -24,7 +25,7 @@ from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.groups import ADAPTER_PREFIX, DRAFT
 from inference_plugin.wire.messages import MemoryTag, SleepLevel
 
-__all__ = ["ROTARY_TABLES", "LiveModel", "with_children", "with_submodule", "without_wrappers"]
+__all__ = ["COMPILED_IN", "ROTARY_TABLES", "LiveModel", "with_children", "with_submodule", "without_wrappers"]
 
 ROTARY_TABLES = frozenset(
     {
@@ -33,6 +34,8 @@ ROTARY_TABLES = frozenset(
     }
 )
 """Attributes in which vision towers of both engines keep positions and angles once an image has asked for them: no weights."""
+
+COMPILED_IN = "torch.compile takes weights for constants here, and compiled steps would go on with the old ones"
 
 DECODING_S = 0.1
 """An engine counts as decoding for this long after a step."""
@@ -140,6 +143,9 @@ class LiveModel:
         return ()
 
     def unfinishable(self) -> str | None:
+        inductor = sys.modules.get("torch._inductor.config")  # else nothing was compiled
+        if getattr(inductor, "freezing", False):
+            return f"{COMPILED_IN} (TORCHINDUCTOR_FREEZING=1)"
         return None
 
     def pads(self, module: nn.Module) -> bool:

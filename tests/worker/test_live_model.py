@@ -56,6 +56,39 @@ def test_a_draft_and_its_served_model_as_one_count_on_one_ranks_part_of_the_free
     assert together.free_share_bytes(5) == 100
 
 
+def test_a_model_whose_weights_are_compiled_in_as_constants_is_refused_by_the_name_of_the_setting() -> None:
+    from torch._inductor import config as inductor
+
+    model = LiveModel(nn.Linear(1, 1), torch.device("cpu"), nn.Linear(1, 1))
+    assert model.unfinishable() is None
+    with inductor.patch(freezing=True):
+        assert "TORCHINDUCTOR_FREEZING" in (model.unfinishable() or "")
+
+
+def test_vllm_on_a_cpu_that_tunes_what_it_compiles_is_refused() -> None:
+    """It takes weights for constants then."""
+    from vllm.config import CompilationMode
+
+    from inference_plugin.engines.vllm.model import VllmModel
+
+    def why(device: str, mode: CompilationMode, **options: bool) -> str:
+        settings = SimpleNamespace(
+            dtype=torch.float32,
+            enforce_eager=True,
+            enable_sleep_mode=False,
+            parallel_config=SimpleNamespace(enable_eplb=False),
+            load_config=SimpleNamespace(load_format="auto"),
+            compilation_config=SimpleNamespace(mode=mode, inductor_compile_config=options),
+        )
+        settings.model_config = settings
+        skeleton = Skeleton(nn.Linear(1, 1, device="meta"), {})
+        return VllmModel(nn.Linear(1, 1), torch.device(device), settings, settings, skeleton).unfinishable() or ""
+
+    assert "max_autotune" in why("cpu", CompilationMode.DYNAMO_TRACE_ONCE, max_autotune=True)
+    assert why("cpu", CompilationMode.DYNAMO_TRACE_ONCE) == why("cpu", CompilationMode.NONE, max_autotune=True) == ""
+    assert why("cuda", CompilationMode.VLLM_COMPILE, max_autotune=True) == ""
+
+
 class OfNoKind:
     """As SGLang's methods for MXFP4 on some GPUs: of no class that the others have."""
 

@@ -49,6 +49,13 @@ def test_weights_that_no_update_reaches_are_refused_by_the_name_of_the_option(op
     assert f"{option}={value}" in why_unserved(scheduler(**{option: value}), ONE_RANK)
 
 
+def test_weights_that_are_compiled_into_decoding_on_a_cpu_are_refused() -> None:
+    compiled = {device: scheduler(device=device, enable_torch_compile=True) for device in ("cpu", "cuda")}
+    assert "enable_torch_compile" in why_unserved(compiled["cpu"], ONE_RANK)
+    assert why_unserved(compiled["cuda"], ONE_RANK) == ""
+    assert why_unserved(scheduler(device="cpu", enable_torch_compile=False), ONE_RANK) == ""
+
+
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_half_an_engine_is_refused(mode: str) -> None:
     assert "disaggregated" in why_unserved(scheduler(mode), ONE_RANK)

@@ -30,6 +30,8 @@ def why_unserved(scheduler: Any, parallel: Any) -> str:
         value = getattr(scheduler.server_args, option, off[0])  # not every version has all of them
         if value not in off:
             return f"{why} ({option}={value})"
+    if getattr(scheduler.server_args, "enable_torch_compile", False) and scheduler.server_args.device == "cpu":
+        return "SGLang compiles decoding on a CPU with the weights as constants (enable_torch_compile)"
     if getattr(scheduler, "enable_pdmux", False):
         return "enable_pdmux computes a prompt some layers at a time, with other work in between, and heeds no pause"
     if scheduler.disaggregation_mode.value != "null":

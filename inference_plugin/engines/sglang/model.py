@@ -121,7 +121,12 @@ class SglangModel(LiveModel):
         ask = weight_updater._unsupported_derived_weight_cache_error
         known = inspect.signature(ask).parameters  # none before 0.5.21
         told: str | None = ask(self.live) if known else ask()
-        return told or why_underivable(self.live) or why_copied(self._attention, fixed_addresses=self.fixed_addresses)
+        return (
+            told
+            or why_underivable(self.live)
+            or why_copied(self._attention, fixed_addresses=self.fixed_addresses)
+            or super().unfinishable()
+        )
 
     def why_stale(self) -> str | None:
         for option in (

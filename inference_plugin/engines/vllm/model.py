@@ -14,7 +14,7 @@ from torch import nn
 
 from inference_plugin.engines.checkpoint_headers import checkpoint_headers
 from inference_plugin.engines.default_dtype import default_dtype_here
-from inference_plugin.engines.live_model import ROTARY_TABLES, LiveModel
+from inference_plugin.engines.live_model import COMPILED_IN, ROTARY_TABLES, LiveModel
 from inference_plugin.engines.skeleton import Skeleton, build_skeleton
 from inference_plugin.install.graph import Boundary
 from inference_plugin.wire.digest import digest_bytes
@@ -124,6 +124,9 @@ class VllmModel(LiveModel):
             return (
                 "its weights lie in the host's memory, from which vLLM fetches them layer by layer (offload_group_size)"
             )
+        compiled = self.engine_config.compilation_config
+        if self.device.type == "cpu" and compiled.mode and compiled.inductor_compile_config.get("max_autotune"):
+            return f"{COMPILED_IN} (max_autotune in inductor_compile_config)"
         if hasattr(self.live, "process_weights_after_loading"):
             return f"{type(self.live).__name__} post-processes as a whole"
         for name, module in self.live.named_modules():
@@ -134,7 +137,7 @@ class VllmModel(LiveModel):
                     f"{name} quantises what it gives to the next layer, by that layer's scale as it was at first use "
                     "(fuse_attn_quant)"
                 )
-        return None
+        return super().unfinishable()
 
     def read_rebuilt(
         self, module: nn.Module, parameter: str, shape: tuple[int, ...], dtype: torch.dtype
