@@ -43,6 +43,7 @@ def test_one_engine_with_its_own_weights_is_served() -> None:
         ("cpu_offload_gb", 2),
         ("offload_group_size", 4),
         ("language_only", True),
+        ("enable_cp_decode_attn_tp", True),
     ],
 )
 def test_weights_that_no_update_reaches_are_refused_by_the_name_of_the_option(option: str, value: Any) -> None:

@@ -15,6 +15,7 @@ _ELSEWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "language_only": ((False,), "another engine makes encodings of images and sounds"),
     "cpu_offload_gb": ((0,), "some of the weights lie on the host"),
     "offload_group_size": ((-1, 0), "some of the weights lie on the host"),
+    "enable_cp_decode_attn_tp": ((False,), "ranks decode with slices of weights that they keep"),
 }
 """Options of SGLang by which weights lie where no update reaches them: the values that switch an option off, and what holds
 otherwise."""
