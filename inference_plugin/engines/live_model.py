@@ -19,7 +19,7 @@ from torch import nn
 from inference_plugin.devices import device_of
 from inference_plugin.install.adapter import AdapterInstaller
 from inference_plugin.install.contract import AdapterSlots, EngineModel, Installer
-from inference_plugin.install.graph import Boundary
+from inference_plugin.install.graph import Boundary, Path, tensors_under
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import EngineUnsupported
 from inference_plugin.wire.groups import ADAPTER_PREFIX, DRAFT
@@ -79,6 +79,10 @@ class LiveModel:
         self.device = device
         self.skeleton = skeleton
         self.constants = constants or {}
+        self.constructed: Mapping[str, Collection[Path]] = {
+            name: {path for path, _ in tensors_under(module, self.boundary)}
+            for name, module in skeleton.named_modules()
+        }
         self.lock = threading.Lock()
         self.updated: set[str] = set()
         self._stepping = False

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from inference_plugin.install.graph import Boundary
+from inference_plugin.install.graph import Boundary, Path
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.messages import BoxDigest
@@ -61,6 +61,11 @@ class EngineModel(Protocol):
     @property
     def constants(self) -> Mapping[str, torch.Tensor]:
         """The values that the constructor gave the skeleton's buffers and small parameters, by name."""
+
+    @property
+    def constructed(self) -> Mapping[str, Collection[Path]]:
+        """Where the constructor alone, before any load, leaves tensors on modules of the skeleton beside parameters and buffers,
+        by module."""
 
     @property
     def runtime_state(self) -> frozenset[str]:

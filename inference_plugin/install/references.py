@@ -121,6 +121,7 @@ class LiveReferences:
     ) -> list[str]:
         found: list[str] = []
         cold = dict(tensors_under(skeleton, self._model.boundary))
+        constructed = self._model.constructed.get(name, ())  # `cold` also has what a load has left there
         explained = (*trial.moved, *trial.settled) if trial is not None else ()
         for path, tensor in tensors_under(module, self._model.boundary):
             if not tensor.numel() or tensor.dtype in NO_WEIGHTS or not self._working.isdisjoint(path):
@@ -129,7 +130,7 @@ class LiveReferences:
                 if not self._post.storages.is_registered(tensor):
                     holder = child_at(module, path[:-1])
                     self.views.append(LiveTensor(key, _table(holder), path[-1], tensor))  # type: ignore[arg-type]
-            elif path not in cold and not any(path[: len(known)] == known for known in explained):
+            elif path not in constructed and not any(path[: len(known)] == known for known in explained):
                 found.append(words(name, path))
         if trial is not None and trial.moved:
             found += self._watch_lazy_numbers(name, skeleton, module, trial)

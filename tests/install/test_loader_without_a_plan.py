@@ -25,6 +25,8 @@ class KeepsOneForAnother(PlainEngineModel):
     It says nothing to names that it doesn't know.
     """
 
+    runtime_state = frozenset({"kept"})  # nothing computes with it
+
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         held = dict(tensors)
         if {"layers.0.q.weight", "layers.0.k.weight"} <= held.keys():

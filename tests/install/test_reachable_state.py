@@ -115,17 +115,27 @@ class Model(nn.Module):
             parameters[name].data.copy_(tensor)
 
 
+class Folding(Model):
+    """Its loader derives a weight itself, as Sarvam's latent attention in SGLang."""
+
+    folded: torch.Tensor | None = None
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(tensors)
+        self.folded = self.embed.detach().t().contiguous()
+
+
 class Engine(LiveModel):
     post_processing, placeholders = Method, frozenset({"Missing"})
     runtime_state, derived_caches = frozenset({"angles"}), frozenset({"tables"})
 
-    def __init__(self, method: type[Method] = Method, *, retied: bool = False) -> None:
-        live = Model(method)
+    def __init__(self, method: type[Method] = Method, *, retied: bool = False, model: type[Model] = Model) -> None:
+        live = model(method)
         live.load_weights(weights(0).items())
         if retied:
             live.head = live.embed
         live.packed.quant_method.process_weights_after_loading(live.packed)
-        super().__init__(live, torch.device("cpu"), *build_skeleton(lambda: Model(method), torch.no_grad()))
+        super().__init__(live, torch.device("cpu"), *build_skeleton(lambda: model(method), torch.no_grad()))
 
     def free_bytes(self) -> int:
         return 1 << 40
@@ -244,6 +254,15 @@ def test_parameters_outside_the_model_refuse_the_whole_of_it_by_name_and_no_part
     installer.open(manifest, policy, partial=True)
     update(installer, manifest, weights(1))
     assert engine.state() == cold(1)
+
+
+@pytest.mark.parametrize("opened", ["the first group", "a later one"])
+def test_a_weight_that_the_loader_derives_itself_refuses_the_model_by_name(opened: str) -> None:
+    engine = Engine(model=Folding)
+    if opened == "a later one":
+        engine.load_weights(engine.skeleton, weights(0).items())  # as the trial load of a group before it
+    with pytest.raises(EngineUnsupported, match=r"folded"):
+        ModelInstaller(engine).open(manifest_of(weights(0)), "standby", partial=False)
 
 
 def keep_in_a_kernel(live: Any) -> None:

@@ -40,6 +40,8 @@ class TogetherModel(VllmModel):
         super().__init__(
             _joint(served.live, draft.live), served.device, served.engine_config, served.model_config, skeleton
         )
+        drafts = {f"{_CHILD}.{name}" if name else _CHILD: paths for name, paths in draft.constructed.items()}
+        self.constructed = {**served.constructed, **drafts}
         self.fixed_addresses, self.captures_graphs = served.fixed_addresses, served.captures_graphs
         self.ranks = served.ranks
         self.lock = _Both(served.lock, draft.lock)  # type: ignore[assignment]
