@@ -143,6 +143,8 @@ class LiveModel:
     def expert_places(self) -> str:
         return ""
 
+    def derive_in_place(self) -> None: ...
+
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         return ()
 

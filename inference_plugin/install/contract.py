@@ -120,6 +120,10 @@ class EngineModel(Protocol):
         """A digest of which experts this rank holds, and in which places; "" if experts stay where the model's class puts them.
         The skeleton's loader puts experts where the live model has them now."""
 
+    def derive_in_place(self) -> None:
+        """Engine's thread, after weights were written: derives again, into the same memory, what the engine has derived in its
+        first step and never derives again."""
+
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         """The submodules, by attribute, whose weights the post-processing of `module` reads."""
 

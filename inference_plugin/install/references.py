@@ -96,6 +96,7 @@ class LiveReferences:
         for holder, name in self._lazy_numbers:
             if isinstance(holder.get(name), float):
                 holder[name] = None
+        self._model.derive_in_place()
 
     def _apart(self) -> Iterator[str]:
         known = {id(module) for module in self._post.live_modules.values()}

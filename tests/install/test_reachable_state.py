@@ -186,6 +186,36 @@ def test_a_warm_model_equals_a_cold_one_in_all_that_it_computes_with(policy: str
 
 
 @pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_what_an_engine_folds_into_a_buffer_once_is_folded_anew_after_each_commit_and_each_undo(policy: str) -> None:
+    """The routers of Gemma 4 in SGLang."""
+
+    class Folds(Engine):
+        def derive_in_place(self) -> None:
+            held: Any = self.live
+            held.mask.data.copy_(held.embed[0] * 2)
+
+    class Masked(Model):
+        def __init__(self, method: type[Method]) -> None:
+            super().__init__(method)
+            self.register_buffer("mask", torch.ones(SIZE), persistent=False)
+
+    engine = Folds(model=Masked)
+    engine.derive_in_place()
+    mask: Any = engine.live.mask
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, policy, partial=False)
+    before = update(installer, manifest, weights(1))
+    assert engine.live.mask is mask and mask.tolist() == (weights(1)["embed"][0] * 2).tolist()
+    segment = segment_of(weights(2), manifest)
+    installer.prepare(segment, lambda _: None)
+    installer.install(segment)
+    assert mask.tolist() == (weights(2)["embed"][0] * 2).tolist()
+    installer.undo(before if policy == "copy" else None)
+    assert mask.tolist() == (weights(1)["embed"][0] * 2).tolist()
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
 def test_the_way_back_restores_it_too(policy: str) -> None:
     engine = Engine()
     manifest = manifest_of(weights(0))

@@ -89,6 +89,27 @@ def test_vllm_on_a_cpu_that_tunes_what_it_compiles_is_refused() -> None:
     assert why("cuda", CompilationMode.VLLM_COMPILE, max_autotune=True) == ""
 
 
+class Router(nn.Module):
+    """As Gemma 4's in SGLang: its first step folds its scale into the weight of its norm."""
+
+    def __init__(self, folded: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((2,), 3.0))
+        self.weight, self._scale_fused = torch.ones(2), folded
+
+    def fuse_scale(self) -> None:
+        self.weight.copy_(self.scale)
+        self._scale_fused = True
+
+
+def test_a_router_that_has_folded_its_scale_folds_the_new_one() -> None:
+    from inference_plugin.engines.sglang.model import SglangModel
+
+    folded, not_yet = Router(True), Router(False)
+    SglangModel.derive_in_place(cast(Any, SimpleNamespace(_folding=[folded, not_yet])))
+    assert folded.weight.tolist() == [3, 3] and not_yet.weight.tolist() == [1, 1]
+
+
 class OfNoKind:
     """As SGLang's methods for MXFP4 on some GPUs: of no class that the others have."""
 

@@ -76,6 +76,7 @@ class SglangModel(LiveModel):
         self._arguments = runner.server_args
         if getattr(runner.kv_cache_dtype, "itemsize", 2) == 1:
             self.cache_scales = frozenset({"k_scale", "v_scale", "k_scale_float", "v_scale_float"})
+        self._folding: list[Any] = [module for module in live.modules() if hasattr(module, "fuse_scale")]
         on_gpu = self.device.type != "cpu"
         self.captures_graphs = on_gpu and captures_graphs()
         sleeps = self._updater.memory_saver_adapter.enabled  # only memory of its own sleeps
@@ -99,6 +100,13 @@ class SglangModel(LiveModel):
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
         with projections_kept(model):
             return super().load_weights(model, tensors)
+
+    def derive_in_place(self) -> None:
+        """The routers of Gemma 4 fold a weight into a buffer in their first step, and never again."""
+        with torch.no_grad():
+            for router in self._folding:
+                if router._scale_fused:
+                    router.fuse_scale()
 
     def reads(self, module: nn.Module) -> tuple[str, ...]:
         return (KV_PROJECTION,) if isinstance(getattr(module, KV_PROJECTION, None), nn.Module) else ()

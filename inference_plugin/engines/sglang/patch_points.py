@@ -76,6 +76,7 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin.post_load_weights", ("self", "weight_names"), "called on a twin of the model: what a load derives for latent attention", without="models of the DeepSeek-V2 and -V3 families can't be updated"),
     PatchPoint("sglang.srt.models.minicpm3:MiniCPM3AttentionMLA", why="recognised: its loader derives weights and removes their projection", without="MiniCPM3 can't be updated"),
     PatchPoint("sglang.srt.models.minicpm3:MiniCPM3ForCausalLM.load_weights", ("self", "weights"), "called on a stand-in: what a load derives for its attention", without="MiniCPM3 can't be updated"),
+    PatchPoint("sglang.srt.models.gemma4_causal:Gemma4Router.fuse_scale", ("self",), "called after each commit: a router's scale; its `_scale_fused` is read", without="Gemma 4 with experts goes on with the old scales of its routers"),
     PatchPoint("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.is_none", ("self",), "called: is there a draft?"),
     PatchPoint("sglang.srt.speculative.spec_info:SpeculativeAlgorithm.is_ngram", ("self",), "called: does the draft have a model?"),
     PatchPoint("sglang.srt.model_executor.cuda_graph_config:cuda_graph_fully_disabled", why="called: may weights move?", without="on a GPU updates are copied in, also where no graphs are captured"),
