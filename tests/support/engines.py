@@ -381,12 +381,15 @@ class Driver(Engine):
         sound: int | None = None,
         salt: str | None = None,
         regex: str | None = None,
+        session: str | None = None,
+        beams: int | None = None,
     ) -> list[str]:
         """Starts requests and returns their names. `lora`: name, number and path of an adapter. `logprobs`: how many of each
         token's are noted (vLLM). `image`, `sound`: the seed of one in each prompt. `salt`: of their prefix cache.
-        `regex`: what the answers must match (SGLang)."""
+        `regex`: what the answers must match; `session`: whose turns they are; `beams`: of a beam search (SGLang)."""
         names = [f"r{next(self._names)}" for _ in prompts]
-        more = {"lora": lora, "logprobs": logprobs, "image": image, "sound": sound, "salt": salt, "regex": regex}
+        more = {"lora": lora, "logprobs": logprobs, "image": image, "sound": sound, "salt": salt}
+        more |= {"regex": regex, "session": session, "beams": beams}
         requests = [
             {"name": name, "prompt": list(prompt), "max_tokens": max_tokens, **more}
             for name, prompt in zip(names, prompts, strict=True)

@@ -15,6 +15,7 @@ from inference_plugin.engines.control import UNKNOWN_VERSION
 from inference_plugin.engines.kept_caches import keeps_cache
 from inference_plugin.engines.noted_loads import note_loads
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
+from inference_plugin.engines.sglang.in_flight import forget_old_turns, note_old_sessions
 from inference_plugin.engines.sglang.model import SglangModel
 from inference_plugin.engines.sglang.pipeline import Pipeline
 from inference_plugin.engines.sglang.ranks import Ranks
@@ -246,6 +247,8 @@ class SchedulerRank:
             drops = not self._some_keep_cache and scheduler.is_fully_idle(**self._but_for_waiting)
             if drops and scheduler.flush_cache(empty_cache=False):
                 self.namespace = ""
+        if self.namespace:
+            note_old_sessions(scheduler)
         for request in [*scheduler.waiting_queue, *self._held]:
             if not request.output_ids:
                 self.name(request)
@@ -257,6 +260,7 @@ class SchedulerRank:
         if keeps_cache(own) or keeps_cache(getattr(request, "cache_salt", None)):
             self._some_keep_cache = True  # from now on a commit drops no cached prefix
             return
+        forget_old_turns(self.scheduler, request)
         request.weightwire_key = own
         request.extra_key = "|".join(filter(None, [own, self.namespace])) or own
 

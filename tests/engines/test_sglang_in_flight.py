@@ -1,0 +1,53 @@
+"""Requests of SGLang that its own pause or its namespaces of cached prefixes don't cover, over updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import Checkpoint
+from tests.engines.test_vllm_tokens import weights
+from tests.support.managers import SyncManager
+from tests.support.sglang_engines import SglangDriver
+from trainer_adapters import ModuleAdapter
+
+pytestmark = [pytest.mark.engine]
+
+PROMPT, NEXT = [*range(20, 60)], [77, 78, 79, 80]
+
+
+@pytest.fixture
+def old_and_new(checkpoint: Checkpoint) -> tuple[Path, Path]:
+    one, two = (checkpoint("qwen3", tied=True, seed=seed) for seed in (1, 2))
+    return one, two
+
+
+def test_a_turn_of_a_session_that_begins_after_an_update_computes_all_of_it_with_the_new_weights(
+    runtime: Path, old_and_new: tuple[Path, Path]
+) -> None:
+    """Under `keep`, beside a request that runs through the update, so that no cache is flushed."""
+    old, new = old_and_new
+    with SglangDriver(runtime) as driver:
+        driver.open(old, enable_streaming_session=True)
+        for name in ("idle", "busy"):
+            driver.rpc("open_session", 10_000, name, True)
+        (first,) = driver.wait(driver.submit([PROMPT], 8, session="idle"))
+        with SyncManager(in_flight="keep", timeout_s=60) as manager:
+            beside = driver.submit([[5, 6, 7]], 600)
+            through = driver.submit([PROMPT], 60, session="busy")
+            driver.wait_for_tokens([*beside, *through], 3)
+            manager.update(ModuleAdapter(weights(new)), 1)
+            (turn,) = driver.wait(driver.submit([NEXT], 8, session="idle"))
+            (second,) = driver.wait(through)
+            (after,) = driver.wait(driver.submit([NEXT], 8, session="busy"))
+            (again,) = driver.wait(driver.submit([NEXT], 8, session="busy"))
+            assert set(turn["versions"]) == set(after["versions"]) == {"1"}, "as it is stamped"
+            assert second["finish_reason"] == "length" and again["cached"] > 0
+            driver.wait(beside)
+        texts = [PROMPT + first["tokens"] + NEXT, PROMPT + second["tokens"] + NEXT]
+        texts.append(texts[1] + after["tokens"] + NEXT)
+    with SglangDriver(runtime) as driver:
+        driver.open(new)
+        fresh = driver.tokens(texts, 8)
+    assert [turn["tokens"], after["tokens"], again["tokens"]] == fresh
