@@ -51,3 +51,20 @@ def test_a_turn_of_a_session_that_begins_after_an_update_computes_all_of_it_with
         driver.open(new)
         fresh = driver.tokens(texts, 8)
     assert [turn["tokens"], after["tokens"], again["tokens"]] == fresh
+
+
+def test_requests_that_are_computed_again_are_not_turned_away_by_a_full_queue(
+    runtime: Path, old_and_new: tuple[Path, Path]
+) -> None:
+    old, new = old_and_new
+    with SglangDriver(runtime) as driver:
+        driver.open(old, max_queued_requests=2)
+        with SyncManager(in_flight="recompute", timeout_s=60) as manager:
+            names: list[str] = []
+            for i in range(6):
+                names += driver.submit([[*range(20 + i, 60 + i)]], 160)
+                driver.wait_for_tokens(names, 1)
+            manager.update(ModuleAdapter(weights(new)), 1)
+            assert [done["finish_reason"] for done in driver.wait(names)] == ["length"] * 6
+            crowd = driver.wait(driver.submit([[*range(20 + i, 60 + i)] for i in range(30)], 60))
+            assert "error" in [done["finish_reason"] for done in crowd], "the limit holds again"

@@ -276,13 +276,19 @@ class SchedulerRank:
             grammars.grammar_queue = compiling
 
     def _retract(self) -> None:
-        """Retracts requests by SGLang's own pause. A pause of the user's stays after `_continue`."""
+        """Retracts requests by SGLang's own pause. A pause of the user's stays after `_continue`. A limit of the queue holds for
+        requests that come, not for those that ran."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._paused = True
         pause = self.scheduler.pause_generation if self.pipeline is None else self.pipeline.retract
-        with self._ours():
-            pause(PauseGenerationReqInput(mode="retract"))
+        scheduler = self.scheduler
+        limit, scheduler.max_queued_requests = scheduler.max_queued_requests, None
+        try:
+            with self._ours():
+                pause(PauseGenerationReqInput(mode="retract"))
+        finally:
+            scheduler.max_queued_requests = limit
 
     def _continue(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
