@@ -68,3 +68,26 @@ def test_requests_that_are_computed_again_are_not_turned_away_by_a_full_queue(
             assert [done["finish_reason"] for done in driver.wait(names)] == ["length"] * 6
             crowd = driver.wait(driver.submit([[*range(20 + i, 60 + i)] for i in range(30)], 60))
             assert "error" in [done["finish_reason"] for done in crowd], "the limit holds again"
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_a_beam_search_does_not_end_the_engine(runtime: Path, old_and_new: tuple[Path, Path], policy: str) -> None:
+    """SGLang can't retract one: under `recompute` it is aborted."""
+    old, new = old_and_new
+    with SglangDriver(runtime) as driver:
+        driver.open(new)
+        (alone,) = driver.wait(driver.submit([PROMPT], 8, beams=2))
+        fresh = driver.tokens([PROMPT], 8)
+    with SglangDriver(runtime) as driver:
+        driver.open(old)
+        with SyncManager(in_flight=policy, timeout_s=60) as manager:
+            beside = driver.submit([NEXT], 200)
+            driver.wait_for_tokens(beside, 2)
+            searches = driver.submit([PROMPT, NEXT], 150, beams=2)
+            driver.wait_for_tokens(beside, 20)  # a search gives no tokens before its end
+            manager.update(ModuleAdapter(weights(new)), 1)
+            reason = "abort" if policy == "recompute" else "length"
+            assert [done["finish_reason"] for done in driver.wait(searches)] == [reason] * 2
+            assert [done["finish_reason"] for done in driver.wait(beside)] == ["length"]
+            assert driver.wait(driver.submit([PROMPT], 8, beams=2))[0]["tokens"] == alone["tokens"]
+            assert driver.tokens([PROMPT], 8) == fresh

@@ -1,11 +1,12 @@
-"""Turns of SGLang's streaming sessions, which its namespaces of cached prefixes don't cover."""
+"""Requests that SGLang's own pause and cache namespaces don't cover: turns of streaming sessions, and beam searches."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["forget_old_turns", "note_old_sessions"]
+__all__ = ["end_beams", "forget_old_turns", "note_old_sessions"]
 
 _OLD = "weightwire_old"
 """Attribute of a session's slot: it holds keys and values of replaced weights."""
@@ -36,3 +37,21 @@ def _slots(scheduler: Any) -> Mapping[str, Any]:
     # Before 0.5.22 they may be around the cache.
     found: Mapping[str, Any] = getattr(getattr(cache, "session", cache), "slots", {})
     return found
+
+
+def end_beams(scheduler: Any, reason: str) -> None:
+    """Before SGLang's pause retracts all requests: marks beam searches in flight, which SGLang can't compute again, as aborted.
+
+    Those whose result is still to be processed end with it. The others reach the queue, with nothing left of their members.
+    """
+    if not scheduler.beam_coordinator._num_live_groups:
+        return
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    ends_with_result = {id(request) for batch, _ in scheduler.result_queue for request in batch.reqs}
+    batches = [batch.reqs for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    for request in dict.fromkeys([*itertools.chain(*batches), scheduler.chunked_req]):
+        if request is not None and request.beam_group is not None and not request.finished():
+            request.to_finish = FINISH_ABORT(reason)
+            if id(request) not in ends_with_result:
+                scheduler.beam_coordinator._free_member_rows(request.beam_group)

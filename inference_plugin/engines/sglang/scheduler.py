@@ -15,7 +15,7 @@ from inference_plugin.engines.control import UNKNOWN_VERSION
 from inference_plugin.engines.kept_caches import keeps_cache
 from inference_plugin.engines.noted_loads import note_loads
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
-from inference_plugin.engines.sglang.in_flight import forget_old_turns, note_old_sessions
+from inference_plugin.engines.sglang.in_flight import end_beams, forget_old_turns, note_old_sessions
 from inference_plugin.engines.sglang.model import SglangModel
 from inference_plugin.engines.sglang.pipeline import Pipeline
 from inference_plugin.engines.sglang.ranks import Ranks
@@ -25,6 +25,8 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import WorkerCard
 
 __all__ = ["SchedulerRank", "forget_encodings", "tokens_made"]
+
+NO_BEAM = "aborted for a weight update: a beam search can't be computed again from its prompt"
 
 logger = logging.getLogger("sglang.weightwire")
 
@@ -98,6 +100,9 @@ class SchedulerRank:
 
         if self._paused and is_health_check_generate_req(request):
             self.scheduler.return_health_check_ipcs.append(request.http_worker_ipc)  # as SGLang does while it is busy
+            return False
+        if request.beam_group is not None and request.to_finish is not None:
+            self._end(request, NO_BEAM, None)
             return False
         if self.refusal is not None:
             self._end(request, self.refusal, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -283,12 +288,14 @@ class SchedulerRank:
         self._paused = True
         pause = self.scheduler.pause_generation if self.pipeline is None else self.pipeline.retract
         scheduler = self.scheduler
+        end_beams(scheduler, NO_BEAM)
         limit, scheduler.max_queued_requests = scheduler.max_queued_requests, None
         try:
             with self._ours():
                 pause(PauseGenerationReqInput(mode="retract"))
         finally:
             scheduler.max_queued_requests = limit
+        scheduler.running_batch.beam_tail = None  # SGLang leaves it, and ends when it sees that the requests are gone
 
     def _continue(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
@@ -334,6 +341,7 @@ class SchedulerRank:
             send = scheduler.send_abort_output if has_sender else scheduler.ipc_channels.send_to_tokenizer.send_output
             send(_make_abort_req(request, finished_reason=why), request)
         scheduler._release_aborted_request(request)
+        scheduler.beam_coordinator.retire_group(request)
 
 
 def forget_encodings() -> None:
