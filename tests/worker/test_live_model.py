@@ -110,6 +110,26 @@ def test_a_router_that_has_folded_its_scale_folds_the_new_one() -> None:
     assert folded.weight.tolist() == [3, 3] and not_yet.weight.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("loads", [1, 2])
+def test_a_second_load_finds_the_parameters_that_are_there_now(loads: int) -> None:
+    """SDAR and InternS1-Pro in SGLang keep those that their first load found."""
+    from inference_plugin.engines.sglang.model import SglangModel
+
+    class Keeps(nn.Linear):
+        def load_weights(self, tensors: Any) -> None:
+            if not hasattr(self, "_cached_params_dict"):
+                self._cached_params_dict = dict(self.named_parameters())
+            for name, tensor in tensors:
+                self._cached_params_dict[name].data.copy_(tensor)
+
+    model: Any = Keeps(1, 1, bias=False)
+    unbound: Any = object.__new__(SglangModel)
+    for number in range(loads):
+        model.weight = nn.Parameter(torch.zeros(1, 1))
+        unbound.load_weights(model, [("weight", torch.full((1, 1), number + 1.0))])
+        assert model.weight.item() == number + 1
+
+
 class OfNoKind:
     """As SGLang's methods for MXFP4 on some GPUs: of no class that the others have."""
 

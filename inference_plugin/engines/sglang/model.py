@@ -98,6 +98,7 @@ class SglangModel(LiveModel):
         return {**last, **{name: functools.partial(finish, name) for name in derived}}
 
     def load_weights(self, model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> object:
+        vars(model).pop("_cached_params_dict", None)  # parameters that an earlier load found, in memory of its own
         with projections_kept(model):
             return super().load_weights(model, tensors)
 
