@@ -59,6 +59,10 @@ def test_what_a_connector_keeps_by_hashes_of_blocks_is_found_by_requests_of_its_
                 manager.update(whole(models[1 - version % 2]), version + 1)
             assert engine.tokens([PROMPT], COUNT) == [wanted[1 - version % 2]]
             assert {path.name for path in tmp_path.iterdir()} > files, "the connector keeps this version's as well"
+        for version, in_flight in enumerate(("keep", "keep", "recompute", "recompute", "keep", "abort"), 5):
+            with SyncManager(in_flight=in_flight, timeout_s=60) as manager:  # type: ignore[arg-type]
+                manager.update(whole(models[version % 2]), version)  # no step between these
+        assert engine.tokens([PROMPT], COUNT) == [wanted[0]]
 
 
 def test_the_same_version_of_another_run_finds_nothing_in_a_store_that_outlives_the_first(

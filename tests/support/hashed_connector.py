@@ -12,6 +12,8 @@ __all__ = ["HashedConnector"]
 
 class HashedConnector(ExampleConnector):
     def reset_cache(self) -> bool:
+        assert not self.__dict__.get("forgot"), "as OffloadingConnector: not twice without a step between"
+        self.forgot = True
         return True
 
     def _found_match_for_request(self, request: Any) -> bool:
@@ -21,6 +23,7 @@ class HashedConnector(ExampleConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> ExampleConnectorMetadata:
         """Each new request is loaded where it was found, and stored where it was not."""
+        self.forgot = False
         meta = ExampleConnectorMetadata()
         for new in scheduler_output.scheduled_new_reqs:
             load = self._requests_need_load.pop(new.req_id, None) is not None

@@ -10,7 +10,7 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from inference_plugin.engines.vllm.outside_caches import why_stale
+from inference_plugin.engines.vllm.outside_caches import forget, why_stale
 
 
 def told(transfer: dict[str, Any] | None, encoder: Any = None) -> str | None:
@@ -61,3 +61,16 @@ def test_an_encoder_connector_is_refused_where_it_reads() -> None:
     reads = SimpleNamespace(ec_connector="ECExampleConnector", is_ec_consumer=True)
     assert "ECExampleConnector" in (told(None, reads) or "")
     assert told(None, SimpleNamespace(ec_connector="ECExampleConnector", is_ec_consumer=False)) is None
+
+
+def test_a_connector_that_fails_to_forget_says_why() -> None:
+    def lost() -> bool:
+        raise OSError("the store is gone")
+
+    def twice_without_a_step() -> bool:
+        raise AssertionError
+
+    assert forget(SimpleNamespace(reset_connector_cache=lost)) == "OSError: the store is gone"
+    assert forget(SimpleNamespace(reset_connector_cache=lambda: False)) == "the connector says so"
+    assert forget(SimpleNamespace(reset_connector_cache=lambda: True)) is None
+    assert forget(SimpleNamespace(reset_connector_cache=twice_without_a_step)) is None

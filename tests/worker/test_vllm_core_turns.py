@@ -74,6 +74,9 @@ class Scheduler:
 
     has_requests = has_unfinished_requests
 
+    def reset_connector_cache(self) -> bool:
+        return True
+
     def finish_requests(self, _: Any, status: Any) -> list[tuple[str, int]]:
         self.running, self.waiting = [], []
         return []

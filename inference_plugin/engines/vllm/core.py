@@ -16,6 +16,7 @@ from inference_plugin.engines.coordinator import ReplicaCoordinator
 from inference_plugin.engines.kept_caches import KEEP, keeps_cache
 from inference_plugin.engines.rank_runtime import rank_timeout_s
 from inference_plugin.engines.vllm.api import TORN
+from inference_plugin.engines.vllm.outside_caches import forget
 from inference_plugin.engines.vllm.own_pauses import OwnPauses
 from inference_plugin.wire.errors import CommitFailed, VersionConflict
 from inference_plugin.wire.groups import DRAFT
@@ -127,7 +128,7 @@ class CoreControl(EngineControl):
 
     def installed(self, group: str, stamp: str, txn: str, in_flight: InFlight) -> None:
         if in_flight == "keep" or self._connector is not None:
-            self._turn_prefix_root(txn)
+            self._turn_prefix_root(txn, in_flight)
         # Tokens are the served model's, whichever draft proposed them.
         if group != DRAFT and hasattr(self.core, "set_weight_version"):  # since 0.27
             self.core.set_weight_version(stamp)
@@ -237,14 +238,15 @@ class CoreControl(EngineControl):
         vLLM's own `_reset_caches` also drops the inputs of the encoders, which no weights made. The API server has a cache of
         the same inputs and would go on sending only their hashes, on which the core fails.
         """
-        if not self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-            raise CommitFailed("the KV connector's cache could not be reset")
+        self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+        if (why := forget(self.core.scheduler)) is not None:
+            raise CommitFailed(f"the KV connector's cache could not be reset: {why}")
         self.core.reset_encoder_cache()
 
     def _has_running(self) -> bool:
         return bool(self.core.scheduler.has_unfinished_requests() or self.core.batch_queue)
 
-    def _turn_prefix_root(self, txn: str) -> None:
+    def _turn_prefix_root(self, txn: str, in_flight: InFlight) -> None:
         """No request that starts from here on finds a block that an older version computed.
 
         Prefix hashes are chains that begin at one root. A new root separates them. It is a function of the old one and of the
@@ -259,7 +261,11 @@ class CoreControl(EngineControl):
         core = self.core
         caches = core.request_block_hasher is not None
         drops = caches and not self.some_keep_cache
-        if drops and core.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=True):
+        # Under the other policies the connector has forgotten before the installation.
+        if drops and in_flight == "keep" and (why := forget(core.scheduler)) is not None:
+            # All ranks hold the new version already. What the connector keeps is found by hashes that begin at the old root.
+            logger.warning("weightwire: the KV connector's cache could not be reset after an update: %s", why)
+        if drops and core.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=False):
             if self._encodes:
                 core.reset_encoder_cache()
             if self._connector is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["why_stale"]
+__all__ = ["forget", "why_stale"]
 
 BETWEEN_ENGINES = frozenset(
     {
@@ -32,6 +32,17 @@ def why_stale(config: Any) -> str | None:
     if encoder is not None and encoder.is_ec_consumer:
         return f"the encoder connector {encoder.ec_connector} finds what the old weights made of an image or of sound"
     return None
+
+
+def forget(scheduler: Any) -> str | None:
+    """Between two steps: has the KV connector, if there is one, forget what it holds. Returns why it did not; None if it did."""
+    try:
+        return None if scheduler.reset_connector_cache() else "the connector says so"
+    except AssertionError:
+        # vLLM's OffloadingConnector asserts that a step was taken since it last forgot. Where none was, it holds nothing new.
+        return None
+    except Exception as error:  # noqa: BLE001 -- whatever a connector raises, the caller decides what follows
+        return f"{type(error).__name__}: {error}"
 
 
 def _why_kept(transfer: Any) -> str | None:

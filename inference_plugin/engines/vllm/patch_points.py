@@ -92,6 +92,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.v1.executor:Executor.sleep", ("level",), "wrapped: no update while the memory of the weights is released; level 2 loses their version"),
     PatchPoint("vllm.v1.executor:Executor.wake_up", ("tags",), "wrapped: they are there again; refused where a manager put the engine to sleep"),
     PatchPoint("vllm.v1.executor:Executor.is_sleeping", why="its `sleeping_tags` are set; before, `is_sleeping` is an attribute beside them", since="0.31"),
+    PatchPoint(_SCHEDULER + "reset_connector_cache", ("self",), "called: a KV connector forgets what the old weights computed"),
     PatchPoint(_SCHEDULER + "set_pause_state", ("pause_state",), "called: resume"),
     PatchPoint(_SCHEDULER + "pause_state", why="read"),
     PatchPoint(_SCHEDULER + "finish_requests", ("request_ids", "finished_status"), "called: ends requests"),
