@@ -7,10 +7,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ModelConfig, PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from inference_plugin.engines.vllm.outside_caches import forget, why_stale
+from inference_plugin.engines.vllm.outside_caches import forget, keeps_queries, why_stale
 
 
 def told(transfer: dict[str, Any] | None, encoder: Any = None) -> str | None:
@@ -74,3 +74,22 @@ def test_a_connector_that_fails_to_forget_says_why() -> None:
     assert forget(SimpleNamespace(reset_connector_cache=lambda: False)) == "the connector says so"
     assert forget(SimpleNamespace(reset_connector_cache=lambda: True)) is None
     assert forget(SimpleNamespace(reset_connector_cache=twice_without_a_step)) is None
+
+
+@pytest.mark.parametrize(
+    ("pooler", "tasks", "kept"),
+    [
+        (PoolerConfig(), ("token_embed",), True),  # ColBERT
+        (PoolerConfig(task="token_embed"), ("embed", "token_embed"), True),
+        (PoolerConfig(enable_flash_late_interaction=False), ("token_embed",), False),
+        (PoolerConfig(), ("embed", "token_embed"), False),
+        (PoolerConfig(), ("classify",), False),
+        (None, ("generate",), False),
+    ],
+)
+def test_an_engine_that_keeps_queries_for_documents_that_come_later_is_known(
+    pooler: PoolerConfig | None, tasks: tuple[str, ...], kept: bool
+) -> None:
+    config: Any = SimpleNamespace(pooler_config=pooler, architectures=["HF_ColBERT"], architecture="HF_ColBERT")
+    config.get_pooling_task = lambda supported: ModelConfig.get_pooling_task(config, supported)
+    assert keeps_queries(config, tasks) is kept

@@ -1,4 +1,4 @@
-"""Caches beside vLLM's own that outlive an update: those of KV connectors and of encoder connectors.
+"""Caches beside vLLM's own that outlive an update: those of KV connectors and of encoder connectors; and queries kept for scores.
 
 A connector that finds keys and values by the hashes of vLLM's blocks finds none of an older version, because these hashes begin
 at another root after each commit (`CoreControl.installed`). One that hashes tokens itself (LMCache, for instance) would give
@@ -7,10 +7,10 @@ new requests what the old weights computed, unless it can be told to forget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["forget", "why_stale"]
+__all__ = ["forget", "keeps_queries", "why_stale"]
 
 BETWEEN_ENGINES = frozenset(
     {
@@ -32,6 +32,20 @@ def why_stale(config: Any) -> str | None:
     if encoder is not None and encoder.is_ec_consumer:
         return f"the encoder connector {encoder.ec_connector} finds what the old weights made of an image or of sound"
     return None
+
+
+def keeps_queries(model_config: Any, tasks: Iterable[str]) -> bool:
+    """Whether vLLM's API server may have workers keep what they made of a query until its documents come: late interaction, by
+    which models such as ColBERT answer `/score` and `/rerank`. `tasks`: what the model can do.
+
+    An update in between drops it, and a worker that misses it raises, which ends the engine; or a document is scored against a
+    query of older weights. vLLM ends no single pooling request with an error, so there is no other way out.
+    """
+    pooler = model_config.pooler_config
+    if pooler is None or not getattr(pooler, "enable_flash_late_interaction", True):
+        return False
+    ask = getattr(model_config, "get_pooling_task", None)
+    return ask is not None and ask(tuple(tasks)) == "token_embed" and model_config.architecture != "JinaForRanking"
 
 
 def forget(scheduler: Any) -> str | None:

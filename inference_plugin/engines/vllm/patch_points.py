@@ -36,6 +36,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.platforms:current_platform", why="asked whether its FP8 scales are doubled"),
     PatchPoint("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class", ("kv_transfer_config",), "called: whether a connector can be told to forget"),
     PatchPoint("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1", why="read: a connector without a `reset_cache` of its own is refused"),
+    PatchPoint("vllm.config:ModelConfig.get_pooling_task", ("supported_tasks",), "called: models that score documents against queries computed before are refused", without="an update between a query and its documents ends an engine that scores by late interaction"),
     PatchPoint("vllm.config:LoadConfig.load_format", why="read: weights in a cache that engines share are refused"),
     PatchPoint("vllm.config:ParallelConfig.enable_eplb", why="read: experts that move while the engine runs are refused"),
     PatchPoint("vllm.model_executor.kernels.linear.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel.apply_weights", ("layer", "x", "bias"), "called: reads a weight back that it keeps packed", without="`verify` can't read the weights of W8A8-int8 layers back"),

@@ -12,7 +12,7 @@ from inference_plugin.engines.live_model import without_wrappers
 from inference_plugin.engines.vllm.draft import NoDraft, draft_of
 from inference_plugin.engines.vllm.lora import VllmAdapterSlots
 from inference_plugin.engines.vllm.model import VllmModel, skeleton_of
-from inference_plugin.engines.vllm.outside_caches import why_stale
+from inference_plugin.engines.vllm.outside_caches import keeps_queries, why_stale
 from inference_plugin.engines.vllm.together import TogetherModel
 from inference_plugin.install.contract import EngineModel
 from inference_plugin.wire.errors import EngineUnsupported
@@ -47,6 +47,17 @@ class ServedModel(VllmModel):
 
     def why_stale(self) -> str | None:
         return why_stale(self._worker.vllm_config)
+
+    def check_caches(self) -> None:
+        super().check_caches()
+        if keeps_queries(self.model_config, self._worker.get_supported_tasks()):
+            raise EngineUnsupported(
+                "this engine can't be updated: it scores documents against queries that it has computed before (late "
+                "interaction), and an update between a query and its documents would end the engine",
+                hint="start vLLM's server with --no-enable-flash-late-interaction, or an offline engine with "
+                'pooler_config={"enable_flash_late_interaction": False}',
+                phase="open",
+            )
 
     def draft_model(self) -> EngineModel:
         if self._draft is None:
