@@ -261,11 +261,14 @@ def several_models(build: Callable[[int], tuple[nn.Module, WeightSource]], versi
         with SyncManager(timeout_s=60) as manager:
             if turn == "second":
                 manager.update(good, version)
-            try:
-                manager.update(bad, version + 1)
-                seen[turn] = {"error": None}
-            except WeightwireError as error:
-                seen[turn] = {"error": type(error).__name__, "text": str(error), "phase": error.phase}
+            attempts = []
+            for _ in range(2):
+                try:
+                    manager.update(bad, version + 1)
+                    attempts.append({"error": None})
+                except WeightwireError as error:
+                    attempts.append({"error": type(error).__name__, "text": str(error), "phase": error.phase})
+            seen[turn] = {"attempts": attempts}
             seen[turn]["old version is there"] = manager.verify(good).ok
     return seen
 

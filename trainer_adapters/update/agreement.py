@@ -8,6 +8,7 @@ that a rank holds and another rank sends, if nothing keeps the two equal. Their 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from inference_plugin.transports.pieces import pieces_of
 from inference_plugin.wire.config import PIECE_BYTES
@@ -74,10 +75,22 @@ class Claims:
             raise ManifestMismatch(message, hint=HINT, side="trainer") from None
 
     def copies_are_due(self) -> bool:
-        """Whether rank 0 has copies compared in this update: in the 1st, 2nd, 4th, 8th, ... since the claims changed. Copies that
-        differ once stay different, so ever rarer comparisons still find them, and cost little in the long run."""
+        """Whether rank 0 has copies compared in this update: in the 1st, 2nd, 4th, 8th, ... since the claims changed, or since
+        a comparison failed. Copies that differ once stay different, so ever rarer comparisons still find them, and cost little in
+        the long run."""
         self._updates += 1
         return self._updates & (self._updates - 1) == 0
+
+    @contextmanager
+    def comparing(self, copies: bool) -> Iterator[None]:
+        """Around the writing of all ranks. If it fails while `copies` are compared, the next update compares them: nobody knows
+        that they are equal."""
+        try:
+            yield
+        except BaseException:
+            if copies:
+                self._updates = 0
+            raise
 
 
 def digests_of(manifest: Manifest, slices: Iterable[LocalSlice], piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:

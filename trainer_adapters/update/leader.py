@@ -80,6 +80,11 @@ def gather_ready(context: RankContext, source: WeightSource, manifest: Manifest)
 
 def write(context: RankContext, go: Go, source: WeightSource, manifest: Manifest) -> list[Wrote]:
     """Has every rank write. Raises `ManifestMismatch` unless the pieces cover the manifest exactly."""
+    with context.claims.comparing(go.copies):
+        return _write(context, go, source, manifest)
+
+
+def _write(context: RankContext, go: Go, source: WeightSource, manifest: Manifest) -> list[Wrote]:
     context.ranks.tell_all(go)
     mine = context.writer.write(go, manifest, source, context.deadline_s, released=context.released)
     if mine.error is not None:
@@ -157,8 +162,9 @@ class _Update:
                     gather_ready(self.context, self.source, self.manifest)
                     self.ways = self._agree()
                 with transaction.phase("stage"):
+                    left_s = self._left_s()
                     copies = bool(self.ways) and self.context.claims.copies_are_due()
-                    go = Go(transaction.txn, self.ways, self._left_s(), copies, self.version)
+                    go = Go(transaction.txn, self.ways, left_s, copies, self.version)
                     self.wrote = write(self.context, go, self.source, self.manifest)
                     lost = {name: info for wrote in self.wrote for name, info in wrote.lost.items()}
                     transaction.drop({name: WeightwireError.of(info) for name, info in lost.items()})
