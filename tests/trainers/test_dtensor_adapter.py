@@ -6,6 +6,7 @@ All cases of one world size run in one launch (`dtensor_worker.py`); each test b
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import msgspec
@@ -30,6 +31,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return launch("dtensor_worker.py", 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch("plan_worker.py", 8, tmp_path_factory.mktemp("eight"))
 
 
 ANY_WORLD = [
@@ -63,6 +69,22 @@ def test_shards_on_two_ranks_equal_the_unsharded_gold_bit_for_bit(two: Ranks, ca
 @pytest.mark.parametrize("case", ANY_WORLD + FOUR_RANKS)
 def test_shards_on_four_ranks_equal_the_unsharded_gold_bit_for_bit(four: Ranks, case: str) -> None:
     seen = of(four, case)
+    manifest, values, _ = written(seen)
+    assert_is_gold(values, seen[0]["gold"], manifest.tied)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "fsdp_over_two_cuts",
+        "fsdp_over_two_uneven_cuts",
+        "fsdp_between_two_cuts",
+        "fsdp_over_packed_gate_and_up",
+        "fsdp_over_packed_query_key_and_value",
+    ],
+)
+def test_fsdp_over_a_plan_that_cuts_its_dimension_arrives_bit_for_bit(eight: Ranks, case: str) -> None:
+    seen = of(eight, case)
     manifest, values, _ = written(seen)
     assert_is_gold(values, seen[0]["gold"], manifest.tied)
 
@@ -192,20 +214,21 @@ def test_shards_cover_every_element_once_and_lie_where_torch_says(
 
 
 @settings(max_examples=150, deadline=None)
-@given(size=SIZES, fsdp=st.integers(1, 5), tp=st.integers(1, 5))
-def test_fsdp_over_a_plan_is_read_as_fsdp_cuts_it(size: int, fsdp: int, tp: int) -> None:
-    placements = [_StridedShard(0, split_factor=tp), Shard(0)]
+@given(size=SIZES, fsdp=st.integers(1, 5), plan=st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple))
+def test_fsdp_over_a_plan_is_read_as_fsdp_cuts_it(size: int, fsdp: int, plan: tuple[int, ...]) -> None:
+    mesh, cuts = (fsdp, *plan), math.prod(plan)
+    placements = [_StridedShard(0, split_factor=cuts), *(Shard(0) for _ in plan)]
     whole = torch.arange(size)
-    for at in itertools.product(range(fsdp), range(tp)):
-        as_fsdp, as_torch = (shards_of(r) for r in index_ranges((size,), (fsdp, tp), at, placements))
+    for at in itertools.product(*map(range, mesh)):
+        as_fsdp, as_torch = (shards_of(r) for r in index_ranges((size,), mesh, at, placements))
         rows = whole
-        for dim, chunks in ((1, tp), (0, fsdp)):
-            pieces = rows.chunk(chunks)
+        for dim in (*range(1, len(mesh)), 0):
+            pieces = rows.chunk(mesh[dim])
             rows = pieces[at[dim]] if at[dim] < len(pieces) else rows[:0]
         found = [whole[p.offsets[0] : p.offsets[0] + p.sizes[0]] for p in as_fsdp]
         assert torch.equal(torch.cat(found) if found else whole[:0], rows)
         assert sum(p.sizes[0] for p in as_torch) == _compute_local_shape_and_global_offset(
-            (size,), (fsdp, tp), list(at), placements
+            (size,), mesh, list(at), placements
         )[0][0]  # fmt: skip
     for reading in (0, 1):
-        assert bool((held((size,), (fsdp, tp), placements, reading) == 1).all())
+        assert bool((held((size,), mesh, placements, reading) == 1).all())

@@ -115,22 +115,21 @@ def index_ranges(
 ) -> list[tuple[Ranges, ...]]:
     """The index ranges, per dimension, of what the rank at `coordinate` holds of a tensor. A pure function.
 
-    Returns one reading of the placements, or two. `fully_shard` over a tensor-parallel plan cuts along the plan first, then
-    along its own dimension, and writes that as `(_StridedShard(sf), Shard)`, which torch reads from left to right. The two
-    readings differ only for sizes that many ranks divide unevenly; then the reading of `fully_shard` comes first, and the
-    shape of the shard decides.
+    Returns one reading of the placements, or two. `fully_shard` over a plan of other dimensions cuts along the plan first, in the
+    mesh's order, then along its own dimension, which it writes as `_StridedShard`, with the number of cuts of later dimensions as
+    its split factor. torch reads the placements from left to right, which differs for sizes that many ranks divide unevenly,
+    and if the plan has a `_StridedShard` of its own. The reading of `fully_shard` comes first, and the shard's shape decides.
     """
     dims = [d for d, p in enumerate(placements) if not p.is_replicate()]
     strided = [d for d in dims if isinstance(placements[d], _StridedShard)]
-    orders = [dims]
-    if strided and all(_split_of(placements, d) == _later_cuts(placements, mesh_shape, d) for d in strided):
-        orders = [dims[::-1], dims]
+    later = [d for d in strided if _split_of(placements, d) == _later_cuts(placements, mesh_shape, d)]
+    orders = [[*(d for d in dims if d not in later), *reversed(later)], dims] if later else [dims]
     readings = []
     for order in orders:
         ranges: list[Ranges] = [((0, size),) if size else () for size in shape]
         for mesh_dim in order:
             placement: Any = placements[mesh_dim]
-            splits = _split_of(placements, mesh_dim) if order is dims else 1
+            splits = 1 if order is not dims and mesh_dim in later else _split_of(placements, mesh_dim)
             held = ranges[placement.dim]
             pieces = [_chunk(held, splits, i) for i in range(splits)]
             own = [_chunk(piece, mesh_shape[mesh_dim], coordinate[mesh_dim]) for piece in pieces]
