@@ -231,6 +231,17 @@ def adapted(seed: int) -> tuple[nn.Module, WeightSource]:
     return model, MergedLoRAAdapter(model, dtype_rules=RULES)
 
 
+def ignored(seed: int) -> tuple[nn.Module, WeightSource]:
+    """The base sharded over both ranks, and on each an adapter of its own, which FSDP leaves alone."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=2, target_modules=["q"], init_lora_weights=False)
+    model: Any = get_peft_model(Policy(seed), config)  # type: ignore[arg-type]
+    fully_shard(model, ignored_params={p for name, p in model.named_parameters() if "lora_" in name})
+    return model, MergedLoRAAdapter(model, dtype_rules=RULES)
+
+
 def streamed(seed: int) -> tuple[nn.Module, WeightSource]:
     """As `plain`, from a function that makes one tensor at a time."""
     model = Policy(seed)
@@ -287,6 +298,7 @@ def main(out: Path) -> None:
         "adapted": several_models(adapted, version + 25),
         "streamed": several_models(streamed, version + 30),
         "yielded": several_models(yielded, version + 40),
+        "ignored": several_models(ignored, version + 50),
     }
     with SyncManager(timeout_s=60) as manager:
         seen["copies"] = copies_that_come_apart(manager, version + 61)

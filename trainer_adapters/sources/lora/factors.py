@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -9,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from inference_plugin.wire.config import Config
-from inference_plugin.wire.errors import ArgumentError
-from trainer_adapters.sources.base import WeightSource
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch, first_few
+from inference_plugin.wire.manifest import Manifest
+from inference_plugin.wire.tensors import bytes_view, narrowed
+from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.sources.dtensor import DTensorAdapter
 from trainer_adapters.sources.fsdp import FSDPAdapter
 from trainer_adapters.sources.gather import gathered
@@ -21,6 +25,8 @@ from trainer_adapters.sources.sharded import has_partitions, is_dtensor, is_fsdp
 from trainer_adapters.sources.zero import DeepSpeedAdapter
 
 __all__ = ["PeftFactors", "check_kind", "source_of"]
+
+logger = logging.getLogger(__name__)
 
 
 def check_kind(model: torch.nn.Module) -> None:
@@ -94,7 +100,10 @@ class PeftFactors:
             self._source = ModuleAdapter(self._model, rename=numbers.get, include_buffers="none", rank=0, world_size=1)
 
     def whole(self, *, anew: bool) -> dict[str, torch.Tensor]:
-        """The chosen tensors by name. With `anew` they are gathered again; if the model is sharded, that is collective."""
+        """The chosen tensors by name. With `anew` they are gathered again; if the model is sharded, that is collective.
+
+        Raises `ManifestMismatch` on a rank that holds other values than another rank sent, if training keeps the two equal.
+        """
         if self._values is None or anew:
             assert self._source is not None
             source = self._source
@@ -102,8 +111,39 @@ class PeftFactors:
             if self.sharded:
                 whole = gathered(source, bucket_bytes=self._config.bucket_bytes, process_group=self._group)
                 found = {name: tensor.clone() for name, tensor in whole}
+                self._compare(source, manifest, found)
             else:
                 found = {manifest.tensors[item.box.tensor].name: item.tensor for item in source.slices()}
             found |= {alias: found[name] for alias, name in manifest.tied.items()}
             self._values = {self._names[int(number)]: tensor for number, tensor in found.items()}
         return self._values
+
+    def _compare(self, source: WeightSource, manifest: Manifest, whole: Mapping[str, torch.Tensor]) -> None:
+        """Compares this rank's copies with what other ranks sent. Nobody would notice later, because all ranks merge the same."""
+
+        def apart(slices: Iterable[LocalSlice]) -> list[str]:
+            return [
+                f"{self._names[int(manifest.tensors[item.box.tensor].name)]} on rank {dist.get_rank()}"
+                for item in slices
+                if not _same(item, whole[manifest.tensors[item.box.tensor].name])
+            ]
+
+        if copies := apart(source.copies()):
+            logger.warning(
+                "weightwire: trainer ranks hold copies of adapters that have come apart; one of each was merged: %s",
+                first_few(copies),
+            )
+        if mixed := apart(source.kept_equal()):
+            raise ManifestMismatch(
+                "the trainer's ranks hold different weights in their adapters, and each would send a part of its own weights: "
+                f"{first_few(mixed)}",
+                hint="data-parallel ranks must hold one adapter: broadcast it from one rank, and reduce its gradients in training; "
+                "fully_shard does neither for ignored_params",
+                side="trainer",
+            )
+
+
+def _same(item: LocalSlice, whole: torch.Tensor) -> bool:
+    """Whether a slice has the values of its place in the whole tensor, bit for bit."""
+    sent = narrowed(whole, item.box.offsets, item.box.sizes)
+    return torch.equal(bytes_view(item.tensor.to(sent.device).contiguous()), bytes_view(sent.contiguous()))
