@@ -1,4 +1,4 @@
-"""`fully_shard` over plans that cut the same dimension: cases of `test_dtensor_adapter.py` on eight ranks (see `observing.py`)."""
+"""`fully_shard` over plans that cut the same dimension: cases of `test_dtensor_adapter.py` on eight ranks (`observing.py`)."""
 
 from __future__ import annotations
 

@@ -137,8 +137,8 @@ class PeftFactors:
             raise ManifestMismatch(
                 "the trainer's ranks hold different weights in their adapters, and each would send a part of its own weights: "
                 f"{first_few(mixed)}",
-                hint="data-parallel ranks must hold one adapter: broadcast it from one rank, and reduce its gradients in training; "
-                "fully_shard does neither for ignored_params",
+                hint="data-parallel ranks hold one adapter: broadcast it from one rank and reduce its gradients in training, "
+                "which fully_shard does not for ignored_params",
                 side="trainer",
             )
 
