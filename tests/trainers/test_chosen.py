@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from inference_plugin.wire.errors import ArgumentError
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, on, written
-from trainer_adapters import ModuleAdapter
+from trainer_adapters import ModuleAdapter, WeightSource
 from trainer_adapters.sources.chosen import kind_of, source_for
 
 
@@ -70,6 +70,26 @@ def test_other_adapters_refuse_a_peft_model_and_name_the_right_one(ranks: Ranks)
         for seen in rank["seen"]:
             assert seen["error"] == "ArgumentError"
             assert "MergedLoRAAdapter" in seen["text"] and "LoRAAdapter" in seen["text"]
+
+
+def test_in_a_lora_group_the_adapter_of_that_name_goes_also_where_the_model_is_wrapped() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=1, target_modules=["0"], init_lora_weights=False)
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), config)  # type: ignore[arg-type]
+    model.add_adapter("policy", config)
+    for wrapped in (model, torch.nn.DataParallel(model)):
+        sent = dict(sent_by(source_for(wrapped, group="lora.policy")))
+        (first,) = (tensor for name, tensor in sent.items() if "lora_A" in name)
+        assert torch.equal(first, model.get_parameter("base_model.model.0.lora_A.policy.weight"))
+        with pytest.raises(ArgumentError, match="has the adapters 'default', 'policy'"):
+            source_for(wrapped, group="lora.other")
+
+
+def sent_by(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the source of a process of its own sends."""
+    manifest = source.manifest()
+    return ((manifest.tensors[item.box.tensor].name, item.tensor) for item in source.slices())
 
 
 def test_a_peft_model_is_sent_under_other_names_if_the_caller_renames_them() -> None:

@@ -174,10 +174,11 @@ def _megatron(
 def _lora(model: Any, rules: Rules, group: str, process_group: dist.ProcessGroup | None) -> WeightSource:
     from trainer_adapters.sources.lora.adapter import LoRAAdapter
     from trainer_adapters.sources.lora.merged import MergedLoRAAdapter
+    from trainer_adapters.sources.lora.peft_model import adapter_names
 
     if not group.startswith(LORA_GROUP):
         return MergedLoRAAdapter(model, dtype_rules=rules, process_group=process_group)
-    names = list(getattr(model, "peft_config", None) or ["default"])
+    names = adapter_names(model) or ["default"]
     own = group.removeprefix(LORA_GROUP)
     if len(names) > 1 and own not in names:
         raise ArgumentError(

@@ -21,7 +21,7 @@ from trainer_adapters.sources.plan import unwrapped
 from trainer_adapters.sources.sharded import shape_of
 from trainer_adapters.sources.streams import module_ties, walk
 
-__all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "structure_of"]
+__all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "adapter_names", "structure_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,15 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
         for alias, source in module_ties(model).items()
     }
     return PeftStructure(inside, additions, shapes, ties, tuple(parts.replaced))
+
+
+def adapter_names(model: torch.nn.Module) -> list[str]:
+    """The names of a model's LoRA adapters, active or not, as its layers have them: wrappers, such as DistributedDataParallel,
+    don't show PEFT's own list."""
+    layers: list[Any] = [
+        part for part in model.modules() if hasattr(part, "lora_A") and hasattr(part, "lora_embedding_A")
+    ]
+    return list(dict.fromkeys(name for layer in layers for name in (*layer.lora_A, *layer.lora_embedding_A)))
 
 
 @dataclass
