@@ -165,6 +165,11 @@ def export_is_wrong() -> Result:
         whole, pairs = pairs, wrong
         seen[what] = refused(lambda: drain(source.slices()))
         pairs = whole
+    kept = pairs[1][1].clone()
+    pairs[1][1].untyped_storage().resize_(0)  # as an offloader moves it away
+    seen["freed"] = refused(lambda: drain(source.slices()))
+    pairs[1][1].untyped_storage().resize_(kept.nbytes)
+    pairs[1][1].copy_(kept)
     seen["again"] = refused(lambda: drain(source.slices()))
     return seen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -363,6 +364,17 @@ def refuse_other_adapters_than_lora() -> Result:
     return refused(lambda: MergedLoRAAdapter(get_peft_model(tiny_qwen3(), config)))
 
 
+def unsharded_in_a_part_of_the_world() -> Result:
+    """Each rank is a trainer of its own."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    own = groups[dist.get_rank()]
+    models = [adapted(tiny_qwen3()) for _ in range(2)]
+    one, alone = MergedLoRAAdapter(models[0], process_group=own), MergedLoRAAdapter(models[1])
+    sent = sum(piece.tensor.numel() for piece in one.slices())
+    share = sum(piece.tensor.numel() for piece in alone.slices())
+    return {"sent": sent, "all": sum(math.prod(spec.shape) for spec in one.manifest().tensors), "share": share}
+
+
 def refuse_a_model_without_adapters() -> Result:
     return refused(lambda: MergedLoRAAdapter(tiny_qwen3()))
 
@@ -432,6 +444,7 @@ CASES = [
     refuse_tied_weights_adapted_in_one_place,
     refuse_tied_weights_saved_in_one_place,
     refuse_other_adapters_than_lora,
+    unsharded_in_a_part_of_the_world,
     refuse_a_model_without_adapters,
     refuse_fsdp1,
     refuse_a_typo_in_rename,

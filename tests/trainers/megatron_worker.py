@@ -274,12 +274,15 @@ def several_updates(checkpoints: Path) -> Result:
     layer.extra = torch.nn.Parameter(torch.ones(2))
     appeared = refused(adapter.slices)
     del layer.extra
+    kept.untyped_storage().resize_(0)  # as an offloader moves it away
+    freed = refused(adapter.slices)
+    kept.untyped_storage().resize_(kept.nbytes)
     healed = refused(adapter.slices)
     return {
         "views": views,
         "changed": [changed, len(before)],
         "same": same,
-        "errors": [reshaped, appeared, healed],
+        "errors": [reshaped, appeared, freed, healed],
     }
 
 

@@ -66,6 +66,7 @@ def test_an_export_that_changed_is_refused_and_the_next_one_isnt(ranks: Ranks) -
         assert "it yielded 1 tensors, the first time 2" in rank["less"]["text"]
         assert "tensor 2 is a: torch.float32 [2], the first time it was nothing more" in rank["more"]["text"]
         assert "tensor 0 is a: torch.float32 [4], the first time it was a: torch.float32 [2]" in rank["grown"]["text"]
+        assert "the export changed: b has no memory: it was freed" in rank["freed"]["text"]
         assert rank["again"]["error"] is None
 
 

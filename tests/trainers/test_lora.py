@@ -99,6 +99,11 @@ def test_bits_do_not_depend_on_the_sharding_and_differ_from_one_large_product_in
         assert (seen["whole"][name] - gold).abs().max() < 16 * torch.finfo(torch.float32).eps * 0.1
 
 
+def test_ranks_of_a_process_group_send_the_whole_model_together(ranks: Ranks) -> None:
+    for seen in of(ranks, "unsharded_in_a_part_of_the_world"):
+        assert seen["sent"] == seen["all"] > seen["share"]
+
+
 def test_the_model_is_not_touched_and_updates_follow_it(ranks: Ranks) -> None:
     for seen in of(ranks, "several_updates"):
         assert seen["untouched"], "the base was merged in place"
@@ -129,7 +134,7 @@ def test_a_switch_of_adapters_between_manifest_and_slices_is_noticed(ranks: Rank
         ("refuse_convolutions", "ManifestMismatch", ["0 is a lora.Conv2d", "merge_and_unload()"]),
         ("refuse_tied_weights_adapted_in_one_place", "ManifestMismatch", ["model.embed_tokens.weight", "tie_word"]),
         ("refuse_tied_weights_saved_in_one_place", "ManifestMismatch", ["lm_head.weight and", "modules_to_save"]),
-        ("refuse_other_adapters_than_lora", "ArgumentError", ["no LoRA layers"]),
+        ("refuse_other_adapters_than_lora", "ArgumentError", ["that are no LoRA", "merge_and_unload()"]),
         ("refuse_a_model_without_adapters", "ArgumentError", ["no LoRA layers", "use FSDPAdapter"]),
         ("refuse_fsdp1", "ArgumentError", ["shard with fully_shard"]),
         ("refuse_a_typo_in_rename", "ManifestMismatch", ["rename has names", "model.norm (1 in all)"]),

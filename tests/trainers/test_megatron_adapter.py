@@ -441,8 +441,9 @@ def test_slices_are_the_parameters_own_memory_and_follow_training(launched: Laun
 
 def test_a_model_that_changed_between_updates_is_refused_by_name(launched: Launched) -> None:
     for one in of(launched[2], "several updates"):
-        reshaped, appeared, healed = one["errors"]
-        assert (reshaped["error"], appeared["error"], healed["error"]) == ("ManifestMismatch",) * 2 + (None,)
+        reshaped, appeared, freed, _ = one["errors"]
+        assert [each["error"] for each in one["errors"]] == ["ManifestMismatch"] * 3 + [None]
+        assert "layers.0.mlp.linear_fc2.weight has no memory: it was freed" in freed["text"]
         assert (
             "layers.0.mlp.linear_fc2.weight was torch.float32 [32, 24] and is torch.float32 [3, 3]" in reshaped["text"]
         )

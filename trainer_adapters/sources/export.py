@@ -158,6 +158,8 @@ class ExportAdapter(ExchangedSource):
 
     def _check(self, position: int, name: str, tensor: Any) -> None:
         first = self._first[position] if position < len(self._first) else None
+        if isinstance(tensor, torch.Tensor) and (problem := self._problem(tensor)):
+            raise _changed(f"{name} {problem}")
         now = self._item(name, tensor) if isinstance(tensor, torch.Tensor) else None
         if first is None or now != first:
             found = f"{name}: {getattr(tensor, 'dtype', type(tensor))} {list(getattr(tensor, 'shape', ()))}"

@@ -34,8 +34,14 @@ def check_kind(model: torch.nn.Module) -> None:
     if any(is_wrapped_by_fsdp1(part) for part in model.modules()):
         raise ArgumentError("LoRA under FullyShardedDataParallel can't be sent: shard with fully_shard")
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     if not any(isinstance(part, LoraLayer) for part in model.modules()):
+        if any(isinstance(part, BaseTunerLayer) for part in model.modules()):
+            raise ArgumentError(
+                "this model has adapters of PEFT that are no LoRA",
+                hint="send what merge_and_unload() returns, of a copy of the model if it trains on",
+            )
         raise ArgumentError("this model has no LoRA layers of PEFT: use FSDPAdapter, DTensorAdapter or ModuleAdapter")
 
 
@@ -53,6 +59,8 @@ def source_of(
         return DeepSpeedAdapter(model, rename=rename, **options)
     if is_sharded(model):
         return DTensorAdapter(model, rename=rename, process_group=process_group, **options)
+    if process_group is not None:
+        options |= {"rank": dist.get_rank(process_group), "world_size": dist.get_world_size(process_group)}
     return ModuleAdapter(model, rename=rename, **options)
 
 

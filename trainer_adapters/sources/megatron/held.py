@@ -14,7 +14,15 @@ from trainer_adapters.sources.inventory import HeldBox, Inventory
 from trainer_adapters.sources.megatron.chunks import Chunk
 from trainer_adapters.sources.megatron.rules import PADDING
 
-__all__ = ["ParameterBox", "ParameterKey", "boxes_of_parameters", "check_complete", "described", "inventory_of"]
+__all__ = [
+    "ParameterBox",
+    "ParameterKey",
+    "boxes_of_parameters",
+    "check_complete",
+    "check_readable",
+    "described",
+    "inventory_of",
+]
 
 ParameterKey = tuple[int, str]
 """A parameter of this rank: the number of its chunk, and its name without wrappers."""
@@ -48,10 +56,16 @@ def boxes_of_parameters(
 ) -> Iterator[ParameterBox]:
     """The boxes of checkpoint tensors that this rank's parameters hold. Raises `ManifestMismatch` for parameters that can't be
     sent."""
+    check_readable(tensors)
     for key, tensor in tensors.items():
-        if problem := why_not_plain(tensor):
-            raise ManifestMismatch(f"{key[1]} {problem}", side="trainer")
         yield from _boxes(chunks[key[0]], key, tensor)
+
+
+def check_readable(tensors: Mapping[ParameterKey, torch.Tensor]) -> None:
+    """Raises `ManifestMismatch` for parameters whose values can't be read where they are."""
+    for (_, name), tensor in tensors.items():
+        if problem := why_not_plain(tensor):
+            raise ManifestMismatch(f"{name} {problem}", side="trainer")
 
 
 def inventory_of(chunks: Sequence[Chunk], boxes: Sequence[ParameterBox]) -> Inventory:

@@ -33,6 +33,7 @@ from trainer_adapters.sources.megatron.held import (
     ParameterKey,
     boxes_of_parameters,
     check_complete,
+    check_readable,
     described,
     inventory_of,
 )
@@ -172,6 +173,7 @@ class MegatronAdapter(MegatronSource):
         """The current parameters and buffers. Raises `ManifestMismatch` if they differ from those of the exchange."""
         self._check_model()
         tensors = _tensors(self._chunks)
+        check_readable(tensors)
         before, now = self._described, described(self._chunks, tensors)
         if now != before:
             changes = [f"{key[1]} appeared" for key in now if key not in before]
