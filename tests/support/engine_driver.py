@@ -104,6 +104,9 @@ class Driver:
         for output in outputs:
             if output.request_id not in self.requests:
                 continue
+            if hasattr(output.outputs, "data"):
+                self.requests[output.request_id].update(rows=output.outputs.data.tolist(), finished=output.finished)
+                continue
             one = output.outputs[0]
             self.requests[output.request_id].update(
                 tokens=list(one.token_ids),
@@ -167,6 +170,17 @@ class Driver:
             if request.get("salt"):
                 prompt["cache_salt"] = request["salt"]
             self.llm.llm_engine.add_request(name, prompt, params, **adapter)
+
+    def do_pool(self, name: str, prompt: list[int], steps: int = 0) -> None:
+        """A request of token-wise pooling: its answer has `rows`, one for each token of the prompt. An in-process engine takes so
+        many steps at once."""
+        from vllm import PoolingParams
+
+        self.requests[name] = begun(name)
+        params = PoolingParams(task="token_embed", use_activation=False)
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        for _ in range(steps):
+            self.step()
 
     def do_wait(self, names: list[str], number: int) -> None:
         self.waiting.append((number, names))

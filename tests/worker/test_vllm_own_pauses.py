@@ -13,7 +13,10 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.sched.interface import PauseState
 
+from inference_plugin.engines.vllm.core import CoreControl
 from inference_plugin.engines.vllm.own_pauses import OwnPauses
+from inference_plugin.wire.errors import CommitFailed
+from inference_plugin.wire.messages import InFlight
 
 
 class Core:
@@ -102,3 +105,16 @@ def test_a_pause_that_stops_requests_which_we_let_end_is_answered_when_it_is_in_
     assert isinstance(answer, Future) and not answer.done() and core.state == PauseState.PAUSED_NEW
     core.pauses.let_go()
     assert answer.done() and core.state == PauseState.PAUSED_ALL
+
+
+@pytest.mark.parametrize("policy", ["recompute", "drain"])
+def test_a_cache_that_a_session_keeps_from_being_emptied_fails_the_update_with_what_to_do(
+    core: Any, policy: InFlight
+) -> None:
+    def reset_prefix_cache(**_: bool) -> bool:
+        raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
+
+    core.batch_queue, core.reset_prefix_cache = [], reset_prefix_cache
+    core.scheduler.has_unfinished_requests = lambda: False
+    with pytest.raises(CommitFailed, match=r"Failed to reset KV cache.*streaming input.*'keep'"):
+        CoreControl(core).pause(policy)

@@ -238,7 +238,15 @@ class CoreControl(EngineControl):
         vLLM's own `_reset_caches` also drops the inputs of the encoders, which no weights made. The API server has a cache of
         the same inputs and would go on sending only their hashes, on which the core fails.
         """
-        self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+        try:
+            self.core.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+        except RuntimeError as error:
+            raise CommitFailed(
+                f"vLLM could not empty its cache: {error}",
+                hint="a session of streaming input holds blocks of it, or a request whose keys and values a KV connector loads: "
+                "in_flight='keep' lets them go on, 'abort' ends them",
+                phase="commit",
+            ) from error
         if (why := forget(self.core.scheduler)) is not None:
             raise CommitFailed(f"the KV connector's cache could not be reset: {why}")
         self.core.reset_encoder_cache()

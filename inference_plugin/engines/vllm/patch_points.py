@@ -16,7 +16,7 @@ PATCH_POINTS = (
     # worker processes
     PatchPoint("vllm.v1.worker.worker_base:WorkerBase", why="gets the methods weightwire_start and weightwire_call"),
     PatchPoint("vllm.v1.worker.worker_base:WorkerWrapperBase.shutdown", ("self",), "wrapped: closes groups and sockets"),
-    PatchPoint("vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", ("scheduler_output",), "wrapped: notes when a step ran, for the throttle"),
+    PatchPoint("vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", ("scheduler_output",), "wrapped: notes when a step ran, for the throttle; a request that is computed anew begins without rows of token-wise pooling (`pooling_states` of the model runner's `requests`)"),
     PatchPoint("vllm.v1.worker.gpu_worker:Worker.execute_dummy_batch", ("self",), "wrapped: a step for the sake of other ranks is a step, for the throttle"),
     PatchPoint("vllm.v1.worker.gpu_worker:Worker.sleep", ("level",), "called, where `ModelConfig.enable_sleep_mode` is set: releases device memory"),
     PatchPoint("vllm.v1.worker.gpu_worker:Worker.wake_up", ("tags",), "called: takes it back"),

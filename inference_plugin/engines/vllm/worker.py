@@ -40,6 +40,7 @@ def hook_worker() -> None:
     @wrap(WorkerWrapperBase, "execute_model")
     def execute_model(original: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
         with _step(self.worker):
+            _forget_pooled(self.worker, scheduler_output)
             return original(self, scheduler_output)
 
     @wrap(Worker, "execute_dummy_batch")
@@ -51,6 +52,20 @@ def hook_worker() -> None:
 def _step(worker: Any) -> AbstractContextManager[object]:
     runtime: RankRuntime | None = getattr(worker, "_weightwire_runtime", None)
     return contextlib.nullcontext() if runtime is None else runtime.model.step()
+
+
+def _forget_pooled(worker: Any, scheduler_output: Any) -> None:
+    """Before a step: requests that are computed anew from their first token begin with no rows.
+
+    Where token-wise pooling takes a prompt in several steps, vLLM's first model runner keeps the rows that a request had when it
+    was preempted, as `recompute` has it, and appends all rows to them.
+    """
+    if getattr(worker, "_weightwire_runtime", None) is None:
+        return
+    held = getattr(worker.model_runner, "requests", {})  # the second runner makes such a request anew
+    for name in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+        if (pooled := getattr(held.get(name), "pooling_states", None)) is not None:
+            pooled.clean()
 
 
 def _worker_start(worker: Any, replica: str) -> bytes:
