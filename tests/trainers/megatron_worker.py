@@ -298,12 +298,21 @@ def gathered_in_the_next_forward_pass(checkpoints: Path) -> Result:
     overlapped = {"use_distributed_optimizer": True, "overlap_param_gather": True}
     wrapped = data_parallel(chunks, DistributedDataParallelConfig(overlap_grad_reduce=True, **overlapped))
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True, **overlapped), wrapped)
-    adapter = MegatronAdapter(wrapped, hf)
+    adapter, bare = MegatronAdapter(wrapped, hf), MegatronAdapter(chunks, hf)
     out: Result = {"place": place(), "before": refused(adapter.manifest)}
+    reduced = data_parallel(build(hf, layout), DistributedDataParallelConfig(overlap_grad_reduce=False, **overlapped))
+    stepper = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=True, **overlapped), reduced)
+    other = MegatronAdapter(reduced, hf)
+    out["before its first step"] = refused(other.manifest)
+    run_schedule(reduced)
+    stepper.step()
+    out["reduced at the end"] = refused(other.manifest)
+    reduced[0].start_param_sync(force_sync=True)
+    out["then gathered"] = refused(other.manifest)
     for way in ("forward", "sync"):
         run_schedule(wrapped)
         optimizer.step()
-        out[f"no {way}"] = [refused(adapter.manifest), refused(adapter.slices)]
+        out[f"no {way}"] = [refused(adapter.manifest), refused(adapter.slices), refused(bare.manifest)]
         if way == "forward":
             run_schedule(wrapped, forward_only=True)
             out["forwarded"] = refused(adapter.manifest)

@@ -456,8 +456,8 @@ def test_parameters_that_wait_to_be_gathered_are_refused_and_sent_once_they_are(
 ) -> None:
     seen = of(launched[2], "dp2 overlapped")
     for one in seen:
-        assert one["before"]["error"] is None
-        for error in (*one["no forward"], *one["no sync"]):
+        assert [one[when]["error"] for when in ("before", "before its first step", "then gathered")] == [None] * 3
+        for error in (*one["no forward"], *one["no sync"], one["reduced at the end"]):
             assert error["error"] == "ManifestMismatch", error
             assert "overlap_param_gather" in error["text"] and "start_param_sync(force_sync=True)" in error["text"]
         assert one["forwarded"]["error"] is None

@@ -147,18 +147,19 @@ def check_marks(
 
 
 def check_gathered(model: Any) -> None:
-    """Raises `ManifestMismatch` for a chunk in its wrappers whose parameters are not all those of the optimizer's last step.
+    """Raises `ManifestMismatch` for a chunk, in its wrappers or without them, whose parameters are not all those of the
+    optimizer's last step.
 
     With `overlap_param_gather` the distributed optimizer changes a part of them on each data-parallel rank, and the next forward
     pass gathers the parts of the others. The bucket groups of Megatron's `DistributedDataParallel` know whether that has begun
     since the last backward pass, and whether it has ended.
     """
-    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
-        config = getattr(model, "ddp_config", None)
+    for wrapper in _wrappers_of(model):
+        config = getattr(wrapper, "ddp_config", None)
         overlaps = getattr(config, "use_distributed_optimizer", False) and getattr(
             config, "overlap_param_gather", False
         )
-        groups = (*getattr(model, "bucket_groups", ()), *getattr(model, "expert_parallel_bucket_groups", ()))
+        groups = (*getattr(wrapper, "bucket_groups", ()), *getattr(wrapper, "expert_parallel_bucket_groups", ()))
         if overlaps and any(map(_awaits_gather, groups)):
             raise ManifestMismatch(
                 "the parameters have not been gathered since the optimizer's step (overlap_param_gather): of most of them "
@@ -167,7 +168,19 @@ def check_gathered(model: Any) -> None:
                 "all ranks, or update after the next forward pass",
                 side="trainer",
             )
+
+
+def _wrappers_of(model: Any) -> list[Any]:
+    """The wrappers around a chunk, as far as they can be seen: of a chunk without them, the `DistributedDataParallel` whose hook
+    gathers the parameters before a forward pass."""
+    found = []
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        found.append(model)
         model = inner
+    for hook in model._forward_pre_hooks.values():
+        captured = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+        found += [value for value in captured if hasattr(value, "bucket_groups")]
+    return found
 
 
 def _awaits_gather(group: Any) -> bool:
@@ -176,7 +189,12 @@ def _awaits_gather(group: Any) -> bool:
     if getattr(group, "param_gather_handle", None) is not None:
         return True
     has_begun = getattr(group, "param_gather_dispatched", True)
-    has_stepped = not getattr(group, "is_first_batch", True) or bool(getattr(group, "per_param_grad_ready_counts", ()))
+    has_stepped = (
+        not getattr(group, "is_first_batch", True)
+        or bool(getattr(group, "per_param_grad_ready_counts", ()))
+        # Without `overlap_grad_reduce` nothing is counted; the first reduction of gradients makes these.
+        or any(shard is not None for shard in getattr(group, "cached_grad_buffer_shard_list", ()))
+    )
     return has_stepped and not has_begun
 
 
