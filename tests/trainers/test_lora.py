@@ -6,10 +6,14 @@ All cases run in one launch (`lora_worker.py`); each test below looks at one cas
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
+from trainer_adapters import LoRAAdapter
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +162,16 @@ def test_a_rank_with_another_adapter_is_an_error_on_all_and_no_hang(ranks: Ranks
 def test_a_plain_adapter_sends_no_base_model_by_mistake(ranks: Ranks) -> None:
     for seen in of(ranks, "refuse_a_plain_adapter"):
         assert seen["error"] == "ArgumentError" and "MergedLoRAAdapter" in seen["text"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "warned"), [("olora", True), ("pissa_niter_2", True), ("gaussian", False), (True, False)]
+)
+def test_an_adapter_that_took_a_part_of_the_base_is_warned_about(
+    kind: bool | str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LoraConfig(r=2, target_modules=["0"], init_lora_weights=kind)  # type: ignore[arg-type]
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), config)
+    with caplog.at_level(logging.WARNING):
+        LoRAAdapter(model)
+    assert (f"init_lora_weights={kind!r}, which changed the base weights" in caplog.text) == warned

@@ -7,6 +7,7 @@ what was sent, bit for bit. Each rank sends the shards that it holds; nothing is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -18,11 +19,13 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import torch_dtype
 from trainer_adapters.sources.base import LocalSlice, WeightSource, WrappingSource
 from trainer_adapters.sources.lora.factors import check_kind, source_of
-from trainer_adapters.sources.lora.peft_model import AddedProduct, PeftStructure, structure_of
+from trainer_adapters.sources.lora.peft_model import AddedProduct, PeftStructure, base_changed_by, structure_of
 from trainer_adapters.sources.lora.product import saved_name, scaled
 from trainer_adapters.sources.selection import Rules
 
 __all__ = ["LoRAAdapter"]
+
+logger = logging.getLogger(__name__)
 
 
 class LoRAAdapter(WrappingSource):
@@ -30,7 +33,8 @@ class LoRAAdapter(WrappingSource):
     active or not.
 
     Send it as the group `lora.NAME`, where NAME is the engine's name of the adapter: `SyncManager(group="lora.policy")`.
-    The base model must be the one that the engine serves; if it is trained too, it is sent as a group of its own.
+    The base model must be the one that the engine serves; if it is trained too, it is sent as a group of its own. A warning tells
+    of an adapter whose initialisation changed the base (PiSSA, OLoRA and the like).
     `dtype_rules` as in `DTensorAdapter`: PEFT keeps adapters of a bf16 model in float32, and slots have the model's dtype.
 
     Raises TypeError for a model without LoRA layers or wrapped by FSDP1. `manifest()` raises `ManifestMismatch`, which names
@@ -47,6 +51,14 @@ class LoRAAdapter(WrappingSource):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_kind(model)
+        if (kind := base_changed_by(model, adapter)) and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning(
+                "weightwire: adapter %r was made with init_lora_weights=%r, which changed the base weights, and only the adapter "
+                "is sent: the engine must serve the trainer's base (start it from that, or send it as a group too); or send the "
+                "merged model with MergedLoRAAdapter",
+                adapter,
+                kind,
+            )
         self._model = model
         self._adapter = adapter
         self._ranks = process_group

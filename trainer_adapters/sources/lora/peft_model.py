@@ -21,7 +21,10 @@ from trainer_adapters.sources.plan import unwrapped
 from trainer_adapters.sources.sharded import shape_of
 from trainer_adapters.sources.streams import module_ties, walk
 
-__all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "adapter_names", "structure_of"]
+__all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "adapter_names", "base_changed_by", "structure_of"]
+
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of `init_lora_weights`, or their beginnings, with which PEFT takes a part of the base weights into the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,16 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
         for alias, source in module_ties(model).items()
     }
     return PeftStructure(inside, additions, shapes, ties, tuple(parts.replaced))
+
+
+def base_changed_by(model: torch.nn.Module, adapter: str) -> str:
+    """The initialisation by which PEFT changed the base weights as it made this adapter; "" if it did not."""
+    for part in model.modules():
+        configs = getattr(part, "peft_config", None)
+        kind = getattr(configs.get(adapter), "init_lora_weights", "") if isinstance(configs, dict) else ""
+        if isinstance(kind, str) and kind.lower().startswith(_CHANGES_BASE):
+            return kind
+    return ""
 
 
 def adapter_names(model: torch.nn.Module) -> list[str]:
