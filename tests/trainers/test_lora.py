@@ -11,9 +11,11 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 
+from inference_plugin.wire.errors import ManifestMismatch
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
-from trainer_adapters import LoRAAdapter
+from trainer_adapters import LoRAAdapter, MergedLoRAAdapter
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +177,21 @@ def test_an_adapter_that_took_a_part_of_the_base_is_warned_about(
     with caplog.at_level(logging.WARNING):
         LoRAAdapter(model)
     assert (f"init_lora_weights={kind!r}, which changed the base weights" in caplog.text) == warned
+
+
+def test_an_adapter_over_a_quantised_base_is_sent_alone_and_not_merged() -> None:
+    """QLoRA. The layers' class stands in for that of bitsandbytes, which the locked environments lack."""
+    model = get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(8, 8)), LoraConfig(r=2, lora_alpha=6, target_modules=["0"])
+    )
+    layer = model.base_model.model[0]
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    layer.__class__ = type("Linear4bit", (torch.nn.Module, LoraLayer), {"__module__": "peft.tuners.lora.bnb"})
+    layer.base_layer.weight = torch.nn.Parameter(torch.zeros(32, 1, dtype=torch.uint8), requires_grad=False)
+    source = LoRAAdapter(model)
+    names = [spec.name.rpartition(".")[0].rpartition(".")[2] for spec in source.manifest().tensors]
+    sent = {names[piece.box.tensor]: piece.tensor for piece in source.slices()}
+    assert torch.equal(sent["lora_A"], layer.lora_A["default"].weight)
+    assert torch.equal(sent["lora_B"], layer.lora_B["default"].weight * 3)
+    with pytest.raises(ManifestMismatch, match=r"lora\.Linear4bit, which has no rule here"):
+        MergedLoRAAdapter(model).manifest()

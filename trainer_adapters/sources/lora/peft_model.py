@@ -26,6 +26,9 @@ __all__ = ["AddedBias", "AddedProduct", "Addition", "PeftStructure", "adapter_na
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights`, or their beginnings, with which PEFT takes a part of the base weights into the adapter."""
 
+_QUANTISED = frozenset(f"peft.tuners.lora.{kind}" for kind in ("aqlm", "awq", "bnb", "eetq", "gptq", "hqq", "inc"))
+"""Where PEFT has its LoRA layers over quantised linear layers, whose A and B are those of any linear layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class AddedProduct:
@@ -105,7 +108,7 @@ def structure_of(model: torch.nn.Module, *, only: str | None = None) -> PeftStru
         if (base := _without_wrappers(prefix, inside)) is None:
             continue  # inside a module that another one replaces
         active = [n for n in ([only] if only else layer.active_adapters) if _has(layer, n)]
-        if problem := (_state_of(layer) if only is None else "") or _problem_of(layer, active):
+        if problem := (_state_of(layer) if only is None else "") or _problem_of(layer, active, alone=only is not None):
             problems.append(f"{base[:-1]} {problem}")
             continue
         for name, weight, added in _additions_of(prefix, layer, active):
@@ -204,11 +207,12 @@ def _state_of(layer: Any) -> str:
     return ""
 
 
-def _problem_of(layer: Any, active: Sequence[str]) -> str:
-    """Why a LoRA layer's adapters can't be sent; "" if they can."""
+def _problem_of(layer: Any, active: Sequence[str], *, alone: bool) -> str:
+    """Why a LoRA layer's adapters can't be sent; "" if they can. `alone`: without the base, which may be quantised then."""
     from peft.tuners.lora import layer as kinds
 
-    if not isinstance(layer, kinds.Linear | kinds.Embedding | kinds.ParamWrapper):
+    quantised = alone and type(layer).__module__ in _QUANTISED
+    if not isinstance(layer, kinds.Linear | kinds.Embedding | kinds.ParamWrapper) and not quantised:
         return f"is a lora.{type(layer).__name__}, which has no rule here"
     for adapter in active:
         variant = type(layer.lora_variant.get(adapter)).__name__
@@ -219,7 +223,7 @@ def _problem_of(layer: Any, active: Sequence[str]) -> str:
         if variant != "NoneType":
             return f"has adapter {adapter} of variant {variant}, which has no rule here"
     weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
-    if active and weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    if active and not alone and weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         return f"adapts a weight of {weight.dtype}: quantised weights have no rule here"
     return ""
 
