@@ -19,7 +19,7 @@ from inference_plugin.install.proof import prove_plan
 from inference_plugin.install.storages import storage_views
 from inference_plugin.install.trace import trace_plan
 from inference_plugin.install.trial_load import LoaderCoverage, check_trial_fits, handed_out_bytes, loader_coverage
-from inference_plugin.wire.dtype_hint import dtype_line, dtype_rules
+from inference_plugin.wire.dtype_hint import check_quantises_nothing, dtype_line, dtype_rules
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few, lacks_resources
 from inference_plugin.wire.host_memory import free_host_bytes
 from inference_plugin.wire.manifest import Manifest
@@ -164,6 +164,7 @@ class _Negotiation:
             changed = {self._manifest.sent_name(name): dtype for name, dtype in plan.dtypes_wanted.items()}
             own = {spec.name: spec.dtype for spec in self._manifest.tensors}
             wanted = own | {name: dtype_name(dtype) for name, dtype in changed.items()}
+            check_quantises_nothing(own, wanted)
             error = ManifestMismatch(
                 f"dtypes differ: {first_few(wrong, 3)}",
                 hint="nothing is cast silently: dtype=\"engine\" takes the engine's dtypes; or give the trainer's adapter, or "

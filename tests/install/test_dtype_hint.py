@@ -52,3 +52,15 @@ def test_an_update_in_other_dtypes_is_refused_with_the_line_that_makes_it_right(
     assert line.startswith("dtype_rules={") and line.endswith('"*": "bfloat16"}')
     dtypes = pasted(line).resolve({name: t.dtype for name, t in tensors.items()})
     ModelInstaller(model).open(manifest_of({n: t.to(dtypes[n]) for n, t in tensors.items()}), "copy", partial=False)
+
+
+def test_no_cast_is_offered_in_place_of_a_quantisation() -> None:
+    """The scales would stay those of the engine's own weights."""
+    model = PlainEngineModel(2, 0, 1)
+    for part in (model.live, model.skeleton):
+        weight = part.get_parameter("layers.0.out.weight")
+        quantised = torch.nn.Parameter(torch.empty_like(weight, dtype=torch.float8_e4m3fn), requires_grad=False)
+        part.get_submodule("layers.0.out").register_parameter("weight", quantised)
+    with pytest.raises(ManifestMismatch, match=r"quantised weights, .*layers\.0\.out\.weight \(1 in all\)") as raised:
+        ModelInstaller(model).open(manifest_of(checkpoint(1)), "copy", partial=False)
+    assert raised.value.dtypes == {} and "with their scales" in raised.value.hint
