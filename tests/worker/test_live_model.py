@@ -43,7 +43,7 @@ def test_a_draft_and_its_served_model_as_one_count_on_one_ranks_part_of_the_free
         VllmModel(
             nn.Sequential(nn.Linear(2, 2)),
             torch.device("cpu"),
-            SimpleNamespace(model_config=settings),
+            SimpleNamespace(model_config=settings, cache_config=SimpleNamespace(cache_dtype="auto")),
             settings,
             Skeleton(nn.Sequential(nn.Linear(2, 2, device="meta")), {}),
         )
@@ -76,6 +76,7 @@ def test_vllm_on_a_cpu_that_tunes_what_it_compiles_is_refused() -> None:
             dtype=torch.float32,
             enforce_eager=True,
             enable_sleep_mode=False,
+            cache_config=SimpleNamespace(cache_dtype="auto"),
             parallel_config=SimpleNamespace(enable_eplb=False),
             load_config=SimpleNamespace(load_format="auto"),
             compilation_config=SimpleNamespace(mode=mode, inductor_compile_config=options),
