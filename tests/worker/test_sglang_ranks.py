@@ -118,7 +118,7 @@ def test_ranks_of_which_one_lacks_the_plug_in_are_told_so_and_wait_for_nobody(la
     for rank in range(2):
         found = directory / f"said{rank}"
         eventually(found.exists, f"the end of rank {rank}'s start")
-        told = f"the plug-in is live in this rank, but not in every rank of the engine: {lacking} (1 in all)"
+        told = f"the plug-in is live here, but not in every rank of the engine: rank {lacking} (1 in all)"
         assert found.read_text() == ("" if rank == lacking else told)
 
 

@@ -82,7 +82,7 @@ def _check_presence(ranks: Sequence[int]) -> None:
         if not absent:
             return
         why = EngineUnsupported(
-            f"the plug-in is live in this rank, but not in every rank of the engine: {first_few([str(each) for each in absent])}",
+            f"the plug-in is live here, but not in every rank of the engine: {first_few([f'rank {each}' for each in absent])}",
             hint="install weightwire on every host of the engine, and set WEIGHTWIRE_DISABLE on all of them or on none",
             phase="start",
         )
