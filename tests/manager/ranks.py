@@ -89,6 +89,15 @@ def of_vllm(seed: int) -> Any:
     return type("WeightSource", (), {"__module__": "vllm.distributed.weight_transfer.base", **methods})()
 
 
+def of_peft() -> torch.nn.Module:
+    """A sharded model with adapters, for which an adapter is made by all ranks together."""
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    return fully_shard(model)  # type: ignore[no-any-return]
+
+
 def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options: Any) -> None:
     sums = options.pop("sums", False)
     seen: dict[str, Any]
@@ -129,8 +138,9 @@ def run(rank: int, world: int, steps: list[dict[str, Any]], out: Path, **options
         faulty = FaultySource(seed, rank, world, fault)
         faulty.together = out / step["together"] if "together" in step else None
         source: Any = in_float32(seed) if step.get("engine_dtypes") else faulty
-        if "vllm's" in step:
-            source = of_vllm(seed) if rank in step["vllm's"] else None
+        if "made_together" in step:
+            model = of_vllm(seed) if step["kind"] == "vllm" else of_peft()
+            source = model if rank in step["made_together"] else None
         began_s = time.monotonic()
         try:
             report = manager.verify(source) if rank in step.get("verify", ()) else manager.update(source, version)

@@ -346,15 +346,15 @@ def test_whatever_calls_were_wrong_the_ranks_are_together_again_after_a_few_righ
     assert done[0] == done[1] == done[2]
 
 
-@pytest.mark.parametrize("healthy", [0, 1])
+@pytest.mark.parametrize(("kind", "healthy"), [("vllm", 0), ("vllm", 1), ("lora", 0)])
 def test_a_rank_that_fails_before_an_adapter_is_made_together_leaves_no_other_waiting_for_it(
-    start: Start, trainer: Callable[..., Trainer], healthy: int
+    start: Start, trainer: Callable[..., Trainer], kind: str, healthy: int
 ) -> None:
     rig = start()
-    ranks = trainer(2, [V[1], V[2] | {"vllm's": [healthy], "timeout_s": 8}, V[3]])
+    ranks = trainer(2, [V[1], V[2] | {"made_together": [healthy], "kind": kind, "timeout_s": 8}, V[3]])
     seen = [ranks.step(rank, 1) for rank in (0, 1)]
     own = {
-        healthy: f"trainer ranks [{1 - healthy}] have not made their adapter of a vllm model within 4 s",
+        healthy: f"trainer ranks [{1 - healthy}] have not made their adapter of a {kind} model within 4 s",
         1 - healthy: "an object of type NoneType cannot be sent",
     }
     for result in seen:

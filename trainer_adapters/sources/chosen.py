@@ -22,7 +22,7 @@ from trainer_adapters.sources.sharded import (
 from trainer_adapters.sources.streams import holds_its_tensors, pairs_of
 from trainer_adapters.sources.vllm import VllmSourceAdapter, is_vllm_source
 
-__all__ = ["MADE_TOGETHER", "Kind", "Sendable", "kind_of", "source_for"]
+__all__ = ["Kind", "Sendable", "is_made_together", "kind_of", "source_for"]
 
 Sendable: TypeAlias = (
     WeightSource
@@ -35,9 +35,6 @@ Sendable: TypeAlias = (
 """A source, a model (for Megatron also the list of its chunks), or checkpoint tensors by name."""
 
 Kind: TypeAlias = Literal["source", "vllm", "fsdp", "dtensor", "deepspeed", "megatron", "lora", "module", "tensors"]
-
-MADE_TOGETHER: frozenset[Kind] = frozenset(["megatron", "vllm"])
-"""Kinds whose sources the ranks make by a collective of the trainer's process group."""
 
 TAKEN = (
     "a WeightSource, ours or vLLM's; a torch.nn.Module (plain, DistributedDataParallel, FSDP1, FSDP2, DTensors, DeepSpeed, a "
@@ -135,6 +132,13 @@ def kind_of(model: object) -> Kind:
     if callable(model) and not isinstance(model, torch.Tensor):
         return "tensors"
     raise _unknown(f"an object of type {type(model).__name__}", "")
+
+
+def is_made_together(kind: Kind, model: Any) -> bool:
+    """Whether the ranks make the source of this model by a collective of the trainer's process group."""
+    if kind == "lora":  # factors of shards are gathered, over a process group of their own
+        return has_partitions(model) or any(map(is_dtensor, model.parameters()))
+    return kind in ("megatron", "vllm")
 
 
 def _kind_of_module(model: torch.nn.Module) -> Kind:

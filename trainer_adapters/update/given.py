@@ -13,7 +13,7 @@ import torch.distributed as dist
 from inference_plugin.wire.errors import ArgumentError, VersionConflict, WeightwireError
 from inference_plugin.wire.manifest import Manifest
 from trainer_adapters.sources.base import LocalSlice, WeightSource
-from trainer_adapters.sources.chosen import MADE_TOGETHER, Kind, Sendable, kind_of, source_for
+from trainer_adapters.sources.chosen import Kind, Sendable, is_made_together, kind_of, source_for
 from trainer_adapters.sources.exchange import meet
 
 __all__ = ["FailingSource", "GivenModels", "checked_version"]
@@ -59,7 +59,7 @@ class GivenModels:
                 last_model, last_kind, last_dtype, last_config, source = self._last
                 if last_model is model and (last_kind, last_dtype) == (kind, dtype) and last_config is hf_config:
                     return source
-            if kind in MADE_TOGETHER:
+            if is_made_together(kind, model):
                 self._meet(kind, timeout_s / 2)
             source = source_for(
                 model, dtype=dtype, hf_config=hf_config, group=self._group, process_group=self._process_group

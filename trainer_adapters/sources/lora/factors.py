@@ -16,6 +16,7 @@ from inference_plugin.wire.manifest import Manifest
 from inference_plugin.wire.tensors import bytes_view, narrowed
 from trainer_adapters.sources.base import LocalSlice, WeightSource
 from trainer_adapters.sources.dtensor import DTensorAdapter
+from trainer_adapters.sources.exchange import meet
 from trainer_adapters.sources.fsdp import FSDPAdapter
 from trainer_adapters.sources.gather import gathered
 from trainer_adapters.sources.module import ModuleAdapter
@@ -79,6 +80,7 @@ class PeftFactors:
         self._group: dist.ProcessGroup | None = None
         self._config = Config.from_environment()
         if self.sharded:
+            meet(b"", process_group, timeout_s=self._config.timeout_s, making="adapter")  # else torch's error names no rank
             self._group = dist.new_group(
                 dist.get_process_group_ranks(process_group or dist.group.WORLD),
                 backend="gloo",
