@@ -25,8 +25,8 @@ class _Index(msgspec.Struct):
 
 
 class Checkpoint(Mapping[str, "torch.Tensor"]):
-    """Whole tensors by name, each read when it is asked for. Ends the command where `path` is no checkpoint, or where it is not
-    clear which of two files holds a tensor."""
+    """Whole tensors by name, each read when it is asked for. Ends the command where `path` is no checkpoint of a whole model, or
+    where it is not clear which of two files holds a tensor."""
 
     def __init__(self, path: Path) -> None:
         """`path`: a directory with *.safetensors, or one such file. A directory's index says which file holds a tensor, as for
@@ -63,6 +63,11 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
                 first[name], self._where[name] = file, handle
         if lacking := sorted(set(named) - set(self._where)):
             raise stop(f"{path / INDEX} names {lacking[0]}, which {named[lacking[0]]} does not hold")
+        if any(".lora_B." in name for name in self._where):
+            raise stop(
+                f"{path} is a LoRA adapter, whose B engines need multiplied by the scaling (alpha / r): load it with "
+                "PeftModel.from_pretrained, and give the model to SyncManager('lora.NAME').update; or merge it into its base"
+            )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._where[name].get_tensor(name)

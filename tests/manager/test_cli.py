@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from inference_plugin import __version__
@@ -246,6 +247,15 @@ def test_push_brings_a_checkpoint_into_running_replicas_and_says_who_has_it(dire
         assert shown("push", str(tmp_path / "nowhere"))[0] == 2
     finally:
         rig.end()
+
+
+@pytest.mark.parametrize("command", [("push",), ("verify", "--checkpoint")])
+def test_a_lora_adapter_as_peft_saves_it_is_refused(directory: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    """Its B is not multiplied by the scaling: the engine would serve a weaker adapter, and --verify would find it equal."""
+    factors = {f"base_model.model.q_proj.lora_{factor}.weight": torch.ones(2, 2) for factor in "AB"}
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    code, printed, told = shown(*command, str(tmp_path), "--group", "lora.policy")
+    assert (code, printed) == (2, "") and "multiplied by the scaling" in told and "PeftModel.from_pretrained" in told
 
 
 def test_a_checkpoint_s_index_says_which_file_holds_a_tensor(directory: Path, tmp_path: Path) -> None:

@@ -86,6 +86,21 @@ def test_in_a_lora_group_the_adapter_of_that_name_goes_also_where_the_model_is_w
             source_for(wrapped, group="lora.other")
 
 
+@pytest.mark.parametrize("given", ["tensors by name", "a function", "a model without adapters"])
+def test_in_a_lora_group_what_does_not_tell_the_scaling_is_refused(given: str) -> None:
+    """As PEFT saves them, B is not multiplied by the scaling: the engine would serve a weaker adapter."""
+    adapter = {f"base_model.model.0.lora_{factor}.weight": torch.zeros(2, 2) for factor in "AB"}
+    model = {
+        "tensors by name": adapter,
+        "a function": lambda: adapter,
+        "a model without adapters": torch.nn.Linear(2, 2),
+    }
+    with pytest.raises(ArgumentError, match=r"does not tell the scaling.*ModuleAdapter") as refused:
+        source_for(model[given], group="lora.policy")  # type: ignore[arg-type]
+    assert "whose B the engine needs multiplied" in str(refused.value)
+    assert isinstance(source_for(ModuleAdapter(adapter), group="lora.policy"), ModuleAdapter)
+
+
 def sent_by(source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
     """What the source of a process of its own sends."""
     manifest = source.manifest()

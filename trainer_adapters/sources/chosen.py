@@ -74,6 +74,12 @@ def source_for(
             )
         return model
     sendable: Any = model
+    if group.startswith(LORA_GROUP) and kind not in ("lora", "megatron"):
+        raise ArgumentError(
+            f"group {group!r} is a LoRA adapter, whose B the engine needs multiplied by the scaling (alpha / r); a "
+            f"{type(model).__name__} without LoRA layers does not tell the scaling",
+            hint="give update the PEFT model, or LoRAAdapter(model, name); if B is multiplied already, ModuleAdapter(tensors)",
+        )
     if kind == "vllm":
         return VllmSourceAdapter(sendable, dtype_rules=rules, process_group=process_group)
     if kind == "megatron":
