@@ -80,7 +80,9 @@ class PeftFactors:
         self._group: dist.ProcessGroup | None = None
         self._config = Config.from_environment()
         if self.sharded:
-            meet(b"", process_group, timeout_s=self._config.timeout_s, making="adapter")  # else torch's error names no rank
+            meet(
+                b"", process_group, timeout_s=self._config.timeout_s, making="adapter"
+            )  # else torch's error names no rank
             self._group = dist.new_group(
                 dist.get_process_group_ranks(process_group or dist.group.WORLD),
                 backend="gloo",
