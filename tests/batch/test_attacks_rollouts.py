@@ -95,6 +95,32 @@ def check_an_interrupt() -> None:
         assert pool.next_batch(1, timeout_s=LONG_S).task_ids == ("t",)
 
 
+def test_a_submit_that_the_user_interrupts_costs_no_other_task(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the worst moment: the pool has the task, and nobody its future. In a notebook the pool lives on."""
+    with RolloutPool() as pool:
+        machine = pool._machine
+        take = machine.on
+
+        def interrupted(event: Any, now_s: float) -> Any:
+            take(event, now_s)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(machine, "on", interrupted)
+            for task in ("cleared", "runs"):
+                with pytest.raises(KeyboardInterrupt):
+                    pool.submit(task, "")
+        heard: list[str] = []
+        pool.on_complete(lambda future: heard.append(future.task_id))
+        assert pool.clear(["cleared"]).cleared == 1
+        with LocalWorker(hostile):
+            assert pool.submit("good", "").result(LONG_S).task_id == "good"
+            assert set(pool.next_batch(2, timeout_s=LONG_S).task_ids) == {"good", "runs"}
+        eventually(lambda: set(heard) == {"cleared", "runs", "good"}, "the callbacks")
+
+
 def test_a_wait_that_is_too_long_for_the_clock_loses_no_rollouts(directory: Path) -> None:
     with RolloutPool() as pool, LocalWorker(hostile):
         with pytest.raises(ConfigError, match="at most a year"):

@@ -303,10 +303,10 @@ class RolloutPool(Closing, Service):
             )
 
     def _bound(self, action: Action) -> Any:
-        """Under the lock: the future that an action ends."""
+        """Under the lock: the future that an action ends. Of a task whose `submit` Ctrl-C interrupted, there may be none."""
         match action:
             case Finish():
-                return self._futures.pop(action.task_id)
+                return self._futures.pop(action.task_id, None)
             case GiveBatch() | FailBatch():
                 return self._batches.pop(action.waiter)
         return None
@@ -317,11 +317,12 @@ class RolloutPool(Closing, Service):
             case Reply():
                 action.asker.reply(action.body)
             case Finish():
+                future = future or self._lone_future(action.task_id)
                 future.end(action.outcome)
                 self._tell(future)
             case Drop():
                 logger.warning("weightwire: a completed rollout was dropped: %s", action.error)
-                dropped = RolloutFuture(action.task_id, lambda _: False, self._callbacks)
+                dropped = self._lone_future(action.task_id)
                 dropped.end(action.error)
                 self._tell(dropped)
             case GiveBatch():
@@ -330,6 +331,10 @@ class RolloutPool(Closing, Service):
                 future.set_exception(action.error)
             case Log():
                 logger.log(logging.WARNING if action.warning else logging.INFO, "weightwire: %s", action.text)
+
+    def _lone_future(self, task_id: str) -> RolloutFuture:
+        """A future that nobody has yet: for callbacks."""
+        return RolloutFuture(task_id, lambda _: False, self._callbacks)
 
     def _tell(self, future: RolloutFuture) -> None:
         with self._lock:
