@@ -15,8 +15,8 @@ warning, and the engine runs as if the plug-in were not installed. If the user n
   own input queue as a WAKEUP that carries a callable, so that they run between two steps and wake an idle engine. An
   in-process engine has no queue: there, a lock around its client's methods makes the step boundary. Where data-parallel ranks
   share experts, one core leads the others (`core_turns`, `shared_core`, `step_gate`).
-- API process (`api`, `answers`, `hooks`): a middleware turns the 500 of a torn replica into a 503 that says why; answers say
-  which versions made them; `weightwire status` shows an engine that is still starting.
+- API process (`api`, `answers`, `ended_pooling`, `hooks`): a middleware turns the 500 of a torn replica into a 503 that says why;
+  answers say which versions made them; `weightwire status` shows an engine that is still starting.
 
 Importing this package imports neither vLLM nor torch: `weightwire check-engine` reads the table only.
 """
@@ -42,6 +42,7 @@ def register() -> None:
 
     from inference_plugin.engines.vllm import hooks
     from inference_plugin.engines.vllm.api import hook_api
+    from inference_plugin.engines.vllm.ended_pooling import hook_ended_pooling
     from inference_plugin.engines.vllm.lora import hook_lora
     from inference_plugin.engines.vllm.weight_transfer import register_backend
     from inference_plugin.engines.vllm.worker import hook_worker
@@ -56,6 +57,7 @@ def register() -> None:
         hooks.hook_shared_cores()
         hooks.hook_inproc()
         hook_api()
+        hook_ended_pooling()
         hook_lora()
         register_backend()
 

@@ -75,7 +75,7 @@ PATCH_POINTS = (
     PatchPoint(_CORE + "EngineCoreProc._handle_client_request", ("request_type", "request"), "wrapped: runs our commands"),
     PatchPoint("vllm.v1.engine:EngineCoreOutput", ("request_id", "new_token_ids", "finish_reason", "stop_reason"), "made: ends requests of a torn replica"),
     PatchPoint("vllm.v1.engine:EngineCoreOutput", ("error",), "made: with the reason, for requests of a torn replica", since="0.33"),
-    PatchPoint("vllm.outputs:RequestError", ("code", "message", "retryable"), "made: an API server answers 503 with its message", since="0.33"),
+    PatchPoint("vllm.outputs:RequestError", ("code", "message", "retryable"), "made: an API server answers 503 with its message", since="0.32"),
     PatchPoint("vllm.v1.engine:EngineCoreOutputs", ("outputs", "finished_requests"), "made"),
     PatchPoint(_CORE + "DPEngineCoreProc", why="recognised: data-parallel ranks that share experts; its dp_group is used while it starts, its engines_running and ignore_start_dp_wave are read and set"),
     PatchPoint(_CORE + "DPEngineCoreProc._has_global_unfinished_reqs", ("self", "local_unfinished"), "wrapped: counts the steps that all cores take"),
@@ -125,6 +125,7 @@ PATCH_POINTS = (
     PatchPoint("vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator", ("result_generator",), "wrapped: answers say their version", since="0.32", without="answers over HTTP don't say which version made them"),
     PatchPoint("vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator", ("result_generator",), "wrapped: answers say their version", since="0.32", without="answers over HTTP don't say which version made them"),
     PatchPoint("vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator", ("result_generator",), "wrapped: answers say their version", since="0.32", without="answers over HTTP don't say which version made them"),
+    PatchPoint("vllm.v1.engine.output_processor:OutputProcessor.process_outputs", ("self", "engine_core_outputs"), "wrapped: the end of a pooling request without an answer is told as an error; `request_states`, with their `make_request_output`"),
     # LoRA slots
     PatchPoint("vllm.lora.worker_manager:WorkerLoRAManager._load_adapter", ("self", "lora_request"), "wrapped: an adapter that an update brought is not read from disk"),
     PatchPoint("vllm.lora.worker_manager:WorkerLoRAManager.list_adapters", ("self",), "called: the numbers that are held"),
