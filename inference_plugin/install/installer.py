@@ -84,7 +84,9 @@ class ModelInstaller:
         model = self._served.for_names([*manifest.index, *manifest.tied])
         asked = manifest, partial, model.expert_places()
         for known in (self._agreement, self._proven):
-            if known is not None and (known.manifest, known.partial, known.expert_places) == asked:
+            if known is None or not known.layout.is_current():
+                continue
+            if (known.manifest, known.partial, known.expert_places) == asked:
                 return known
         with model.lock:
             self._proven = agree(model, manifest, partial=partial, sharing=sharing)
@@ -92,6 +94,8 @@ class ModelInstaller:
 
     def check_terms(self) -> None:
         self._served.check_caches()
+        if self._agreement is not None:
+            self._agreement.layout.check_current()
         if self._agreement is not None and self._agreement.expert_places != self._agreement.model.expert_places():
             raise ManifestMismatch(
                 "the engine has moved its experts since the group was opened",
@@ -127,6 +131,7 @@ class ModelInstaller:
     def read_back(self) -> Iterator[BoxDigest | tuple[str, str]]:
         if self._agreement is not None:
             agreement = self._agreement
+            agreement.layout.check_current()
             yield from live_digests(agreement.manifest, agreement.layout, agreement.unreadable)
 
     def discard(self) -> None:

@@ -23,7 +23,7 @@ from inference_plugin.install.storages import equal_bytes, held_tensors, named_t
 from inference_plugin.install.trial_load import poison
 from inference_plugin.install.trials import makes_default, run_trials
 from inference_plugin.install.unpacking import Unpacking
-from inference_plugin.wire.errors import EngineUnsupported, first_few
+from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
 
 __all__ = ["LiveLayout"]
 
@@ -130,6 +130,18 @@ class LiveLayout:
         strangers = [n for n, t, _ in held if t.numel() and n not in self._key_of and id(t) not in made]
         return [*strangers, *self._references.unexplained]
 
+    def is_current(self) -> bool:
+        """Whether the live model has the modules that it had when this was made."""
+        return self._post.is_current()
+
+    def check_current(self) -> None:
+        """Raises `ManifestMismatch` if it has others: an update would write the old ones."""
+        if not self.is_current():
+            raise ManifestMismatch(
+                "somebody has put other modules into the engine's model since the group was opened",
+                hint="the next update opens the group again by itself",
+            )
+
     def check_apart(self) -> None:
         """Raises `EngineUnsupported` if the engine computes with parameters that are not registered in its model."""
         if apart := self._references.apart:
@@ -187,8 +199,13 @@ class LiveLayout:
     # --- plain storages ----------------------------------------------------------------------------------------------
 
     def live_storages(self) -> dict[str, torch.Tensor]:
-        """Each plain storage of the live model as a flat tensor, by key."""
+        """Each plain storage of the live model as a flat tensor, by key. Raises `ManifestMismatch` if one changed its form."""
         live = self._storages.unchanged()
+        if gone := sorted(self._plain - live.keys()):
+            raise ManifestMismatch(
+                f"the engine has changed the size or dtype of these since the group was opened: {first_few(gone)}",
+                hint="start the engine anew, or undo that",
+            )
         return {key: live[key] for key in self._plain}
 
     def own_storages(self) -> dict[str, torch.Tensor]:
@@ -208,6 +225,7 @@ class LiveLayout:
     def second_set(self, storages: Mapping[str, torch.Tensor], modules: list[RebuiltModule]) -> StandbyWeights:
         """The set that replaces the live storages by `storages`, by key, and modules by rebuilt ones. Made in the background, so
         that the swap is short for any size of model."""
+        self.live_storages()  # raises if one changed its form
         tensors = list(self._held(storages))
         data: list[torch.Tensor] = []
         for key, _, _, tensor in tensors:

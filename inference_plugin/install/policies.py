@@ -212,10 +212,10 @@ class CopyInstaller(PolicyInstaller):
 
     def __init__(self, agreement: Agreement, way_back: WayBack) -> None:
         super().__init__(agreement, way_back)
-        self._bound: dict[int, tuple[Replay, Tensors]] = {}
+        self._bound: dict[int, tuple[Replay, Tensors, Tensors]] = {}
 
     def prepare(self, segment: torch.Tensor, throttle: Throttle) -> int:
-        _, sources = self._bound_to(segment)  # so that the commit only copies
+        _, sources, _ = self._bound_to(segment)  # so that the commit only copies
         self._note_operands(sources, lambda module: self._plain_of(module, sources), throttle)
         return 0
 
@@ -228,36 +228,39 @@ class CopyInstaller(PolicyInstaller):
         return copies
 
     def _put(self, segment: torch.Tensor) -> None:
+        bound = self._bound_to(segment)
         self._way_back.touched = True
-        self._write(segment)
+        self._write(bound)
 
     def _put_back(self, previous: torch.Tensor | None) -> None:
         if previous is None:
             raise TornReplica("the previous version's bytes are gone", phase="commit")
-        self._write(previous)
+        self._write(self._bound_to(previous))
 
     def forget_segments(self) -> None:
         self._bound.clear()
 
-    def _write(self, segment: torch.Tensor) -> None:
-        replay, sources = self._bound_to(segment)
+    def _write(self, bound: tuple[Replay, Tensors, Tensors]) -> None:
+        replay, sources, live = bound
         replay.run()
-        for module in self._rebuild(self._layout.rebuilt, sources, self._layout.live_storages(), lambda _: None):
+        for module in self._rebuild(self._layout.rebuilt, sources, live, lambda _: None):
             self._layout.move_in(module)
         self._layout.reset_references()
 
-    def _bound_to(self, segment: torch.Tensor) -> tuple[Replay, Tensors]:
-        bound = self._bound.get(segment.data_ptr())
-        if bound is None:
+    def _bound_to(self, segment: torch.Tensor) -> tuple[Replay, Tensors, Tensors]:
+        """A replay from the segment, the tensors in it, and the live storages. It is bound anew where the engine has given a
+        parameter other memory since."""
+        bound, live = self._bound.get(segment.data_ptr()), self._layout.live_storages()
+        if bound is None or any(live[key].data_ptr() != storage.data_ptr() for key, storage in bound[2].items()):
             while len(self._bound) >= self.KEPT:
                 self._bound.pop(next(iter(self._bound)))
-            bound = self._bound[segment.data_ptr()] = self._bind_segment(segment)
-            bound[0].ready()
+            replay, sources = self._bind_segment(segment, live)
+            bound = self._bound[segment.data_ptr()] = replay.ready(), sources, live
         return bound
 
-    def _bind_segment(self, segment: torch.Tensor) -> tuple[Replay, Tensors]:
+    def _bind_segment(self, segment: torch.Tensor, live: Tensors) -> tuple[Replay, Tensors]:
         sources = self._sources(segment)
-        return self._bind(self._layout.plain_placements, sources, self._layout.live_storages()), sources
+        return self._bind(self._layout.plain_placements, sources, live), sources
 
 
 class StagedInstaller(CopyInstaller):

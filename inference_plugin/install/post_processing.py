@@ -36,6 +36,13 @@ class PostProcessing:
         self.finishers = {n: finish for n, finish in self.model.finishers().items() if n in self.live_modules}
         self._name_of = {id(module): name for name, module in reversed(self.skeleton_modules.items())}
         self._filled = filled
+        self._tree = [
+            (parent, name, child) for parent in self.live_modules.values() for name, child in parent._modules.items()
+        ]
+
+    def is_current(self) -> bool:
+        """Whether the live model still computes with `live_modules`: nobody has put other modules into it."""
+        return all(parent._modules.get(name) is child for parent, name, child in self._tree)
 
     def stand_in(self, module: str, storage: Callable[[str], torch.Tensor], answers: Answers | None = None) -> StandIn:
         """A stand-in for `module` over the storages that `storage` returns by key. `answers`: as for `finish`, for submodules

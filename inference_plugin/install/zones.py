@@ -113,13 +113,13 @@ class ZoneCopyInstaller(CopyInstaller):
     def holds_second_set(self) -> bool:
         return True
 
-    def _bind_segment(self, segment: torch.Tensor) -> tuple[Replay, Tensors]:
+    def _bind_segment(self, segment: torch.Tensor, live: Tensors) -> tuple[Replay, Tensors]:
         zone = {
             key: segment.narrow(0, span.start, span.end - span.start).view(span.dtype)
             for key, span in self._spans.items()
         }
         copies = [replace(placement, source=placement.dest) for placement in self._layout.plain_placements]
-        return self._bind(copies, zone, self._layout.live_storages()), {}
+        return self._bind(copies, zone, live), {}
 
     def discard(self) -> None:
         self.forget_segments()  # a zone that was dropped is freed once nothing views it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -154,6 +155,57 @@ def test_a_parameter_that_the_engine_replaced_since_is_noticed_before_anything_m
     case.installer.discard()
     case.update(2)
     assert case.serves(2)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+@pytest.mark.parametrize("as_parameter", [True, False])
+def test_memory_that_a_parameter_was_given_since_the_last_update_is_written_and_no_other(
+    policy: str, as_parameter: bool
+) -> None:
+    case = Case(policy)
+    segment = case.update(1)
+    norm = case.model.live.get_submodule("norm")
+    other = norm.get_parameter("weight").detach().clone()
+    if as_parameter:
+        norm.weight = nn.Parameter(other)
+    else:
+        norm.weight.data = other
+    segment.copy_(segment_of(checkpoint(2), case.manifest))
+    case.installer.prepare(segment, lambda _: None)
+    case.installer.install(segment)
+    case.installer.finish()
+    assert case.serves(2)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby", "streaming"])
+def test_modules_that_somebody_put_into_the_model_since_are_noticed_and_updated_once_the_group_is_opened_again(
+    policy: str,
+) -> None:
+    case = Case(policy)
+    live = case.model.live
+    live.add_module("norm", copy.deepcopy(live.get_submodule("norm")))
+    with pytest.raises(ManifestMismatch, match="other modules"):
+        case.installer.check_terms()
+    with pytest.raises(ManifestMismatch, match="other modules"):
+        next(case.installer.read_back())
+    case.installer.open(case.manifest, "copy", partial=False)
+    case.installer.check_terms()
+    case.update(2)
+    assert case.serves(2)
+
+
+@pytest.mark.parametrize("policy", ["copy", "standby"])
+def test_a_parameter_of_another_dtype_than_when_the_group_was_opened_is_an_error_before_anything_is_written(
+    policy: str,
+) -> None:
+    case = Case(policy)
+    case.update(1)
+    norm = case.model.live.get_submodule("norm")
+    before, norm.weight = norm.weight, nn.Parameter(norm.get_parameter("weight").detach().double())
+    with pytest.raises(ManifestMismatch, match=r"size or dtype of these .*: norm\.weight"):
+        case.prepare(2)
+    norm.weight = before
+    assert case.serves(1)
 
 
 def test_what_was_prepared_and_dropped_is_not_installed_later() -> None:
