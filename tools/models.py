@@ -168,6 +168,10 @@ sigmoid of the published models; and Mamba-2 hybrids run without the prefix cach
 
 *Mechanism* and *policy* are those of the update's report; *verified* is what `SyncManager.verify` says after the last update.
 vLLM is tried in two layouts: *packed* (linear layers are packed by oneDNN, its default on a CPU) and *plain* (as on a GPU).
+
+SGLang lacks CPU kernels for some models. The tests bring these in torch, or let Triton interpret SGLang's own for GPUs, where a
+row below says *stand-ins*: such an engine loads, lays out and updates its weights as it does without them, and its tokens are
+those of the stand-ins.
 """
 
 
@@ -203,6 +207,8 @@ def _section(rows: list[Row], engine: str) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for layouts, row in _joined(mine):
+        if engine == "sglang" and (family := FAMILIES.get(row["family"])) and family.stand_ins:
+            layouts += ", stand-ins"
         cells = [row["family"], layouts, row["outcome"], row["mechanism"], row["install"]]
         cells += [_short(row["verified"]), _short(row["words"] or row["why"])]
         lines.append("| " + " | ".join(cells) + " |")

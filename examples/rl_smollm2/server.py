@@ -25,7 +25,7 @@ DTYPE = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32
 MODEL_NAME = "smollm2"
 SGLANG_PYTHON = Path(__file__).resolve().parents[2] / ".venvs" / "sglang" / "bin" / "python"
 START_TIMEOUT_S = 300.0
-REQUEST_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 15.0
 
 

@@ -34,6 +34,7 @@ VLLM = [
 SGLANG: list[tuple[str, InstallPolicy]] = [
     *((name, "standby") for name in ("glm4_moe", "gemma2", "helium", "apertus", "bert-embedding", "minicpm3")),
     ("deepseek_v3", "copy"),
+    *((name, "standby") for name in ("gpt_oss", "gemma4", "qwen3_next")),  # with stand-ins for kernels
 ]
 
 

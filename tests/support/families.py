@@ -48,6 +48,8 @@ class Family:
     torchvision: bool = False
     """Whether vLLM's module of the model imports torchvision, although the model reads text only: the module also has a class
     that reads images."""
+    stand_ins: bool = False
+    """Whether SGLang's processes import `sglang_stand_ins`, and attend as that does."""
 
 
 def make_versions(family: Family, directory: Path) -> tuple[Path, Path]:
@@ -121,6 +123,7 @@ def _family(
     engines: tuple[str, ...] = ("vllm", "sglang"),
     architecture: str = "",
     torchvision: bool = False,
+    stand_ins: bool = False,
     publish: Publish = dict,
     **overrides: Any,
 ) -> Family:
@@ -135,7 +138,7 @@ def _family(
         publish=publish,
         overrides=overrides,
     )
-    return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines, torchvision)
+    return Family(name, maker, answer, dtype, vllm or {}, sglang or {}, engines, torchvision, stand_ins)
 
 
 def _existing(
@@ -144,9 +147,11 @@ def _existing(
     dtype: str = "float32",
     vllm: dict[str, Any] | None = None,
     sglang: dict[str, Any] | None = None,
+    *,
+    stand_ins: bool = False,
 ) -> Family:
     """A family that `checkpoints.MAKERS` makes."""
-    return Family(name, MAKERS[kind], "tokens", dtype, vllm or {}, sglang or {})
+    return Family(name, MAKERS[kind], "tokens", dtype, vllm or {}, sglang or {}, stand_ins=stand_ins)
 
 
 def _configured(**entries: Any) -> dict[str, Any]:
@@ -267,12 +272,14 @@ FAMILIES: dict[str, Family] = {
         _family(
             "gemma4",
             "Gemma4Text",
+            stand_ins=True,
             model="Gemma4ForCausalLM",
             sliding_window=32,
             tie_word_embeddings=True,
             vocab_size_per_layer_input=512,
             hidden_size_per_layer_input=16,
             global_head_dim=32,
+            sglang=_configured(swa_num_key_value_heads=2, swa_head_dim=32, swa_v_head_dim=32),
         ),
         _family("phi3", "Phi3", **TWO_HEADS, pad_token_id=0),
         _family("olmo", "Olmo", **TWO_HEADS),
@@ -283,7 +290,14 @@ FAMILIES: dict[str, Family] = {
         _family("cohere2", "Cohere2", num_attention_heads=2, sliding_window=32, tie_word_embeddings=True),
         _family("glm", "Glm", pad_token_id=0),
         _family("glm4", "Glm4", pad_token_id=0),
-        _family("exaone4", "Exaone4", sliding_window=None, layer_types=["full_attention", "full_attention"]),
+        _family(
+            "exaone4",
+            "Exaone4",
+            stand_ins=True,
+            num_attention_heads=2,
+            sliding_window=None,
+            layer_types=["full_attention", "full_attention"],
+        ),
         _family("ernie4_5", "Ernie4_5"),
         _family("hunyuan_dense", "HunYuanDenseV1", num_attention_heads=2, use_qk_norm=True),
         _family("smollm3", "SmolLM3", **TWO_HEADS, pad_token_id=0),
@@ -311,7 +325,7 @@ FAMILIES: dict[str, Family] = {
         _family("starcoder2", "Starcoder2", **TWO_HEADS),
         _family("stablelm", "StableLm", **TWO_HEADS),
         _family("persimmon", "Persimmon", **EVERY_HEAD),
-        _family("granite_swa", "GraniteSWA", **TWO_HEADS, **TWO_KINDS, layer_rope_theta=[1e4, 1e4]),
+        _family("granite_swa", "GraniteSWA", stand_ins=True, **TWO_HEADS, **TWO_KINDS, layer_rope_theta=[1e4, 1e4]),
         _family(
             "gemma3n",
             "Gemma3nText",
@@ -387,6 +401,7 @@ FAMILIES: dict[str, Family] = {
         _family(
             "qwen2_moe",
             "Qwen2Moe",
+            stand_ins=True,
             **TWO_HEADS,
             **EXPERTS,
             shared_expert_intermediate_size=64,
@@ -440,7 +455,7 @@ FAMILIES: dict[str, Family] = {
             moe_intermediate_size=128,
             use_qk_norm=True,
         ),
-        _existing("gpt_oss", "gpt-oss-bfloat16", "bfloat16"),
+        _existing("gpt_oss", "gpt-oss-bfloat16", "bfloat16", stand_ins=True),
         _family(
             "llama4",
             "Llama4Text",
@@ -464,6 +479,7 @@ FAMILIES: dict[str, Family] = {
         _family(
             "minimax_m2",
             "MiniMaxM2",
+            stand_ins=True,
             vllm={
                 "hf_overrides": {"scoring_func": "softmax"}
             },  # the only one that it has for ungrouped experts on a CPU
@@ -501,9 +517,12 @@ FAMILIES: dict[str, Family] = {
         _family(
             "exaone_moe",
             "ExaoneMoe",
+            stand_ins=True,
             **EXPERTS,
             **TWO_KINDS | {"layer_types": ["sliding_attention", "full_attention"]},
             mlp_layer_types=["dense", "sparse"],
+            sglang=_configured(is_moe_layer=[False, True]),
+            num_attention_heads=2,
             num_shared_experts=1,
             n_group=1,
             topk_group=1,
@@ -518,7 +537,13 @@ FAMILIES: dict[str, Family] = {
             num_attention_heads_per_layer=[4, 4],
         ),
         _family(
-            "granitemoe_swa", "GraniteMoeSWA", **TWO_HEADS, **LOCAL_EXPERTS, **TWO_KINDS, layer_rope_theta=[1e4, 1e4]
+            "granitemoe_swa",
+            "GraniteMoeSWA",
+            stand_ins=True,
+            **TWO_HEADS,
+            **LOCAL_EXPERTS,
+            **TWO_KINDS,
+            layer_rope_theta=[1e4, 1e4],
         ),
         _family(
             "hy_v3",
@@ -535,6 +560,7 @@ FAMILIES: dict[str, Family] = {
         _family(
             "mimo_v2_flash",
             "MiMoV2Flash",
+            stand_ins=True,
             sglang=_configured(rope_parameters=None, rope_theta=1e4, swa_rope_theta=1e4),
             **ROUTED_EXPERTS,
             **TWO_KINDS,
@@ -664,6 +690,8 @@ FAMILIES: dict[str, Family] = {
         _family(
             "lfm2",
             "Lfm2",
+            stand_ins=True,
+            sglang={"attention_backend": "torch_native"},
             vllm={"enable_prefix_caching": False},
             **TWO_HEADS,
             conv_dim=64,
@@ -677,6 +705,8 @@ FAMILIES: dict[str, Family] = {
         _family(
             "lfm2_moe",
             "Lfm2Moe",
+            stand_ins=True,
+            sglang={"attention_backend": "torch_native"},
             vllm={"enable_prefix_caching": False},
             **TWO_HEADS,
             **EXPERTS,
@@ -687,6 +717,7 @@ FAMILIES: dict[str, Family] = {
         _family(
             "qwen3_next",
             "Qwen3Next",
+            stand_ins=True,
             full_attention_interval=2,
             dtype="bfloat16",
             **EXPERTS,
@@ -694,14 +725,23 @@ FAMILIES: dict[str, Family] = {
             shared_expert_intermediate_size=64,
         ),
         _family(
-            "qwen3_5_text", "Qwen3_5Text", model="Qwen3_5ForCausalLM", dtype="bfloat16", torchvision=True, **LINEAR
+            "qwen3_5_text",
+            "Qwen3_5Text",
+            stand_ins=True,
+            model="Qwen3_5ForCausalLM",
+            dtype="bfloat16",
+            torchvision=True,
+            sglang=_configured(full_attention_interval=2),
+            **LINEAR,
         ),
         _family(
             "qwen3_5_moe_text",
             "Qwen3_5MoeText",
+            stand_ins=True,
             model="Qwen3_5MoeForCausalLM",
             dtype="bfloat16",
             torchvision=True,
+            sglang=_configured(full_attention_interval=2),
             **EXPERTS,
             **LINEAR,
             shared_expert_intermediate_size=64,
@@ -827,7 +867,7 @@ FAMILIES: dict[str, Family] = {
             for scheme, more in (("fp8_per_tensor", WHOLE_PROMPTS), ("fp8_per_block", {}), ("mxfp8", {}))
         ),
         *(Family(f"llama-{scheme}", maker, "tokens", "bfloat16") for scheme, maker in QUANTISED.items()),
-        _existing("gpt_oss-float16", "gpt-oss-float16", "float16"),
+        _existing("gpt_oss-float16", "gpt-oss-float16", "float16", stand_ins=True),
     )
 }
 """Every family by its name."""

@@ -160,11 +160,14 @@ class SglangHost(Host):
 
     def open(self, family: Family, checkpoint: Path, *, plain: bool) -> None:
         self.close()
-        pooling: dict[str, Any] = {} if family.answer == "tokens" else {"is_embedding": True}
+        arguments: dict[str, Any] = {} if family.answer == "tokens" else {"is_embedding": True}
+        if family.stand_ins:
+            arguments["attention_backend"] = "triton"
         try:
-            driver = SglangAnswers(self.runtime)
+            driver = (SglangWithStandIns if family.stand_ins else SglangAnswers)(self.runtime)
             self.driver = driver.__enter__()
-            driver.open(checkpoint, dtype=family.dtype, disable_radix_cache=True, **pooling, **family.sglang)
+            arguments |= {"dtype": family.dtype, "disable_radix_cache": True, **family.sglang}
+            driver.open(checkpoint, **arguments)
         except (AssertionError, RuntimeError, OSError) as error:
             raise EngineGone(self.words_of(error)) from error
 
@@ -184,6 +187,16 @@ class SglangAnswers(SglangDriver):
 
     def call(self, do: str, *, timeout_s: float = START_S, **fields: Any) -> Any:
         return super().call(do, timeout_s=min(timeout_s, START_S), **fields)
+
+
+class SglangWithStandIns(SglangAnswers):
+    """SGLang that has `sglang_stand_ins` for kernels which it lacks on a CPU."""
+
+    preloads = ("tests.support.sglang_stand_ins", *SglangAnswers.preloads)
+    constants = (*SglangAnswers.constants, "TRITON_INTERPRET")
+
+    def __init__(self, runtime: Path) -> None:
+        super().__init__(runtime, TRITON_INTERPRET="1")
 
 
 def run_trial(

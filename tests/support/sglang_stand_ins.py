@@ -1,0 +1,274 @@
+"""What SGLang has no kernel for on a CPU, so that its models start there, are loaded, and answer.
+
+Importing this module, before SGLang's models are, gives an engine of this process, and of those that it forks:
+
+- Triton's own interpreter for Triton's kernels (`TRITON_INTERPRET=1` in the environment, before Triton is imported);
+- the attention named "triton" in torch: sinks (for each head one more score, which takes part in the softmax and has no
+  value), soft caps, and caches of sliding windows that hold fewer tokens than those of other layers. Interpreted, one answer
+  would take minutes;
+- gated delta networks (Qwen3-Next, Qwen3.5) and Mamba-2 by the code for GPUs rather than by kernels for a CPU, which no
+  package index has; their convolutions, gated norms and recurrence in torch;
+- MiniMax's norms in torch.
+
+An engine loads, lays out and updates its weights as without these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.interpreter import InterpreterBuilder
+
+IMPORTED_BEFORE = ("sglang.srt.managers.scheduler", "sglang.srt.models.qwen3_moe", "sglang.srt.models.qwen3_vl")
+"""What the next ones import: it stays what it is on a CPU."""
+FOR_A_GPU = (
+    "sglang.srt.layers.attention.mamba.mamba",
+    "sglang.srt.layers.attention.linear.kernels.gdn_triton",
+    "sglang.srt.layers.attention.linear.gdn_backend",
+    "sglang.srt.layers.attention.linear.kernels.kda_triton",
+    "sglang.srt.layers.attention.linear.kda_backend",
+    "sglang.srt.models.qwen3_next",
+    "sglang.srt.models.qwen3_5",
+)
+
+
+def import_for_a_gpu() -> None:
+    """`mamba` has Triton's kernels on no CUDA device only where it takes the device for one of Intel's."""
+    for name in IMPORTED_BEFORE:
+        importlib.import_module(name)
+    convolutions: Any = importlib.import_module("sglang.kernels.ops.mamba.causal_conv1d_triton")
+    convolutions.causal_conv1d_fn = convolve
+    convolutions.causal_conv1d_update = convolve_on
+    for name in FOR_A_GPU:
+        is_mamba = name.endswith("mamba.mamba")
+        with (
+            mock.patch("sglang.srt.utils.is_cpu", return_value=False),
+            mock.patch("sglang.srt.utils.is_xpu", return_value=is_mamba),
+        ):
+            importlib.import_module(name)
+
+
+def mend_the_interpreter() -> None:
+    """Its masks may be of integers. Nothing is to be measured: of a kernel's configurations the first one will do."""
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def masked_load(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return load(self, pointers, mask, *more)
+
+    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return store(self, pointers, value, mask, *more)
+
+    InterpreterBuilder.create_masked_load = masked_load
+    InterpreterBuilder.create_masked_store = masked_store
+    Autotuner._bench = lambda *_, **__: [1.0]
+    torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
+
+
+def give() -> None:
+    mend_the_interpreter()
+    import_for_a_gpu()
+    from sglang.kernels.ops.attention.fla import layernorm_gated
+    from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.layers.attention.linear.kernels import gdn_triton
+    from sglang.srt.models import minimax_m2
+
+    attention_registry.ATTENTION_BACKENDS["triton"] = _torch_attention()
+    gdn_triton.chunk_gated_delta_rule = gated_delta_rule
+    gdn_triton.fused_recurrent_gated_delta_rule_packed_decode = one_token_each
+    FusedRMSNormGated.forward = _gated_norm
+    layernorm_gated._get_sm_count = lambda _: 1
+    minimax_m2.rms_sumsq_serial = lambda *_: None
+    minimax_m2.rms_apply_serial = _two_norms
+
+
+def _gated_norm(self: Any, x: torch.Tensor, g: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    gate = torch.sigmoid(g.float()) if self.activation == "sigmoid" else torch.nn.functional.silu(g.float())
+    return (_normed(x, self.weight, self.eps) * gate).to(x.dtype)
+
+
+def _two_norms(
+    x1: torch.Tensor, x2: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, _: None, __: int, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _normed(x1, w1, eps).to(x1.dtype), _normed(x2, w2, eps).to(x2.dtype)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+
+
+def convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens_cpu: list[int],
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    activation: str | None = "silu",
+    **_: Any,
+) -> torch.Tensor:
+    """`causal_conv1d_fn`: x [channels, tokens], weight [channels, width], conv_states [slots, channels, width - 1]."""
+    out = torch.empty_like(x)
+    for sequence, slot in enumerate(cache_indices.tolist()):
+        rows = slice(int(query_start_loc[sequence]), int(query_start_loc[sequence + 1]))
+        past = conv_states[slot] if has_initial_state[sequence] else torch.zeros_like(conv_states[slot])
+        window = torch.cat([past.to(x.dtype), x[:, rows]], 1)
+        out[:, rows] = _activated(
+            (window.unfold(1, weight.shape[1], 1) * weight[:, None]).sum(-1).mT, bias, activation
+        ).mT
+        conv_states[slot] = window[:, window.shape[1] - past.shape[1] :]
+    return out
+
+
+def convolve_on(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | bool | None = None,
+    *,
+    conv_state_indices: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """`causal_conv1d_update`: x [sequences, channels], one token of each."""
+    slots = conv_state_indices.long()
+    window = torch.cat([conv_state[slots].to(x.dtype), x[..., None]], -1)
+    conv_state[slots] = window[..., 1:].to(conv_state.dtype)
+    return _activated((window * weight).sum(-1), bias, activation)
+
+
+def _activated(x: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None) -> torch.Tensor:
+    x = x if bias is None else x + bias
+    return torch.nn.functional.silu(x) if activation else x
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None, None]:
+    """`chunk_gated_delta_rule` of SGLang's `fla`, token by token (arXiv:2412.06464, equation 10), with normed keys.
+
+    q, k [1, tokens, key heads, K], v [1, tokens, heads, V], g (logarithms), beta [1, tokens, heads]; initial_state
+    [slots, heads, V, K] is read and written. Returns [1, tokens, heads, V].
+    """
+    heads, out = v.shape[2], torch.empty_like(v)
+    q, k = (torch.nn.functional.normalize(x.float(), dim=-1).repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    for sequence, slot in enumerate(initial_state_indices.tolist()):
+        state = initial_state[slot].float()
+        for at in range(int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])):
+            state = state * g[0, at].float().exp()[:, None, None]
+            found = torch.einsum("hvk,hk->hv", state, k[0, at])
+            change = (v[0, at].float() - found) * beta[0, at].float()[:, None]
+            state = state + torch.einsum("hv,hk->hvk", change, k[0, at])
+            out[0, at] = torch.einsum("hvk,hk->hv", state, q[0, at]).to(out.dtype)
+        initial_state[slot] = state.to(initial_state.dtype)
+    return out, None, None
+
+
+def one_token_each(
+    *,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dt_bias: torch.Tensor,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    ssm_state_indices: torch.Tensor,
+    **more: Any,
+) -> None:
+    """`fused_recurrent_gated_delta_rule_packed_decode`: the rule for one token of each sequence; writes `out`
+    [sequences, 1, heads, V]. mixed_qkv: [sequences, channels], q, k and v one after the other."""
+    count, _, heads, width = out.shape
+    depth = initial_state.shape[-1]
+    keys = (mixed_qkv.shape[1] - heads * width) // 2
+    q, k, v = mixed_qkv.split([keys, keys, heads * width], 1)
+    softplus = torch.nn.functional.softplus(a.float() + dt_bias.float())
+    done, *_ = gated_delta_rule(
+        q.view(1, count, -1, depth),
+        k.view(1, count, -1, depth),
+        v.view(1, count, heads, width),
+        (-more["A_log"].float().exp() * softplus)[None],
+        b.float().sigmoid()[None],
+        initial_state=initial_state,
+        initial_state_indices=ssm_state_indices,
+        cu_seqlens=torch.arange(count + 1),
+    )
+    out.copy_(done.transpose(0, 1))
+
+
+def _torch_attention() -> type:
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import AttentionType
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    class TorchAttention(TorchNativeAttnBackend):
+        def forward_extend(
+            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, **more: Any
+        ) -> torch.Tensor:
+            return self._attend(q, k, v, layer, batch, batch.extend_seq_lens.tolist(), save_kv_cache, **more)
+
+        def forward_decode(
+            self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, **more: Any
+        ) -> torch.Tensor:
+            return self._attend(q, k, v, layer, batch, [1] * batch.batch_size, save_kv_cache, **more)
+
+        def _attend(
+            self,
+            q: torch.Tensor,
+            k: torch.Tensor | None,
+            v: torch.Tensor | None,
+            layer: Any,
+            batch: Any,
+            new: list[int],
+            save_kv_cache: bool,
+            sinks: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            """`new`: how many tokens of each sequence are new, which are the rows of `q`."""
+            pool = self.token_to_kv_pool
+            if save_kv_cache and k is not None:
+                pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+            keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+            copies = layer.tp_q_head_num // layer.tp_k_head_num
+            out = []
+            for sequence, rows in enumerate(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(new)):
+                length = int(batch.seq_lens[sequence])
+                places = self.req_to_token_pool.req_to_token[batch.req_pool_indices[sequence], :length]
+                if self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]:
+                    places = pool.translate_loc_from_full_to_swa(places)
+                key, value = (x[places].float().repeat_interleave(copies, 1) for x in (keys, values))
+                scores = torch.einsum("qhd,khd->hqk", rows.float(), key) * layer.scaling
+                if layer.logit_cap:
+                    scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+                behind = torch.arange(length - len(rows), length)[:, None] - torch.arange(length)[None, :]
+                if layer.attn_type != AttentionType.ENCODER_ONLY:
+                    scores.masked_fill_(behind < 0, -torch.inf)
+                if (window := layer.sliding_window_size) is not None and window > -1:
+                    scores.masked_fill_(behind > window, -torch.inf)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, len(rows), 1)], -1)
+                weights = scores.softmax(-1)[..., :length]
+                out.append(torch.einsum("hqk,khd->qhd", weights, value).to(q.dtype).flatten(1))
+            return torch.cat(out)
+
+    return TorchAttention
+
+
+give()
