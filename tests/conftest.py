@@ -121,7 +121,7 @@ FULL = (
     ),
     *(
         f"{ENGINES}test_families.py::test_a_family_in_sglang_is_a_fresh_engine_after_every_update[{kind}"
-        for kind in ("glm4_moe", "minicpm3", "gpt_oss", "gemma4", "qwen3_next")
+        for kind in ("glm4_moe", "minicpm3", "gpt_oss", "gemma4", "qwen3_next", "llama-fp8", "qwen3-fp8")
     ),
     f"{ENGINES}test_sglang_in_flight.py::test_a_beam_search_does_not_end_the_engine[keep",
     f"{ENGINES}test_families.py::test_what_each_rank_of_sglang_derives_from_its_shard_follows_the_updates",

@@ -21,7 +21,7 @@ from inference_plugin.install.references import LiveReferences
 from inference_plugin.install.standby import LiveTensor, StandbyWeights
 from inference_plugin.install.storages import equal_bytes, held_tensors, named_tensors
 from inference_plugin.install.trial_load import poison
-from inference_plugin.install.trials import makes_default, run_trials
+from inference_plugin.install.trials import needs_no_checkpoint, run_trials
 from inference_plugin.install.unpacking import Unpacking
 from inference_plugin.wire.errors import EngineUnsupported, ManifestMismatch, first_few
 
@@ -151,10 +151,10 @@ class LiveLayout:
                 phase="open",
             )
 
-    def is_default(self, parameter: str) -> bool:
-        """Whether the engine's own checkpoint did not fill this parameter, so that it has the constructor's value."""
+    def needs_no_checkpoint(self, parameter: str) -> bool:
+        """Whether this parameter is right although no checkpoint tensor fills it: post-processing makes it."""
         module, _, name = parameter.rpartition(".")
-        return makes_default(self._post, module, name)
+        return needs_no_checkpoint(self._post, module, name)
 
     def leaves(self, parameter: str) -> bool:
         """Whether this parameter is as it was when the engine started, stays so, and nothing is derived from it."""

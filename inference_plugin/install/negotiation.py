@@ -313,7 +313,7 @@ class _Negotiation:
     def _check_whole(self, layout: LiveLayout, uncovered: Mapping[str, int]) -> tuple[str, ...]:
         """Raises `ManifestMismatch` if the manifest leaves out something that a checkpoint fills. Returns the parameters that
         the engine's own checkpoint does not fill either."""
-        lacking = {name: count for name, count in uncovered.items() if not layout.is_default(name)}
+        lacking = {name: count for name, count in uncovered.items() if not layout.needs_no_checkpoint(name)}
         unfilled = tuple(
             name
             for name, count in lacking.items()

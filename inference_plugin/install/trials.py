@@ -23,7 +23,7 @@ from inference_plugin.install.storages import equal_bytes, storage_id
 from inference_plugin.install.trial_load import check_trial_fits
 from inference_plugin.wire.errors import EngineUnsupported, first_few
 
-__all__ = ["Trial", "makes_default", "run_trials"]
+__all__ = ["Trial", "needs_no_checkpoint", "run_trials"]
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,12 @@ def _check_movable(module: str, path: Path, value: Any, stand_in: StandIn, live:
         raise EngineUnsupported(f"{words(module, path)} is derived from values that no checkpoint holds", phase="open")
 
 
-def makes_default(post: PostProcessing, module: str, name: str) -> bool:
-    """Whether the live module holds what post-processing derives from the constructor's value of its parameter `name`.
+def needs_no_checkpoint(post: PostProcessing, module: str, name: str) -> bool:
+    """Whether the engine's parameter `name` of `module` is right although no checkpoint tensor fills it: post-processing writes
+    over whatever it holds; or the live module holds what post-processing derives from the constructor's value, so that the
+    engine's own checkpoint did not fill it either.
 
-    Then the engine's own checkpoint did not fill that parameter either.
+    Never so for one that post-processing leaves as it is: a checkpoint may hold the constructor's value as well.
     """
     key = post.storages.key_of.get(f"{module}.{name}", "")
     if module not in post.finishers or key not in post.model.constants:
@@ -233,14 +235,18 @@ def makes_default(post: PostProcessing, module: str, name: str) -> bool:
 
     def otherwise(asked: str) -> torch.Tensor:
         storage = constructed(asked)
-        return storage.abs() + 1 if asked == key and storage.is_floating_point() else storage
+        return (storage.double().abs() + 1).to(storage.dtype) if asked == key else storage
 
     built, other = post.stand_in(module, constructed, Noted()), post.stand_in(module, otherwise, Noted())
     post.finish(module, built, Noted())
-    post.finish(module, other, Noted())
+    try:
+        post.finish(module, other, Noted())
+        is_told = True
+    except Exception:  # noqa: BLE001 -- a value that the engine does not take: everything may depend on it
+        is_told = False
     changes = other.changes()
     for path, value in built.changes().items():
-        alike = equivalent(value, changes.get(path, ABSENT), _same_in(built, other), post.model.boundary)
+        alike = is_told and equivalent(value, changes.get(path, ABSENT), _same_in(built, other), post.model.boundary)
         if not alike and not post.settled(module, path, value, built):
             return False
     live = post.live_modules[module]
@@ -249,11 +255,14 @@ def makes_default(post: PostProcessing, module: str, name: str) -> bool:
         (built.module._buffers, other.module._buffers, live._buffers),
     ):
         for own, tensor in made.items():
-            if tensor is None or own == name or equal_bytes(there.get(own), tensor):
+            if tensor is None or own == name or (is_told and equal_bytes(there.get(own), tensor)):
                 continue
             if not equal_bytes(held.get(own), tensor):
                 return False
-    return built.module._parameters.get(name) is None
+    left = built.module._parameters.get(name)
+    if left is None or (is_told and equal_bytes(other.module._parameters.get(name), left)):
+        return True
+    return not equal_bytes(left, post.model.constants[key]) and equal_bytes(live._parameters.get(name), left)
 
 
 def _same_in(one: StandIn, other: StandIn) -> Callable[[torch.Tensor, torch.Tensor], bool]:

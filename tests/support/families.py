@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from tests.support.checkpoints import HALF_HEADS, MAKERS, NO_HEAD_DIM, REMOVED, Maker, load, maker_of, noise, rewrite
-from tests.support.quantised import QUANTISED
+from tests.support.quantised import FP8_FOR_SGLANG, QUANTISED
 
 __all__ = ["FAMILIES", "Answer", "Family", "make_versions"]
 
@@ -867,6 +867,22 @@ FAMILIES: dict[str, Family] = {
             for scheme, more in (("fp8_per_tensor", WHOLE_PROMPTS), ("fp8_per_block", {}), ("mxfp8", {}))
         ),
         *(Family(f"llama-{scheme}", maker, "tokens", "bfloat16") for scheme, maker in QUANTISED.items()),
+        *(
+            Family(name, maker, "tokens", "bfloat16", engines=("sglang",), stand_ins=True)
+            for name, maker in FP8_FOR_SGLANG.items()
+        ),
+        *(
+            _family(
+                f"{name}-fp8-by-sglang",
+                stem,
+                dtype="bfloat16",
+                sglang={"quantization": "fp8"},
+                engines=("sglang",),
+                stand_ins=True,
+                **more,
+            )
+            for name, stem, more in (("llama", "Llama", {}), ("qwen3_moe", "Qwen3Moe", EXPERTS))
+        ),
         _existing("gpt_oss-float16", "gpt-oss-float16", "float16", stand_ins=True),
     )
 }

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from tests.support.checkpoints import Maker, load, rewrite
-from tests.support.models import make_llama
+from tests.support.models import make_llama, make_qwen3
 
-__all__ = ["QUANTISED", "that_start", "w4a16"]
+__all__ = ["FP8_FOR_SGLANG", "QUANTISED", "that_start", "w4a16"]
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 32
@@ -86,9 +86,24 @@ def int8_static(rows: int, columns: int, random: torch.Generator) -> Parts:
     }
 
 
-def _llama(quantise: Quantise, config: dict[str, Any], **shape: Any) -> Maker:
+def fp8_blocks(rows: int, columns: int, random: torch.Generator) -> Parts:
+    return {
+        "weight": torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn),
+        "weight_scale_inv": 0.1 + 0.1 * torch.rand(rows // GROUP, columns // GROUP, generator=random),
+    }
+
+
+def fp8_static(rows: int, columns: int, random: torch.Generator) -> Parts:
+    return {
+        "weight": torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn),
+        "weight_scale": 0.1 + 0.1 * torch.rand((), generator=random),
+        "input_scale": 0.01 + 0.01 * torch.rand((), generator=random),
+    }
+
+
+def _llama(quantise: Quantise, config: dict[str, Any], make: Callable[..., Path] = make_llama, **shape: Any) -> Maker:
     def build(directory: Path, seed: int) -> Path:
-        path = make_llama(directory, seed=seed, dtype=torch.bfloat16, **shape)
+        path = make(directory, seed=seed, dtype=torch.bfloat16, **shape)
         random = torch.Generator().manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in load(path).items():
@@ -133,6 +148,13 @@ def w4a16(**shape: Any) -> Maker:
     return _llama(pack_quantized, _compressed("pack-quantized", INT4, None), **shape)
 
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+
+FP8_FOR_SGLANG: dict[str, Maker] = {
+    "qwen3-fp8-blocks": _llama(fp8_blocks, FP8 | {"weight_block_size": [GROUP, GROUP]}, make_qwen3, tied=False),
+    "llama-fp8-static": _llama(fp8_static, FP8 | {"activation_scheme": "static"}),
+}
+"""Models in FP8, by the form of their scales, as published checkpoints have them. SGLang's Llama takes no blocks."""
 QUANTISED: dict[str, Maker] = {
     "w4a16": w4a16(),
     "w8a8-int8-static": _llama(int8_static, _compressed("int-quantized", INT8, STATIC)),

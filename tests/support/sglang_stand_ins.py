@@ -8,7 +8,8 @@ Importing this module, before SGLang's models are, gives an engine of this proce
   would take minutes;
 - gated delta networks (Qwen3-Next, Qwen3.5) and Mamba-2 by the code for GPUs rather than by kernels for a CPU, which no
   package index has; their convolutions, gated norms and recurrence in torch;
-- MiniMax's norms in torch.
+- MiniMax's norms in torch;
+- FP8 as on a GPU: weights are quantised and laid out by SGLang's own code, and products are those of the dequantised weights.
 
 An engine loads, lays out and updates its weights as without these.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -85,8 +87,83 @@ def give() -> None:
     gdn_triton.fused_recurrent_gated_delta_rule_packed_decode = one_token_each
     FusedRMSNormGated.forward = _gated_norm
     layernorm_gated._get_sm_count = lambda _: 1
+    give_fp8()
     minimax_m2.rms_sumsq_serial = lambda *_: None
     minimax_m2.rms_apply_serial = _two_norms
+
+
+def give_fp8() -> None:
+    from sglang.srt.layers.quantization import fp8
+
+    fp8._is_cpu = False
+    fp8.cutlass_fp8_supported = lambda *_: True
+    fp8.per_token_group_quant_fp8 = lambda x, _: _in_fp8(x, x.float().abs().amax(-1, keepdim=True) / FP8_MAX)
+    fp8.scaled_fp8_quant = lambda x, scale=None: _in_fp8(x, x.float().abs().max() / FP8_MAX if scale is None else scale)
+    fp8.apply_fp8_linear = _linear_in_fp8
+    fp8.dispatch_w8a8_block_fp8_linear = lambda **_: _linear_in_fp8_blocks
+    fp8.Fp8MoEMethod.apply = _experts_in_fp8
+
+
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def _in_fp8(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale.float()
+
+
+def _linear_in_fp8(
+    input: torch.Tensor,  # noqa: A002
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """weight: [columns, rows], with a scale for each row, or one. A static `input_scale` rounds the input, as FP8 does."""
+    x = input.float()
+    if input_scale is not None:
+        x = _in_fp8(x, input_scale)[0].float() * input_scale
+    out = x @ (weight.float() * weight_scale.float().reshape(1, -1))
+    return (out if bias is None else out + bias).to(input.dtype)
+
+
+def _linear_in_fp8_blocks(
+    input: torch.Tensor,  # noqa: A002
+    weight: torch.Tensor,
+    block_size: list[int],
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    out = input.float() @ _dequantised(weight, weight_scale, block_size).mT
+    return (out if bias is None else out + bias).to(input.dtype)
+
+
+def _dequantised(weight: torch.Tensor, scale: torch.Tensor, block_size: list[int] | None) -> torch.Tensor:
+    """weight: [..., rows, columns], with a scale for each block, or one for each matrix."""
+    if block_size is None:
+        return weight.float() * scale.float()[..., None, None]
+    rows, columns = weight.shape[-2:]
+    spread = scale.float().repeat_interleave(block_size[0], -2).repeat_interleave(block_size[1], -1)
+    return weight.float() * spread[..., :rows, :columns]
+
+
+def _experts_in_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    blocks = self.quant_config.weight_block_size
+    scales = "weight_scale_inv" if blocks else "weight_scale"
+    x = dispatch_output.hidden_states
+    dense = {
+        f"{part}_weight": _dequantised(getattr(layer, f"{part}_weight"), getattr(layer, f"{part}_{scales}"), blocks).to(
+            x.dtype
+        )
+        for part in ("w13", "w2")
+    }
+    experts = SimpleNamespace(num_experts=layer.num_experts, **dense)
+    out = moe_forward_native(experts, x, dispatch_output.topk_output, self.moe_runner_config)
+    return StandardCombineInput(hidden_states=out)
 
 
 def _gated_norm(self: Any, x: torch.Tensor, g: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -369,6 +369,31 @@ def test_tensors_that_cannot_be_sent_are_named(tensor: object, why: str) -> None
     assert names(ModuleAdapter(state, rename={"w": None})) == ["fine"]
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.orthogonal,
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.5),
+    ],
+    ids=["weight_norm", "orthogonal", "weight_norm by a hook", "spectral_norm by a hook", "pruned"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_weight_that_a_module_computes_from_others_is_refused_by_its_name(
+    compute: Callable[[nn.Module], Any],
+) -> None:
+    net = Net()
+    source = ModuleAdapter(net)
+    assert "first.weight" in names(source)
+    compute(net.first)
+    for made in (source, ModuleAdapter(net)):
+        with pytest.raises(ManifestMismatch, match=r"computes these weights .*: first\.weight \(1 in all\)"):
+            made.manifest()
+    assert names(ModuleAdapter(net, exclude=["first.*"])) == ["kept", "second.weight"]
+
+
 def test_freed_memory_is_not_read() -> None:
     net = nn.Linear(3, 3)
     net.weight.untyped_storage().resize_(0)

@@ -24,6 +24,7 @@ from inference_plugin.wire.errors import ManifestMismatch, first_few
 from inference_plugin.wire.geometry import Box
 from inference_plugin.wire.manifest import Manifest
 from trainer_adapters.sources.base import LocalSlice, WeightSource
+from trainer_adapters.sources.computed import refuse_computed
 from trainer_adapters.sources.conversion import checkpoint_layout
 from trainer_adapters.sources.inspection import Inspection, Memory, mark_of, memory_of, why_not_plain
 from trainer_adapters.sources.plan import (
@@ -133,6 +134,9 @@ class ScannedSource(WeightSource):
                     names=self._names,
                     rules=self._rules,
                 )
+                if self._module is not None:
+                    sent = [info.name for info, places in zip(plan.infos, plan.places, strict=True) if places]
+                    refuse_computed(self._module, sent)
                 self._check_plan(plan)
                 if self._plan is not None and plan.manifest == self._plan.manifest:
                     plan = replace(plan, manifest=self._plan.manifest)
