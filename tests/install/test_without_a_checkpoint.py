@@ -138,6 +138,13 @@ def test_scales_that_the_engines_checkpoint_filled_must_be_sent(own: dict[str, f
     assert held(engine.live) == held(started(weights(1, key_scale=4.0, value_scale=5.0)))
 
 
+@pytest.mark.parametrize("name", ["linear.up", "linear.down"])
+def test_weights_of_which_scales_are_made_must_be_sent(name: str) -> None:
+    without = {key: tensor for key, tensor in weights(0).items() if key != name}
+    with pytest.raises(ManifestMismatch, match=rf"no tensor of the manifest fills .*{name}"):
+        ModelInstaller(Engine(weights(0))).open(manifest_of(without), "standby", partial=False)
+
+
 def test_a_bias_of_the_constructors_value_must_be_sent() -> None:
     """Post-processing leaves it as it is, and a checkpoint may hold that value."""
     zeros = weights(0) | {"linear.bias": torch.zeros(SIZE)}

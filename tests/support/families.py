@@ -838,7 +838,7 @@ FAMILIES: dict[str, Family] = {
         _family("qwen3-classifier", "Qwen3", model="Qwen3ForSequenceClassification", answer="classify", **CLASSES),
         _family("llama-classifier", "Llama", model="LlamaForSequenceClassification", answer="classify", **CLASSES),
         # quantised
-        _existing("llama-w8a8-int8", "w8a8-int8", "bfloat16"),
+        _existing("llama-w8a8-int8", "w8a8-int8", "bfloat16", stand_ins=True),
         _existing(
             "llama-fp8-kv-scales",
             "fp8-kv-scales",

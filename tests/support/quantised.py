@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.support.checkpoints import Maker, load, rewrite
-from tests.support.models import make_llama, make_qwen3
+from tests.support.models import make_llama, make_qwen3, make_qwen3_moe
 
 __all__ = ["FP8_FOR_SGLANG", "QUANTISED", "that_start", "w4a16"]
 
@@ -152,6 +152,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 FP8_FOR_SGLANG: dict[str, Maker] = {
     "qwen3-fp8-blocks": _llama(fp8_blocks, FP8 | {"weight_block_size": [GROUP, GROUP]}, make_qwen3, tied=False),
+    "qwen3_moe-fp8-blocks": _llama(fp8_blocks, FP8 | {"weight_block_size": [GROUP, GROUP]}, make_qwen3_moe),
     "llama-fp8-static": _llama(fp8_static, FP8 | {"activation_scheme": "static"}),
 }
 """Models in FP8, by the form of their scales, as published checkpoints have them. SGLang's Llama takes no blocks."""

@@ -9,7 +9,8 @@ Importing this module, before SGLang's models are, gives an engine of this proce
 - gated delta networks (Qwen3-Next, Qwen3.5) and Mamba-2 by the code for GPUs rather than by kernels for a CPU, which no
   package index has; their convolutions, gated norms and recurrence in torch;
 - MiniMax's norms in torch;
-- FP8 as on a GPU: weights are quantised and laid out by SGLang's own code, and products are those of the dequantised weights.
+- FP8, and compressed-tensors' int8, as on a GPU: SGLang's own code quantises the weights and lays them out; products are those of
+  the dequantised weights.
 
 An engine loads, lays out and updates its weights as without these.
 """
@@ -87,13 +88,17 @@ def give() -> None:
     gdn_triton.fused_recurrent_gated_delta_rule_packed_decode = one_token_each
     FusedRMSNormGated.forward = _gated_norm
     layernorm_gated._get_sm_count = lambda _: 1
-    give_fp8()
+    give_quantised()
     minimax_m2.rms_sumsq_serial = lambda *_: None
     minimax_m2.rms_apply_serial = _two_norms
 
 
-def give_fp8() -> None:
+def give_quantised() -> None:
     from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors, schemes
+
+    compressed_tensors.CompressedTensorsConfig._check_scheme_supported = lambda *_, **__: True
+    schemes.CompressedTensorsW8A8Int8.apply_weights = _linear_in_int8
 
     fp8._is_cpu = False
     fp8.cutlass_fp8_supported = lambda *_: True
@@ -125,6 +130,12 @@ def _linear_in_fp8(
         x = _in_fp8(x, input_scale)[0].float() * input_scale
     out = x @ (weight.float() * weight_scale.float().reshape(1, -1))
     return (out if bias is None else out + bias).to(input.dtype)
+
+
+def _linear_in_int8(_: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if (scale := layer.input_scale) is not None:
+        x = ((x.float() / scale).round().clamp(-128, 127) * scale).to(x.dtype)
+    return _linear_in_fp8(x, layer.weight, layer.weight_scale, bias=bias)
 
 
 def _linear_in_fp8_blocks(
