@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "dtype_named"]
 
 INDEX = "model.safetensors.index.json"
+PEFT = "base_model.model."
+"""How the names in PEFT's files begin. Published models with LoRA layers of their own (Phi-4-multimodal) have other names."""
 
 
 class _Index(msgspec.Struct):
@@ -63,7 +65,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
                 first[name], self._where[name] = file, handle
         if lacking := sorted(set(named) - set(self._where)):
             raise stop(f"{path / INDEX} names {lacking[0]}, which {named[lacking[0]]} does not hold")
-        if any(".lora_B." in name for name in self._where):
+        if any(name.startswith(PEFT) and ".lora_B." in name for name in self._where):
             raise stop(
                 f"{path} is a LoRA adapter, whose B engines need multiplied by the scaling (alpha / r): load it with "
                 "PeftModel.from_pretrained, and give the model to SyncManager('lora.NAME').update; or merge it into its base"

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from inference_plugin import __version__
+from inference_plugin.cli.checkpoints import Checkpoint
 from inference_plugin.net import addresses, curve
 from inference_plugin.net.records import record_of
 from inference_plugin.wire.config import OTHER_VARIABLES, Config
@@ -256,6 +257,13 @@ def test_a_lora_adapter_as_peft_saves_it_is_refused(directory: Path, tmp_path: P
     save_file(factors, tmp_path / "adapter_model.safetensors")
     code, printed, told = shown(*command, str(tmp_path), "--group", "lora.policy")
     assert (code, printed) == (2, "") and "multiplied by the scaling" in told and "PeftModel.from_pretrained" in told
+
+
+def test_a_model_with_lora_layers_of_its_own_is_a_checkpoint(tmp_path: Path) -> None:
+    """As Phi-4-multimodal is published."""
+    tensors = {f"model.layers.0.o_proj.lora_{factor}.vision.weight": torch.ones(2, 2) for factor in "AB"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert sorted(Checkpoint(tmp_path)) == sorted(tensors)
 
 
 def test_a_checkpoint_s_index_says_which_file_holds_a_tensor(directory: Path, tmp_path: Path) -> None:

@@ -80,9 +80,8 @@ class PeftFactors:
         self._group: dist.ProcessGroup | None = None
         self._config = Config.from_environment()
         if self.sharded:
-            meet(
-                b"", process_group, timeout_s=self._config.timeout_s, making="adapter"
-            )  # else torch's error names no rank
+            # Torch's own error would name no rank.
+            meet(b"", process_group, timeout_s=self._config.timeout_s, making="adapter")
             self._group = dist.new_group(
                 dist.get_process_group_ranks(process_group or dist.group.WORLD),
                 backend="gloo",
