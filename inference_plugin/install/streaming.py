@@ -97,8 +97,9 @@ class StreamingInstaller(PolicyInstaller):
             offsets, sizes = shared
             source = narrowed(tensor, tuple(map(sub, offsets, box.offsets)), sizes)
             start = place.offset + sum(map(mul, map(sub, offsets, place.box.offsets), place.strides))
+            storage = self._storage(passing, place)  # made outside, so that post-processing may write to it
             with torch.inference_mode():
-                self._storage(passing, place).as_strided(sizes, place.strides, start).copy_(source)
+                storage.as_strided(sizes, place.strides, start).copy_(source)
             passing.placed += source.numel()
             for module in self._waiting_for(place):
                 passing.missing[module] -= source.numel()

@@ -13,6 +13,7 @@ from inference_plugin.engines.skeleton import build_skeleton
 from inference_plugin.install.installer import ModelInstaller
 from inference_plugin.wire.errors import ManifestMismatch
 from tests.install.installing import segment_of, update
+from tests.install.test_streaming import stream, whole
 from tests.support.plain_engine import manifest_of
 
 SIZE = 4
@@ -126,15 +127,25 @@ def test_scales_that_post_processing_makes_need_no_tensor_and_follow_every_updat
     assert held(engine.live) == held(started(weights(3)))
 
 
+def test_scales_that_post_processing_writes_over_follow_what_is_streamed() -> None:
+    engine = Engine(weights(0))
+    manifest = manifest_of(weights(0))
+    installer = ModelInstaller(engine)
+    installer.open(manifest, "streaming", partial=False)
+    for seed in (1, 2, 0):
+        stream(installer, manifest, weights(seed), whole(manifest))
+        assert held(engine.live) == held(started(weights(seed)))
+
+
 @pytest.mark.parametrize("own", [{"key_scale": 2.0}, {"key_scale": 2.0, "value_scale": 3.0}], ids=["one", "both"])
 def test_scales_that_the_engines_checkpoint_filled_must_be_sent(own: dict[str, float]) -> None:
     engine = Engine(weights(0, **own))
     with pytest.raises(ManifestMismatch, match=r"no tensor of the manifest fills .*cache\.key_scale"):
         ModelInstaller(engine).open(manifest_of(weights(0)), "standby", partial=False)
-    whole = manifest_of(weights(0, key_scale=2.0, value_scale=3.0))
+    manifest = manifest_of(weights(0, key_scale=2.0, value_scale=3.0))
     installer = ModelInstaller(engine)
-    installer.open(whole, "standby", partial=False)
-    update(installer, whole, weights(1, key_scale=4.0, value_scale=5.0))
+    installer.open(manifest, "standby", partial=False)
+    update(installer, manifest, weights(1, key_scale=4.0, value_scale=5.0))
     assert held(engine.live) == held(started(weights(1, key_scale=4.0, value_scale=5.0)))
 
 
