@@ -100,6 +100,7 @@ class StreamingInstaller(PolicyInstaller):
             storage = self._storage(passing, place)  # made outside, so that post-processing may write to it
             with torch.inference_mode():
                 storage.as_strided(sizes, place.strides, start).copy_(source)
+            del storage  # whose memory the completed module gives back
             passing.placed += source.numel()
             for module in self._waiting_for(place):
                 passing.missing[module] -= source.numel()
