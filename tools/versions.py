@@ -102,7 +102,7 @@ SGLANG = Suite(
         "a failed installation is undone": f"tests/engines/test_sglang_faults.py::{UNDONE}",
         "torn and healed": f"tests/engines/test_sglang_faults.py::{TORN}",
         "server": "tests/engines/test_sglang_life.py::"
-        "test_a_torn_server_answers_503_with_the_reason_until_it_is_healed",
+        "test_a_torn_server_answers_503_with_the_reason_until_it_is_healed[python]",
     },
 )
 SUITES = {suite.engine: suite for suite in (VLLM, SGLANG)}

@@ -126,23 +126,37 @@ def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_
     assert server.leftovers() == [] and server.family() == []
 
 
-def test_a_torn_server_answers_503_with_the_reason_until_it_is_healed(runtime: Path, pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("server", ["python", "rust"])
+def test_a_torn_server_answers_503_with_the_reason_until_it_is_healed(
+    runtime: Path, pair: tuple[Path, Path], server: str
+) -> None:
+    """SGLang's Rust server is a part of the scheduler's process, and its HTTP answers are its own."""
     faults = runtime / "faults-sglang-server"
     faults.write_text('[{"rank": 0, "step": "install", "when": "after"}]')
+    variables = {"WEIGHTWIRE_PLUGINS": PLUGIN, "WEIGHTWIRE_TEST_FAULTS": str(faults)}
+    if server == "rust":
+        variables["SGLANG_RUST_SERVER"] = "1"
     with (
-        SglangServer(runtime, pair[0], WEIGHTWIRE_PLUGINS=PLUGIN, WEIGHTWIRE_TEST_FAULTS=str(faults)) as server,
-        SyncManager(timeout_s=120, install="copy") as sync,
+        SglangServer(runtime, pair[0], **variables) as engine,
+        SyncManager(timeout_s=120, install="copy", in_flight="keep") as sync,
     ):
         with pytest.raises(TornReplica, match="previous version's bytes are gone"):
             sync.update(source(pair[1]), 1)
-        (card,) = server.cards
+        (card,) = engine.cards
         assert card.state == "torn"
         for _ in range(2):
-            status, answer = server.generate(PROMPTS[1], COUNT)
+            status, answer = engine.generate(PROMPTS[1], COUNT)
             assert status == 503 and "planned fault" in json.dumps(answer), (status, answer)
         faults.write_text("[]")
         sync.update(source(pair[1]), 2)
-        assert server.tokens(PROMPTS, COUNT) == reference(pair[1])
+        assert engine.tokens(PROMPTS, COUNT) == reference(pair[1])
+        with sync.paused():
+            assert engine.request("GET", "/health")[0] == 200
+        sync.update(source(pair[0]), 3)
+        status, answer = engine.generate(PROMPTS[1], COUNT)
+        spans = answer["meta_info"]["weight_versions"]
+        assert (status, answer["output_ids"]) == (200, reference(pair[0])[1])
+        assert [(span["version"], span["start"], span["end"]) for span in spans] == [("3", 0, COUNT)]
 
 
 def test_an_engine_started_under_the_name_of_the_first_version_takes_it_with_requests_in_flight(

@@ -45,6 +45,16 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sleeper
     one.close()
 
 
+def test_a_rank_that_only_requests_can_wake_looks_up_often() -> None:
+    """As `RustServerIdleSleeper` of SGLang 0.5.23: it waits for its server's requests, up to a second."""
+    for sleeps_ms, then_ms in ((1000, turn.LOOK_UP_MS), (5, 5)):
+        sleeper = SimpleNamespace(timeout_ms=sleeps_ms)
+        bell = Doorbell(sleeper, "sglang-1", 0)
+        assert (sleeper.timeout_ms, bell.address) == (then_ms, "")
+        bell.quiet(1)
+        bell.close()
+
+
 def test_a_turn_answers_its_rings_and_leaves_those_that_came_later(sleeper: Sleeper) -> None:
     sleeper.ring(b"1", b"2", b"3")
     assert sleeper.wakes(60_000)

@@ -34,6 +34,8 @@ PATCH_POINTS = (
     PatchPoint(_SCHEDULER + "continue_generation", ("recv_req",), "called; wrapped: while we hold the engine, its end is noted"),
     PatchPoint(_SCHEDULER + "maybe_send_health_check_signal", ("self",), "called while paused: health checks are answered"),
     PatchPoint(_SCHEDULER + "maybe_sleep_on_idle", ("self",), "called while paused"),
+    PatchPoint("sglang.srt.managers.scheduler_components.idle_sleeper:IdleSleeper", why="of the scheduler's `idle_sleeper`: its `poller` gets our doorbell"),
+    PatchPoint("sglang.srt.managers.scheduler_components.idle_sleeper:RustServerIdleSleeper", ("timeout_ms",), "of the scheduler's `idle_sleeper`: its `timeout_ms` is set"),
     PatchPoint("sglang.srt.managers.utils:is_health_check_generate_req", ("recv_req",), "called: recognises them"),
     PatchPoint("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.release_memory_occupation", ("recv_req",), "called: releases device memory; wrapped: no update while the user has released it"),
     PatchPoint("sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager.resume_memory_occupation", ("recv_req",), "called: takes it back; wrapped"),

@@ -60,9 +60,13 @@ alone, which then waits for the others: they look up once a second."""
 
 LONGEST_RING_BYTES = 19
 
+LOOK_UP_MS = 20
+"""How long a rank sleeps at once where no ring can wake it. Each waking is a pass of the event loop."""
+
 
 class Doorbell:
-    """Wakes a rank that sleeps while it is idle. `address` is empty where the rank never sleeps.
+    """Wakes a rank that sleeps while it is idle. `address` is empty where the rank never sleeps, and behind SGLang's Rust server,
+    where requests alone can wake it: there it looks up often.
 
     Ranks that have requests of their own sleep: the first one, and with data-parallel attention the others, too. Each pass of
     the event loop is a collective of all of them, so a rank that is awake waits for those that sleep. Therefore all bells get
@@ -80,6 +84,8 @@ class Doorbell:
             self.address = addresses.ipc_address(replica, f"bell{rank}")
             self._bind(self._socket)
             poller.register(self._socket, zmq.POLLIN)
+        elif hasattr(sleeper, "timeout_ms"):
+            sleeper.timeout_ms = min(sleeper.timeout_ms, LOOK_UP_MS)
         self._poller: Any = poller
         self._heard = 0
 
