@@ -251,7 +251,7 @@ def test_a_load_of_the_user_s_that_finds_nothing_changes_no_version(engine: Both
         assert set(manager.versions().values()) == {engine.version}
 
 
-LONG = {"vllm": 400, "sglang": 300}
+LONG = {"vllm": 200, "sglang": 200}
 """Tokens of a request that is to run across pauses: more than are made while a test looks for the first of them, mostly."""
 TRIES = 20
 

@@ -34,7 +34,7 @@ from tests.support.sglang_engines import SglangDriver
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPT = PROMPTS[1]
-LONG = {"vllm": 800, "sglang": 300, "transformers": 300}
+LONG = {"vllm": 300, "sglang": 200, "transformers": 300}
 """Tokens of a request that is to run across a pause: more than are made while a test looks for the first of them, mostly."""
 TRIES = 20
 
