@@ -45,6 +45,8 @@ PLUGIN = "tests.support.fault_plugin:plugin"
 LEASE_S = 4.0
 KEPT_SEGMENTS = 2
 """A worker keeps this many mapped: what it serves (the way back) and the one before, for the next update."""
+IN_FLIGHT = 200
+"""Tokens of a request that runs while something fails. Where ranks share two cores, most of a test is decoding steps."""
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------------
@@ -303,15 +305,16 @@ def test_a_trainer_rank_killed_inside_a_broadcast_is_a_lost_peer_and_the_next_up
     tp2: Faulty, tmp_path: Path
 ) -> None:
     assert isinstance(tp2.engine, Driver)
-    running = tp2.engine.submit([LONG, PROMPTS[1]], 500)
     with trainer(tp2, tmp_path, 2, 1, "writing", transport="collective") as ranks:
         ranks.arrived()  # both workers have all of rank 0, and wait inside a broadcast of rank 1
+        running = tp2.engine.submit([LONG, PROMPTS[1]], IN_FLIGHT)
+        tp2.engine.wait_for_tokens(running, 2)
         ranks.signal(1, signal.SIGKILL)
         result = ranks.result(0)
         assert (result["error"], result["where"][:2]) == ("PeerLost", ["trainer", 1]), result
         assert result["version"] == tp2.version + 1 and result["seconds"] < 60
     ended = tp2.engine.wait(running)
-    assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", 500)] * 2
+    assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", IN_FLIGHT)] * 2
     assert [set(r["versions"]) for r in ended] == [{tp2.stamp}] * 2
     eventually(lambda: all_idle(tp2.card), what="the transaction to be dropped")
     tp2.assert_serves()
@@ -476,7 +479,7 @@ def test_an_installation_that_fails_on_one_rank_is_undone_on_all(
     assert isinstance(tp2.engine, Driver)
     with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
         tp2.update(sync=sync)  # under `copy` its bytes are the way back
-        running = tp2.engine.submit([LONG, PROMPTS[1]], 500)
+        running = tp2.engine.submit([LONG, PROMPTS[1]], IN_FLIGHT)
         tp2.engine.wait_for_tokens(running, 2)
         tp2.order({"rank": rank, "step": "install", "when": when})
         with pytest.raises(CommitFailed, match=f"planned fault: install on rank {rank}") as caught:
@@ -485,7 +488,7 @@ def test_an_installation_that_fails_on_one_rank_is_undone_on_all(
         assert (caught.value.phase, caught.value.version) == ("commit", tp2.version + 1)
         assert caught.value.replica == tp2.card.replica
         ended = tp2.engine.wait(running)
-        assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", 500)] * 2
+        assert [(r["finish_reason"], len(r["tokens"])) for r in ended] == [("length", IN_FLIGHT)] * 2
         assert [set(r["versions"]) for r in ended] == [{tp2.stamp}] * 2
         tp2.assert_serves()
         assert sync.verify(source(tp2.models[tp2.serves])).ok
@@ -501,7 +504,7 @@ def test_post_processing_that_fails_half_way_on_one_rank_is_undone_on_all(
     assert isinstance(tp2.engine, Driver)
     with SyncManager(install=install, timeout_s=120) as sync:  # type: ignore[arg-type]
         tp2.update(sync=sync)
-        running = tp2.engine.submit([LONG, PROMPTS[1]], 500)
+        running = tp2.engine.submit([LONG, PROMPTS[1]], IN_FLIGHT)
         tp2.engine.wait_for_tokens(running, 2)
         tp2.order({"rank": rank, "step": "post-process", "when": 3})
         with pytest.raises(WeightwireError, match=f"planned fault: post-process on rank {rank}") as caught:
