@@ -230,6 +230,10 @@ def refuse_alone_biases_of_the_base() -> Result:
     return refused_alone(adapted(tiny_gpt2(), target_modules=["c_attn"], fan_in_fan_out=True, bias="all"))
 
 
+def refuse_alone_biases_beside_no_bias() -> Result:
+    return refused_alone(adapted(tiny_qwen3(), lora_bias=True))
+
+
 def refuse_alone_modules_to_save() -> Result:
     return refused_alone(adapted(tiny_qwen3(tied=False), modules_to_save=["lm_head"]))
 
@@ -346,6 +350,10 @@ def refuse_a_variant_without_a_rule() -> Result:
     return refused(MergedLoRAAdapter(adapted(tiny_qwen3(), alora_invocation_tokens=[1, 2])).manifest)
 
 
+def refuse_biases_beside_no_bias() -> Result:
+    return refused(MergedLoRAAdapter(shard(adapted(tiny_qwen3(), lora_bias=True))).manifest)
+
+
 def refuse_convolutions() -> Result:
     model = nn.Sequential(nn.Conv2d(2, 4, 3))
     return refused(MergedLoRAAdapter(adapted(model, target_modules=["0"])).manifest)
@@ -440,6 +448,7 @@ CASES = [
     refuse_dora_by_columns,
     refuse_two_adapters_with_dora,
     refuse_a_variant_without_a_rule,
+    refuse_biases_beside_no_bias,
     refuse_convolutions,
     refuse_tied_weights_adapted_in_one_place,
     refuse_tied_weights_saved_in_one_place,
@@ -456,6 +465,7 @@ CASES = [
     alone_transposed,
     refuse_alone_dora,
     refuse_alone_biases_of_adapters,
+    refuse_alone_biases_beside_no_bias,
     refuse_alone_biases_of_the_base,
     refuse_alone_modules_to_save,
     refuse_alone_embeddings,

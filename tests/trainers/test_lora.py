@@ -7,14 +7,18 @@ All cases run in one launch (`lora_worker.py`); each test below looks at one cas
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 
 from inference_plugin.wire.errors import ManifestMismatch
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
+from tests.trainers.test_module_adapter import received
+from tests.trainers.tiny_models import tiny
 from trainer_adapters import LoRAAdapter, MergedLoRAAdapter
 
 
@@ -70,11 +74,30 @@ def test_an_adapter_alone_is_what_peft_saves_of_it_with_its_scaling(ranks: Ranks
     assert values, "something must have been sent"
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "nemotron_h", "hrm_text", "ernie4_5_vl_moe", "qwen2_vl"])
+def test_an_adapter_of_a_model_that_memory_names_otherwise_has_the_names_that_peft_saves(
+    model_type: str, tmp_path: Path
+) -> None:
+    """transformers' rules for the names of checkpoints would match in them, too: "base_backbone.model..."."""
+    targets = ["q_proj", "o_proj", "in_proj", "up_proj"]
+    model = get_peft_model(tiny(model_type), LoraConfig(r=2, lora_alpha=6, target_modules=targets))
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    arrived = received(LoRAAdapter(model))
+    assert sorted(arrived) == sorted(saved)
+    for name, tensor in saved.items():
+        assert torch.equal(arrived[name], tensor * 3 if ".lora_B." in name else tensor), name
+
+
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
         ("refuse_alone_dora", ["the changes of adapter 'default' to", "q_proj.weight"]),
         ("refuse_alone_biases_of_adapters", ["the changes of adapter 'default' to", "c_attn.bias"]),
+        ("refuse_alone_biases_beside_no_bias", ["q_proj has an adapter with a bias (lora_bias=True)"]),
         ("refuse_alone_biases_of_the_base", ["the changes of adapter 'default' to", "biases ('all')"]),
         ("refuse_alone_modules_to_save", ["the changes of adapter 'default' to", "lm_head"]),
         ("refuse_alone_embeddings", ["the changes of adapter 'default' to", "embed_tokens.weight"]),
@@ -137,6 +160,7 @@ def test_a_switch_of_adapters_between_manifest_and_slices_is_noticed(ranks: Rank
         ("refuse_dora_by_columns", "ManifestMismatch", ["self_attn.q_proj.weight[0:20, ", "shard them by rows"]),
         ("refuse_two_adapters_with_dora", "ManifestMismatch", ["q_proj has DoRA adapter default beside another"]),
         ("refuse_a_variant_without_a_rule", "ManifestMismatch", ["adapter default of variant ALoraLinearVariant"]),
+        ("refuse_biases_beside_no_bias", "ManifestMismatch", ["q_proj has an adapter with a bias", "no bias of its own"]),
         ("refuse_convolutions", "ManifestMismatch", ["0 is a lora.Conv2d", "merge_and_unload()"]),
         ("refuse_tied_weights_adapted_in_one_place", "ManifestMismatch", ["model.embed_tokens.weight", "tie_word"]),
         ("refuse_tied_weights_saved_in_one_place", "ManifestMismatch", ["lm_head.weight and", "modules_to_save"]),

@@ -74,11 +74,12 @@ def _transformers_models(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def _members(prefix: str, names: Sequence[str | None], infos: Sequence[TensorInfo]) -> list[_Member]:
     """The tensors of the model with this prefix that have a name. One that was renamed to more than another prefix goes by its
-    new name."""
+    new name. PEFT's A and B are not among them: no checkpoint has them, but rules may match their names ("model." in
+    "base_model.", "attn.q_proj" in "attn.q_proj.lora_A")."""
     members: dict[str, _Member] = {}
     for position, (name, info) in enumerate(zip(names, infos, strict=True)):
         own = unwrapped(info.name)
-        if name is None or not own.startswith(prefix):
+        if name is None or not own.startswith(prefix) or ".lora_A." in own or ".lora_B." in own:
             continue
         own = own.removeprefix(prefix)
         member = _Member(position, own, name.removesuffix(own)) if name.endswith(own) else _Member(position, name, "")

@@ -222,7 +222,10 @@ def _problem_of(layer: Any, active: Sequence[str], *, alone: bool) -> str:
             return f"has DoRA adapter {adapter} beside another, or on a transposed weight: merge it with merge_and_unload()"
         if variant != "NoneType":
             return f"has adapter {adapter} of variant {variant}, which has no rule here"
-    weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
+    base = layer.get_base_layer()
+    if getattr(base, "bias", None) is None and any(layer.lora_bias.get(adapter) for adapter in active):
+        return "has an adapter with a bias (lora_bias=True), and no bias of its own to which that could be added"
+    weight = getattr(base, getattr(layer, "parameter_name", "weight"))
     if active and not alone and weight.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         return f"adapts a weight of {weight.dtype}: quantised weights have no rule here"
     return ""
