@@ -160,7 +160,11 @@ def test_a_switch_of_adapters_between_manifest_and_slices_is_noticed(ranks: Rank
         ("refuse_dora_by_columns", "ManifestMismatch", ["self_attn.q_proj.weight[0:20, ", "shard them by rows"]),
         ("refuse_two_adapters_with_dora", "ManifestMismatch", ["q_proj has DoRA adapter default beside another"]),
         ("refuse_a_variant_without_a_rule", "ManifestMismatch", ["adapter default of variant ALoraLinearVariant"]),
-        ("refuse_biases_beside_no_bias", "ManifestMismatch", ["q_proj has an adapter with a bias", "no bias of its own"]),
+        (
+            "refuse_biases_beside_no_bias",
+            "ManifestMismatch",
+            ["q_proj has an adapter with a bias", "no bias of its own"],
+        ),
         ("refuse_convolutions", "ManifestMismatch", ["0 is a lora.Conv2d", "merge_and_unload()"]),
         ("refuse_tied_weights_adapted_in_one_place", "ManifestMismatch", ["model.embed_tokens.weight", "tie_word"]),
         ("refuse_tied_weights_saved_in_one_place", "ManifestMismatch", ["lm_head.weight and", "modules_to_save"]),
