@@ -126,6 +126,8 @@ FULL = (
     f"{ENGINES}test_sglang_in_flight.py::test_a_beam_search_does_not_end_the_engine[keep",
     f"{ENGINES}test_families.py::test_what_each_rank_of_sglang_derives_from_its_shard_follows_the_updates",
     f"{ENGINES}test_families.py::test_the_text_model_of_qwen_3_5",  # in a process of its own
+    f"{ENGINES}test_families.py::test_a_model_that_sglang_runs_through_transformers_is_a_fresh_engine_after_every_update[llama",
+    f"{ENGINES}test_families.py::test_a_model_that_vllm_runs_through_transformers_is_a_fresh_engine_after_every_update[gpt",
     *(
         f"{ENGINES}test_vllm_tokens.py::test_requests_in_flight_follow_the_policy_and_their_blocks_serve_no_new_request[{kind}"
         for kind in ("pp2-recompute", "pp2-drain")

@@ -29,19 +29,19 @@ class Skeleton(NamedTuple):
 
 
 def build_skeleton(
-    make: Callable[[], nn.Module], dtype: AbstractContextManager[Any], ropes: dict[Any, Any] | None = None
+    make: Callable[[], nn.Module], dtype: AbstractContextManager[Any], *tables: dict[Any, Any]
 ) -> Skeleton:
-    """Calls `make` in the context `dtype`, with the engine's table of rotary embeddings (`ropes`: one of each kind, shared by
-    all models of the process) empty for that while.
+    """Calls `make` in the context `dtype`, with the engine's `tables` empty for that while: where its constructors enter modules
+    for all models of the process, such as one rotary embedding of each kind.
 
     A constructor may compute with tensors of its own (`.item()`, `.tolist()`): they are real. A parameter moves to meta
     as it is registered, so that no memory of weights is ever touched; one of a single element moves when the constructor
-    has ended, which may read its value. On the engine's own thread only: default dtype, table and torch's registration are
+    has ended, which may read its value. On the engine's own thread only: default dtype, tables and torch's registration are
     the process's. Raises `EngineUnsupported` where the constructor fails.
     """
-    table = {} if ropes is None else ropes
-    kept = dict(table)
-    table.clear()
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
     built: dict[int, torch.Tensor] = {}
     try:
         with dtype, torch.device("cpu"), _parameters_to_meta(built):
@@ -55,8 +55,9 @@ def build_skeleton(
             phase="start",
         ) from error
     finally:
-        table.clear()
-        table.update(kept)
+        for table, entries in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(entries)
     constants = {
         name: built[id(parameter)]
         for name, parameter in model.named_parameters(remove_duplicate=False)

@@ -199,14 +199,15 @@ class LiveLayout:
     # --- plain storages ----------------------------------------------------------------------------------------------
 
     def live_storages(self) -> dict[str, torch.Tensor]:
-        """Each plain storage of the live model as a flat tensor, by key. Raises `ManifestMismatch` if one changed its form."""
+        """Each plain storage of the live model as a flat tensor, by key. Raises `ManifestMismatch` if one that the group writes
+        changed its form; others may, such as a table of rotary embeddings that takes the dtype of the first step."""
         live = self._storages.unchanged()
-        if gone := sorted(self._plain - live.keys()):
+        if gone := sorted((self._plain & self.written) - live.keys()):
             raise ManifestMismatch(
                 f"the engine has changed the size or dtype of these since the group was opened: {first_few(gone)}",
                 hint="start the engine anew, or undo that",
             )
-        return {key: live[key] for key in self._plain}
+        return {key: live[key] for key in self._plain & live.keys()}
 
     def own_storages(self) -> dict[str, torch.Tensor]:
         """The live storages that the group writes."""

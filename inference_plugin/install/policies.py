@@ -251,7 +251,9 @@ class CopyInstaller(PolicyInstaller):
         """A replay from the segment, the tensors in it, and the live storages. It is bound anew where the engine has given a
         parameter other memory since."""
         bound, live = self._bound.get(segment.data_ptr()), self._layout.live_storages()
-        if bound is None or any(live[key].data_ptr() != storage.data_ptr() for key, storage in bound[2].items()):
+        if bound is None or {k: t.data_ptr() for k, t in bound[2].items()} != {
+            k: t.data_ptr() for k, t in live.items()
+        }:
             while len(self._bound) >= self.KEPT:
                 self._bound.pop(next(iter(self._bound)))
             replay, sources = self._bind_segment(segment, live)

@@ -9,11 +9,14 @@ import functools
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from inference_plugin.wire.errors import CommitFailed, ManifestMismatch
+from inference_plugin.wire.errors import CommitFailed, EngineUnsupported, ManifestMismatch
 from inference_plugin.wire.messages import InstallPolicy
 from tests.support.checkpoints import load
 from tests.support.engines import Driver
@@ -135,6 +138,81 @@ def test_a_family_in_sglang_is_a_fresh_engine_after_every_update(
     finally:
         host.close()
     assert (trial.outcome, trial.updates) == ("right", 5), trial
+
+
+def test_an_engine_whose_first_step_comes_after_its_first_update_takes_the_second_one(
+    vllm: Host, tmp_path: Path
+) -> None:
+    """The first step gives a table of rotary embeddings the dtype of the queries, which no update writes."""
+    family = FAMILIES["gpt_oss"]
+    model_a, model_b = make_versions(family, tmp_path)
+    vllm.open(family, model_b, plain=True)
+    fresh = vllm.say(family)
+    policies: list[InstallPolicy] = ["standby", "copy", "streaming"]
+    for install in policies:
+        vllm.open(family, model_a, plain=True)
+        with SyncManager(install=install, timeout_s=60) as manager:
+            for version, target in enumerate((model_b, model_a, model_b)):
+                manager.update(load(target), version, dtype="engine")
+                assert (vllm.say(family) == fresh) == (target == model_b)
+
+
+def test_dense_layers_that_vllm_reads_beside_the_checkpoint_are_refused_by_name_and_stay_in_a_partial_group(
+    vllm: Host, tmp_path: Path
+) -> None:
+    family = FAMILIES["qwen3-embedding"]
+    model_a, model_b = make_versions(family, tmp_path)
+    add_dense_layer(model_a)
+    add_dense_layer(model_b)
+    vllm.open(family, model_b, plain=True)
+    fresh = vllm.say(family)
+    vllm.open(family, model_a, plain=True)
+    with (
+        SyncManager(install="standby", timeout_s=60) as manager,
+        pytest.raises(EngineUnsupported, match=r"outside its model.*projector\.0\.weight.*partial=True"),
+    ):
+        manager.update(load(model_b), 1)
+    with SyncManager(install="standby", timeout_s=60, partial=True) as manager:
+        manager.update(load(model_b), 1)
+        assert vllm.say(family) == fresh
+
+
+def add_dense_layer(checkpoint: Path) -> None:
+    """The last module of a model of sentence-transformers, the same in every checkpoint."""
+    modules = [{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]
+    (checkpoint / "modules.json").write_text(json.dumps(modules))
+    layer = {"in_features": 64, "out_features": 32, "activation_function": "torch.nn.modules.linear.Identity"}
+    (checkpoint / "2_Dense").mkdir()
+    (checkpoint / "2_Dense" / "config.json").write_text(json.dumps(layer))
+    made = torch.Generator().manual_seed(0)
+    tensors = {"linear.weight": torch.randn(32, 64, generator=made), "linear.bias": torch.randn(32, generator=made)}
+    save_file(tensors, checkpoint / "2_Dense" / "model.safetensors")
+
+
+THROUGH_TRANSFORMERS = {"model_impl": "transformers"}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama-tied", "gpt_oss"])
+def test_a_model_that_vllm_runs_through_transformers_is_a_fresh_engine_after_every_update(
+    vllm: Host, tmp_path: Path, name: str
+) -> None:
+    family = replace(FAMILIES[name], vllm=FAMILIES[name].vllm | THROUGH_TRANSFORMERS)
+    trial = run_trial(vllm, family, make_versions(family, tmp_path), plain=False, install="standby")
+    assert (trial.outcome, trial.mechanism, trial.verified) == ("right", "plan", "verified"), trial
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama-tied"])
+def test_a_model_that_sglang_runs_through_transformers_is_a_fresh_engine_after_every_update(
+    runtime: Path, tmp_path: Path, name: str
+) -> None:
+    """SGLang's class for them looks its experts up in a table of the process, and replaces parameters that are on meta: a second
+    instance of the model must leave the first one's experts there, and keep the functions that load its own."""
+    family, host = replace(FAMILIES[name], sglang=FAMILIES[name].sglang | THROUGH_TRANSFORMERS), SglangHost(runtime)
+    try:
+        trial = run_trial(host, family, make_versions(family, tmp_path), plain=True, install="standby", updates=2)
+    finally:
+        host.close()
+    assert (trial.outcome, trial.mechanism, trial.verified) == ("right", "plan", "verified"), trial
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "mamba2"])

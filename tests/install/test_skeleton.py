@@ -44,3 +44,18 @@ def test_a_constructor_may_read_the_value_of_a_parameter_of_one_element() -> Non
         "norm.weight": [3.0] * 8,
     }
     assert nn.Module.register_parameter is register
+
+
+def test_what_a_constructor_enters_into_tables_of_the_engine_is_not_there_afterwards() -> None:
+    """Where forward looks modules up by name, the live model would compute with those of the skeleton."""
+    live = Norm(8)
+    modules, others = {"norm": live}, {}
+
+    def make() -> nn.Module:
+        assert "norm" not in modules, "a constructor takes what is there for its own"
+        modules["norm"], others["of the skeleton"] = Norm(8), 1
+        return modules["norm"]
+
+    skeleton = build_skeleton(make, torch.no_grad(), modules, others)
+    assert skeleton.model is not live
+    assert (modules, others) == ({"norm": live}, {})

@@ -41,6 +41,9 @@ NOT_WEIGHTS = (
 """Attributes that hold an address, what was cached of requests and how often it was found, or how the engine was started and
 how long that took."""
 
+TRACED = "_tensor_constant"
+"""torch.fx leaves such attributes on a module that it traces; vLLM traces one module of each class once in a process."""
+
 ADDRESS = 1 << 32
 """Integers from here on are addresses."""
 
@@ -74,7 +77,7 @@ def _inside(value: Any, path: str, above: set[int]) -> Iterator[tuple[str, str |
         return
     else:
         for name, part in _parts(value, path):
-            if name not in NOT_WEIGHTS and not isinstance(part, nn.Module):
+            if name not in NOT_WEIGHTS and not name.startswith(TRACED) and not isinstance(part, nn.Module):
                 yield from _inside(part, f"{path}.{name}", above | {id(value)})
 
 
@@ -102,5 +105,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return f"{tensor.dtype} {list(tensor.shape)} without memory"
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {list(tensor.shape)} {xxhash.xxh3_64_hexdigest(data.numpy())}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -188,13 +189,29 @@ def _skeleton(runner: Any) -> Skeleton:
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.models import transformers
 
     config, load_config = runner.model_config, runner.load_config
 
     def make() -> nn.Module:
-        with stages_apart():
+        with stages_apart(), _parameters_as_built():
             model: nn.Module = _initialize_model(config, load_config, _get_quantization_config(config, load_config))
         derive_nothing(model)
         return model.eval()
 
-    return build_skeleton(make, set_default_torch_dtype(config.dtype), factory._ROPE_DICT)
+    tables = (factory._ROPE_DICT, transformers._TRANSFORMERS_MOE_LAYERS)
+    return build_skeleton(make, set_default_torch_dtype(config.dtype), *tables)
+
+
+@contextlib.contextmanager
+def _parameters_as_built() -> Iterator[None]:
+    """Once it is built, SGLang's class for models of transformers replaces what is on meta by parameters with memory. Of a second
+    model that is everything, and the functions that load its parameters would be lost."""
+    from sglang.srt.models.transformers import TransformersBase
+
+    replace = TransformersBase._init_parameters
+    TransformersBase._init_parameters = lambda self, module: None
+    try:
+        yield
+    finally:
+        TransformersBase._init_parameters = replace
