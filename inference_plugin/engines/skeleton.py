@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -29,22 +30,22 @@ class Skeleton(NamedTuple):
 
 
 def build_skeleton(
-    make: Callable[[], nn.Module], dtype: AbstractContextManager[Any], *tables: dict[Any, Any]
+    make: Callable[[], nn.Module], dtype: AbstractContextManager[Any], ropes: dict[Any, Any] | None = None
 ) -> Skeleton:
-    """Calls `make` in the context `dtype`, with the engine's `tables` empty for that while: where its constructors enter modules
-    for all models of the process, such as one rotary embedding of each kind.
+    """Calls `make` in the context `dtype`, with the engine's table of rotary embeddings (`ropes`: one of each kind, shared by
+    all models of the process) empty for that while. What `make` enters into any table of the process is taken out again.
 
     A constructor may compute with tensors of its own (`.item()`, `.tolist()`): they are real. A parameter moves to meta
     as it is registered, so that no memory of weights is ever touched; one of a single element moves when the constructor
     has ended, which may read its value. On the engine's own thread only: default dtype, tables and torch's registration are
     the process's. Raises `EngineUnsupported` where the constructor fails.
     """
-    kept = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
+    ropes = {} if ropes is None else ropes
+    kept = dict(ropes)
     built: dict[int, torch.Tensor] = {}
     try:
-        with dtype, torch.device("cpu"), _parameters_to_meta(built):
+        with _modules_stay_in_tables(), dtype, torch.device("cpu"), _parameters_to_meta(built):
+            ropes.clear()
             model = make()
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)
@@ -55,9 +56,8 @@ def build_skeleton(
             phase="start",
         ) from error
     finally:
-        for table, entries in zip(tables, kept, strict=True):
-            table.clear()
-            table.update(entries)
+        ropes.clear()
+        ropes.update(kept)
     constants = {
         name: built[id(parameter)]
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -68,6 +68,33 @@ def build_skeleton(
         torch.empty(1, device="meta")
     )  # the first operation on meta imports for a second
     return Skeleton(model, constants)
+
+
+@contextlib.contextmanager
+def _modules_stay_in_tables() -> Iterator[None]:
+    """Afterwards the tables of the process (dicts at the top of Python's modules) hold the torch modules that they held before.
+    An engine may enter a layer by its name where it is made, and look it up there in each step: the live model would
+    compute with the layers of the skeleton. A table of a Python module that is first imported meanwhile stays as it is."""
+    tables = {
+        id(table): table
+        for python in list(sys.modules.values())
+        for table in list(getattr(python, "__dict__", {}).values())
+        if type(table) is dict
+    }
+    before = [(table, _modules_in(table)) for table in tables.values()]
+    try:
+        yield
+    finally:
+        for table, held in before:
+            for key, module in _modules_in(table).items():
+                if held.get(key) is not module:
+                    del table[key]
+            table.update(held)
+
+
+def _modules_in(table: dict[Any, Any]) -> dict[Any, nn.Module]:
+    # `isinstance` would ask lazy objects for their class, and import what they stand for.
+    return {key: value for key, value in list(table.items()) if issubclass(type(value), nn.Module)}
 
 
 @contextlib.contextmanager

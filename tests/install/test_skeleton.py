@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 from torch import nn
 
 from inference_plugin.engines.skeleton import build_skeleton
+from inference_plugin.wire.errors import EngineUnsupported
 
 
 class Norm(nn.Module):
@@ -46,16 +50,28 @@ def test_a_constructor_may_read_the_value_of_a_parameter_of_one_element() -> Non
     assert nn.Module.register_parameter is register
 
 
-def test_what_a_constructor_enters_into_tables_of_the_engine_is_not_there_afterwards() -> None:
+LAYERS: dict[str, nn.Module] = {}
+"""As an engine has them: `vllm.model_executor.layers.hpc.rope_norm._hpc_rope_norm_instances`, for one."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_constructor_enters_into_tables_of_the_process_is_not_there_afterwards(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     """Where forward looks modules up by name, the live model would compute with those of the skeleton."""
-    live = Norm(8)
-    modules, others = {"norm": live}, {}
+    live, ropes = {"norm": Norm(8), "gone": Norm(8)}, {"rope": Norm(8)}
+    for name, module in live.items():
+        monkeypatch.setitem(LAYERS, name, module)
+    rope = ropes["rope"]
 
     def make() -> nn.Module:
-        assert "norm" not in modules, "a constructor takes what is there for its own"
-        modules["norm"], others["of the skeleton"] = Norm(8), 1
-        return modules["norm"]
+        assert not ropes, "a constructor takes what is there for its own"
+        LAYERS["norm"] = LAYERS["another"] = ropes["rope"] = Norm(8)
+        del LAYERS["gone"]
+        if fails:
+            raise ValueError
+        return LAYERS["norm"]
 
-    skeleton = build_skeleton(make, torch.no_grad(), modules, others)
-    assert skeleton.model is not live
-    assert (modules, others) == ({"norm": live}, {})
+    with pytest.raises(EngineUnsupported) if fails else nullcontext():
+        build_skeleton(make, torch.no_grad(), ropes)
+    assert live == LAYERS and ropes == {"rope": rope}

@@ -189,7 +189,6 @@ def _skeleton(runner: Any) -> Skeleton:
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
-    from sglang.srt.models import transformers
 
     config, load_config = runner.model_config, runner.load_config
 
@@ -199,8 +198,7 @@ def _skeleton(runner: Any) -> Skeleton:
         derive_nothing(model)
         return model.eval()
 
-    tables = (factory._ROPE_DICT, transformers._TRANSFORMERS_MOE_LAYERS)
-    return build_skeleton(make, set_default_torch_dtype(config.dtype), *tables)
+    return build_skeleton(make, set_default_torch_dtype(config.dtype), factory._ROPE_DICT)
 
 
 @contextlib.contextmanager

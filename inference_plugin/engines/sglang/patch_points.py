@@ -91,7 +91,6 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.model_executor.cuda_graph_config:cuda_graph_fully_disabled", why="called: may weights move?", without="on a GPU updates are copied in, also where no graphs are captured"),
     PatchPoint("sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", why="recognised: padded on purpose"),
     PatchPoint("sglang.srt.layers.rotary_embedding.factory:_ROPE_DICT", why="saved and restored around the skeleton's construction"),
-    PatchPoint("sglang.srt.models.transformers:_TRANSFORMERS_MOE_LAYERS", why="saved and restored around the skeleton's construction: the experts that run"),
     PatchPoint("sglang.srt.models.transformers:TransformersBase._init_parameters", ("self", "module"), "replaced while the skeleton is built: its parameters stay on meta"),
     PatchPoint("sglang.srt.model_loader.utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
     # the server
