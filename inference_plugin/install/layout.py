@@ -110,13 +110,8 @@ class LiveLayout:
     def untouched(self) -> tuple[str, ...]:
         """Parameters and buffers of the live model that an update neither writes nor derives."""
         derived = set(self.derived)
-        return tuple(
-            sorted(
-                name
-                for name, tensor, _ in named_tensors(self._model.live)
-                if tensor.numel() and self._key_of.get(name) not in self.written and name not in derived
-            )
-        )
+        left = (n for n, t, _ in named_tensors(self._model.live) if t.numel() and n not in derived)
+        return tuple(sorted(n for n in left if self._key_of.get(n) not in self.written))
 
     @property
     def unexplained(self) -> list[str]:
@@ -200,7 +195,7 @@ class LiveLayout:
 
     def live_storages(self) -> dict[str, torch.Tensor]:
         """Each plain storage of the live model as a flat tensor, by key. Raises `ManifestMismatch` if one that the group writes
-        changed its form; others may, such as a table of rotary embeddings that takes the dtype of the first step."""
+        has changed its form. Others may, such as a table of rotary embeddings that takes the dtype of the first step."""
         live = self._storages.unchanged()
         if gone := sorted((self._plain & self.written) - live.keys()):
             raise ManifestMismatch(
