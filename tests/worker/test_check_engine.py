@@ -17,6 +17,7 @@ import pytest
 from inference_plugin.engines import patch_points as table_of
 from inference_plugin.engines.patch_points import EngineTable, PatchPoint, judge
 from inference_plugin.engines.released import TABLES, check_release, checked_by_name, opened
+from inference_plugin.engines.sglang.patch_points import SGLANG
 from inference_plugin.engines.source_places import Release, wrong_in
 from inference_plugin.engines.vllm.patch_points import VLLM
 from inference_plugin.wire.errors import ConfigError, EngineUnsupported
@@ -213,3 +214,9 @@ def test_a_version_needs_the_places_of_its_time_and_what_is_optional_is_told(
     found = judge(table, version, lambda point: wrong_in(release(), point))
     assert list(found[0]) == missing
     assert found[1] == (lacks if version == "dev" else (*lacks, "not at all"))
+
+
+def test_an_sglang_that_cannot_import_its_class_for_models_of_transformers_is_served() -> None:
+    """SGLang leaves out a model whose module can't be imported, and serves the others."""
+    wrong, lacks = judge(SGLANG, SGLANG.newest, lambda p: "missing" if "models.transformers" in p.place else "")
+    assert (wrong, lacks) == ((), ("updates of models that SGLang runs through transformers are refused",))

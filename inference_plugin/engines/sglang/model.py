@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -205,11 +206,12 @@ def _skeleton(runner: Any) -> Skeleton:
 def _parameters_as_built() -> Iterator[None]:
     """Once it is built, SGLang's class for models of transformers replaces what is on meta by parameters with memory. Of a second
     model that is everything, and the functions that load its parameters would be lost."""
-    from sglang.srt.models.transformers import TransformersBase
-
-    replace = TransformersBase._init_parameters
-    TransformersBase._init_parameters = lambda self, module: None
+    base = getattr(sys.modules.get("sglang.srt.models.transformers"), "TransformersBase", None)
+    if (replace := getattr(base, "_init_parameters", None)) is None:
+        yield  # SGLang can't import that class here, or has another; it may serve its own classes all the same
+        return
+    base._init_parameters = lambda self, module: None
     try:
         yield
     finally:
-        TransformersBase._init_parameters = replace
+        base._init_parameters = replace

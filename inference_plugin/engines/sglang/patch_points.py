@@ -91,7 +91,7 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.model_executor.cuda_graph_config:cuda_graph_fully_disabled", why="called: may weights move?", without="on a GPU updates are copied in, also where no graphs are captured"),
     PatchPoint("sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding", why="recognised: padded on purpose"),
     PatchPoint("sglang.srt.layers.rotary_embedding.factory:_ROPE_DICT", why="saved and restored around the skeleton's construction"),
-    PatchPoint("sglang.srt.models.transformers:TransformersBase._init_parameters", ("self", "module"), "replaced while the skeleton is built: its parameters stay on meta"),
+    PatchPoint("sglang.srt.models.transformers:TransformersBase._init_parameters", ("self", "module"), "replaced while the skeleton is built: its parameters stay on meta", without="updates of models that SGLang runs through transformers are refused"),
     PatchPoint("sglang.srt.model_loader.utils:set_default_torch_dtype", ("dtype",), "called: the skeleton's dtype"),
     # the server
     PatchPoint("sglang.srt.observability.http_request_metrics:add_http_request_metrics_middleware", ("app",), "wrapped: adds the middleware", since="0.5.23", without="the server has no /ready and none of our metrics, and /get_model_info doesn't know the version of the weights"),
