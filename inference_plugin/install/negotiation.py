@@ -334,7 +334,7 @@ class _Negotiation:
         if buffers := [n for n, built in unwritten.items() if not built or (n not in own and self._is_loaded(n))]:
             raise ManifestMismatch(
                 f"no tensor of the manifest fills these buffers, which the engine reads from a checkpoint: {first_few(buffers)}",
-                hint="let the trainer's adapter send its buffers too; start the engine from a checkpoint if it has random weights",
+                hint="let the trainer's adapter send its buffers; start the engine from a checkpoint if it has random weights",
                 phase="open",
             )
         return unfilled
