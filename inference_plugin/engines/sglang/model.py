@@ -206,7 +206,7 @@ def _skeleton(runner: Any) -> Skeleton:
 def _parameters_as_built() -> Iterator[None]:
     """Once it is built, SGLang's class for models of transformers replaces what is on meta by parameters with memory. Of a second
     model that is everything, and the functions that load its parameters would be lost."""
-    base = getattr(sys.modules.get("sglang.srt.models.transformers"), "TransformersBase", None)
+    base: Any = getattr(sys.modules.get("sglang.srt.models.transformers"), "TransformersBase", None)
     if (replace := getattr(base, "_init_parameters", None)) is None:
         yield  # SGLang can't import that class here, or has another; it may serve its own classes all the same
         return
