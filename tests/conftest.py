@@ -92,6 +92,44 @@ FULL = (
     ),
     f"{ENGINES}test_sglang_tokens.py::test_a_commit_wakes_ranks_that_sleep_on_idle[dp-attention",
     f"{ENGINES}test_sglang_tokens.py::test_an_updated_engine_is_a_fresh_engine[llama-tied-tp1",
+    # LoRA in SGLang: on two ranks, and of the policies those that differ most
+    *(
+        f"{ENGINES}test_sglang_lora.py::{test}[tp1"
+        for test in (
+            "test_an_installation_that_fails_on_one_rank_is_undone_on_all",
+            "test_an_adapter_that_does_not_fit_is_refused_with_names_and_the_old_one_serves",
+            "test_an_adapter_that_sglang_does_not_know_is_refused_with_what_to_do",
+            "test_base_and_adapter_are_groups_of_their_own",
+            "test_merged_while_streaming_an_engine_serves_what_peft_says",
+        )
+    ),
+    *(
+        f"{ENGINES}test_sglang_lora.py::test_requests_in_flight_follow_the_policy[tp1-{policy}"
+        for policy in ("abort", "recompute")
+    ),
+    # of policies and layouts, each once
+    f"{ENGINES}test_sglang_tokens.py::test_an_updated_engine_is_a_fresh_engine[qwen3_moe-tp1",
+    *(
+        f"{ENGINES}test_sglang_tokens.py::test_a_cached_prefix_of_the_old_weights_is_not_used_after_an_idle_update[tp1-{case}"
+        for case in ("abort-standby", "drain-copy")
+    ),
+    *(
+        f"{ENGINES}test_vllm_models.py::{test}"
+        for test in (
+            "test_a_manifest_that_lacks_anything_is_refused_when_the_group_is_opened[dense-and-moe-packed",
+            "test_what_a_partial_update_does_not_send_keeps_its_bytes[packed-copy",
+            *(
+                "test_a_trainer_with_a_tied_head_gives_an_untied_engine_both_or_is_refused_with_a_word_on_tying"
+                f"[{case}"
+                for case in ("plain-copy", "packed-standby")
+            ),
+            *(
+                "test_a_tied_head_stays_right_in_five_updates_in_a_row_where_the_engine_tied_it_while_loading"
+                f"[retied-head-{case}"
+                for case in ("plain-tied-copy", "packed-tied-standby", "packed-embedding_alone-copy")
+            ),
+        )
+    ),
     *(
         f"{ENGINES}test_sglang_dtypes.py::test_a_trainer_in_any_dtype_sends_what_sglang_keeps_there_and_back[{case}"
         for case in ("float32-copy", "bfloat16-standby")
@@ -221,6 +259,14 @@ FULL = (
             "test_a_silent_manager_loses_its_lease_and_is_told_so_when_it_wakes[sealed",
             "test_a_silent_trainer_rank_fails_the_update_on_its_manager_by_the_deadline",
             "test_a_trainer_rank_that_learns_of_its_manager_s_death_fails_with_a_typed_error",
+        )
+    ),
+    *(
+        f"{ENGINES}test_sglang_streaming.py::{test}"
+        for test in (
+            "test_a_killed_trainer_rank_fails_the_update_which_says_that_the_replica_is_torn",
+            "test_a_trainer_that_wakes_late_writes_into_nothing_that_is_served",
+            "test_a_manager_killed_while_it_streams_tears_the_replica_until_the_next_update[wrote",
         )
     ),
     f"{ENGINES}test_vllm_faults.py::test_a_replica_that_dies_is_reported_and_the_others_take_the_update[worker-sealed",

@@ -97,7 +97,7 @@ class Stalling(ModuleAdapter):
 def test_a_server_of_our_launcher_answers_while_a_trainer_stalls_and_never_dies_of_a_bad_update(
     runtime: Path, pair: tuple[Path, Path]
 ) -> None:
-    server = SglangServer(runtime, pair[0], tp=2, explicit=True, log_level="info", **NOT_DISCOVERED)
+    server = SglangServer(runtime, pair[0], explicit=True, log_level="info", **NOT_DISCOVERED)
     with noted_starts(server.job) as starts, server:
         check_starts(server, starts)
         check_life(server.tokens, *pair, zones=True)
@@ -137,7 +137,7 @@ def test_a_torn_server_answers_503_with_the_reason_until_it_is_healed(
     if server == "rust":
         variables["SGLANG_RUST_SERVER"] = "1"
     with (
-        SglangServer(runtime, pair[0], **variables) as engine,
+        SglangServer(runtime, pair[0], tp=2 if server == "python" else 1, **variables) as engine,
         SyncManager(timeout_s=120, install="copy", in_flight="keep") as sync,
     ):
         with pytest.raises(TornReplica, match="previous version's bytes are gone"):
