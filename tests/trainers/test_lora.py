@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference_plugin.wire.errors import ManifestMismatch
+from inference_plugin.wire.errors import ArgumentError, ManifestMismatch
 from tests.trainers.launching import Ranks, assert_is_gold, launch, of, written
 from tests.trainers.test_module_adapter import received
 from tests.trainers.tiny_models import tiny
 from trainer_adapters import LoRAAdapter, MergedLoRAAdapter
+from trainer_adapters.sources.chosen import source_for
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +195,32 @@ def test_a_rank_with_another_adapter_is_an_error_on_all_and_no_hang(ranks: Ranks
 def test_a_plain_adapter_sends_no_base_model_by_mistake(ranks: Ranks) -> None:
     for seen in of(ranks, "refuse_a_plain_adapter"):
         assert seen["error"] == "ArgumentError" and "MergedLoRAAdapter" in seen["text"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_a_model_that_learned_a_prompt_is_refused_before_anything_is_sent(config: PeftConfig) -> None:
+    """An engine refuses its names, but not in these words."""
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
+    model: Any = get_peft_model(LlamaForCausalLM(LlamaConfig(**shape)), config)
+    for sent in (model, torch.nn.Sequential(model)):
+        with pytest.raises(ArgumentError, match=r"prefix or P-tuning.*get_base_model\(\)"):
+            source_for(sent)
+    if not config.is_adaption_prompt:
+        assert source_for(model.get_base_model()) is not None
 
 
 @pytest.mark.parametrize(

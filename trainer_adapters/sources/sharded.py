@@ -97,13 +97,29 @@ def has_lora_layers(model: torch.nn.Module) -> bool:
 def refuse_lora_layers(model: torch.nn.Module, rename: object) -> None:
     """Raises `ArgumentError` for a model with adapters, unless a `rename` is given: no engine knows PEFT's names, and the base
     weights alone are not what was trained."""
-    if rename is None and has_lora_layers(model):
+    if rename is not None:
+        return
+    for part in model.modules():
+        if _is("peft.peft_model", "PeftModel", part) and _learns_its_prompt(part):
+            raise ArgumentError(
+                "this model was trained by prompt, prefix or P-tuning, or by an adaption prompt (PEFT), which changes no weight "
+                "that an engine has: what was trained stands before the prompt or in the attention, and engines have no place "
+                "for it",
+                hint="train LoRA, which engines take merged or as an adapter; `model.get_base_model()` is the unchanged model",
+                side="trainer",
+            )
+    if has_lora_layers(model):
         raise ArgumentError(
             "this model has PEFT adapters",
             hint="for LoRA use MergedLoRAAdapter, which sends the base model with the adapters merged in, or LoRAAdapter for the "
             "adapter alone; `update(model)` finds the first by itself",
             side="trainer",
         )
+
+
+def _learns_its_prompt(model: Any) -> bool:
+    config = model.peft_config[model.active_adapter]
+    return bool(config.is_prompt_learning or config.is_adaption_prompt)
 
 
 def _is(module: str, name: str, value: object) -> bool:
