@@ -173,13 +173,22 @@ def local_pools() -> dict[str, tuple[int, int]]:
     return _living("pool-*.p")
 
 
-def replace_file(path: Path, content: bytes, *, has_one_writer: bool = True) -> None:
+def replace_file(path: Path, content: bytes, *, has_one_writer: bool = True, held: bool = False) -> None:
     """Writes a file of the runtime directory; a reader sees what was there before or all of `content`, never a part of it.
-    Raises OSError where there is no room."""
+    `held`: this process holds the file (`hold`) from before it is there. Raises OSError where there is no room."""
     temporary = path.with_name(f"{path.name if has_one_writer else new_replica_id('file')}.tmp")
     try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        for attempts_left in reversed(range(100)):
+            temporary.write_bytes(content)
+            if held:
+                hold(temporary, path.suffix)
+            try:
+                temporary.replace(path)
+                return
+            except FileNotFoundError:
+                # Somebody of another pid namespace looked at that moment, and took it for the leftover of a dead process.
+                if not attempts_left:
+                    raise
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -235,12 +244,11 @@ def note_problem(engine: str, text: str) -> None:
     """Records why this process runs `engine` without the plug-in, for `problems`."""
     path = runtime_dir() / f"{new_replica_id(engine)}.problem"
     try:
-        replace_file(path, text.encode())
+        replace_file(path, text.encode(), held=True)
     except OSError:
         path.touch()  # on a full disk the file alone still says that there is a problem
+        hold(path, path.suffix)
         raise
-    finally:
-        hold(path)
 
 
 def problems(job: str | None = None) -> list[str]:
@@ -253,8 +261,7 @@ def note_start(engine: str, about: str) -> Path:
     """Records that this process starts `engine`, for `starting`, in place of what the processes that it descends from recorded.
     Whoever called removes the file when the replica is there; the next reader does so when the process has ended."""
     path = runtime_dir() / f"{new_replica_id(engine)}.starting"
-    replace_file(path, about.encode())
-    hold(path)
+    replace_file(path, about.encode(), held=True)
     ancestors = {(pid, start_ticks(pid)) for pid in ancestors_of(os.getpid())}
     for other in path.parent.glob(f"{engine}-*.starting"):
         if _owner(other) in ancestors:

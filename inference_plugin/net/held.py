@@ -11,17 +11,17 @@ from pathlib import Path
 __all__ = ["hold", "is_held"]
 
 _held: dict[str, int] = {}
-"""The descriptor of the file that is held last, by its suffix."""
+"""The descriptor of the file that is held last, by its kind."""
 
 
-def hold(path: Path) -> None:
-    """Locks a file until this process ends or holds another file with this suffix. Does nothing where files can't be locked."""
+def hold(path: Path, kind: str) -> None:
+    """Locks a file until this process ends or holds another file of this kind. Does nothing where files can't be locked."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if (before := _held.pop(path.suffix, None)) is not None:
+        if (before := _held.pop(kind, None)) is not None:
             os.close(before)
-        _held[path.suffix] = descriptor
+        _held[kind] = descriptor
 
 
 def is_held(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -73,6 +74,24 @@ def test_what_an_engine_of_another_container_says_of_its_start_is_seen_while_it_
     eventually(lambda: not addresses.starting() + addresses.problems(), "the notes to be of a process that has ended")
     addresses.discover()
     assert list(addresses.runtime_dir().iterdir()) == []
+
+
+def test_what_a_container_is_writing_is_no_leftover_to_those_who_look(directory: Path) -> None:
+    """To another pid namespace its process has ended. An engine that published its card at that moment failed to start."""
+    writing = (
+        "from inference_plugin.net import addresses\n"
+        "path = addresses.runtime_dir() / addresses.new_replica_id('plain')\n"
+        "print(flush=True)\n"
+        "for _ in range(1000):\n"
+        "    addresses.replace_file(path, b'x')\n"
+        "    assert addresses.note_start('vllm', 'model m').exists()\n"
+        "print('written', flush=True)"
+    )
+    engine = Container().start(writing, {"WEIGHTWIRE_RUNTIME_DIR": str(directory)})
+    assert engine.stdout is not None and engine.stdout.readline() == "\n"
+    while not select.select([engine.stdout], [], [], 0)[0]:
+        addresses.discover()
+    assert engine.stdout.readline() == "written\n" and engine.wait() == 0
 
 
 def test_what_looks_for_replicas_in_one_container_leaves_the_sockets_of_the_others(
