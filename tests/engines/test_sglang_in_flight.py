@@ -70,6 +70,42 @@ def test_requests_that_are_computed_again_are_not_turned_away_by_a_full_queue(
             assert "error" in [done["finish_reason"] for done in crowd], "the limit holds again"
 
 
+def test_requests_that_are_held_during_a_drain_are_scheduled_by_priority_afterwards_or_aborted_when_asked(
+    runtime: Path, old_and_new: tuple[Path, Path]
+) -> None:
+    """With priorities, SGLang gives a request its default one as it joins the queue."""
+    old, new = old_and_new
+    with SglangDriver(runtime) as driver:
+        driver.open(old, enable_priority_scheduling=True)
+        fresh = driver.tokens([PROMPT], 8)
+        with SyncManager(in_flight="drain", timeout_s=60) as manager:
+            manager.update(ModuleAdapter(weights(new)), 1)
+            running = driver.submit([NEXT], 300)
+            driver.wait_for_tokens(running, 1)
+            update = manager.update_async(ModuleAdapter(weights(old)), 2)
+            held = _held(driver, running)
+            assert [replica.status for replica in update.result().replicas] == ["committed"]
+            assert [(done["tokens"], set(done["versions"])) for done in driver.wait(held)] == [(fresh[0], {"2"})]
+
+            running = driver.submit([NEXT], 800)
+            driver.wait_for_tokens(running, 1)
+            update = manager.update_async(ModuleAdapter(weights(new)), 3)
+            held = _held(driver, running)
+            driver.call("abort_all")
+            assert [(done["finish_reason"], done["tokens"]) for done in driver.wait(held)] == [("abort", [])]
+            assert [replica.status for replica in update.result().replicas] == ["committed"]
+
+
+def _held(driver: SglangDriver, running: list[str]) -> list[str]:
+    """A request that came while an update waits for those that are running."""
+    while True:
+        came = driver.submit([PROMPT], 8)
+        (before,) = driver.look(running)
+        driver.wait_for_tokens(running, len(before["tokens"]) + 5)
+        if not driver.look(came)[0]["tokens"]:
+            return came
+
+
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
 def test_a_beam_search_does_not_end_the_engine(runtime: Path, old_and_new: tuple[Path, Path], policy: str) -> None:
     """SGLang can't retract one: under `recompute` it is aborted."""

@@ -158,6 +158,10 @@ class Driver(engine_driver.Driver):
     def do_own_wake_up(self, tags: list[str] | None = None) -> None:
         self.llm.resume_memory_occupation(tags)
 
+    def do_abort_all(self) -> None:
+        """What SGLang's `/abort_request` does for `abort_all`."""
+        self.llm.tokenizer_manager.abort_request(abort_all=True)
+
     def _ask(self, name: str, *request: Any) -> Any:
         return self.llm.loop.run_until_complete(getattr(self.llm.tokenizer_manager, name)(*request))
 

@@ -79,6 +79,12 @@ def hook_scheduler(lacks: tuple[str, ...]) -> None:
             return None
         return original(self, req, is_retracted)
 
+    @wrap(Scheduler, "abort_request")
+    def abort_request(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+        if _rank is not None:
+            _rank.unhold_aborted(recv_req)
+        return original(self, recv_req)
+
     @wrap(Scheduler, "_maybe_namespace_elastic_radix_cache")
     def namespace(original: Callable[..., Any], self: Any, req: Any) -> Any:
         result = original(self, req)

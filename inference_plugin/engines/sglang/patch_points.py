@@ -19,7 +19,7 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver._pull_raw_reqs", ("self",), "wrapped: our turn joins the requests"),
     PatchPoint("sglang.utils:TypeBasedDispatcher", why="its `_mapping` gets our turn"),
     PatchPoint(_SCHEDULER + "run_batch", ("batch",), "wrapped: notes when a step ran, for the throttle"),
-    PatchPoint(_SCHEDULER + "_add_request_to_queue", ("req", "is_retracted"), "wrapped: holds new requests during a drain, refuses them while torn"),
+    PatchPoint(_SCHEDULER + "_add_request_to_queue", ("req", "is_retracted"), "wrapped: holds new requests during a drain, refuses them while torn; called: those that were held"),
     PatchPoint(_SCHEDULER + "_maybe_namespace_elastic_radix_cache", ("req",), "wrapped: new requests get the version's prefix namespace"),
     # pipelines
     PatchPoint(_SCHEDULER + "get_next_batch_to_run", ("running_batch", "last_batch"), "wrapped: stages plan nothing before a turn and while paused"),
@@ -49,7 +49,7 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.utils.weight_checker:_is_non_persistent_buffer_name", ("name",), "called: what a reset spares"),
     PatchPoint("sglang.srt.managers.io_struct:ReleaseMemoryOccupationReqInput", ("tags",), "made"),
     PatchPoint("sglang.srt.managers.io_struct:ResumeMemoryOccupationReqInput", ("tags",), "made"),
-    PatchPoint(_SCHEDULER + "abort_request", ("recv_req",), "called: abort all"),
+    PatchPoint(_SCHEDULER + "abort_request", ("recv_req",), "called: abort all; wrapped: aborts requests that are held, too"),
     PatchPoint(_SCHEDULER + "is_fully_idle", ("self",), "called: drained?"),
     PatchPoint(_SCHEDULER + "is_fully_idle", ("ignore_waiting",), "called: may the cache be flushed?", since="0.5.21"),
     PatchPoint(_SCHEDULER + "flush_cache", ("empty_cache",), "called"),

@@ -165,7 +165,15 @@ class SchedulerRank:
         self._continue()
         self.holding = False
         held, self._held = self._held, []
-        self.scheduler.waiting_queue.extend(held)
+        with self._queue_unlimited():
+            for request in held:
+                self.scheduler._add_request_to_queue(request)
+
+    def unhold_aborted(self, abort: Any) -> None:
+        """SGLang is about to abort requests. It finds those that wait in its queue only, so those that are held go there."""
+        aborted = [request for request in self._held if abort.abort_all or request.rid.startswith(abort.rid)]
+        self._held = [request for request in self._held if request not in aborted]
+        self.scheduler.waiting_queue.extend(aborted)
 
     def installed(self, stamp: str) -> None:
         """This rank holds a new version: from now on no request finds what an older one computed, and outputs get the stamp."""
@@ -280,21 +288,26 @@ class SchedulerRank:
         finally:
             grammars.grammar_queue = compiling
 
+    @contextlib.contextmanager
+    def _queue_unlimited(self) -> Iterator[None]:
+        """A limit of the queue holds for requests that come, not for those that ran or were held."""
+        scheduler = self.scheduler
+        limit, scheduler.max_queued_requests = scheduler.max_queued_requests, None
+        try:
+            yield
+        finally:
+            scheduler.max_queued_requests = limit
+
     def _retract(self) -> None:
-        """Retracts requests by SGLang's own pause. A pause of the user's stays after `_continue`. A limit of the queue holds for
-        requests that come, not for those that ran."""
+        """Retracts requests by SGLang's own pause. A pause of the user's stays after `_continue`."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._paused = True
         pause = self.scheduler.pause_generation if self.pipeline is None else self.pipeline.retract
         scheduler = self.scheduler
         end_beams(scheduler, NO_BEAM)
-        limit, scheduler.max_queued_requests = scheduler.max_queued_requests, None
-        try:
-            with self._ours():
-                pause(PauseGenerationReqInput(mode="retract"))
-        finally:
-            scheduler.max_queued_requests = limit
+        with self._queue_unlimited(), self._ours():
+            pause(PauseGenerationReqInput(mode="retract"))
         scheduler.running_batch.beam_tail = None  # SGLang leaves it, and ends when it sees that the requests are gone
 
     def _continue(self) -> None:
