@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import weights
 from tests.support.managers import SyncManager
+from tests.support.models import make_qwen3
 from tests.support.sglang_engines import SglangDriver
 from trainer_adapters import ModuleAdapter
 
@@ -127,3 +129,29 @@ def test_a_beam_search_does_not_end_the_engine(runtime: Path, old_and_new: tuple
             assert [done["finish_reason"] for done in driver.wait(beside)] == ["length"]
             assert driver.wait(driver.submit([PROMPT], 8, beams=2))[0]["tokens"] == alone["tokens"]
             assert driver.tokens([PROMPT], 8) == fresh
+
+
+def test_requests_of_a_diffusion_model_do_not_end_the_engine(runtime: Path, tmp_path: Path) -> None:
+    """SGLang has them in queues of their own, where its pause doesn't look. One that has made tokens is aborted, because SGLang
+    would append them once more."""
+    model = make_qwen3(tmp_path / "sdar", seed=1, tied=False, vocab_size=151_672, dtype=torch.float32)
+    old = weights(model)
+    new = {name: tensor.flip(-1).contiguous() for name, tensor in old.items()}
+    diffusion = {
+        "json_model_override_args": '{"architectures": ["SDARForCausalLM"]}',
+        "dllm_algorithm": "LowConfidence",
+        "max_running_requests": 1,  # with more, keys depend on how many blocks of a prompt are computed at once
+    }
+    with SglangDriver(runtime) as driver:
+        driver.open(model, **diffusion)
+        with SyncManager(in_flight="recompute", timeout_s=60) as manager:
+            manager.update(ModuleAdapter(old), 1)
+            running = driver.submit([PROMPT], 60)
+            driver.wait_for_tokens(running, 4)
+            waiting = driver.submit([NEXT], 8)
+            report = manager.update(ModuleAdapter(new), 2)
+            assert [replica.status for replica in report.replicas] == ["committed"]
+            (ran,), (waited,) = driver.wait(running), driver.wait(waiting)
+            assert (ran["finish_reason"], set(ran["versions"])) == ("abort", {"1"})
+            assert (waited["finish_reason"], set(waited["versions"])) == ("length", {"2"})
+            assert driver.tokens([NEXT], 8) == [waited["tokens"]]

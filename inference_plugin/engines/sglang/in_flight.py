@@ -1,4 +1,5 @@
-"""Requests that SGLang's own pause and cache namespaces don't cover: turns of streaming sessions, and beam searches."""
+"""Requests that SGLang's own pause and cache namespaces don't cover: turns of streaming sessions, beam searches, and those of
+diffusion models."""
 
 from __future__ import annotations
 
@@ -6,7 +7,17 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["end_beams", "forget_old_turns", "note_old_sessions"]
+__all__ = [
+    "end_beams",
+    "forget_old_turns",
+    "note_old_sessions",
+    "recall_diffusion",
+    "unbegun_diffusion",
+    "why_not_again",
+]
+
+NO_BEAM = "aborted for a weight update: a beam search can't be computed again from its prompt"
+NO_DIFFUSION = "aborted for a weight update: SGLang can't compute the blocks of a diffusion model again"
 
 _OLD = "weightwire_old"
 """Attribute of a session's slot: it holds keys and values of replaced weights."""
@@ -39,7 +50,7 @@ def _slots(scheduler: Any) -> Mapping[str, Any]:
     return found
 
 
-def end_beams(scheduler: Any, reason: str) -> None:
+def end_beams(scheduler: Any) -> None:
     """Before SGLang's pause retracts all requests: marks beam searches in flight, which SGLang can't compute again, as aborted.
 
     Those whose result is still to be processed end with it. The others reach the queue, with nothing left of their members.
@@ -52,6 +63,34 @@ def end_beams(scheduler: Any, reason: str) -> None:
     batches = [batch.reqs for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
     for request in dict.fromkeys([*itertools.chain(*batches), scheduler.chunked_req]):
         if request is not None and request.beam_group is not None and not request.finished():
-            request.to_finish = FINISH_ABORT(reason)
+            request.to_finish = FINISH_ABORT(NO_BEAM)
             if id(request) not in ends_with_result:
                 scheduler.beam_coordinator._free_member_rows(request.beam_group)
+
+
+def unbegun_diffusion(scheduler: Any) -> list[Any]:
+    """Requests of a diffusion model that have computed nothing yet, in the queue of its own in which SGLang has put them."""
+    return [request for request in scheduler.dllm_manager.waiting_queue if not request.kv.holds_kv]
+
+
+def recall_diffusion(scheduler: Any) -> None:
+    """Before SGLang's pause retracts all requests: has it retract those of a diffusion model too, which wait in queues of their
+    own. They begin anew."""
+    manager = scheduler.dllm_manager
+    requests, manager.waiting_queue, manager.staging_queue = manager.waiting_queue, [], []
+    last = [] if scheduler.last_batch is None else scheduler.last_batch.reqs  # which the pause retracts
+    for request in requests:
+        if not request.finished():
+            request.init_diffusion_llm(request.dllm_config)
+            if not request.kv.holds_kv:
+                scheduler.waiting_queue.append(request)
+            elif request not in last:
+                scheduler.running_batch.reqs.append(request)
+
+
+def why_not_again(request: Any) -> str:
+    """Why SGLang can't compute this request again, which reaches its queue; "" if it can. What it has made of a diffusion model's
+    request, it would compute anew and append once more."""
+    if request.beam_group is not None and request.to_finish is not None:
+        return NO_BEAM
+    return NO_DIFFUSION if request.dllm_config is not None and request.output_ids else ""

@@ -60,6 +60,8 @@ PATCH_POINTS = (
     PatchPoint("sglang.srt.beam_search.coordinator:BeamCoordinator.retire_group", ("req",), "called: a request has ended"),
     PatchPoint("sglang.srt.managers.schedule_batch:FINISH_ABORT", ("message",), "made: why a beam search ends"),
     PatchPoint("sglang.srt.managers.schedule_batch:ScheduleBatch", ("beam_tail",), "set to None where the requests are gone"),
+    PatchPoint("sglang.srt.dllm.mixin.scheduler:DllmManager.add_staging_reqs", ("reqs",), "of the scheduler's `dllm_manager`, whose `waiting_queue` and `staging_queue` are emptied before a retraction"),
+    PatchPoint("sglang.srt.dllm.mixin.req:ReqDllmMixin.init_diffusion_llm", ("dllm_config",), "called before a retraction: an unfinished block is begun anew"),
     PatchPoint("sglang.srt.constrained.grammar_manager:GrammarManager.has_waiting_grammars", ("self",), "of the scheduler's `grammar_manager`, whose `grammar_queue` is left out of a flush"),
     PatchPoint("sglang.srt.managers.mm_schedule:embedding_cache", why="cleared: encodings of images and sounds"),
     PatchPoint("sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache.clear", ("self",), "called"),

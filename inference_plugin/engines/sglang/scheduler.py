@@ -15,7 +15,14 @@ from inference_plugin.engines.control import UNKNOWN_VERSION
 from inference_plugin.engines.kept_caches import keeps_cache
 from inference_plugin.engines.noted_loads import note_loads
 from inference_plugin.engines.rank_runtime import RankIdentity, RankRuntime
-from inference_plugin.engines.sglang.in_flight import end_beams, forget_old_turns, note_old_sessions
+from inference_plugin.engines.sglang.in_flight import (
+    end_beams,
+    forget_old_turns,
+    note_old_sessions,
+    recall_diffusion,
+    unbegun_diffusion,
+    why_not_again,
+)
 from inference_plugin.engines.sglang.model import SglangModel
 from inference_plugin.engines.sglang.pipeline import Pipeline
 from inference_plugin.engines.sglang.ranks import Ranks
@@ -25,8 +32,6 @@ from inference_plugin.wire.errors import WeightwireError
 from inference_plugin.wire.messages import WorkerCard
 
 __all__ = ["SchedulerRank", "forget_encodings", "tokens_made"]
-
-NO_BEAM = "aborted for a weight update: a beam search can't be computed again from its prompt"
 
 logger = logging.getLogger("sglang.weightwire")
 
@@ -101,8 +106,8 @@ class SchedulerRank:
         if self._paused and is_health_check_generate_req(request):
             self.scheduler.return_health_check_ipcs.append(request.http_worker_ipc)  # as SGLang does while it is busy
             return False
-        if request.beam_group is not None and request.to_finish is not None:
-            self._end(request, NO_BEAM, None)
+        if why := why_not_again(request):
+            self._end(request, why, None)
             return False
         if self.refusal is not None:
             self._end(request, self.refusal, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -262,7 +267,7 @@ class SchedulerRank:
                 self.namespace = ""
         if self.namespace:
             note_old_sessions(scheduler)
-        for request in [*scheduler.waiting_queue, *self._held]:
+        for request in [*scheduler.waiting_queue, *self._held, *unbegun_diffusion(scheduler)]:
             if not request.output_ids:
                 self.name(request)
 
@@ -305,7 +310,8 @@ class SchedulerRank:
         self._paused = True
         pause = self.scheduler.pause_generation if self.pipeline is None else self.pipeline.retract
         scheduler = self.scheduler
-        end_beams(scheduler, NO_BEAM)
+        end_beams(scheduler)
+        recall_diffusion(scheduler)
         with self._queue_unlimited(), self._ours():
             pause(PauseGenerationReqInput(mode="retract"))
         scheduler.running_batch.beam_tail = None  # SGLang leaves it, and ends when it sees that the requests are gone
