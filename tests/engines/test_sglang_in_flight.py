@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_tokens import weights
 from tests.support.managers import SyncManager
 from tests.support.models import make_qwen3
-from tests.support.sglang_engines import SglangDriver
+from tests.support.sglang_engines import SglangDriver, SglangServer
 from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine]
@@ -155,3 +156,24 @@ def test_requests_of_a_diffusion_model_do_not_end_the_engine(runtime: Path, tmp_
             assert (ran["finish_reason"], set(ran["versions"])) == ("abort", {"1"})
             assert (waited["finish_reason"], set(waited["versions"])) == ("length", {"2"})
             assert driver.tokens([NEXT], 8) == [waited["tokens"]]
+
+
+def test_a_client_that_waits_for_a_vector_hears_that_an_update_has_aborted_its_request(
+    runtime: Path, old_and_new: tuple[Path, Path]
+) -> None:
+    """SGLang's answer to an aborted request has no vector, which its server answered with an internal error."""
+    old, new = old_and_new
+    body = {"model": str(old), "input": [(7 * i) % 500 + 1 for i in range(800)]}
+    one_by_one = {"is_embedding": True, "max_running_requests": 1, "disable_radix_cache": True}
+    with (
+        SglangServer(runtime, old, options=one_by_one) as server,
+        SyncManager(in_flight="abort", timeout_s=60) as manager,
+    ):
+        manager.update(ModuleAdapter(weights(old)), 1)
+        with ThreadPoolExecutor(40) as clients:
+            asked = [clients.submit(server.request, "POST", "/v1/embeddings", body) for _ in range(40)]
+            asked[0].result()
+            manager.update(ModuleAdapter(weights(new)), 2)
+            answers = [one.result() for one in asked]
+    assert {status for status, _ in answers} == {200, 503}
+    assert all("aborted for a weight update" in str(answer) for status, answer in answers if status == 503)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +108,19 @@ class SglangServer(HttpEngine):
         pp: int = 1,
         explicit: bool = False,
         log_level: str = "warning",
+        options: Mapping[str, Any] | None = None,
         **variables: str,
     ) -> None:
         super().__init__(runtime, **{**environment(tp * pp), **variables})
         self.model, self.explicit, self.log_level = model, explicit, log_level
-        self.sizes = {"tp_size": tp, "pp_size": pp}
+        self.options = {"tp_size": tp, "pp_size": pp, **(options or {})}
         if explicit:
             self.preloads = ()
 
     def start(self) -> None:
         module = "inference_plugin.engines.sglang" if self.explicit else "sglang.launch_server"
         arguments = ["--model-path", str(self.model), "--skip-server-warmup"]
-        options = {**ENGINE_ARGUMENTS, **self.sizes, "log_level": self.log_level}
+        options = {**ENGINE_ARGUMENTS, **self.options, "log_level": self.log_level}
         for last in (False, False, True):
             try:
                 return self.serve(module, arguments, options)

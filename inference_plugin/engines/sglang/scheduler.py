@@ -143,8 +143,10 @@ class SchedulerRank:
             scheduler.waiting_queue = [request for request in scheduler.waiting_queue if request.output_ids]
             if operation.name == "abort":
                 held, self._held = self._held, []
+                # Nothing in an answer without its vector says why, so whoever waits for one gets an error.
+                status = None if scheduler.is_generation else HTTPStatus.SERVICE_UNAVAILABLE
                 for request in held:
-                    self._end(request, "aborted for a weight update or a pause", None)
+                    self._end(request, "aborted for a weight update or a pause", status)
                 scheduler.abort_request(AbortReq(abort_all=True))
         elif operation.name == "flush":
             with self._but_for_compiling():
