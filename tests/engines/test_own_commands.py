@@ -17,6 +17,7 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import Halted
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source, weights
 from tests.support.engines import Driver, eventually
+from tests.support.families import FAMILIES
 from tests.support.managers import SyncManager
 from tests.support.sglang_engines import SglangDriver
 from trainer_adapters import ModuleAdapter
@@ -239,6 +240,19 @@ def test_weights_that_others_may_write_in_a_session_of_the_user_s_have_no_versio
         assert engine.serves() == ("C", {stamp})
         engine.driver.call("session", which="end")
         assert engine.serves() == ("C", {"unknown"}), "what was written since the update is unknown"
+
+
+def test_a_load_of_the_user_s_that_finds_nothing_does_not_change_which_checkpoint_sglang_was_started_from(
+    runtime: Path, tmp_path: Path
+) -> None:
+    """That one says which parameters no checkpoint fills: of BERT the numbers of positions."""
+    bert = FAMILIES["bert-embedding"]
+    one, two = (bert.maker(tmp_path / str(seed), seed) for seed in (1, 2))
+    with SglangDriver(runtime) as driver:
+        driver.open(one, is_embedding=True, dtype=bert.dtype, disable_radix_cache=True)
+        assert "False" in driver.rpc("update_weights_from_disk", str(tmp_path / "nowhere"))[0]
+        with SyncManager(timeout_s=60) as manager:
+            assert [r.status for r in manager.update(source(two), 1).replicas] == ["committed"]
 
 
 @pytest.mark.parametrize("engine", ["sglang"], indirect=True)

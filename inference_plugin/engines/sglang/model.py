@@ -72,6 +72,9 @@ class SglangModel(LiveModel):
         if not (scheduler.spec_algorithm.is_none() or scheduler.spec_algorithm.is_ngram()):
             self.leaves_out = "the draft model of speculative decoding keeps its weights: SGLang's can't be updated"
         self._config = runner.model_config
+        self._started_from = (
+            self._config.model_path
+        )  # SGLang's update from a directory replaces it, also where it fails
         self._updater = scheduler.weight_updater
         self._attention = getattr(runner, "attn_backend", None)
         self._scheduler = scheduler
@@ -85,7 +88,7 @@ class SglangModel(LiveModel):
         self.fixed_addresses = self.captures_graphs or sleeps or (on_gpu and lends_addresses(self._arguments))
 
     def checkpoint(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        return checkpoint_headers(self._config.model_path, self._config.revision)
+        return checkpoint_headers(self._started_from, self._config.revision)
 
     def finishers(self) -> Mapping[str, Callable[[nn.Module], None]]:
         """SGLang derives weights at the end of a load, and post-processes by quantisation methods after that."""
