@@ -17,6 +17,9 @@ from trainer_adapters import ModuleAdapter
 
 pytestmark = [pytest.mark.engine]
 
+PATIENT = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "600"}
+"""A server with several processes ends those that don't answer it in time, as while they start on a busy machine."""
+
 PROMPT, NEXT = [*range(20, 60)], [77, 78, 79, 80]
 
 
@@ -161,12 +164,13 @@ def test_requests_of_a_diffusion_model_do_not_end_the_engine(runtime: Path, tmp_
 def test_a_client_that_waits_for_a_vector_hears_that_an_update_has_aborted_its_request(
     runtime: Path, old_and_new: tuple[Path, Path]
 ) -> None:
-    """SGLang's answer to an aborted request has no vector, which its server answered with an internal error."""
+    """SGLang's answer to an aborted request has no vector, which its server answered with an internal error. Each process of a
+    server with several knows the replica."""
     old, new = old_and_new
     body = {"model": str(old), "input": [(7 * i) % 500 + 1 for i in range(800)]}
-    one_by_one = {"is_embedding": True, "max_running_requests": 1, "disable_radix_cache": True}
+    options = {"is_embedding": True, "max_running_requests": 1, "disable_radix_cache": True, "tokenizer_worker_num": 2}
     with (
-        SglangServer(runtime, old, options=one_by_one) as server,
+        SglangServer(runtime, old, options=options, **PATIENT) as server,
         SyncManager(in_flight="abort", timeout_s=60) as manager,
     ):
         manager.update(ModuleAdapter(weights(old)), 1)
@@ -175,5 +179,8 @@ def test_a_client_that_waits_for_a_vector_hears_that_an_update_has_aborted_its_r
             asked[0].result()
             manager.update(ModuleAdapter(weights(new)), 2)
             answers = [one.result() for one in asked]
+        for _ in range(4):
+            assert [server.request("GET", f"/ready?min_version={version}")[0] for version in (2, 3)] == [200, 503]
+            assert server.request("GET", "/model_info")[1]["weight_version"] == "2"
     assert {status for status, _ in answers} == {200, 503}
     assert all("aborted for a weight update" in str(answer) for status, answer in answers if status == 503)

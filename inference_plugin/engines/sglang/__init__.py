@@ -37,7 +37,7 @@ def register() -> None:
     lacks = check_patch_points(SGLANG, installed_version(*SGLANG.distributions))
 
     from inference_plugin.engines.sglang import hooks
-    from inference_plugin.engines.sglang.api import hook_api
+    from inference_plugin.engines.sglang.api import hook_api, name_application
     from inference_plugin.engines.sglang.lora import hook_lora
 
     with all_or_none():
@@ -46,6 +46,7 @@ def register() -> None:
         hooks.hook_own_commands()
         hook_lora()
         hook_api()
+    name_application()
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:

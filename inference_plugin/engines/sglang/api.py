@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from inference_plugin.engines.http import ReplicaMiddleware, replicas_here
 from inference_plugin.engines.monkeypatch import contained, wrap
 from inference_plugin.net.records import record_of
 
-__all__ = ["hook_api"]
+__all__ = ["hook_api", "name_application"]
 
 logger = logging.getLogger("sglang.weightwire")
 
@@ -39,6 +40,12 @@ def hook_api() -> None:
         with contained("adding the middleware", logger):
             app.add_middleware(SglangMiddleware)
         return result
+
+
+def name_application() -> None:
+    """Has the processes of a server with several (`--tokenizer-worker-num`) import the application with the middleware. A user's
+    own application stays."""
+    os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "inference_plugin.engines.sglang.app:app")
 
 
 class SglangMiddleware(ReplicaMiddleware):
