@@ -192,6 +192,7 @@ FULL = (
         for kind in ("gemma2", "apertus")
     ),
     f"{ENGINES}test_vllm_shared_experts.py::test_four_ranks_of_two_cores_are_one_replica",
+    f"{ENGINES}test_vllm_shared_experts.py::test_behind_an_external_load_balancer_each_rank_has_a_server",
     f"{ENGINES}test_vllm_shared_experts.py::"
     "test_every_step_and_every_token_is_of_one_version_on_both_ranks_while_updates_alternate[experts-async",
     # ranks that share experts: without expert parallel the first and the last stay

@@ -6,6 +6,7 @@ All of it is read from files of the runtime directory, in a thread: the server w
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from urllib.parse import parse_qs
 from inference_plugin.engines.metrics import exposition
 from inference_plugin.engines.monkeypatch import contained
 from inference_plugin.net import addresses
-from inference_plugin.net.processes import parent_of
+from inference_plugin.net.processes import ancestors_of, parent_of
 from inference_plugin.net.records import record_of
 from inference_plugin.wire.messages import ReplicaCard
 
@@ -29,13 +30,30 @@ _END = b"# EOF\n"
 
 
 def replicas_here() -> list[ReplicaCard]:
-    """The replicas of this server: this process has started them, or the process has that started this one, or a child."""
-    ours, here = (os.getpid(), os.getppid()), addresses.boot_id()
+    """The replicas of this server: this process has started them, or the process has that started this one, or a child. Where
+    data-parallel ranks share experts and each has a server of its own, all these servers have the one replica."""
+    here = addresses.boot_id()
     return [
-        card
-        for card in addresses.discover()
-        if card.boot_id == here and (card.parent_pid in ours or parent_of(card.parent_pid) == os.getpid())
+        card for card in addresses.discover() if card.boot_id == here and (_started_here(card) or _shared_here(card))
     ]
+
+
+def _started_here(card: ReplicaCard) -> bool:
+    return card.parent_pid in (os.getpid(), os.getppid()) or parent_of(card.parent_pid) == os.getpid()
+
+
+def _shared_here(card: ReplicaCard) -> bool:
+    """Whether one of several engine cores that are one replica is this server's. A core's only rank is the core's own process; of
+    several ranks each is a child of it."""
+    ranks = card.tp * card.pp
+    if len(card.workers) <= ranks:
+        return False
+    for worker in card.workers:
+        starters = list(itertools.islice(ancestors_of(worker.pid), 2))
+        of_core = starters[:1] if ranks == 1 else starters[1:]
+        if os.getpid() in starters or os.getppid() in of_core:
+            return True
+    return False
 
 
 def readiness(cards: Sequence[ReplicaCard], min_version: int | None, group: str) -> tuple[int, dict[str, Any]]:

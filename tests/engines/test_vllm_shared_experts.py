@@ -3,6 +3,7 @@ of the ranks, or a part of each on both. vLLM on CPU lacks two collectives for i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from tests.engines.conftest import Checkpoint
 from tests.engines.test_vllm_faults import PLUGIN, assert_gone, statuses
 from tests.engines.test_vllm_one_version import Replay, seen_in
 from tests.engines.test_vllm_tokens import COUNT, PROMPTS, reference, source
-from tests.support.engines import Server, eventually
+from tests.support.engines import Server, eventually, free_port
 from tests.support.managers import SyncManager
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -310,3 +311,38 @@ def test_four_ranks_of_two_cores_are_one_replica(runtime: Path, checkpoint: Chec
             for rank in RANKS:
                 assert [server.tokens(prompt, COUNT, dp_rank=rank) for prompt in PROMPTS] == reference(model)
             assert sync.verify(source(model)).ok
+
+
+def test_behind_an_external_load_balancer_each_rank_has_a_server_and_all_say_what_their_replica_is(
+    runtime: Path, checkpoint: Checkpoint
+) -> None:
+    a, b = (checkpoint("qwen3_moe", tied=False, seed=seed) for seed in (1, 2))
+    faults = runtime / "faults-balanced"
+    faults.write_text("[]")
+    common = ["--data-parallel-size", "2", "--data-parallel-address", "127.0.0.1", "--enable-expert-parallel"]
+    common += ["--data-parallel-rpc-port", str(free_port())]
+    told = {"WEIGHTWIRE_PLUGINS": PLUGIN, "WEIGHTWIRE_TEST_FAULTS": str(faults)}
+    servers = [
+        Server(runtime, a, job="balanced", arguments=[*common, "--data-parallel-rank", str(rank)], **told)
+        for rank in RANKS
+    ]
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        list(pool.map(stack.enter_context, servers))  # each waits for the other
+        with SyncManager(install="copy", timeout_s=120) as sync:
+            (report,) = sync.update(source(b), 1).replicas
+            assert report.status == "committed", report
+            for server in servers:
+                assert server.tokens(PROMPTS[0], COUNT) == reference(b)[0]
+                assert server.request("GET", "/ready?min_version=1")[0] == 200
+            faults.write_text(
+                json.dumps(
+                    [{"rank": 1, "step": "install", "when": "after"}, {"rank": 1, "step": "undo", "when": "before"}]
+                )
+            )
+            with pytest.raises(TornReplica, match="planned fault: undo on rank 1"):
+                sync.update(source(a), 2)
+            for server in servers:
+                status, answer = server.complete(PROMPTS[0], COUNT)
+                assert status == 503 and "undo on rank 1" in json.dumps(answer), answer
+                status, ready = server.request("GET", "/ready")
+                assert status == 503 and "is torn" in ready["why"][0], ready

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from inference_plugin.engines.http import ReplicaMiddleware
 from inference_plugin.engines.metrics import ENGINE_METRICS
+from inference_plugin.engines.published_card import replica_card
 from inference_plugin.net import addresses
 from inference_plugin.net.records import ReplicaRecord, record_of, save_record
 from inference_plugin.wire.errors import WeightwireError
+from inference_plugin.wire.messages import WorkerCard
 from tests.manager.test_relatives import tear
 from tests.support.plain_engine import ShardSource, checkpoint
 from tests.support.rig import ROOT, Rig, eventually
@@ -175,6 +179,30 @@ def test_ready_says_whether_all_replicas_of_the_server_serve_a_version(rig: Rig)
     adopt(rig, state="torn", detail="because")
     status, body, _ = Server().get("/ready")
     assert status == 503 and f"{rig.replica} is torn" in body
+
+
+def test_each_server_of_ranks_that_share_experts_has_their_replica_and_no_neighbour_has(directory: Path) -> None:
+    """External load balancing: each rank has a server of its own, and the card is of the engine core of the first."""
+    core = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    assert core.stdout is not None
+    worker = int(core.stdout.readline())
+    ask = [sys.executable, "-c", "from inference_plugin.engines.http import replicas_here; print(len(replicas_here()))"]
+    # a core's only rank works in the core itself, several have processes of their own
+    cases = ((core.pid, 1, 2, 200, "1"), (worker, 2, 4, 200, "1"), (worker, 1, 2, 200, "0"), (core.pid, 1, 1, 503, "0"))
+    for pid, tp, ranks, ours, neighbours in cases:
+        replica = addresses.new_replica_id("vllm")
+        fields = {"tp_rank": 0, "pp_rank": 0, "address": "ipc:///w", "device": "cpu", "free_bytes": 0}
+        of_others = [WorkerCard(replica=replica, rank=rank, pid=1, **fields) for rank in range(ranks - 1)]
+        workers = (*of_others, WorkerCard(replica=replica, rank=ranks - 1, pid=pid, **fields))
+        told = {"engine": "vllm", "engine_version": "0", "model": "m", "tp": tp, "parent_pid": 1}
+        card = replica_card(replica=replica, address="", workers=workers, **told)
+        addresses.write_card(card)
+        assert Server().get("/ready")[0] == ours
+        # a process that this one has started as well: another API server of the same launcher, or of a neighbour
+        assert subprocess.run(ask, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip() == neighbours
+        addresses.remove_card(card)
+    subprocess.run(["kill", str(worker)], check=True)
+    core.wait(60)
 
 
 def test_a_closed_group_s_version_is_served_until_another_group_writes_over_it(rig: Rig) -> None:
