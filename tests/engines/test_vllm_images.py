@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.engines.test_vllm_tokens import weights
+from tests.support import second_runner
 from tests.support.engines import PRELOADED, Driver
 from tests.support.images import IMAGES, check_images
 from tests.support.managers import SyncManager
@@ -42,7 +43,7 @@ BY_TORCHVISION: dict[str, Kind] = {
 
 
 class WithTorchvision(Driver):
-    preloads = ("tests.support.torchvision_here", *PRELOADED)
+    preloads = (*second_runner.PRELOADS, "tests.support.torchvision_here", *PRELOADED)
     constants = (*Driver.constants, VARIABLE)
 
 

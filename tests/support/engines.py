@@ -30,7 +30,7 @@ import psutil
 from inference_plugin.net import addresses
 from inference_plugin.net.addresses import discover
 from inference_plugin.wire.messages import ReplicaCard
-from tests.support import poison
+from tests.support import poison, second_runner
 from tests.support.preloaded import SHOW_STACKS, ForkedProgram, nursery
 
 __all__ = [
@@ -66,6 +66,7 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles a small function of a sharded embedding: 5 seconds for each rank
     poison.VARIABLE: "1",
+    **second_runner.VARIABLES,
 }
 ENGINE_ARGUMENTS: dict[str, Any] = {
     "enforce_eager": True,
@@ -76,6 +77,7 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
     "kv_cache_memory_bytes": 64 << 20,
 }
 PRELOADED = (
+    *second_runner.PRELOADS,
     "vllm",
     "vllm.entrypoints.openai.api_server",
     "vllm.entrypoints.llm",

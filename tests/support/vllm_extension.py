@@ -139,7 +139,7 @@ class Extension:
 
     def ext_draft_state(self) -> str:
         """Everything reachable that the draft model computes with."""
-        return json.dumps(reachable(self.model_runner.drafter.model))  # type: ignore[attr-defined]
+        return json.dumps(reachable(self.model_runner.get_draft_model()))  # type: ignore[attr-defined]
 
     def ext_expert_maps(self) -> str:
         """Of each layer of experts, which place of this rank each expert has; -1 for another rank's."""
