@@ -119,8 +119,7 @@ FULL = (
             "test_a_manifest_that_lacks_anything_is_refused_when_the_group_is_opened[dense-and-moe-packed",
             "test_what_a_partial_update_does_not_send_keeps_its_bytes[packed-copy",
             *(
-                "test_a_trainer_with_a_tied_head_gives_an_untied_engine_both_or_is_refused_with_a_word_on_tying"
-                f"[{case}"
+                f"test_a_trainer_with_a_tied_head_gives_an_untied_engine_both_or_is_refused_with_a_word_on_tying[{case}"
                 for case in ("plain-copy", "packed-standby")
             ),
             *(

@@ -72,9 +72,8 @@ class SglangModel(LiveModel):
         if not (scheduler.spec_algorithm.is_none() or scheduler.spec_algorithm.is_ngram()):
             self.leaves_out = "the draft model of speculative decoding keeps its weights: SGLang's can't be updated"
         self._config = runner.model_config
-        self._started_from = (
-            self._config.model_path
-        )  # SGLang's update from a directory replaces it, also where it fails
+        # SGLang's update from a directory replaces it, also where it fails.
+        self._started_from = self._config.model_path
         self._updater = scheduler.weight_updater
         self._attention = getattr(runner, "attn_backend", None)
         self._scheduler = scheduler
