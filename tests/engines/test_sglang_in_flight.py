@@ -161,14 +161,16 @@ def test_requests_of_a_diffusion_model_do_not_end_the_engine(runtime: Path, tmp_
             assert driver.tokens([NEXT], 8) == [waited["tokens"]]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_client_that_waits_for_a_vector_hears_that_an_update_has_aborted_its_request(
-    runtime: Path, old_and_new: tuple[Path, Path]
+    runtime: Path, old_and_new: tuple[Path, Path], processes: int
 ) -> None:
     """SGLang's answer to an aborted request has no vector, which its server answered with an internal error. Each process of a
     server with several knows the replica."""
     old, new = old_and_new
     body = {"model": str(old), "input": [(7 * i) % 500 + 1 for i in range(800)]}
-    options = {"is_embedding": True, "max_running_requests": 1, "disable_radix_cache": True, "tokenizer_worker_num": 2}
+    options = {"is_embedding": True, "max_running_requests": 1, "disable_radix_cache": True}
+    options["tokenizer_worker_num"] = processes
     with (
         SglangServer(runtime, old, options=options, **PATIENT) as server,
         SyncManager(in_flight="abort", timeout_s=60) as manager,
