@@ -25,7 +25,7 @@ help: ## this list
 demo: setup model $(if $(filter sglang,$(ENGINE)),engines) ## train SmolLM2-135M for a few RL steps while it is being served, and prove what the engine holds
 	@$(PY) examples/rl_smollm2/run.py --engine $(ENGINE) --model $(MODEL) $(ARGS)
 
-test: ## the tests to pass before a merge, on real engines and trainers (20 to 25 minutes on 2 cores, 32 to 57 on slow ones)
+test: ## the tests to pass before a merge, on real engines and trainers (about 25 minutes on 2 cores, more on slow ones)
 	@$(MAKE) --no-print-directory --jobs 3 setup engines megatron
 	@$(PY) -m pytest $(ARGS)
 

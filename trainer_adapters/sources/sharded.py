@@ -118,8 +118,7 @@ def refuse_lora_layers(model: torch.nn.Module, rename: object) -> None:
 
 
 def _learns_its_prompt(model: Any) -> bool:
-    config = model.peft_config[model.active_adapter]
-    return bool(config.is_prompt_learning or config.is_adaption_prompt)
+    return any(config.is_prompt_learning or config.is_adaption_prompt for config in model.peft_config.values())
 
 
 def _is(module: str, name: str, value: object) -> bool:
